@@ -1,4 +1,5 @@
-//! Lists the files under `schedules/<target>/<folder>/` as a table of the crate, so that shipping one is dropping it there.
+//! Lists the files under `schedules/<target>/<folder>/` as a table of the crate, so that a schedule is shipped by
+//! adding its file.
 
 use std::fmt::Write as _;
 use std::io::Result;
@@ -25,7 +26,7 @@ fn main() -> Result<()> {
     std::fs::write(out.join("shipped.rs"), table)
 }
 
-/// What is in a folder, by name; nothing if it is a file.
+/// The entries of a folder, by name; none if it is a file.
 fn sorted(folder: &Path) -> Result<Vec<PathBuf>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
@@ -36,7 +37,7 @@ fn sorted(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// A schedule is `<context>.json`; what proves it is `<context>.bundle.json` beside it.
+/// A schedule is `<context>.json`; its proof is `<context>.bundle.json` beside it.
 fn entry(table: &mut String, target: &Path, folder: &Path, file: &Path) {
     println!("cargo::rerun-if-changed={}", file.display());
     let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -1,16 +1,16 @@
-//! Where a measurement was made.
+//! The conditions of a measurement: machine and build.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
-/// What a reader of a measured number needs to know about the machine and the build. A field is `None` where the device did not say.
+/// The machine and the build of a measurement. A field is `None` if the device did not report it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(remote = "Self", deny_unknown_fields)]
 pub struct Conditions {
     /// The card.
     pub card: String,
-    /// What tells the card from others of its name.
+    /// Identifies the card among others of its name.
     pub uuid: Option<String>,
     /// Multiprocessors of the card.
     pub sms: Option<u32>,
@@ -18,15 +18,15 @@ pub struct Conditions {
     pub max_sm_mhz: Option<u32>,
     /// Highest clock of the memory, in MHz.
     pub max_memory_mhz: Option<u32>,
-    /// Processes of others that used the card when it was opened.
+    /// Number of other processes on the card when it was opened.
     pub other_processes: Option<u32>,
     /// Version of the kernel driver.
     pub driver: String,
-    /// Version of CUDA that the driver speaks.
+    /// CUDA version that the driver supports.
     pub cuda: String,
     /// Version of the device compiler.
     pub nvrtc: String,
-    /// Version of `amk`, with the commit if the build was told it (`AMK_COMMIT`).
+    /// Version of `amk`, with the commit if it was given to the build (`AMK_COMMIT`).
     pub amk: String,
 }
 
@@ -37,7 +37,7 @@ impl Serialize for Conditions {
 }
 
 impl<'de> Deserialize<'de> for Conditions {
-    /// Older files have `notes`, texts that hold what is a field now.
+    /// Older files have `notes`: texts for what are fields now.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut fields = Map::deserialize(deserializer)?;
         let notes = fields.remove("notes").map(Vec::<String>::deserialize).transpose();
@@ -49,7 +49,7 @@ impl<'de> Deserialize<'de> for Conditions {
 }
 
 impl Conditions {
-    /// Takes over what an older file has as a note. The CUDA version is a field there too.
+    /// Reads a note of an older file. The CUDA version is a field there too.
     fn read_note(&mut self, note: &str) {
         if let Some(uuid) = note.strip_prefix("uuid ") {
             self.uuid = Some(uuid.to_owned());
@@ -66,15 +66,15 @@ impl Conditions {
         }
     }
 
-    /// The highest clocks, for people.
+    /// The highest clocks, as text for display.
     #[must_use]
     pub fn max_clocks(&self) -> Option<String> {
         let (sm, memory) = self.max_sm_mhz.zip(self.max_memory_mhz)?;
         Some(format!("at most {sm} MHz, memory {memory} MHz"))
     }
 
-    /// The first thing in which another measurement's conditions are so different that the two cannot stand beside each other: the card,
-    /// one of the same name included, the driver, or the compiler. The build of `amk` is not: programs and kernels have ids.
+    /// The first difference that makes two measurements incomparable: the card (even one of the same name), the driver,
+    /// or the compiler. The build of `amk` does not count: programs and kernels have ids.
     #[must_use]
     pub fn differs(&self, now: &Self) -> Option<String> {
         let uuid = |conditions: &Self| conditions.uuid.clone().unwrap_or("unknown".to_owned());
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!((shared.other_processes, shared.uuid), (Some(2), None));
         let unknown = old(&["other processes on the GPU: unknown (no NVML)", "of another version"]);
         assert_eq!(unknown.other_processes, None);
-        // What is written has fields alone, and is read back as it is.
+        // Written conditions have only fields, and are read back unchanged.
         let written = serde_json::to_value(&found).unwrap();
         assert_eq!((&written["sms"], written.get("notes")), (&json!(132), None));
         assert_eq!(serde_json::from_value::<Conditions>(written.clone()).unwrap(), found);
@@ -129,7 +129,7 @@ mod tests {
         assert!(serde_json::from_value::<Conditions>(strange).is_err());
     }
 
-    /// The conditions in a document, wherever they are.
+    /// Collects the conditions anywhere in a document.
     fn all_in(document: &Value, found: &mut Vec<Conditions>) {
         for (key, value) in document.as_object().into_iter().flatten() {
             if key == "conditions" && value.is_object() {

@@ -1,4 +1,4 @@
-//! What can go wrong on the disk, in one line that names the file and the remedy.
+//! Errors of reading and writing files, in one line that names the file and the remedy.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use rusqlite::ErrorCode;
 /// Why a ledger or a table could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum CorpusError {
-    /// The operating system refused.
+    /// The operating system reported an error.
     #[error("cannot {action} {}: {source}; {}", .path.display(), remedy(.source))]
     Io {
         /// `create`, `read`, `write`, `remove`, `sync`, `lock`, `seal`.
@@ -18,7 +18,7 @@ pub enum CorpusError {
         /// The operating system's reason.
         source: io::Error,
     },
-    /// A new ledger was asked for where one exists.
+    /// A new ledger was to be created where one exists.
     #[error(
         "{} already holds a search; continue it with --resume or choose another --out",
         .0.display()
@@ -30,7 +30,7 @@ pub enum CorpusError {
         .0.display()
     )]
     Locked(PathBuf),
-    /// The file is no ledger, or one of another version.
+    /// The file is not a ledger, or one of another version.
     #[error(
         "{} is not a ledger of this version ({} is needed, found {found}); `amk migrate` rewrites those of the version before, else choose another --out",
         .path.display(), .needed
@@ -40,7 +40,7 @@ pub enum CorpusError {
         path: PathBuf,
         /// The schema id of ledgers.
         needed: &'static str,
-        /// What stands where it should.
+        /// The schema found.
         found: String,
     },
     /// A row was edited, removed, inserted or moved.
@@ -53,10 +53,10 @@ pub enum CorpusError {
         path: PathBuf,
         /// Line, from one.
         line: usize,
-        /// What does not fit.
+        /// The inconsistency.
         reason: String,
     },
-    /// SQLite refused.
+    /// SQLite reported an error.
     #[error("cannot {action} the store {}: {reason}", .path.display())]
     Store {
         /// `open`, `read`, `write`, `bring up to date`.
@@ -68,7 +68,7 @@ pub enum CorpusError {
         /// Whether the file is damaged.
         damaged: bool,
     },
-    /// An SQLite file of somebody else.
+    /// An SQLite file of another program.
     #[error("{} is an SQLite file and no store of amk; name another with --store", .0.display())]
     NoStore(PathBuf),
     /// A store of a later version of `amk`.
@@ -81,10 +81,10 @@ pub enum CorpusError {
         path: PathBuf,
         /// Its version.
         found: i64,
-        /// The latest version that is known here.
+        /// The latest version that this build supports.
         known: i64,
     },
-    /// The store has another row of this search than the ledger.
+    /// The store and the ledger have different rows of this search.
     #[error(
         "the store {} has another row {seq} of run {run}: two copies of one search went on apart; keep the other one in a store of its own (--store)",
         .path.display()
@@ -97,7 +97,7 @@ pub enum CorpusError {
         /// The row.
         seq: u64,
     },
-    /// A row that was offered to the store does not follow from those before it.
+    /// A row that was to be added to the store does not follow from those before it.
     #[error(
         "run {run}, row {seq}: {reason}; nothing of it was added: take the rows from the run's ledger"
     )]
@@ -106,7 +106,7 @@ pub enum CorpusError {
         run: String,
         /// The row.
         seq: u64,
-        /// What does not fit.
+        /// The inconsistency.
         reason: String,
     },
 }
@@ -132,7 +132,7 @@ impl CorpusError {
     }
 }
 
-/// Says what was being done to which file when something failed.
+/// Adds the action and the file to an error.
 pub(crate) trait At<T> {
     fn at(self, action: &'static str, path: &Path) -> Result<T, CorpusError>;
 }
@@ -153,7 +153,7 @@ impl<T> At<T> for rusqlite::Result<T> {
     }
 }
 
-/// What a person can do about an I/O error.
+/// What a user can do about an I/O error.
 const REMEDIES: &[(io::ErrorKind, &str)] = &[
     (io::ErrorKind::PermissionDenied, "choose a folder that you may write to"),
     (io::ErrorKind::ReadOnlyFilesystem, "the file system is read-only: choose another folder"),
@@ -178,7 +178,7 @@ fn remedy(source: &io::Error) -> &'static str {
     found.map_or("choose another path", |(_, remedy)| remedy)
 }
 
-/// What went wrong, as far as a person can act on it.
+/// The remedy for an SQLite error, and whether the file is damaged.
 fn store_remedy(error: &rusqlite::Error) -> (bool, &'static str) {
     let corrupt = "it is damaged: make it anew with `amk corpus import RUNS --store NEW` (the ledgers are the record)";
     match error.sqlite_error_code() {

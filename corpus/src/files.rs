@@ -1,7 +1,8 @@
-//! Files that somebody else may have made: regular ones only, read up to a limit, and replaced without following a symbolic link.
+//! Access to files that may come from elsewhere: regular files only, read up to a limit, and replaced without following
+//! a symbolic link.
 //!
-//! A named pipe would keep whoever opens it waiting for ever, a device has no end, and a link leads out of the folder. So a file is opened
-//! without blocking and looked at before it is read, and what is written appears under a new name first and is renamed.
+//! Opening a named pipe could block for ever, a device has no end, and a link leads out of the folder. So a file is
+//! opened without blocking and checked before it is read. Writes go to a new name first, which is then renamed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -12,7 +13,7 @@ use rustix::fs::OFlags;
 
 use crate::error::{At, CorpusError};
 
-/// Opens a regular file for reading, wherever a symbolic link leads: for paths that the user named.
+/// Opens a regular file for reading and follows symbolic links: for paths given by the user.
 ///
 /// # Errors
 /// If it cannot be opened, or is a pipe, a device or a folder.
@@ -28,7 +29,7 @@ pub fn open_own(path: &Path) -> io::Result<File> {
     open_with(path, OpenOptions::new().read(true), OFlags::NOFOLLOW)
 }
 
-/// Opens a regular file for reading and writing that may not be a symbolic link; makes it if asked to.
+/// Opens a regular file for reading and writing that may not be a symbolic link; creates it if `create` is set.
 ///
 /// # Errors
 /// As [`open_own`].
@@ -52,7 +53,7 @@ fn open_with(path: &Path, options: &mut OpenOptions, more: OFlags) -> io::Result
     if found.is_file() { Ok(file) } else { Err(not_regular()) }
 }
 
-/// The bytes of a file that [`open`] or [`open_own`] opened, if they are not more than `most`.
+/// The bytes of a file from [`open`] or [`open_own`], if there are at most `most`.
 ///
 /// # Errors
 /// If it is longer, or cannot be read.
@@ -84,10 +85,9 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     String::from_utf8(read(path, most)?).map_err(not_text)
 }
 
-/// Makes a new file in the place of whatever has this name, which is unlinked: nothing that it leads to is touched.
+/// Creates a new file. An existing entry of this name is unlinked; the target of a link is not touched.
 ///
-/// # Errors
-/// If the folder does not take it.
+/// # Errors If the file cannot be created.
 pub fn create(path: &Path) -> io::Result<File> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -96,10 +96,10 @@ pub fn create(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).open(path)
 }
 
-/// Writes a file so that it appears complete or not at all, whatever had its name before. Returns the file, open at its end.
+/// Writes a file so that it appears complete or not at all, and replaces any entry of its name. Returns the file, open
+/// at its end.
 ///
-/// # Errors
-/// If the disk refuses, or a folder has the name. Nothing is left behind.
+/// # Errors If the disk reports an error, or a folder has the name. Nothing is left behind.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<File> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
@@ -115,18 +115,18 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<File> {
     written
 }
 
-/// The folder that a file is in.
+/// The parent folder of a file.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Makes the folder that a file is to be in.
+/// Creates the parent folder of a file.
 pub(crate) fn make_folder_of(path: &Path) -> Result<(), CorpusError> {
     let folder = folder_of(path);
     std::fs::create_dir_all(folder).at("create", folder)
 }
 
-/// A new or renamed file is only found again after a power loss when its folder is on the disk.
+/// Syncs the folder, so that a new or renamed file is still found after a power loss.
 pub(crate) fn sync_folder(path: &Path) -> Result<(), CorpusError> {
     let folder = folder_of(path);
     File::open(folder).and_then(|folder| folder.sync_all()).at("sync", folder)

@@ -1,9 +1,9 @@
-//! The append-only ledger: one JSON object a line, chained by hash.
+//! The append-only ledger: one JSON object per line, chained by hash.
 //!
-//! A line is `{"seq":N,"prev":"…","record":{…},"hash":"…"}`. `hash` is the blake3 of the line's text before `,"hash"`, so that
-//! what was checked is exactly the bytes that were written; `prev` is the `hash` of the line before, and the [`LEDGER_SCHEMA`]'s
-//! hash on the first line. The first record is the header that the caller gave. How far the ledger goes stands in a file beside it
-//! ([`head`](crate::head)), so that rows cut off its end are missed.
+//! A line is `{"seq":N,"prev":"…","record":{…},"hash":"…"}`. `hash` is the blake3 of the line's text before `,"hash"`,
+//! so the check covers exactly the bytes that were written. `prev` is the `hash` of the line before, and the
+//! [`LEDGER_SCHEMA`]'s hash on the first line. The first record is the caller's header. The number of rows is in a file
+//! beside the ledger ([`tip`](crate::tip)), so that rows cut off its end are detected.
 
 use std::fs::{File, TryLockError};
 use std::io::{Seek, SeekFrom, Write};
@@ -22,10 +22,10 @@ pub const LEDGER_SCHEMA: &str = "amk.ledger.v3";
 /// Schema of the ledgers of the version before, which [`migrate`](crate::migrate) reads.
 pub(crate) const EARLIER_LEDGER_SCHEMA: &str = "amk.ledger.v2";
 
-/// Where the text that is hashed ends.
+/// The end of the hashed text.
 const HASH_FIELD: &str = ",\"hash\":\"";
 
-/// Largest line that is believed to be one, in bytes.
+/// Longest valid line, in bytes.
 const LINE_MAX: usize = 64 << 20;
 
 /// Longest ledger that is read: some hundred thousand trials.
@@ -42,7 +42,7 @@ pub struct Ledger {
     bytes: u64,
 }
 
-/// A ledger that no other process writes.
+/// A locked ledger: no other process writes it.
 #[derive(Debug)]
 pub struct Held {
     file: File,
@@ -53,7 +53,7 @@ impl Held {
     /// As [`Ledger::resume`].
     ///
     /// # Errors
-    /// If it cannot be read or written, is no ledger, or was tampered with.
+    /// If it cannot be read or written, is not a ledger, or was tampered with.
     pub fn resume(self) -> Result<(Ledger, Contents), CorpusError> {
         let Self { file, path } = self;
         let contents = read_open(&file, &path, LEDGER_SCHEMA)?;
@@ -68,16 +68,16 @@ impl Held {
     }
 }
 
-/// A row with its place in the chain: the bytes that were hashed, in parts.
+/// A row of the chain: the bytes that were hashed, in parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// Its number, from zero: the header.
+    /// Its number; the header is zero.
     pub seq: u64,
     /// The hash of the row before.
     pub prev: String,
     /// The record's JSON text.
     pub record: String,
-    /// The hash of all that.
+    /// The hash of the fields above.
     pub hash: String,
 }
 
@@ -101,7 +101,7 @@ impl Link {
         format!("{}{HASH_FIELD}{}\"}}", body(self.seq, &self.prev, &self.record), self.hash)
     }
 
-    /// Reads a line as a ledger has it. Whether its hash fits is asked by [`follows`](Self::follows).
+    /// Parses a line of a ledger. [`follows`](Self::follows) checks its hash.
     #[must_use]
     pub fn parse(line: &str) -> Option<Self> {
         let (body, rest) =
@@ -114,10 +114,9 @@ impl Link {
         Some(Self { seq, prev: prev.to_owned(), record, hash: hash.to_owned() })
     }
 
-    /// Whether it is the row after another one, or a first one.
+    /// Checks that it is the row after another one, or a first one.
     ///
-    /// # Errors
-    /// Why it is not.
+    /// # Errors The reason why it is not.
     pub fn follows(&self, last: Option<(u64, &str)>) -> Result<(), String> {
         self.follows_in(LEDGER_SCHEMA, last)
     }
@@ -137,7 +136,7 @@ impl Link {
     }
 }
 
-/// What a ledger holds.
+/// The contents of a ledger.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Contents {
     /// The first record.
@@ -148,12 +147,13 @@ pub struct Contents {
     pub torn: bool,
     /// The hash of each row, the header's first.
     pub hashes: Vec<String>,
-    /// Bytes of the lines that count.
+    /// Bytes of the valid lines.
     bytes: u64,
 }
 
 impl Contents {
-    /// The rows as links of the chain, the header first. A row whose text is not what `serde_json` prints does not follow any more.
+    /// The rows as links of the chain, the header first. A row whose text differs from `serde_json`'s output does not
+    /// verify any more.
     pub fn links(&self) -> impl Iterator<Item = Link> + '_ {
         let genesis = std::iter::once(genesis());
         let prev = genesis.chain(self.hashes.iter().cloned());
@@ -197,12 +197,12 @@ impl Ledger {
     /// Opens a ledger to continue it, and cuts off an unfinished last line.
     ///
     /// # Errors
-    /// If it cannot be read or written, is no ledger, is in use, or was tampered with.
+    /// If it cannot be read or written, is not a ledger, is in use, or was tampered with.
     pub fn resume(path: &Path) -> Result<(Self, Contents), CorpusError> {
         Self::hold(path)?.resume()
     }
 
-    /// Keeps other searches off a ledger, and changes nothing.
+    /// Locks a ledger against other searches, and changes nothing.
     ///
     /// # Errors
     /// If it cannot be opened for writing, or is in use.
@@ -215,7 +215,7 @@ impl Ledger {
     /// Appends a record and returns its row once the row is on the disk.
     ///
     /// # Errors
-    /// If the disk refuses. The ledger then ends where it ended before.
+    /// If the disk reports an error. The ledger then ends where it ended before.
     pub fn append(&mut self, record: &impl Serialize) -> Result<Link, CorpusError> {
         let record = serde_json::to_string(record).map_err(std::io::Error::from);
         let record = record.at("write", &self.path)?;
@@ -226,7 +226,7 @@ impl Ledger {
             .and_then(|_| self.file.write_all(line.as_bytes()))
             .and_then(|()| self.file.sync_data());
         if written.is_err() {
-            // What was written of the line is no row; the next reader would cut it off too.
+            // A partly written line is not a row; the next reader would cut it off too.
             let _ = self.file.set_len(self.bytes);
         }
         written.at("write", &self.path)?;
@@ -237,10 +237,9 @@ impl Ledger {
         Ok(link)
     }
 
-    /// Takes the files away again: nothing was recorded but the header.
+    /// Removes the files: only the header was recorded.
     ///
-    /// # Errors
-    /// If the disk refuses.
+    /// # Errors If the disk reports an error.
     pub fn remove(self) -> Result<(), CorpusError> {
         for path in [self.path.clone(), tip::path_of(&self.path)] {
             std::fs::remove_file(&path).at("remove", &path)?;
@@ -258,13 +257,13 @@ impl Ledger {
 /// Reads and checks a whole ledger.
 ///
 /// # Errors
-/// If it cannot be read, is no ledger, or was tampered with.
+/// If it cannot be read, is not a ledger, or was tampered with.
 pub fn read(path: &Path) -> Result<Contents, CorpusError> {
     let file = files::open_own(path).at("read", path)?;
     read_open(&file, path, LEDGER_SCHEMA)
 }
 
-/// Reads and checks a ledger of the version before.
+/// Reads and checks a ledger of the previous version.
 ///
 /// # Errors
 /// As [`read`].
@@ -282,13 +281,13 @@ fn lock(file: &File, path: &Path) -> Result<(), CorpusError> {
     match file.try_lock() {
         Ok(()) => Ok(()),
         Err(TryLockError::WouldBlock) => Err(CorpusError::Locked(path.to_path_buf())),
-        // Some network file systems have no locks; the chain still finds two writers.
+        // Some network file systems have no locks; the chain still detects two writers.
         Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => Ok(()),
         Err(TryLockError::Error(source)) => Err(CorpusError::io("lock", path, source)),
     }
 }
 
-/// Whether the file holds no finished line: a process died while it wrote the header.
+/// Whether the file has no finished line: a process died while it wrote the header.
 fn only_a_torn_header(file: &File, path: &Path) -> Result<bool, CorpusError> {
     let text = files::read_whole(file, BYTES_MAX).at("read", path)?;
     Ok(!text.contains(&b'\n') && text.starts_with(br#"{"seq":0,"#))
@@ -312,7 +311,7 @@ fn body(seq: u64, prev: &str, record: &str) -> String {
 }
 
 fn read_open(file: &File, path: &Path, needed: &'static str) -> Result<Contents, CorpusError> {
-    // First, so that rows which another process adds meanwhile are not missed.
+    // Read first, so that rows which another process adds meanwhile do not appear to be missing.
     let mark = tip::read(path)?;
     let mut reader = file;
     let bytes = reader
@@ -358,7 +357,7 @@ fn read_open(file: &File, path: &Path, needed: &'static str) -> Result<Contents,
     Ok(Contents { header, records, torn, hashes, bytes: finished as u64 })
 }
 
-/// Whether the rows go as far as the head says.
+/// Checks that the rows reach as far as the tip record.
 fn reaches(hashes: &[String], mark: Option<TipRecord>, path: &Path) -> Result<(), String> {
     let head = tip::path_of(path);
     let head = head.file_name().unwrap_or_default().to_string_lossy();

@@ -21,7 +21,7 @@ fn rewrite(path: &Path, edit: impl FnOnce(&mut Vec<String>)) {
     std::fs::write(path, lines.join("\n") + "\n").unwrap();
 }
 
-/// The text of the head after so many rows.
+/// The text of the head after this many rows.
 fn head_after(path: &Path, rows: usize) -> String {
     let text = std::fs::read_to_string(path).unwrap();
     let row: Value = serde_json::from_str(text.lines().nth(rows - 1).unwrap()).unwrap();
@@ -40,7 +40,7 @@ fn rows_cut_off_the_end_are_missed() {
         assert!(said.contains("cut off") && said.contains("ledger.head counts 5"), "{said}");
         assert!(Ledger::resume(&path).unwrap_err().is_integrity());
     }
-    // Half a row is no torn row if the head names it.
+    // Half a row does not count as torn if the head names it.
     let (_folder, path) = filled(4);
     let whole = std::fs::read(&path).unwrap();
     std::fs::write(&path, &whole[..whole.len() - 9]).unwrap();
@@ -115,7 +115,7 @@ fn a_torn_row_is_ignored_and_cut_off_wherever_it_tore() {
     let (_folder, path) = filled(3);
     let whole = std::fs::read(&path).unwrap();
     let last = whole[..whole.len() - 1].iter().rposition(|&b| b == b'\n').unwrap() + 1;
-    // The row that tears was never finished, so no head names it.
+    // The torn row was never finished, so no head names it.
     let mark = head_after(&path, 3);
     for end in last + 1..whole.len() {
         std::fs::write(&path, &whole[..end]).unwrap();

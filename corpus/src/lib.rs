@@ -1,16 +1,19 @@
-//! What searches found: an append-only ledger of each, the table that people read, and one store of them all ([`store`]).
+//! Storage of search results: an append-only ledger per search, a table for people, and one store of all searches
+//! ([`store`]).
 //!
-//! **Promises.** [`Ledger::append`] returns only when the row is on the disk, so that a killed process loses nothing it
-//! acknowledged. Rows are chained by hash, and a small file beside them says where they end: an edited, removed, inserted or reordered row
-//! is found on reading, and so are rows cut off the end. A row that was being written when the machine died has no line end; it was never
-//! acknowledged, is ignored on reading and cut off on resuming.
+//! **Promises.** [`Ledger::append`] returns only when the row is on the disk, so a killed process loses nothing that it
+//! acknowledged. Rows are chained by hash, and a small file beside them holds their number: edited, removed, inserted
+//! or reordered rows are detected on reading, and so are rows cut off the end. A row that was being written when the
+//! machine died has no line end; it was never acknowledged, is ignored on reading and cut off on resuming.
 //!
-//! **What the chain cannot show.** Files that were rewritten as a whole with new hashes. It guards against slips and quiet edits, not
-//! against an owner who forges both files; what such a forger must get right is up to `search` (its audit).
+//! **What the chain cannot show.** Files that were rewritten as a whole with new hashes. It protects against mistakes
+//! and quiet edits, not against an owner who forges both files; `search` (its audit) checks further properties of the
+//! contents.
 //!
-//! Beside them, the schedules that are shipped with the project ([`shipped`]), and documents that know their own hash ([`seal`]).
+//! The crate also has the schedules shipped with the project ([`shipped`]), and documents that contain their own hash
+//! ([`seal`]).
 //!
-//! The crate stores what it is given: what a row means is up to `search`.
+//! The crate stores records as they are; `search` defines their meaning.
 
 mod conditions;
 mod error;

@@ -1,9 +1,11 @@
-//! The seal of a finished run: `manifest.json` in its folder, with the hash of every file and of the manifest of the run before.
+//! Manifests of finished runs: `manifest.json` in a run's folder, with the hash of every file and of the manifest of
+//! the previous run.
 //!
-//! A run grows while its search goes on, and its ledger guards it row by row. At its end it is **sealed**: the manifest is written to a
-//! temporary name, synced and renamed, so that a run is sealed or it is not. Before a search goes on its manifest is put aside
-//! ([`UNSEALED`]); sealed again, it keeps its place in the chain and says which manifests it replaces. A run whose files were given up to
-//! make room keeps its manifest ([`COLLECTED`]), so the chain of those after it still holds.
+//! A run grows while its search continues, and its ledger protects it row by row. At its end it is **sealed**: the
+//! manifest is written to a temporary name, synced and renamed, so sealing is atomic. Before a search is resumed its
+//! manifest is renamed ([`UNSEALED`]); sealed again, it keeps its place in the chain and lists the manifests that it
+//! replaces. A run whose files were deleted to free space keeps its manifest ([`COLLECTED`]), so the chain of later
+//! runs still holds.
 //!
 //! Runs are chained in the order in which they were first sealed, among the folders beside each other.
 
@@ -22,19 +24,19 @@ use crate::seal::{check_seal, seal};
 /// The manifest's name.
 pub const MANIFEST: &str = "manifest.json";
 
-/// Its name while the search goes on.
+/// Its name while the search continues.
 pub const UNSEALED: &str = "unsealed.json";
 
-/// Its name once the run's files were given up.
+/// Its name once the run's files were deleted.
 pub const COLLECTED: &str = "collected.json";
 
-/// Its names, that which counts first.
+/// Its names, in order of precedence.
 const NAMES: [&str; 3] = [MANIFEST, COLLECTED, UNSEALED];
 
 /// The schema id of a manifest.
 pub const MANIFEST_SCHEMA: &str = "amk.manifest.v1";
 
-/// Files of a run at most, its manifest included.
+/// Most files of a run, its manifest included.
 pub const FILES_MAX: usize = 12;
 
 /// Longest manifest that is read.
@@ -43,20 +45,20 @@ const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 /// Longest file of a run that is sealed or checked.
 const FILE_BYTES_MAX: u64 = 2 << 30;
 
-/// The file that only ever grows.
+/// The append-only file.
 const LEDGER: &str = "ledger.jsonl";
 
-/// What is known of a file.
+/// The recorded state of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileSeal {
     /// Hash of its bytes.
     pub blake3: String,
-    /// How many they are.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
-/// The run before.
+/// The previous run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Previous {
@@ -66,7 +68,7 @@ pub struct Previous {
     pub hash: String,
 }
 
-/// What a sealed run consists of.
+/// The manifest of a sealed run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -82,7 +84,7 @@ pub struct Manifest {
     pub sealed_unix_s: u64,
     /// Rows of its ledger, the header among them.
     pub rows: u64,
-    /// Hashes of its earlier manifests: it was sealed, went on, and was sealed again.
+    /// Hashes of its earlier manifests: it was sealed, resumed, and sealed again.
     pub supersedes: Vec<String>,
     /// Every other file of the folder.
     pub files: BTreeMap<String, FileSeal>,
@@ -95,18 +97,18 @@ pub enum State {
     Open,
     /// Its manifest, with its hash.
     Sealed(Box<Manifest>, String),
-    /// The manifest of what was there.
+    /// The manifest of the deleted files, with its hash.
     Collected(Box<Manifest>, String),
 }
 
-/// What a look at a run's manifest found.
+/// The result of checking a run's manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Looked {
     /// Whether it is sealed.
     pub state: State,
-    /// What does not fit: any of it means that the run was changed.
+    /// Inconsistencies: any of them means that the run was changed.
     pub problems: Vec<String>,
-    /// Whether the run before was found beside it.
+    /// Whether the previous run was found beside it.
     pub previous_is_here: bool,
 }
 
@@ -127,7 +129,7 @@ impl Manifest {
         let hash = fields.remove("hash").and_then(|hash| hash.as_str().map(str::to_owned));
         let manifest: Self = serde_json::from_value(fields.into())
             .map_err(|e| tampered(format!("this is not a manifest of this version ({e})")))?;
-        // Collecting a run removes what its manifest names.
+        // Collecting a run deletes the files in its manifest.
         let leads_out =
             |name: &&String| Path::new(name.as_str()).file_name() != Some(name.as_ref());
         if let Some(name) = manifest.files.keys().find(leads_out) {
@@ -147,10 +149,10 @@ impl Manifest {
     }
 }
 
-/// Whether a run is sealed, and whether its files are those that were sealed.
+/// Checks whether a run is sealed, and whether its files are unchanged.
 ///
 /// # Errors
-/// If the folder cannot be read. A manifest that was edited is a problem that is found, not an error.
+/// If the folder cannot be read. An edited manifest is a reported problem, not an error.
 pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
     let mut looked = Looked { state: State::Open, problems: Vec::new(), previous_is_here: false };
     for name in NAMES {
@@ -172,11 +174,12 @@ pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
             }
             COLLECTED => {
                 looked.problems = differences?;
-                // What is gone was given up.
+                // Missing files were deleted by collecting.
                 looked.problems.retain(|problem| !problem.ends_with(MISSING));
                 looked.state = State::Collected(Box::new(manifest), hash);
             }
-            // Its search goes on. What was sealed must still be there: another name of the manifest takes nothing of the seal away.
+            // Its search continues. The sealed contents must still be there: renaming the manifest does not remove the
+            // protection.
             _ => {
                 let sealed = manifest.files.get(LEDGER);
                 let begins = sealed.map(|sealed| begins_as_sealed(&folder.join(LEDGER), sealed));
@@ -192,7 +195,7 @@ pub fn look(folder: &Path) -> Result<Looked, CorpusError> {
     Ok(looked)
 }
 
-/// Whether the run before is here, and still the one that a manifest names.
+/// Checks whether the previous run is here, and still the one that a manifest names.
 fn look_at_previous(
     folder: &Path,
     manifest: &Manifest,
@@ -231,13 +234,12 @@ fn hash_of(file: &File, bytes: u64) -> std::io::Result<String> {
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// Seals a run, or puts back the seal that it had when nothing has changed since. `rows` are those of its ledger.
+/// Seals a run, or restores its seal if nothing has changed since. `rows` are those of its ledger.
 ///
-/// # Errors
-/// If it has too many files, or the disk refuses.
+/// # Errors If it has too many files, or the disk reports an error.
 pub fn seal_run(folder: &Path, run: &str, rows: u64, unix_s: u64) -> Result<Manifest, CorpusError> {
     let parent = parent_of(folder);
-    // One at a time, so that no two runs follow the same one. Where folders cannot be locked, `look` finds it.
+    // One at a time, so that no two runs follow the same one. Where folders cannot be locked, `look` detects that.
     let lock = File::open(&parent).at("read", &parent)?;
     let _ = lock.lock();
     let files = files_of(folder)?;
@@ -272,25 +274,23 @@ pub fn seal_run(folder: &Path, run: &str, rows: u64, unix_s: u64) -> Result<Mani
     Ok(manifest)
 }
 
-/// Puts the seal of a run aside: its search goes on.
+/// Sets the seal of a run aside, because its search continues.
 ///
-/// # Errors
-/// If the disk refuses.
+/// # Errors If the disk reports an error.
 pub fn unseal_run(folder: &Path) -> Result<(), CorpusError> {
     let path = folder.join(MANIFEST);
     if path.exists() { rename(&path, &folder.join(UNSEALED)) } else { Ok(()) }
 }
 
-/// Gives up the files of a sealed run and keeps its manifest. Returns the bytes that were freed.
+/// Deletes the files of a sealed run and keeps its manifest. Returns the number of bytes freed.
 ///
-/// # Errors
-/// If it is not sealed, or the disk refuses.
+/// # Errors If it is not sealed, or the disk reports an error.
 pub fn collect_run(folder: &Path) -> Result<u64, CorpusError> {
     let path = folder.join(MANIFEST);
     let Some((manifest, _)) = Manifest::read(&path)? else {
         return Err(CorpusError::io("read", &path, std::io::ErrorKind::NotFound.into()));
     };
-    // From here on it counts as collected, whatever becomes of the rest.
+    // From here on it counts as collected, even if deleting fails.
     rename(&path, &folder.join(COLLECTED))?;
     let mut freed = 0;
     for (name, file) in &manifest.files {
@@ -304,10 +304,10 @@ pub fn collect_run(folder: &Path) -> Result<u64, CorpusError> {
     Ok(freed)
 }
 
-/// How a problem ends that is about a file which is not there.
+/// The end of a problem's text for a missing file.
 const MISSING: &str = " is missing";
 
-/// In what the files of a folder differ from those that were sealed. A file of another length is not read.
+/// The differences between the files of a folder and the sealed ones. A file of another length is not read.
 fn differences(
     folder: &Path,
     sealed: &BTreeMap<String, FileSeal>,
@@ -333,7 +333,7 @@ fn differences(
     Ok(problems)
 }
 
-/// How many bytes a file has now, if it is not what was sealed.
+/// The file's current number of bytes, if it differs from what was sealed.
 fn changed(path: &Path, seal: &FileSeal) -> std::io::Result<Option<u64>> {
     let file = files::open_own(path)?;
     let bytes = file.metadata()?.len();
@@ -343,7 +343,7 @@ fn changed(path: &Path, seal: &FileSeal) -> std::io::Result<Option<u64>> {
     Ok((!same).then_some(bytes))
 }
 
-/// Every file of a run as it is now.
+/// Every file of a run in its current state.
 fn files_of(folder: &Path) -> Result<BTreeMap<String, FileSeal>, CorpusError> {
     let names = names_of(folder)?;
     if names.len() >= FILES_MAX {
@@ -367,7 +367,7 @@ fn files_of(folder: &Path) -> Result<BTreeMap<String, FileSeal>, CorpusError> {
     names.into_iter().map(seal).collect()
 }
 
-/// The names in a run's folder but its manifest's, and what a dead process left unfinished.
+/// The names in a run's folder, except its manifest's and temporary files of a dead process.
 fn names_of(folder: &Path) -> Result<BTreeMap<String, PathBuf>, CorpusError> {
     let unreadable = |e| CorpusError::io("read", folder, e);
     let mut names = BTreeMap::new();
@@ -387,7 +387,7 @@ fn parent_of(path: &Path) -> PathBuf {
     parent.unwrap_or(Path::new(".")).to_path_buf()
 }
 
-/// The manifests of the runs beside a folder, in whatever state. One that cannot be read is none.
+/// The manifests of the runs beside a folder, in any state. Unreadable ones are skipped.
 fn beside(folder: &Path) -> Result<Vec<(Manifest, String)>, CorpusError> {
     let parent = parent_of(folder);
     let own = folder.canonicalize().at("read", folder)?;
@@ -408,7 +408,7 @@ fn latest(folder: &Path) -> Result<Option<(Manifest, String)>, CorpusError> {
     Ok(beside(folder)?.into_iter().max_by_key(|(manifest, _)| manifest.number))
 }
 
-/// The hashes that the manifest of a run beside this one has and had.
+/// The current and earlier hashes of the manifest of a run beside this one.
 fn neighbour(folder: &Path, run: &str) -> Result<Option<Vec<String>>, CorpusError> {
     let found = beside(folder)?.into_iter().find(|(manifest, _)| manifest.run == run);
     Ok(found.map(|(manifest, hash)| [manifest.supersedes, vec![hash]].concat()))
@@ -475,7 +475,7 @@ mod tests {
             (manifest.number, manifest.supersedes.len())
         };
         assert_eq!([number(&a), number(&b), number(&c)], [(0, 0), (1, 0), (2, 0)]);
-        // `a` goes on and is sealed again: those after it still hold.
+        // `a` is resumed and sealed again: those after it still hold.
         unseal_run(&a).unwrap();
         assert_eq!(look(&a).unwrap().state, State::Open);
         assert!(look(&b).unwrap().problems.is_empty(), "while it is open, too");
@@ -483,17 +483,17 @@ mod tests {
         seal_run(&a, "id-a", 4, 2).unwrap();
         assert_eq!((number(&a), a.join(UNSEALED).exists()), ((0, 1), false));
         assert!(look(&b).unwrap().problems.is_empty() && look(&b).unwrap().previous_is_here);
-        // Nothing new: the seal is the one that it was.
+        // Nothing new: the seal is unchanged.
         let before = std::fs::read(a.join(MANIFEST)).unwrap();
         unseal_run(&a).unwrap();
         seal_run(&a, "id-a", 4, 3).unwrap();
         assert_eq!(std::fs::read(a.join(MANIFEST)).unwrap(), before);
-        // `b` gives up its files.
+        // The files of `b` are deleted.
         assert!(collect_run(&b).unwrap() > 0);
         assert_eq!(std::fs::read_dir(&b).unwrap().count(), 1);
         assert!(matches!(look(&b).unwrap().state, State::Collected(..)));
         assert!(look(&c).unwrap().problems.is_empty());
-        // Another run in `b`'s place does not pass.
+        // Another run in `b`'s place is detected.
         std::fs::remove_dir_all(&b).unwrap();
         assert!(!look(&c).unwrap().previous_is_here);
         sealed(parent.path(), "b", 9);

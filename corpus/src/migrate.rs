@@ -1,8 +1,8 @@
-//! Documents of the version before in today's words: schedules, grids, measured rows and ledgers.
+//! Migration of documents from the previous version's names: schedules, grids, measured rows and ledgers.
 //!
-//! Only names change: knobs, their values, and a few fields and values of documents. Every id of a schedule that follows from those names is
-//! made anew, wherever the document mentions it; texts written for people stay as they were. What was rewritten says so in
-//! `migrated_from`: the hash of the file, or of the last row of the ledger, that it was made of.
+//! Only names change: knobs, their values, and a few fields and values of documents. Every schedule id that depends on
+//! those names is recomputed wherever the document mentions it; texts for people stay unchanged. A rewritten document
+//! has `migrated_from`: the hash of the original file, or of the last row of the original ledger.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,10 +13,10 @@ use serde_json::{Map, Value, json};
 use crate::ledger::{EARLIER_LEDGER_SCHEMA, read_earlier};
 use crate::{CorpusError, LEDGER_SCHEMA, Ledger};
 
-/// Fields that have another name today.
+/// Renamed fields: old name, new name.
 const FIELDS: &[(&str, &str)] = &[("n_slots", "n_buffers")];
 
-/// Values of a field that have another name today.
+/// Renamed values of fields.
 const VALUES: &[(&str, &str, &str)] = &[
     ("schema", EARLIER_LEDGER_SCHEMA, LEDGER_SCHEMA),
     ("schema", "amk.landscape.v1", "amk.measured_grid.v1"),
@@ -26,10 +26,10 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("gate", "floor", "bound"),
 ];
 
-/// Documents with a place for `migrated_from`, by schema.
+/// Documents with a field `migrated_from`, by schema.
 const SAYS_FROM: &[&str] = &["amk.measured_grid.v1", LEDGER_SCHEMA];
 
-/// Rewrites JSON documents that belong together: one of a file, or its lines. Returns how many of them changed.
+/// Rewrites the JSON documents of one file, or of its lines. Returns how many of them changed.
 pub fn documents(documents: &mut [Value], from: &str) -> usize {
     let before = documents.to_vec();
     for document in &mut *documents {
@@ -52,7 +52,8 @@ pub fn documents(documents: &mut [Value], from: &str) -> usize {
     changed
 }
 
-/// Rewrites the text of a file: one JSON document, or one a line. Returns the new text and how many documents changed.
+/// Rewrites the text of a file: one JSON document, or one per line. Returns the new text and how many documents
+/// changed.
 ///
 /// # Errors
 /// The first line that is not JSON.
@@ -74,10 +75,10 @@ pub fn text(text: &str) -> Result<(String, usize), serde_json::Error> {
     Ok((rows.iter().map(|row| format!("{row}\n")).collect(), changed))
 }
 
-/// Rewrites the ledger of a run into a new file, with a chain of its own. Returns its rows.
+/// Rewrites the ledger of a run into a new file, with a new chain. Returns its rows.
 ///
 /// # Errors
-/// If it is no ledger of the version before, was tampered with, or the new one cannot be written.
+/// If it is not a ledger of the previous version, was tampered with, or the new one cannot be written.
 pub fn ledger(from: &Path, to: &Path) -> Result<u64, CorpusError> {
     let earlier = read_earlier(from)?;
     let last = earlier.hashes.last().cloned().unwrap_or_default();
@@ -90,7 +91,7 @@ pub fn ledger(from: &Path, to: &Path) -> Result<u64, CorpusError> {
     Ok(rows.len() as u64)
 }
 
-/// The path that a knob has today, as a text or a field names it.
+/// The current path of a knob named in a text or a field.
 fn renamed(name: &str) -> Option<String> {
     if let Some(knob) = schedule::renamed_knob(name) {
         return Some(knob.path().to_owned());
@@ -128,7 +129,7 @@ fn rename(value: &mut Value, field: &str, in_sync: bool) {
     }
 }
 
-/// Earlier ids of the schedules in a document, with today's.
+/// Earlier ids of the schedules in a document, with the current ones.
 fn collect_ids(value: &Value, ids: &mut BTreeMap<String, String>) {
     match value {
         Value::Object(fields) => {

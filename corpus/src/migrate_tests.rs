@@ -1,4 +1,4 @@
-//! Documents as the version before wrote them: `tests/migrate/`.
+//! Documents as the previous version wrote them: `tests/migrate/`.
 
 use std::path::PathBuf;
 
@@ -22,7 +22,7 @@ fn a_schedule_gets_todays_names() {
     let config: ScheduleConfig = serde_json::from_value(document.clone()).unwrap();
     assert_eq!(config.pipeline.in_flight_before_wait_bytes, 65536);
     assert_eq!(config.sync.qkv, ir::schedule::Handoff::FlagInData);
-    // The id that the version before gave it, as its bundle says.
+    // The id that the previous version computed, from its bundle.
     assert_eq!(schedule::earlier_schedule_id(&config), "c7960e4d05a835f5");
     assert_eq!(documents(std::slice::from_mut(&mut document), "hash"), 0, "it is of today");
 }

@@ -1,4 +1,4 @@
-//! The table that people read: a tab-separated view of the ledger.
+//! The results table for people: a tab-separated view of the ledger.
 
 use std::fs::File;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{At, CorpusError};
 use crate::files;
 
-/// A tab-separated file with a header. It is a view: the ledger is the record, and the view is written anew on resuming.
+/// A tab-separated file with a header. It is a view: the ledger is the record, and the view is rewritten on resuming.
 #[derive(Debug)]
 pub struct Results {
     file: File,
@@ -16,8 +16,8 @@ pub struct Results {
 }
 
 impl Results {
-    /// Writes the file anew, with these columns and rows. Whatever had its name, a symbolic link too, is replaced when the new one is
-    /// complete.
+    /// Writes the file anew, with these columns and rows. An existing entry of its name, even a symbolic link, is
+    /// replaced when the new file is complete.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -34,7 +34,7 @@ impl Results {
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }
 
-    /// The same under a name that the user gave, which may be a pipe, a device or a link: those are written in place.
+    /// The same under a name from the user, which may be a pipe, a device or a link: those are written in place.
     ///
     /// # Errors
     /// If the file cannot be written.

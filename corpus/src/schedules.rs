@@ -1,4 +1,4 @@
-//! Schedules that were found and are shipped, by the shape of the graph that they are for.
+//! Found schedules that are shipped, by the shape of their graph.
 
 use std::sync::LazyLock;
 
@@ -10,15 +10,16 @@ use ir::program::Dims;
 pub struct Shipped {
     /// The GPU.
     pub target: &'static str,
-    /// The folder's name, for people: nothing is looked up by it.
+    /// The folder's name, for people only: lookups do not use it.
     pub folder: &'static str,
-    /// The shape of the graph that it was found for.
+    /// The shape of its graph.
     pub shape: Dims,
-    /// Tokens of context that it was found at.
+    /// The context length at which it was found, in tokens.
     pub context: u32,
-    /// The schedule as JSON. It may be used for another shape or GPU than its own, so it must be validated like any other.
+    /// The schedule as JSON. It may be used for another shape or GPU than its own, so it must be validated like any
+    /// other.
     pub schedule: &'static str,
-    /// What proves it, as JSON.
+    /// Its evidence, as JSON.
     pub bundle: Option<&'static str>,
 }
 
@@ -27,13 +28,13 @@ pub struct Shipped {
 pub struct Match {
     /// The schedule.
     pub shipped: &'static Shipped,
-    /// Whether it is for the graph's own shape.
+    /// Whether its shape is that of the graph.
     pub same_shape: bool,
-    /// [`shape_distance`] to the shape that it is for.
+    /// [`shape_distance`] between the two shapes.
     pub distance: f64,
 }
 
-/// Farthest shape whose schedule is worth more than the rule-based default, by [`shape_distance`].
+/// Largest [`shape_distance`] at which a shipped schedule is better than the rule-based default.
 ///
 /// From a leave-one-out over the presets with the cost model (`docs/lab/2026-11-22-default-schedule.md`).
 pub const SHAPE_DISTANCE_MAX: f64 = 2.0;
@@ -41,7 +42,7 @@ pub const SHAPE_DISTANCE_MAX: f64 = 2.0;
 /// A file of `schedules/`: target, folder, shape, context, schedule and bundle.
 type File = (&'static str, &'static str, &'static str, u32, &'static str, Option<&'static str>);
 
-/// Every one of them, by target, folder and name.
+/// All files, by target, folder and name.
 const FILES: &[File] = include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 
 static SHIPPED: LazyLock<Vec<Shipped>> = LazyLock::new(|| {
@@ -56,13 +57,14 @@ static SHIPPED: LazyLock<Vec<Shipped>> = LazyLock::new(|| {
 /// Every shipped schedule.
 ///
 /// # Panics
-/// If a shape that was compiled in is none.
+/// If a compiled-in shape is invalid.
 #[must_use]
 pub fn all_shipped() -> &'static [Shipped] {
     &SHIPPED
 }
 
-/// How unlike two shapes are: the sum of `|ln ratio|` of hidden, ffn, layers, heads and key/value heads. `None` where formats differ.
+/// The distance between two shapes: the sum of `|ln ratio|` of hidden, ffn, layers, heads and key/value heads. `None`
+/// if formats differ.
 #[must_use]
 pub fn shape_distance(a: &Dims, b: &Dims) -> Option<f64> {
     let sizes = |s: &Dims| [s.hidden, s.ffn, s.layers, s.heads, s.kv_heads];
@@ -70,9 +72,10 @@ pub fn shape_distance(a: &Dims, b: &Dims) -> Option<f64> {
     (a.dtype == b.dtype).then(|| pairs.map(|(a, b)| ratio(a.into(), b.into())).sum())
 }
 
-/// The shipped schedules that are worth trying for a graph, best first: those of its own shape before those of similar ones, those of
-/// the same GPU before those of others of its architecture, and the nearest context by ratio, the smaller of two. What a schedule must
-/// get right, how many workers share the keys of a head, goes with the logarithm of the context.
+/// The shipped schedules that are worth trying for a graph, best first: those of its own shape before those of similar
+/// ones, those of the same GPU before those of others of its architecture, and the nearest context by ratio, the
+/// smaller of two. The ratio is used because the important choice, the number of workers per head's keys, depends on
+/// the logarithm of the context.
 #[must_use]
 pub fn shipped(shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
     matching(all_shipped(), shape, target, context)
@@ -96,7 +99,7 @@ fn matching(all: &'static [Shipped], shape: &Dims, target: &Target, context: u32
     found.into_iter().map(|(_, found)| found).collect()
 }
 
-/// How unlike two GPUs are to a schedule. Cards of one name are the same one, whatever their sizes say.
+/// The distance between two GPUs as far as schedules are concerned. Cards of one name are equal, whatever their sizes.
 fn gpu_distance(a: &Target, b: &Target) -> f64 {
     let sizes = |t: &Target| [f64::from(t.sms), f64::from(t.smem_optin_bytes), t.bandwidth as f64];
     1e-9 + sizes(a).into_iter().zip(sizes(b)).map(|(a, b)| ratio(a, b)).sum::<f64>()

@@ -1,8 +1,8 @@
-//! A document with its own hash in it: an edited one is found.
+//! Documents that contain their own hash, so that edits are detected.
 //!
-//! The hash is the blake3 of the document's canonical text without its field `hash`: keys in alphabetical order, no white space,
-//! numbers as `serde_json` prints them. Reformatting and reordering keep it, any other change does not. As with the ledger it guards
-//! against slips and quiet edits, not against somebody who computes a new hash.
+//! The hash is the blake3 of the document's canonical text without its field `hash`: keys in alphabetical order, no
+//! white space, numbers as `serde_json` prints them. Reformatting and reordering keep it, any other change does not.
+//! Like the ledger's chain it protects against mistakes and quiet edits, not against recomputing the hash.
 
 use serde_json::{Map, Value};
 
@@ -17,10 +17,9 @@ pub fn seal(document: &Map<String, Value>) -> Map<String, Value> {
     sealed
 }
 
-/// Whether the hash is there and fits; otherwise what is wrong.
+/// Checks that the hash is present and correct.
 ///
-/// # Errors
-/// If there is no hash, or it is another one.
+/// # Errors If there is no hash, or it differs.
 pub fn check_seal(document: &Map<String, Value>) -> Result<(), String> {
     let Some(held) = document.get(FIELD).and_then(Value::as_str) else {
         return Err("it has no hash".to_owned());
@@ -83,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_seal_survives_printing_and_reordering() {
-        // Numbers whose shortest text a parser without exact rounding reads as their neighbour.
+        // Numbers whose shortest text is misread as a neighbour by a parser without exact rounding.
         let sealed = seal(&object(json!({
             "b": [0.1, 643.012_345_678_901_2, 1e-7, 5.0, 8.988_465_674_311_579e307, u64::MAX],
             "a": {"y": null, "x": "\u{e9}\"\n"},

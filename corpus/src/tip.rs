@@ -1,8 +1,9 @@
-//! The head of a ledger: how many rows it has and the hash of the last, in a small file beside it (`ledger.head`).
+//! The tip record of a ledger: the number of rows and the hash of the last, in a small file beside it (`ledger.head`).
 //!
-//! A chain shows what was changed inside it and says nothing of rows that were cut off its end; the head does. It is written after its
-//! row is on the disk, in place and in one piece of fixed length, so it is never ahead of the ledger, and a full disk does not stop it.
-//! A process that dies between the two leaves a head that is one row behind, which is no fault: the row that it names is there.
+//! A chain shows changes inside it but not rows that were cut off its end; the tip record does. It is written after its
+//! row is on the disk, in place and in one piece of fixed length, so it is never ahead of the ledger, and a full disk
+//! does not stop it. A process that dies between the two leaves a tip record that is one row behind, which is valid:
+//! the row that it names is there.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -13,10 +14,10 @@ use serde::Deserialize;
 use crate::error::{At, CorpusError};
 use crate::files;
 
-/// Longest text that is read as a head.
+/// Longest text that is read as a tip record.
 const BYTES_MAX: u64 = 256;
 
-/// What a head says.
+/// The contents of a tip record.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TipRecord {
@@ -26,29 +27,29 @@ pub(crate) struct TipRecord {
     pub(crate) hash: String,
 }
 
-/// A head that is open for writing.
+/// A tip record that is open for writing.
 #[derive(Debug)]
 pub(crate) struct Tip {
     file: File,
     path: PathBuf,
 }
 
-/// Where the head of a ledger is.
+/// The path of a ledger's tip record.
 pub(crate) fn path_of(ledger: &Path) -> PathBuf {
     ledger.with_extension("head")
 }
 
 impl Tip {
-    /// Opens the head of a ledger, or makes one.
+    /// Opens the tip record of a ledger, or creates one.
     pub(crate) fn open(ledger: &Path) -> Result<Self, CorpusError> {
         let path = path_of(ledger);
         let file = files::open_to_write(&path, true).at("create", &path)?;
         Ok(Self { file, path })
     }
 
-    /// Says how far the ledger goes now.
+    /// Records the ledger's current end.
     pub(crate) fn write(&mut self, mark: &TipRecord) -> Result<(), CorpusError> {
-        // Of one length whatever it says, so that nothing of an older text is left behind it.
+        // Fixed length, so that nothing of an older text is left behind it.
         let text = format!("{{\"rows\":{:20},\"hash\":\"{}\"}}\n", mark.rows, mark.hash);
         let written =
             self.file.seek(SeekFrom::Start(0)).and_then(|_| self.file.write_all(text.as_bytes()));
@@ -56,7 +57,7 @@ impl Tip {
     }
 }
 
-/// The head of a ledger, if there is one.
+/// The tip record of a ledger, if there is one.
 pub(crate) fn read(ledger: &Path) -> Result<Option<TipRecord>, CorpusError> {
     let path = path_of(ledger);
     let text = match files::open_own(&path).and_then(|file| files::read_whole(&file, BYTES_MAX)) {

@@ -1,7 +1,9 @@
-//! How the elements of a packed matrix lie on the device: a weight format is one row of the table below.
+//! Weight formats: how the elements of a packed matrix are laid out on the device. Each format is one row of the table
+//! below.
 //!
-//! A packed matrix is tiles of 8 rows, a tile is units of 8 rows by 64 bytes, one after the other along the rows. This file has the only
-//! packer; `amk_pack` in `megakernel.cu` does the same on the device, and a test holds the two against each other.
+//! A packed matrix is a sequence of tiles of 8 rows. A tile is a sequence of units of 8 rows by 64 bytes, in order
+//! along K. This file has the only packer on the host; `amk_pack` in `megakernel.cu` does the same on the device, and a
+//! test compares the two.
 
 use abi::{UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS};
 
@@ -40,7 +42,7 @@ macro_rules! formats {
                 match self { $(Self::$variant => DType::$stored),+ }
             }
 
-            /// What the tensor cores multiply its elements as.
+            /// Element type of the tensor cores' operands.
             #[must_use]
             pub const fn operand(self) -> DType {
                 match self { $(Self::$variant => DType::$operand),+ }
@@ -87,7 +89,7 @@ impl Format {
         cols as usize * self.stored().bytes()
     }
 
-    /// Packs one tile out of stored rows; a shorter or empty row is filled up with zeros. `tile` is a whole number of units.
+    /// Packs one tile from stored rows. A shorter or empty row is padded with zeros. `tile` is a whole number of units.
     pub fn pack(self, rows: &[&[u8]; ROWS], tile: &mut [u8]) {
         for (unit, out) in tile.chunks_exact_mut(UNIT).enumerate() {
             for (row, out) in rows.iter().zip(out.chunks_exact_mut(ROW)) {
@@ -104,7 +106,7 @@ impl Format {
         }
     }
 
-    /// One row of a packed tile as it is stored, its padding included.
+    /// Unpacks one row of a packed tile to its stored form, padding included.
     pub fn unpack(self, tile: &[u8], row: usize, out: &mut Vec<u8>) {
         out.clear();
         for unit in tile.chunks_exact(UNIT) {
@@ -114,8 +116,9 @@ impl Format {
         }
     }
 
-    /// Puts the columns of a row of a unit where the kernel wants them, or back: of 16 columns of 16 bits, the second and the third group of
-    /// four change places. Two threads that multiply neighbouring 16 bytes then ask for whole sectors of the vector. Elements of 32 bits stay.
+    /// Swaps the second and third group of four in every 16 columns of a unit's row, if elements have 16 bits. This is
+    /// the order that the kernel reads, and its own inverse. With it, two threads that multiply neighbouring 16 bytes
+    /// read whole sectors of the vector. Elements of 32 bits stay in place.
     fn exchange_vec4s(self, row: &mut [u8]) {
         if self.bits() == 16 {
             for half in row.chunks_exact_mut(32) {
@@ -138,7 +141,7 @@ mod tests {
                 let stored: Vec<Vec<u8>> = (0..ROWS)
                     .map(|row| (0..bytes).map(|at| (row * 37 + at) as u8).collect())
                     .collect();
-                // The last row is missing, as in the last tile of a matrix.
+                // A missing row, as in the last tile of a matrix.
                 let rows: [&[u8]; ROWS] =
                     std::array::from_fn(|row| if row == 7 { &[][..] } else { &stored[row][..] });
                 let units = format.units_per_tile(cols) as usize;

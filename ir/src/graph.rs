@@ -1,8 +1,9 @@
 //! The model graph: a decoder-only transformer before any scheduling.
 //!
-//! A graph is structured rather than a bag of nodes: every family that `model` imports is one shape with options (biases,
-//! q/k norms, a sliding window). It carries what the arithmetic needs, including the rotary frequencies, so that the two
-//! executors in `reference-vm` and the device read the same numbers. It holds no weights; see [`Weights`](crate::Weights).
+//! A graph is structured rather than a bag of nodes: every family that `model` imports is one shape with options
+//! (biases, q/k norms, a sliding window). It holds everything that the arithmetic needs, including the rotary
+//! frequencies, so that both executors in `reference-vm` and the device read the same numbers. It holds no weights; see
+//! [`Weights`](crate::Weights).
 
 use serde::{Deserialize, Serialize};
 
@@ -46,7 +47,7 @@ impl Tensor {
 pub struct Linear {
     /// `[rows, cols]`.
     pub weight: TensorId,
-    /// `[rows]`, where the family has one.
+    /// `[rows]`, if the family has biases.
     pub bias: Option<TensorId>,
 }
 
@@ -82,7 +83,7 @@ pub struct Layer {
 /// A decoder-only transformer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Graph {
-    /// What people call the model: a preset's name or the folder's.
+    /// The model's display name: a preset's name or the folder's.
     pub name: String,
     /// Hugging Face `model_type`: `llama`, `mistral`, `qwen2` or `qwen3`.
     pub family: String,
@@ -126,7 +127,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// The stable id of the graph, whatever it is called: 16 hex digits. Weights have no part in it.
+    /// The stable id of the graph: 16 hex digits. It depends on neither the model's name nor the weights.
     #[must_use]
     pub fn id(&self) -> String {
         let nameless = Self { name: String::new(), ..self.clone() };

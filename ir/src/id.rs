@@ -1,4 +1,4 @@
-//! Typed indices, so that a buffer cannot be used where a counter is meant.
+//! Typed indices: a buffer index cannot be used as a counter index.
 
 use serde::{Deserialize, Serialize};
 

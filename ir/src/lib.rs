@@ -1,8 +1,9 @@
-//! The two levels that `amk` speaks: the model [`graph`] with a schedule for it, and the program that they
-//! lower to.
+//! The two levels of `amk`'s representation: the model [`graph`] with a schedule for it, and the program that they are
+//! lowered to.
 //!
-//! **Promises.** Everything here is pure: no IO, clock, threads, environment or hash-order dependence. `validate` checks what a
-//! user gave and lists every violation; `verify` checks what we made. Both hand out proof types with private constructors.
+//! **Promises.** Everything here is pure: no IO, clock, threads, environment or hash-order dependence. `validate`
+//! checks user input and lists every violation; `verify` checks generated programs. Both return proof types with
+//! private constructors.
 
 pub mod format;
 mod graph;

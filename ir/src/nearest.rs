@@ -1,7 +1,7 @@
-//! The nearest known name to one that nobody knows, for suggestions in errors.
+//! Spelling suggestions in errors: the known name nearest to an unknown one.
 
-/// The candidate with the fewest edits (insert, delete, replace, swap of neighbours), if at most half of the letters differ; the first one on a tie. Names longer than
-/// `NAME_MAX` letters have no neighbours.
+/// The candidate with the fewest edits (insert, delete, replace, swap of neighbours), if at most half of the letters
+/// differ; the first one on a tie. Names longer than `NAME_MAX` letters have no neighbours.
 #[must_use]
 pub fn nearest<'a>(given: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     const NAME_MAX: usize = 128;

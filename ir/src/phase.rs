@@ -1,12 +1,12 @@
-//! The phase table. A class of phases is one row here: its names, what it writes and its knobs follow; `lower/src/flow.rs` says which
-//! steps have it.
+//! The phase table. Each class of phases is one row: its names, the buffer that it writes and its knobs are derived
+//! from it. `lower/src/flow.rs` decides which steps contain it.
 
 use abi::Opcode;
 
-/// Calls `$macro` with `$args` and the whole table, in the order of a step. A row: the name in knobs, predictions and traces, the
-/// variant, and the op of its tasks, by which the cost model knows them, for products with the last part of the matrix's name. Then
-/// what it may lack: the buffer that it writes, the knob of its hand-off with a sentence, and the knob of its tiling with the struct,
-/// what is dealt, and a sentence.
+/// Calls `$macro` with `$args` and the whole table, in the order of a step. A row has the name in knobs, predictions
+/// and traces, the variant, and the op of its tasks; for products also the last part of the matrix's name. The cost
+/// model identifies tasks by these. Optional parts follow: the buffer that it writes, its hand-off knob with a
+/// sentence, and its tiling knob with the struct, the items that are dealt, and a sentence.
 macro_rules! for_each_phase {
     ($macro:ident!($($args:tt)*)) => {
         $macro! {
@@ -38,7 +38,7 @@ macro_rules! for_each_phase {
 }
 pub(crate) use for_each_phase;
 
-/// `Some` of what a row has, `None` of what it lacks.
+/// `Some` for a part that a row has, `None` for a missing one.
 macro_rules! optional {
     () => {
         None

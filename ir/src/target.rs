@@ -1,7 +1,7 @@
-//! A GPU as data: what schedules, lowering and the cost model need to know of it.
+//! A GPU as data, for schedules, lowering and the cost model.
 //!
-//! **Promises.** No driver call: a live device is described by whoever talks to it. A bandwidth says where it comes from, because
-//! bounds and percentages are only as good as it is.
+//! **Promises.** There are no driver calls here; the caller that talks to a live device describes it. A bandwidth comes
+//! with its source, because bounds and percentages are only as accurate as the bandwidth.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,13 +11,13 @@ use crate::nearest::nearest;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BandwidthSource {
-    /// Measured on one card with streaming bulk copies; other cards of the same name differ by a per cent or so.
+    /// Measured on one card with streaming bulk copies; other cards of the same name differ by about 1%.
     Measured,
     /// The vendor's number times [`DERATE_PERCENT`].
     Datasheet,
 }
 
-/// Share of the vendor's bandwidth that a stream of bulk copies reaches: what the h200 reached (4.67 of 4.8 TB/s).
+/// Percentage of the vendor's bandwidth that a stream of bulk copies reaches: what the h200 reached (4.67 of 4.8 TB/s).
 pub const DERATE_PERCENT: u64 = 97;
 
 /// A GPU.
@@ -26,7 +26,7 @@ pub const DERATE_PERCENT: u64 = 97;
 pub struct Target {
     /// Lower-case name, such as `h200`.
     pub name: String,
-    /// What the device code is compiled for, such as `sm_90a`.
+    /// Compilation target of the device code, such as `sm_90a`.
     pub arch: String,
     /// Multiprocessors; a program has one worker on each.
     pub sms: u32,
@@ -46,13 +46,14 @@ pub struct Target {
     pub clock_mhz: u32,
 }
 
-/// One row of the table: name and architecture; multiprocessors, KiB of shared memory, MiB of L2, MHz; GB/s and where they come from.
+/// One row of the table: name and architecture; multiprocessors, KiB of shared memory, MiB of L2, MHz; GB/s and its
+/// source.
 type Row = (&'static str, &'static str, [u32; 4], u64, BandwidthSource);
 
 use BandwidthSource::{Datasheet, Measured};
 
-/// The GPUs we know. The h200's bandwidth is measured on one card: 64 KB x 3 stages of bulk copies, 1 block per multiprocessor,
-/// contiguous per multiprocessor, 4.670 TB/s. The rest are data sheets.
+/// The known GPUs. The h200's bandwidth is measured on one card: 64 KB x 3 stages of bulk copies, 1 block per
+/// multiprocessor, contiguous per multiprocessor, 4.670 TB/s. The rest are data sheets.
 const TABLE: &[Row] = &[
     ("h200", "sm_90a", [132, 227, 60, 1980], 4670, Measured),
     ("h100", "sm_90a", [132, 227, 50, 1980], 3350, Datasheet),
@@ -63,19 +64,20 @@ const TABLE: &[Row] = &[
     ("b200", "sm_100a", [148, 227, 126, 1965], 8000, Datasheet),
     ("gh200", "sm_90a", [132, 227, 60, 1980], 4000, Datasheet),
     ("h20", "sm_90a", [78, 227, 60, 1980], 4000, Datasheet),
-    // Any other card of capability 9.0, until it has a row. The fastest memory of its kind, so that no measured time lies below the bound.
+    // Any other card of capability 9.0, until it has a row. It has the fastest memory of its kind, so that no measured
+    // time lies below the bound.
     ("sm_90", "sm_90a", [132, 227, 60, 1980], 4900, Datasheet),
 ];
 
-/// A card that the kernel runs on: the words that its driver's name for it has, the row that it is, and the bandwidth of its data sheet where
-/// that is not the row's.
+/// A card that the kernel runs on: the words in its driver's name, its row of the table, and its data sheet's bandwidth
+/// where that differs from the row's.
 struct Card {
     words: &'static [&'static str],
     name: &'static str,
     gb_per_s: Option<u64>,
 }
 
-/// The cards of capability 9.0. The first whose words are all there counts, so the particular ones come first.
+/// The cards of capability 9.0. The first whose words all match is taken, so the more specific ones come first.
 const CARDS: &[Card] = &[
     Card { words: &["GH200"], name: "gh200", gb_per_s: None },
     Card { words: &["H200"], name: "h200", gb_per_s: None },
@@ -87,7 +89,7 @@ const CARDS: &[Card] = &[
     Card { words: &["H20"], name: "h20", gb_per_s: None },
 ];
 
-/// What a card of capability 9.0 is that is in no row.
+/// The row for a card of capability 9.0 that has none.
 const UNKNOWN_CARD: &str = "sm_90";
 
 impl From<&Row> for Target {
@@ -137,8 +139,8 @@ impl Target {
         })
     }
 
-    /// The card of capability 9.0 that the driver calls so. One that is not known is the target `sm_90`. Sizes are those of the table: what the
-    /// driver says of the card at hand goes before them.
+    /// The card of capability 9.0 with this driver name; `sm_90` if it is unknown. Sizes are those of the table; those
+    /// that the driver reports for the card take precedence.
     #[must_use]
     pub fn of_card(driver_name: &str) -> Self {
         let words: Vec<&str> = driver_name.split(|c: char| !c.is_ascii_alphanumeric()).collect();
@@ -211,7 +213,7 @@ mod tests {
             let target = Target::of_card(driver_name);
             let found = (target.name.as_str(), target.bandwidth / 1_000_000_000);
             assert_eq!(found, (name, gb_per_s), "{driver_name}");
-            // A search on it is resumed by this name.
+            // A search on this card is resumed by this name.
             assert!(Target::by_name(&target.name).is_ok(), "{driver_name}");
             assert_eq!(target.arch, "sm_90a", "{driver_name}");
         }

@@ -1,7 +1,7 @@
-//! Every rule that `validate` and `verify` check, and what a broken one looks like.
+//! Every rule that `validate` and `verify` check, and the report of a violation.
 //!
-//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/reference/invariants.md` is generated from the table,
-//! and a test fails when a program rule has no negative file test.
+//! A rule is declared once, in [`for_each_rule!`]: its identifier and one sentence. `docs/reference/invariants.md` is
+//! generated from the table, and a test fails when a program rule has no negative file test.
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -43,12 +43,12 @@ macro_rules! for_each_rule {
     };
 }
 
-/// What a rule is about.
+/// The level that a rule applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Level {
-    /// A schedule that somebody wrote: checked by `validate`.
+    /// A schedule from a user: checked by `validate`.
     Schedule,
-    /// A program that we made: checked by `verify`.
+    /// A program from `lower`: checked by `verify`.
     Program,
 }
 
@@ -74,7 +74,7 @@ macro_rules! define_rules {
                 match self { $(Self::$variant => $sentence),+ }
             }
 
-            /// What the rule is about.
+            /// The level of the rule.
             #[must_use]
             pub const fn level(self) -> Level {
                 match self { $(Self::$variant => Level::$level),+ }
@@ -104,7 +104,7 @@ impl Serialize for Rule {
     }
 }
 
-/// Where a rule is broken.
+/// The place of a violation.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum At {
     /// The whole schedule or program.
@@ -157,7 +157,7 @@ impl Serialize for At {
     }
 }
 
-/// Longest value that is repeated whole.
+/// Longest value that is quoted in full, in bytes.
 const VALUE_BYTES_MAX: usize = 200;
 
 /// One broken rule, with its place and its numbers. As JSON: `{rule, at, value, legal, suggestion, message}`.
@@ -169,34 +169,34 @@ pub struct Violation {
     pub at: At,
     /// What was found and what was expected, in one lower-case sentence.
     pub detail: String,
-    /// What was given, where a user gave something.
+    /// The given value, if a user gave one.
     pub value: Option<Json>,
-    /// What would be legal.
+    /// The legal values.
     pub legal: Option<String>,
     /// What to write instead.
     pub suggestion: Option<String>,
 }
 
 impl Violation {
-    /// A violation with its sentence; the other methods add what a user can act on.
+    /// A violation with its sentence; the other methods add the given value, the legal values and a suggestion.
     #[must_use]
     pub fn new(rule: Rule, at: At, detail: impl Into<String>) -> Self {
         Self { rule, at, detail: detail.into(), value: None, legal: None, suggestion: None }
     }
 
-    /// Says what was given; of something long, how it begins.
+    /// Adds the given value; a long one is truncated.
     #[must_use]
     pub fn value(self, value: impl Into<Json>) -> Self {
         Self { value: Some(bounded(value.into())), ..self }
     }
 
-    /// Says what would be legal.
+    /// Adds the legal values.
     #[must_use]
     pub fn legal(self, legal: impl Into<String>) -> Self {
         Self { legal: Some(legal.into()), ..self }
     }
 
-    /// Says what to write instead.
+    /// Adds what to write instead.
     #[must_use]
     pub fn suggest(self, suggestion: impl Into<String>) -> Self {
         Self { suggestion: Some(suggestion.into()), ..self }
@@ -244,7 +244,7 @@ impl std::fmt::Display for Violation {
     }
 }
 
-/// Everything that was found wrong. The first [`Violations::KEPT_MAX`] are kept, the rest only counted.
+/// All violations found. The first [`Violations::KEPT_MAX`] are kept, the rest only counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Violations {
     kept: Vec<Violation>,
@@ -261,7 +261,7 @@ impl Violations {
         self.add(Violation::new(rule, at, detail));
     }
 
-    /// Adds one with all that is known about it.
+    /// Adds a complete violation.
     pub fn add(&mut self, violation: Violation) {
         self.total += 1;
         if self.kept.len() < Self::KEPT_MAX {
@@ -269,7 +269,7 @@ impl Violations {
         }
     }
 
-    /// `Ok` if nothing is wrong.
+    /// `Ok` if there are no violations.
     ///
     /// # Errors
     /// These violations, if there are any.
@@ -277,25 +277,25 @@ impl Violations {
         if self.is_empty() { Ok(()) } else { Err(self) }
     }
 
-    /// Whether this rule is among those broken.
+    /// Whether this rule is broken.
     #[must_use]
     pub fn has(&self, rule: Rule) -> bool {
         self.kept.iter().any(|violation| violation.rule == rule)
     }
 
-    /// Those that were kept, in the order in which they were found.
+    /// The violations that were kept, in the order in which they were found.
     #[must_use]
     pub fn list(&self) -> &[Violation] {
         &self.kept
     }
 
-    /// How many there are, kept or not.
+    /// The number of violations, kept or not.
     #[must_use]
     pub fn total(&self) -> usize {
         self.total
     }
 
-    /// Whether nothing is wrong.
+    /// Whether there are no violations.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.total == 0

@@ -1,11 +1,11 @@
-//! Where stored weights come from, without saying how they are read.
+//! Access to stored weights, independent of how they are read.
 
 use half::{bf16, f16};
 
 use crate::graph::DType;
 use crate::id::TensorId;
 
-/// A tensor's place in a file: what a loader needs to read it without going through the mapping.
+/// A tensor's range in a file, for a loader that reads it directly instead of through the mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileRange {
     /// The file.
@@ -21,7 +21,7 @@ pub trait Weights: Sync {
     /// The tensor's bytes. They need not be aligned.
     fn bytes(&self, tensor: TensorId) -> &[u8];
 
-    /// Where the tensor lies in a file, if it does.
+    /// The tensor's range in a file, if it is in one.
     fn file_range(&self, _tensor: TensorId) -> Option<FileRange> {
         None
     }

@@ -1,4 +1,4 @@
-//! How long lowering, verification and prediction take for models that people run.
+//! Benchmarks of lowering, verification and prediction for models of practical sizes.
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use ir::program::verify;

@@ -1,7 +1,7 @@
-//! Deals the blocks of each phase to the workers.
+//! Assigns the blocks of each phase to the workers.
 //!
-//! A worker's share of a phase is one contiguous range of items, in worker order. Every worker gets `blocks / workers` blocks; the
-//! policy says who gets one more.
+//! A worker's part of a phase is one contiguous range of items, in worker order. Every worker gets `blocks / workers`
+//! blocks; the policy decides which workers get one more.
 
 use std::ops::Range;
 
@@ -9,10 +9,11 @@ use ir::schedule::SmAssignment;
 
 use crate::flow::{Flow, Op, Phase};
 
-/// What a worker reads in the time that those who attended come later to the next phase: about a microsecond.
+/// Bytes that a worker reads in the time by which workers that ran attention are late for the next phase: about a
+/// microsecond.
 const LATE_BYTES: u64 = 32 * 1024;
 
-/// One phase's shares: the range of items of each worker.
+/// The work partition of one phase: the range of items of each worker.
 pub(crate) type Shares = Vec<Range<u32>>;
 
 pub(crate) fn assign(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Shares> {
@@ -32,11 +33,11 @@ pub(crate) fn assign(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Sha
 
 struct Dealer {
     policy: SmAssignment,
-    /// Where the last remainder stopped.
+    /// The worker at which the last remainder ended.
     cursor: usize,
-    /// Bytes dealt to each worker so far.
+    /// Bytes assigned to each worker so far.
     bytes: Vec<u64>,
-    /// Who attended, if that made the phase's input: they come to it later than all others.
+    /// Workers that ran the attention which produced the phase's input: they start the phase later than all others.
     late: Vec<bool>,
 }
 
@@ -57,8 +58,9 @@ impl Dealer {
         shares
     }
 
-    /// Blocks of each worker. Where bytes are balanced and there is a block for everybody else, who attended counts as having one already, if
-    /// that takes no longer than it comes late: the whole phase would wait for it.
+    /// Blocks of each worker. Under byte balance, a worker that ran attention counts as already having one block. This
+    /// applies if there is a block for every other worker, and if a block takes no longer than the worker is late:
+    /// otherwise the whole phase would wait for it.
     fn counts(&mut self, blocks: usize, block_bytes: u64) -> Vec<u32> {
         let workers = self.bytes.len();
         let late = self.late.iter().filter(|&&late| late).count();
@@ -76,7 +78,7 @@ impl Dealer {
         counts
     }
 
-    /// The workers that get one block more.
+    /// The workers that get one more block.
     fn extra(&mut self, remainder: usize) -> Vec<usize> {
         let workers = self.bytes.len();
         match self.policy {
@@ -110,7 +112,7 @@ mod tests {
         Phase { class, layer, op, input, residual, output, reads, writes, items, block, item_bytes }
     }
 
-    /// Each phase reads the output of the one before it.
+    /// A flow in which each phase reads the output of the one before it.
     fn chain(phases: &[Phase]) -> Flow {
         let input = |(n, phase): (usize, &Phase)| Phase { input: ValueId(n), ..phase.clone() };
         let value = |n: usize| Value { writer: n.checked_sub(1), ..Value::default() };

@@ -1,6 +1,6 @@
 //! The buffers of a program: those of the flow, then a buffer for each value that a phase writes.
 //!
-//! Buffers are written once per step. Where they lie is the business of `pages`.
+//! Buffers are written once per step. `pages` decides their offsets.
 
 use abi::BufferKind;
 use ir::program::{Buffer, BufferSource};

@@ -13,7 +13,7 @@ use crate::assign::Shares;
 use crate::flow::{Flow, Op, Phase, ValueId};
 use crate::order::PhaseOrder;
 
-/// For each value the counter that hands it over, if one does, and its arrivals.
+/// For each value, the counter that hands it over, if any, and its arrivals.
 pub(crate) fn counters(flow: &Flow, shares: &[Shares]) -> Vec<Option<Wait>> {
     let mut next = (0..).map(CounterId);
     let values = (0..flow.values.len()).map(ValueId);
@@ -26,7 +26,7 @@ pub(crate) fn counters(flow: &Flow, shares: &[Shares]) -> Vec<Option<Wait>> {
         .collect()
 }
 
-/// Attention has a task for each (head, split); a share of any other phase is one task.
+/// Number of tasks of a phase: attention has one for each (head, split); other phases have one per worker with items.
 pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
     if matches!(phase.op, Op::Attention(_)) {
         return phase.items;
@@ -34,7 +34,7 @@ pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
     shares.iter().filter(|share| !share.is_empty()).count() as u32
 }
 
-/// Everything that the passes before found out.
+/// The results of the passes before.
 pub(crate) struct Plan<'a> {
     pub(crate) flow: &'a Flow,
     pub(crate) shares: &'a [Shares],
@@ -52,7 +52,7 @@ impl Plan<'_> {
             let busy = |(_, share): &(usize, &Range<u32>)| !share.is_empty();
             let shares = self.shares[index].iter().enumerate().filter(busy);
             for (candidate, (w, share)) in (0..).zip(shares) {
-                // First, since it is over long before the input is there.
+                // This wait comes first, since it ends long before the input is there.
                 let late = written.filter(|_| self.order.catches_up(index, w));
                 let waits = late.into_iter().chain(counter(phase.input)).collect();
                 let task = Task { waits, ..common.clone() };
@@ -101,7 +101,8 @@ impl Plan<'_> {
                 let params = MatvecParams { tile0: items.start, tiles: len, candidate, ..p };
                 push(Task::new(opcode, layer, params));
             }
-            // The splits of a head go to neighbouring workers, so that the one that is always active is spread over all of them.
+            // The splits of a head go to neighbouring workers, so that the split which is always active is spread over
+            // all workers.
             Op::Attention(p) => items.for_each(|item| {
                 let (kv_head, split) = (item / p.splits, item % p.splits);
                 push(Task::new(opcode, layer, AttentionParams { kv_head, split, ..p }));
@@ -121,9 +122,10 @@ impl Plan<'_> {
     }
 }
 
-/// Makes `sample` wait for the workers that nothing else makes it wait for: those without a task, which get one that only signals,
-/// and those that end with a task that hands over by tags alone. What these have stored (keys and values among it) is released to the next
-/// step by nothing else, and a worker that falls behind could miss its announcement. Returns the counters in use.
+/// Makes `sample` wait for the workers that it does not yet wait for: those without a task, which get one that only
+/// signals, and those that end with a task that hands over by tags alone. Nothing else releases their stores (keys and
+/// values among them) to the next step, and a worker that falls behind could miss its announcement. Returns the number
+/// of counters in use.
 pub(crate) fn join_stragglers(workers: &mut [Worker], layer: u32, counters: u32) -> u32 {
     let counter = CounterId(counters);
     let mut count = 0;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use ir::Violations;
 
-/// What there may be too many of.
+/// A quantity that the ABI limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Limit {
     /// Tokens of a session's key/value cache.
@@ -37,17 +37,17 @@ impl fmt::Display for Limit {
     }
 }
 
-/// A request that we cannot serve, or our own mistake.
+/// An unsupported request, or a bug of this crate.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum LowerError {
-    /// The program would have more of something than the ABI can name.
+    /// The program would have more of something than the ABI can represent.
     #[error("the program needs {actual} {limit}, between 1 and {max} are possible")]
     LimitExceeded {
-        /// Of what.
+        /// The limited quantity.
         limit: Limit,
-        /// The most that is possible.
+        /// The maximum.
         max: u64,
-        /// What would be needed.
+        /// The required number.
         actual: u64,
     },
     /// The schedule was validated for another graph or target.

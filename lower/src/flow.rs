@@ -1,4 +1,5 @@
-//! The phases of a step and the values between them: what a model is made of. The passes after this one walk values and know no model.
+//! The phases of a step and the values between them. This pass alone knows the model; the later ones work on phases and
+//! values.
 
 use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, Epilogue, MatvecParams, Prologue, READS_MAX,
@@ -10,10 +11,10 @@ use ir::program::{
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
 use ir::{BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
 
-/// Elements of the embedding row that one task copies, at least: four for each thread of a small worker.
+/// Least elements of the embedding row that one task copies: four per thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
 
-/// What the tasks of a phase do, all but their shares.
+/// The work of a phase's tasks, without their ranges.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
     Embed,
@@ -27,39 +28,39 @@ pub(crate) enum Op {
 #[derive(Clone, Debug)]
 pub(crate) struct Phase {
     pub(crate) class: PhaseClass,
-    /// The layer; the number of layers for what follows the last.
+    /// The layer; the number of layers for phases after the last layer.
     pub(crate) layer: u32,
     pub(crate) op: Op,
-    /// What its tasks read first.
+    /// First input of its tasks.
     pub(crate) input: ValueId,
-    /// What its products are added to.
+    /// The value that its products are added to.
     pub(crate) residual: Option<ValueId>,
     /// `None` for `sample`, which has no reader.
     pub(crate) output: Option<ValueId>,
-    /// Constants in their places among the op's reads.
+    /// Constants at their places among the op's reads.
     pub(crate) reads: [Option<BufferId>; READS_MAX],
-    /// What else it writes, in its place among the op's writes: the output takes the first free one.
+    /// Other outputs, at their places among the op's writes: `output` takes the first free one.
     pub(crate) writes: [Option<BufferId>; WRITES_MAX],
     /// Tiles of the matrix; elements of the embedding; (head, split) pairs; heads to merge.
     pub(crate) items: u32,
-    /// Items dealt at once.
+    /// Items assigned at once.
     pub(crate) block: u32,
-    /// Bytes that one item brings to a worker, for balance.
+    /// Bytes that one item adds to a worker, for balance.
     pub(crate) item_bytes: u64,
 }
 
-/// A value of a flow, by its place in the list.
+/// A value of a flow, by index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ValueId(pub(crate) usize);
 
-/// What a phase writes and others read. The first is the embedding table, which no phase writes.
+/// An output of a phase that others read. The first value is the embedding table, which no phase writes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Value {
-    /// The phase, by its place in the list.
+    /// The writing phase, by index.
     pub(crate) writer: Option<usize>,
     pub(crate) handoff: Option<Handoff>,
     pub(crate) name: String,
-    /// Words of the buffer, for each task of the phase if `per_task`.
+    /// Words of the buffer; per task of the phase if `per_task`.
     pub(crate) words: u64,
     pub(crate) per_task: bool,
 }
@@ -70,7 +71,7 @@ pub(crate) struct Flow {
     pub(crate) phases: Vec<Phase>,
     /// The embedding table, then the outputs of phases in their order.
     pub(crate) values: Vec<Value>,
-    /// The embedding table, constants, caches and logits. Buffers of values come behind them.
+    /// The embedding table, constants, caches and logits. Buffers of values follow them.
     pub(crate) buffers: Vec<Buffer>,
 }
 
@@ -162,7 +163,7 @@ impl Builder<'_> {
         let k_norm = layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
         let source = BufferSource::KvCache { layer: n };
         let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
-        // The length of the sequence is not known here: one block of keys stands for it.
+        // The sequence length is not known here: one block of keys stands for it.
         let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
         let attention = Phase {
             reads: [None, q_norm, k_norm, Some(rope)],
@@ -217,7 +218,7 @@ impl Builder<'_> {
         self.push(Phase { residual: Some(x), ..down }, graph.hidden.into())
     }
 
-    /// The logits and the choice of a token; each product brings the best of its rows as two words.
+    /// Adds the logits and the sampling of a token; each product also writes the best of its rows as two words.
     fn head(&mut self, n: u32, x: ValueId) {
         let (graph, packed) = (self.graph, self.packed);
         let norm = self.vector("final_norm".into(), graph.final_norm, graph.hidden);
@@ -231,7 +232,7 @@ impl Builder<'_> {
         self.push(Phase { items: 1, ..sample }, 0);
     }
 
-    /// The product of a matrix with what the prologue makes of `input`.
+    /// Adds the product of a matrix with the prologue's result on `input`.
     fn matvec(
         &mut self,
         class: PhaseClass,
@@ -252,7 +253,7 @@ impl Builder<'_> {
             eps: norm.map_or(0.0, |_| self.graph.norm_eps),
             ..params
         };
-        // Rows of h: each is a gate row and an up row.
+        // Rows of h: each comes from a gate row and an up row.
         let interleaved = if matrix.map.interleaved { matrix.map.parts.len() as u32 } else { 1 };
         Phase {
             reads: [None, norm, bias, None],
@@ -279,10 +280,10 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds a phase whose output has so many words; the value that the next one reads.
+    /// Adds a phase whose output has this many words; returns the value that the next phase reads.
     fn push(&mut self, phase: Phase, words: u64) -> ValueId {
         let output = phase.class.buffer(phase.layer).map(|name| {
-            // A candidate holds a row, which leaves no room for a tag: it has no knob.
+            // A candidate holds a row number, which leaves no bits for a tag: it has no knob.
             let handoff = phase.class.handoff(self.config).unwrap_or(Handoff::Counter);
             let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
             self.flow.values.push(Value { writer, handoff, name, words, per_task: false });

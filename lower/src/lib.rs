@@ -1,22 +1,22 @@
-//! Lowers a valid schedule to a verified program, and predicts how long the program takes.
+//! Lowers a valid schedule to a verified program, and predicts the program's step time.
 //!
-//! **Passes**, each a function of what the ones before it found:
+//! **Passes**, each a function of the results of those before it:
 //!
-//! | pass | finds | holds afterwards |
+//! | pass | result | holds afterwards |
 //! |---|---|---|
 //! | `ir::program::PackedModel` | the packed matrices | they depend on the graph alone |
 //! | `flow` | the phases of a step, and the values between them | a value has one writer; no later pass knows the model |
-//! | `assign` | who does what | every item of every phase is dealt once, a worker's share is one range |
+//! | `assign` | each worker's ranges of items | every item of every phase is assigned once, a worker's part is one range |
 //! | `emit::counters` | the counters | one per value that is handed over by counter; arrivals are its writer's tasks |
-//! | `order` | which phases happen before which | a task waits for all that it needs the counters of |
+//! | `order` | which phases happen before which | a task waits for every counter that it needs |
 //! | `buffers` | the buffers | one scratch buffer per value, written once per step |
 //! | `pages` | arena offsets | buffers share no bytes |
 //! | `emit` | tasks | `sample` waits for every worker |
 //! | `ir::program::verify` | the proof | the program gives one result in every order |
 //!
-//! **Promises.** Pure and deterministic: the same schedule, graph, target and options give the same program, byte for byte. A
-//! schedule that `validate` accepted for this graph and target lowers, unless a limit of the ABI says no; that the result does not
-//! verify is our bug and is reported as such.
+//! **Promises.** Pure and deterministic: the same schedule, graph, target and options give the same program, byte for
+//! byte. A schedule that `validate` accepted for this graph and target can be lowered, unless it exceeds a limit of the
+//! ABI. A result that does not verify is a bug of this crate and is reported as such.
 
 mod assign;
 mod buffers;
@@ -38,7 +38,7 @@ pub use error::{Limit, LowerError};
 
 use crate::error::within;
 
-/// What a program needs to know beside schedule, graph and target.
+/// Inputs of lowering besides schedule, graph and target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Options {
     /// Tokens of a session's key/value cache.
@@ -48,7 +48,7 @@ pub struct Options {
 /// Lowers a schedule to a program that is proven to give one result in every order of execution.
 ///
 /// # Errors
-/// [`LowerError`]: a limit of the ABI, a schedule that was validated for something else, or our own bug.
+/// [`LowerError`]: a limit of the ABI, a schedule that was validated for something else, or a bug of this crate.
 pub fn lower(
     config: &Valid<ScheduleConfig>,
     graph: &Graph,
@@ -66,7 +66,7 @@ pub(crate) fn build(
     target: &Target,
     options: Options,
 ) -> Result<Program, LowerError> {
-    // A `Valid` config does not say for which graph and target.
+    // A `Valid` config does not record its graph and target.
     validate(**config, graph, target).map_err(LowerError::NotValidHere)?;
     within(Limit::KvCapacity, abi::KV_CAPACITY_MAX.into(), options.kv_capacity.into())?;
     within(Limit::MatrixRows, 1 << 28, rows_max(graph))?;
@@ -100,7 +100,7 @@ pub(crate) fn build(
     Ok(program)
 }
 
-/// The ring in units and stages. `validate` has refused whatever does not divide.
+/// The ring in units and stages. `validate` has refused sizes that do not divide.
 fn pipeline(config: &ScheduleConfig) -> Pipeline {
     let knobs = config.pipeline;
     Pipeline {

@@ -1,20 +1,21 @@
-//! The order of phases in the memory model: which counters a task must wait for beside that of its input. `verify` proves it again, task
-//! by task.
+//! The order of phases in the memory model: which counters a task must wait for besides that of its input. `verify`
+//! proves it again, task by task.
 //!
-//! Counters order everything that was done before them; a flag-in-data hand-off orders nothing beside its own words. So a worker knows that a
-//! phase is over if it has waited for a counter behind it, and a flag-in-data phase in between says nothing.
+//! Counters order everything before them; a flag-in-data hand-off orders nothing besides its own words. So a worker has
+//! acquired a phase only if it has waited for that phase's counter or a later one; a flag-in-data phase in between does
+//! not count.
 
 use std::ops::Range;
 
 use crate::assign::Shares;
 use crate::flow::{Flow, Op, Phase, ValueId};
 
-/// For each worker, the number of phases of which all that it did is known.
+/// For each worker, the number of its leading phases whose accesses are all known to have happened.
 type Known = Vec<usize>;
 
-/// What is known of the order of a step's phases.
+/// The order between a step's phases and workers.
 pub(crate) struct PhaseOrder {
-    /// Who takes part in each phase.
+    /// By phase and worker: whether the worker has tasks of the phase.
     takes_part: Vec<Vec<bool>>,
     /// By phase and worker: whether its tasks must wait for the counter of the residual that they add.
     catches_up: Vec<Vec<bool>>,
@@ -39,7 +40,7 @@ impl PhaseOrder {
         let writer = |value: ValueId| flow.writer(value).filter(|_| flow.counted(value));
         let mut order = Self { catches_up: vec![vec![false; workers]; phases.len()], takes_part };
         let mut now: Vec<Known> = vec![vec![0; workers]; workers];
-        // What the counter of each phase releases.
+        // What a wait for the counter of each phase acquires.
         let mut released: Vec<Option<Known>> = Vec::new();
         for phase in 0..phases.len() {
             let input = writer(phases[phase].input);
@@ -76,7 +77,7 @@ impl PhaseOrder {
         order
     }
 
-    /// Whether the task of this worker waits for the counter of the residual too.
+    /// Whether this worker's task also waits for the counter of the residual.
     pub(crate) fn catches_up(&self, phase: usize, worker: usize) -> bool {
         self.catches_up[phase][worker]
     }

@@ -1,7 +1,8 @@
-//! Places scratch buffers in the activation arena: each has bytes of its own, plain buffers in front of flag-in-data ones.
+//! Places scratch buffers in the activation arena. Each has bytes of its own; plain buffers come before flag-in-data
+//! ones.
 //!
-//! Sharing bytes saves memory that nobody lacks (a few megabytes) and no time on any model that was measured (docs/explanation/performance.md). `verify`
-//! knows programs whose buffers do share (rule M-PAGE).
+//! Sharing bytes would save a few megabytes of memory, which is not scarce, and no time on any model that was measured
+//! (docs/explanation/performance.md). `verify` supports programs whose buffers share bytes (rule M-PAGE).
 
 use abi::BufferKind;
 use ir::program::Buffer;
@@ -9,7 +10,7 @@ use ir::program::Buffer;
 /// One L2 line: buffers never share one.
 const ALIGN: u64 = 128;
 
-/// Sets the offsets of all scratch buffers; how many bytes they take.
+/// Sets the offsets of all scratch buffers and returns the size of the arena in bytes.
 pub(crate) fn pages(buffers: &mut [Buffer]) -> u64 {
     let mut bytes = 0;
     for kind in [BufferKind::Plain, BufferKind::FlagInData] {

@@ -1,4 +1,4 @@
-//! Every schedule of every graph lowers and verifies; every knob does something.
+//! Tests that every schedule of every graph lowers and verifies, and that every knob has an effect.
 
 use abi::{MatvecParams, Opcode};
 use ir::program::{Program, Verified};
@@ -24,7 +24,8 @@ fn preset(name: &str, layers: u32) -> Graph {
     Shape { layers: layers.min(shape.layers), ..shape }.graph()
 }
 
-/// Nothing divides anything: vocabulary, widths and MLP are odd, every layer has biases and norms, one layer has a window.
+/// A graph in which nothing divides evenly: vocabulary, widths and MLP are odd, every layer has biases and norms, one
+/// layer has a window.
 fn awkward() -> Graph {
     let shape = Shape {
         name: "awkward".into(),
@@ -44,7 +45,7 @@ fn awkward() -> Graph {
     };
     let biased = Shape { family: Family::Llama, mlp_bias: true, ..shape.clone() }.graph();
     let mut graph = shape.graph();
-    // Qwen 3 norms and Llama's biases in one graph: no family has both, lowering must not care.
+    // Qwen 3 norms and Llama's biases in one graph: no family has both, but lowering supports it.
     graph.tensors.extend(biased.tensors);
     let offset = |id: ir::TensorId| ir::TensorId(id.0 + graph.tensors.len() as u32 / 2);
     for (layer, other) in graph.layers.iter_mut().zip(&biased.layers) {
@@ -54,7 +55,7 @@ fn awkward() -> Graph {
     graph
 }
 
-/// Whether `sample` cannot run before the worker's last task is over, at any position.
+/// Whether `sample` cannot run before the worker's last task has ended, at any position.
 fn joined(worker: &ir::program::Worker) -> bool {
     let Some(last) = worker.tasks.last() else { return false };
     last.opcode == Opcode::Sample || last.signal.is_some()
@@ -97,7 +98,7 @@ fn every_byte_of_every_matrix_is_streamed_once_and_the_order_is_deterministic() 
         let again = lowered(default_config(&graph, &target("h200")), &graph, &target("h200"));
         assert_eq!(program.id(), again.id());
         let all: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
-        // The embedding is streamed when it is the head too, looked up otherwise.
+        // A tied embedding is streamed as the head; an untied one is only looked up.
         let looked_up = if graph.tied() { 0 } else { program.matrices[0].bytes() };
         assert_eq!(program.stream_bytes(), all - looked_up, "{}", graph.name);
     }
@@ -154,7 +155,7 @@ fn fusing_removes_phases() {
     assert_eq!(tasks(&program, Opcode::AttentionMerge).count(), 0);
 }
 
-/// Sets every knob that acts on the program and is not about the ring from `pick`.
+/// Sets every knob that acts on the program, except those of the ring, from `pick`.
 fn chosen(graph: &Graph, target: &Target, pick: &[usize]) -> ScheduleConfig {
     let mut config = neutral_config(graph, target);
     for (knob, &pick) in Knob::ALL.iter().zip(pick) {
@@ -164,7 +165,7 @@ fn chosen(graph: &Graph, target: &Target, pick: &[usize]) -> ScheduleConfig {
             config.set(*knob, legal[pick % legal.len()]).expect("legal values are in the domain");
         }
     }
-    // Long sequences have blocks for every split.
+    // Sequences long enough to have blocks for every split.
     let blocks = graph.max_positions.div_ceil(config.tiling.attention.kv_split);
     config.tiling.attention.kv_block = config.tiling.attention.kv_block.min(blocks).max(32);
     if validate(config, graph, target).is_err() {
@@ -200,7 +201,7 @@ proptest! {
     }
 }
 
-/// Any mixture of edges, over many layers.
+/// Tests random mixtures of hand-offs over many layers.
 #[test]
 fn any_mixture_of_edges_verifies_over_many_layers() {
     let graph = Shape { layers: 24, kv_heads: 4, ..Shape::default() }.graph();
@@ -227,17 +228,17 @@ fn any_mixture_of_edges_verifies_over_many_layers() {
     }
 }
 
-/// Configs that differ from a base in one knob, and the base, both legal.
+/// Pairs of a base config and one that differs from it in one knob, both legal.
 fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[ScheduleConfig; 2]> {
     let base = neutral_config(graph, target);
     let mut bases = vec![base];
-    // Caps need rings that hold them, and small stages.
+    // Limits on bytes in flight need rings that hold as much, and small stages.
     let mut deep = base;
     deep.pipeline.stage_bytes = 8192;
     deep.pipeline.stages = 16;
     deep.pipeline.in_flight_bytes = 131_072;
     bases.push(deep);
-    // Large stages need few of them, for the cap and for room.
+    // Large stages: few of them, so that the limit and shared memory suffice.
     let mut small = base;
     small.pipeline.stages = 4;
     bases.push(small);
@@ -264,7 +265,7 @@ fn variants(knob: Knob, value: Value, graph: &Graph, target: &Target) -> Vec<[Sc
 
 #[test]
 fn every_value_of_every_knob_changes_the_program_or_the_kernel() {
-    // Buffers that two layers share alternate: it takes three layers to see it.
+    // Buffers that two layers share alternate, which only shows with three layers.
     let graphs = [preset("llama-3.2-1b", 3), preset("smollm2-135m", 3), preset("toy", 1)];
     let target = target("h200");
     for &knob in Knob::ALL {
@@ -323,7 +324,7 @@ fn latency(config: ScheduleConfig, graph: &Graph) -> f64 {
     predict(&program, &config.kernel, &target("h200"), 127).latency_us
 }
 
-/// What we believe a good schedule for an H200 to be.
+/// A schedule that is expected to be good on an H200.
 fn tuned() -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     config.pipeline.stages = 10;
@@ -387,7 +388,7 @@ fn deeper_rings_are_predicted_a_little_faster() {
     assert!((600.0..900.0).contains(&times[3]), "{times:?}");
 }
 
-/// The models and edges that cost the verifier most.
+/// The models and hand-offs that cost the verifier most.
 #[test]
 fn large_models_lower() {
     let eight = model::PRESETS.iter().find(|preset| preset.name == "llama-3.1-8b");
@@ -420,8 +421,9 @@ fn predictions_add_up_and_know_the_position() {
     assert!((near.bound_us - 529.0).abs() < 5.0, "{}", near.bound_us);
 }
 
-/// A worker without a share of q, k and v has not waited for the residual that its output projection adds to, and the flag-in-data words in
-/// between do not order it: it waits for the counter of the residual itself, unless it wrote those rows.
+/// Tests the extra wait for a residual. A worker without tiles of q, k and v has not waited for the residual that its
+/// output projection adds to, and the flag-in-data words in between do not order it. So it waits for the counter of the
+/// residual itself, unless it wrote those rows.
 #[test]
 fn a_worker_waits_for_a_residual_that_it_does_not_know() {
     let mut config = ScheduleConfig::default();
@@ -449,7 +451,7 @@ fn a_worker_waits_for_a_residual_that_it_does_not_know() {
         late += task.waits.len();
     }
     assert!(late > 10, "{late}");
-    // Without these waits the program is refused.
+    // Without these waits verification refuses the program.
     let mut racing = Program::clone(&program);
     for task in racing.workers.iter_mut().flat_map(|w| &mut w.tasks) {
         if of(task, "layers.1.o") {

@@ -1,4 +1,4 @@
-//! How long it takes to import a folder and to make a preset's weights.
+//! Benchmarks of importing a folder and of generating a preset's weights.
 
 use std::hint::black_box;
 use std::path::Path;

@@ -1,8 +1,8 @@
-//! Chat templates: the program, written in Jinja by whoever made the model, that turns messages into a prompt.
+//! Chat templates: Jinja programs from the model's author that turn messages into a prompt.
 //!
-//! A template comes with the weights and is not trusted: it sees its messages and nothing else, and its length, its steps, its
-//! depth of calls and its output are limited. The engine has no limit for intermediate strings, so it runs in a
-//! [process of its own](crate::template_process).
+//! A template comes with the weights and is not trusted: it can read only its messages, and its length, steps, call
+//! depth and output are limited. The engine has no limit for intermediate strings, so it runs in a [process of its
+//! own](crate::template_process).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,36 +23,36 @@ const FILE: &str = "chat_template.jinja";
 const CONFIG: &str = "tokenizer_config.json";
 /// Longest template, in bytes. The longest in use are about 20 000.
 const SOURCE_MAX: usize = 1 << 20;
-/// Steps of one rendering: about a second, or some hundred thousand messages.
+/// Most steps of one rendering: about a second, or some hundred thousand messages.
 const FUEL: u64 = 20_000_000;
-/// Nested calls and blocks.
+/// Most nested calls and blocks.
 const DEPTH_MAX: usize = 100;
 /// Longest prompt, in bytes: some million tokens.
 const OUTPUT_MAX: usize = 16 << 20;
-/// Lists and objects inside each other in the variables of a request: an indented print grows with their depth.
+/// Most nested lists and objects in the variables of a request: an indented print grows with their depth.
 const EXTRA_DEPTH_MAX: usize = 32;
-/// Tokens that templates mention by name.
+/// Tokens that templates refer to by name.
 const SPECIAL_TOKENS: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token"];
 
 /// One message of a chat.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// Who speaks: `system`, `user`, `assistant`, or what else the template knows.
+    /// The speaker: `system`, `user`, `assistant`, or another role of the template.
     pub role: String,
-    /// What is said.
+    /// The text.
     pub content: String,
 }
 
-/// What a chat template is given.
+/// The input of a chat template.
 #[derive(Clone, Copy, Debug)]
 pub struct Chat<'a> {
     /// The messages so far.
     pub messages: &'a [Message],
-    /// Whether the prompt ends where the assistant begins to speak.
+    /// Whether the prompt ends at the start of the assistant's answer.
     pub add_generation_prompt: bool,
-    /// Variables that this template knows, such as `enable_thinking`.
+    /// Further variables of the template, such as `enable_thinking`.
     pub extra: Option<&'a Map<String, Json>>,
-    /// The time that a template which writes today's date takes for now; dates are in UTC.
+    /// The current time for a template that writes today's date; dates are in UTC.
     pub now: SystemTime,
 }
 
@@ -61,14 +61,14 @@ pub(crate) struct Template {
     tokens: BTreeMap<String, String>,
 }
 
-/// A template to compile, and what to render it with if it is to be rendered.
+/// A template to compile, with the input to render it with, if any.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Job {
     source: String,
     variables: Option<Variables>,
 }
 
-/// What a template sees.
+/// The variables visible to a template.
 #[derive(Serialize, Deserialize)]
 struct Variables {
     tokens: BTreeMap<String, String>,
@@ -133,7 +133,7 @@ fn is_deeper(value: &Json, depth: usize) -> bool {
 }
 
 impl Job {
-    /// The prompt, or why there is none. With nothing to render, only whether the template compiles.
+    /// The prompt, or an error. With nothing to render, only checks that the template compiles.
     pub(crate) fn run(&self) -> Result<String, String> {
         let environment = compile(&self.source).map_err(|error| format!("{error:#}"))?;
         let Some(variables) = &self.variables else { return Ok(String::new()) };
@@ -147,7 +147,7 @@ impl Job {
 impl Variables {
     fn context(&self) -> Value {
         let mut context: BTreeMap<&str, Value> = BTreeMap::new();
-        // Templates test these two against none, so they are there and none.
+        // Templates compare these two with none, so they are defined as none.
         context.insert("tools", Value::from(()));
         context.insert("documents", Value::from(()));
         for (name, text) in &self.tokens {
@@ -164,7 +164,7 @@ impl Variables {
     }
 }
 
-/// The template inside `tokenizer_config.json`: a string, or a list of named ones of which `default` is meant.
+/// The template inside `tokenizer_config.json`: a string, or the one named `default` of a list.
 fn embedded(config: &Map<String, Json>) -> Option<&str> {
     let value = config.get("chat_template")?;
     if let Some(list) = value.as_array() {
@@ -202,7 +202,7 @@ fn compile(source: &str) -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// Makes the tags that mark the assistant's words for training into tags without effect: `generation` becomes `if true`.
+/// Disables the tags that mark the assistant's words for training: `generation` becomes `if true`.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -235,7 +235,7 @@ fn date(now: Duration, format: &str) -> Result<String, Error> {
     jiff::fmt::strtime::format(format, &zoned).map_err(|e| wrong(e.to_string()))
 }
 
-/// JSON as Python's `json.dumps` spaces it, which is what models were trained on.
+/// JSON spaced like Python's `json.dumps`, which is what models were trained on.
 fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let _: Option<bool> = options.get("ensure_ascii")?;
@@ -257,7 +257,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     Ok(Value::from(String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// One line, with a space after every comma and colon.
+/// JSON in one line, with a space after every comma and colon.
 struct Spaced;
 
 impl serde_json::ser::Formatter for Spaced {
@@ -282,7 +282,7 @@ impl serde_json::ser::Formatter for Spaced {
     }
 }
 
-/// A prompt that may not grow beyond its limit.
+/// A buffer for the prompt with a length limit.
 struct Limited {
     bytes: Vec<u8>,
 }
@@ -301,7 +301,7 @@ impl io::Write for Limited {
     }
 }
 
-/// The engine's message in one line, with the error beneath it.
+/// The engine's message in one line, with the underlying error.
 fn reason(error: &Error) -> String {
     let mut text = if error.kind() == ErrorKind::OutOfFuel {
         format!("it ran longer than {FUEL} steps and was stopped")

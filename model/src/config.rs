@@ -1,4 +1,4 @@
-//! `config.json` and `generation_config.json` to a [`Shape`], in the spellings of transformers 4 and 5.
+//! Reads `config.json` and `generation_config.json` into a [`Shape`], in the spellings of transformers 4 and 5.
 
 use ir::DType;
 use serde_json::{Map, Value};
@@ -8,20 +8,20 @@ use crate::fields::Fields;
 use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, HEAD_DIM_STEP, Shape, Window};
 
-/// Base of the rotary frequencies where the configuration names none; all four families agree.
+/// Default base of the rotary frequencies, the same in all four families.
 const THETA_DEFAULT: f64 = 10_000.0;
-/// Head width of Qwen 3 where the configuration names none.
+/// Default head width of Qwen 3.
 const QWEN3_HEAD_DIM: u32 = 128;
-/// Window of Mistral, Qwen 2 and Qwen 3 where the configuration names none.
+/// Default window of Mistral, Qwen 2 and Qwen 3.
 const WINDOW_DEFAULT: u32 = 4096;
-/// First sliding layer of Qwen 2 and Qwen 3 where the configuration names none.
+/// Default first sliding layer of Qwen 2 and Qwen 3.
 const MAX_WINDOW_LAYERS_DEFAULT: u32 = 28;
 
-/// Reads a configuration. The shape's `dtype` is what the configuration says; the stored tensors have the last word.
+/// Reads a configuration. The shape's `dtype` is the configuration's; the stored tensors override it.
 pub(crate) fn parse(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Problem>> {
     let mut fields = Fields::new(config, "");
     let Some(family) = family(&mut fields) else {
-        // Every other field's meaning and default hangs on the family.
+        // Every other field's meaning and default depends on the family.
         return Err(fields.into_problems());
     };
     refuse_unsupported(&mut fields, family);
@@ -144,7 +144,7 @@ fn head_dim(fields: &mut Fields<'_>, family: Family, hidden: u32, heads: u32) ->
         return QWEN3_HEAD_DIM;
     }
     if hidden == 0 || heads == 0 {
-        // Complained about already; any sound width keeps this from causing more complaints.
+        // Already reported; a valid width avoids further errors that follow from it.
         return HEAD_DIM_STEP;
     }
     if !hidden.is_multiple_of(heads) {
@@ -257,7 +257,7 @@ fn window(fields: &mut Fields<'_>, family: Family, layers: u32) -> Window {
             let window = fields.whole("sliding_window").or(absent).filter(|_| on);
             let first = fields.whole("max_window_layers").unwrap_or(MAX_WINDOW_LAYERS_DEFAULT);
             let Some(window) = window else { return Window::None };
-            // An absurd number of layers is complained about elsewhere and must not become a long list here.
+            // An absurd number of layers is reported elsewhere and must not become a long list here.
             let layers = layers.min(crate::shape::LAYERS_MAX);
             let sliding = types.unwrap_or_else(|| (0..layers).map(|i| i >= first).collect());
             if sliding.contains(&true) { Window::Layers { window, sliding } } else { Window::None }
@@ -265,7 +265,7 @@ fn window(fields: &mut Fields<'_>, family: Family, layers: u32) -> Window {
     }
 }
 
-/// Which layers `layer_types` calls sliding.
+/// The layers that `layer_types` calls sliding.
 fn layer_types(fields: &mut Fields<'_>, layers: u32) -> Option<Vec<bool>> {
     let value = fields.get("layer_types")?;
     let Some(list) = value.as_array() else {
@@ -292,7 +292,7 @@ fn layer_types(fields: &mut Fields<'_>, layers: u32) -> Option<Vec<bool>> {
     Some(sliding)
 }
 
-/// Complains when `layer_types` asks for something else than the family does in every layer.
+/// Reports `layer_types` that differ from the family's single type of layer.
 fn uniform(fields: &mut Fields<'_>, types: Option<&[bool]>, sliding: bool) {
     if types.is_some_and(|types| types.iter().any(|&t| t != sliding)) {
         let reason = if sliding {

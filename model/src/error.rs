@@ -1,24 +1,24 @@
-//! What can go wrong, in words that say where and what to do.
+//! Errors of this crate; each message says where, what is wrong and what to do.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Problems that one message spells out; the rest are counted. The error itself holds them all.
+/// Most problems in one message; the rest are counted. The error itself holds them all.
 const SHOWN_PROBLEMS: usize = 100;
 
-/// Characters of a name or value from a file that a message repeats.
+/// Most characters of a name or value from a file in a message.
 const SHOWN_CHARS: usize = 120;
 
-/// Why a model could not be imported, built, exported or given a tokenizer.
+/// Why a model, its export or its tokenizer could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// The name is neither a preset nor a folder.
     #[error("{}", unknown(name, nearest.as_deref(), presets))]
     Unknown {
-        /// What was asked for.
+        /// The given name.
         name: String,
-        /// The preset that is spelled most like it, if one is close.
+        /// The preset with the most similar spelling, if one is close.
         nearest: Option<String>,
         /// All presets.
         presets: Vec<&'static str>,
@@ -28,10 +28,10 @@ pub enum ModelError {
     NotAFolder {
         /// The path.
         path: PathBuf,
-        /// What it is, or what it lacks.
+        /// Why not.
         reason: String,
     },
-    /// The operating system refused a file.
+    /// The operating system reported an error for a file.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
         /// `read`, `write`, `rename` and so on.
@@ -41,7 +41,7 @@ pub enum ModelError {
         /// The operating system's reason.
         source: io::Error,
     },
-    /// A file is not what its name says.
+    /// The contents of a file are invalid.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -49,7 +49,7 @@ pub enum ModelError {
         /// What is wrong, and where in the file.
         reason: String,
     },
-    /// The model's configuration is not one that can be run; every problem is listed.
+    /// The model's configuration is invalid or not supported; every problem is listed.
     #[error("{}: {}", path.display(), listed(problems))]
     Config {
         /// The file, `config.json` or `generation_config.json`.
@@ -57,7 +57,7 @@ pub enum ModelError {
         /// All problems.
         problems: Vec<Problem>,
     },
-    /// The stored tensors are not those that the configuration asks for; every difference is listed.
+    /// The stored tensors do not match the configuration; every difference is listed.
     #[error("{}: the tensors do not fit config.json: {}", path.display(), listed(problems))]
     Tensors {
         /// The model folder.
@@ -70,10 +70,10 @@ pub enum ModelError {
     Target {
         /// The folder.
         path: PathBuf,
-        /// What is in the way.
+        /// The conflict.
         reason: String,
     },
-    /// Text could not be turned into ids or back.
+    /// Encoding or decoding of text failed.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// A chat template failed on these messages.
@@ -91,12 +91,12 @@ impl ModelError {
     }
 }
 
-/// One thing wrong with one field or tensor.
+/// One problem with one field or tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// The field of `config.json`, or the tensor's name.
     pub subject: String,
-    /// What is wrong with it and what would be right.
+    /// What is wrong with it, and what would be right.
     pub reason: String,
 }
 
@@ -112,7 +112,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A string from a file, quoted, escaped and cut to a length that is fit to print.
+/// A string from a file, quoted, escaped and truncated for display.
 pub(crate) fn quoted(text: &str) -> String {
     match text.char_indices().nth(SHOWN_CHARS) {
         Some((cut, _)) => format!("{:?}...", &text[..cut]),
@@ -120,7 +120,7 @@ pub(crate) fn quoted(text: &str) -> String {
     }
 }
 
-/// A JSON value, cut to a length that is fit to print.
+/// A JSON value, truncated for display.
 pub(crate) fn shown(value: &serde_json::Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(SHOWN_CHARS) {
@@ -146,7 +146,7 @@ fn listed(problems: &[Problem]) -> String {
     text
 }
 
-/// Whether it looks like the name of a repository on the Hugging Face Hub: an owner and a name.
+/// Whether the text looks like the name of a repository on the Hugging Face Hub: an owner and a name.
 fn is_hub_id(text: &str) -> bool {
     let is_word = |word: &str| {
         let begins = word.starts_with(|c: char| c.is_ascii_alphanumeric());

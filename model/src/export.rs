@@ -1,4 +1,4 @@
-//! Any model as a Hugging Face folder.
+//! Exports any model as a Hugging Face folder.
 
 use std::borrow::Cow;
 use std::fs::{File, Permissions};
@@ -16,23 +16,23 @@ use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, Shape, Window};
 use crate::store::{INDEX, SINGLE};
 
-/// A checkpoint above this is cut into files of at most this many bytes.
+/// Most bytes per file; a larger checkpoint is split.
 const SHARD_BYTES: u64 = 5_000_000_000;
-/// Bytes collected before a write.
+/// Bytes buffered before a write.
 const BUFFER: usize = 1 << 20;
-/// Files of an imported folder that go along unchanged.
+/// Files of an imported folder that are copied unchanged.
 const COMPANIONS: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
-/// Writes the model to `dir` as `config.json`, `generation_config.json` and `model.safetensors` (shards and an index above
-/// 5 GB), with the tokenizer of the folder that it was imported from, if it was.
+/// Writes the model to `dir` as `config.json`, `generation_config.json` and `model.safetensors` (shards and an index
+/// above 5 GB). The tokenizer of an imported folder is copied.
 ///
-/// The folder is written beside `dir` under another name and renamed when it is complete and on disk. Weights are written
-/// tensor by tensor; random ones are made for it one at a time and not kept.
+/// The folder is written beside `dir` under another name and renamed when it is complete and on disk. Weights are
+/// written tensor by tensor; random ones are generated one at a time and not kept.
 ///
 /// # Errors
-/// When `dir` exists and is not an empty folder, when the model's sliding windows fit no `config.json`, or when the disk
-/// refuses; nothing is left at `dir` then.
+/// When `dir` exists and is not an empty folder, when the model's sliding windows fit no `config.json`, or when the
+/// disk reports an error; nothing is left at `dir` then.
 pub fn export(model: &Model, dir: &Path) -> Result<(), ModelError> {
     export_in_shards(model, dir, SHARD_BYTES)
 }
@@ -308,7 +308,7 @@ fn write_shard(model: &Model, path: &Path, ids: &[TensorId]) -> Result<(), Model
 
 fn bytes(model: &Model, id: TensorId) -> Cow<'_, [u8]> {
     match model.origin {
-        // Made anew: a preset that is only exported then never lies in memory as a whole.
+        // Generated anew, so that a preset that is only exported is never in memory as a whole.
         Origin::Random { seed } => Cow::Owned(random::tensor(&model.graph, id, seed)),
         Origin::Folder(_) => Cow::Borrowed(model.weights.bytes(id)),
     }

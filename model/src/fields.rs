@@ -1,4 +1,4 @@
-//! Reads typed fields out of a JSON object and keeps every complaint.
+//! Reads typed fields from a JSON object and collects all errors.
 
 use serde_json::{Map, Value};
 
@@ -7,10 +7,10 @@ use crate::error::{Problem, shown};
 /// Most token ids in a list.
 const IDS_MAX: usize = 1024;
 
-/// A JSON object being read; wrong fields are noted, not fatal, so that one answer lists them all.
+/// A JSON object being read; wrong fields are recorded, not fatal, so that one answer lists them all.
 pub(crate) struct Fields<'a> {
     object: &'a Map<String, Value>,
-    /// Put before a field's name in a complaint: empty, or `rope_scaling.`.
+    /// Prefix of field names in errors: empty, or `rope_scaling.`.
     prefix: &'static str,
     problems: Vec<Problem>,
 }
@@ -63,7 +63,7 @@ impl<'a> Fields<'a> {
         self.typed(field, "a whole number from 0 to 4294967295", as_u32)
     }
 
-    /// A whole number that must be there. After a complaint it is 0.
+    /// A required whole number. After an error it is 0.
     pub(crate) fn required(&mut self, field: &str) -> u32 {
         if self.get(field).is_none() {
             self.complain(field, "is missing; it must be a whole number");
@@ -75,7 +75,7 @@ impl<'a> Fields<'a> {
         self.typed(field, "a number", Value::as_f64)
     }
 
-    /// A number that must be there. After a complaint it is 1.
+    /// A required number. After an error it is 1.
     pub(crate) fn required_number(&mut self, field: &str) -> f64 {
         if self.get(field).is_none() {
             self.complain(field, "is missing; it must be a number");

@@ -1,4 +1,4 @@
-//! Files of a model folder: opened without waiting for anybody, and small ones read whole but never beyond a limit.
+//! Files of a model folder: opened without blocking; small ones are read whole, up to a limit.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -15,8 +15,8 @@ pub(crate) const SMALL_FILE_MAX: u64 = 16 << 20;
 /// Largest `tokenizer.json` or `model.safetensors.index.json`.
 pub(crate) const LARGE_FILE_MAX: u64 = 256 << 20;
 
-/// A regular file, open for reading, or `None` if there is none. A pipe is not waited for: whoever made the folder decides what its
-/// names are.
+/// A regular file, open for reading, or `None` if there is none. Opening never blocks on a pipe: the folder's author,
+/// who is not trusted, controls its contents.
 pub(crate) fn open(path: &Path) -> Result<Option<File>, ModelError> {
     let failed = |source| ModelError::io("read", path, source);
     let file = OpenOptions::new()
@@ -28,7 +28,7 @@ pub(crate) fn open(path: &Path) -> Result<Option<File>, ModelError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(failed(error)),
     };
-    // What was opened is asked, not what the name stands for by now.
+    // Checks the opened file, since the name may refer to another one by now.
     if !file.metadata().map_err(failed)?.is_file() {
         return Err(ModelError::file(
             path,
@@ -43,7 +43,7 @@ pub(crate) fn read(path: &Path, max: u64) -> Result<Option<Vec<u8>>, ModelError>
     let failed = |source| ModelError::io("read", path, source);
     let Some(file) = open(path)? else { return Ok(None) };
     let mut bytes = Vec::new();
-    // One byte more than allowed tells a file that is too long from one that just fits.
+    // One byte more than allowed, to detect a file that is too long.
     file.take(max + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > max {
         return Err(ModelError::file(

@@ -1,8 +1,9 @@
-//! How much a tokenizer can multiply a text.
+//! Bounds on the growth of a text in a tokenizer.
 //!
-//! A `tokenizer.json` is a small program: a `Replace` writes one text for every match of another, and three of them that write a
-//! thousand letters for one turn a kilobyte into a terabyte. So each step's growth is bounded from its description, before the file
-//! is used: a tokenizer that multiplies too much is refused, and so is a text that would grow too long.
+//! A `tokenizer.json` is a small program: a `Replace` writes one text for every match of another, and three of them
+//! that write a thousand letters for one turn a kilobyte into a terabyte. So the growth of each step is bounded from
+//! its description before the file is used. A tokenizer that can multiply a text too much is refused, and so is a text
+//! that could grow too long.
 
 use serde::Deserialize;
 use tokenizers::decoders::DecoderWrapper as Decoder;
@@ -12,18 +13,18 @@ use tokenizers::normalizers::Replace;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper as PreTokenizer;
 use tokenizers::processors::PostProcessorWrapper as PostProcessor;
 
-/// Most bytes that a text may grow to on its way to ids, counted at their worst.
+/// Most bytes that a text may grow to during encoding, in the worst case.
 const GROWN_MAX: u64 = 16 << 20;
-/// Length of a text that every tokenizer must take.
+/// Length of a text that every tokenizer must accept.
 const TEXT_LEAST: u64 = 16 << 10;
 /// Most bytes that a decoder may write for one byte of a token.
 const DECODED_MAX: u64 = 16;
 /// Longest token, in bytes.
 const TOKEN_MAX: usize = 64 << 10;
-/// Longest token that stands for unknown text, in bytes: it is written for each unknown character.
+/// Longest unknown token, in bytes: it is written for each unknown character.
 const UNKNOWN_MAX: usize = 64;
 
-/// The longest that a text can become: `times` its bytes, and `plus` more.
+/// A bound on the length of a text: `times` its bytes, plus `plus`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Growth {
     times: u64,
@@ -60,7 +61,7 @@ impl Growth {
     }
 }
 
-/// The parts of `tokenizer.json` that rewrite text, read as the tokenizer's own library reads them.
+/// The parts of `tokenizer.json` that rewrite text, parsed as the tokenizer library parses them.
 #[derive(Deserialize)]
 pub(crate) struct Steps {
     #[serde(default)]
@@ -82,7 +83,7 @@ struct Added {
 }
 
 impl Steps {
-    /// How texts grow, or why the tokenizer is refused.
+    /// The bound on growth, or the reason to refuse the tokenizer.
     pub(crate) fn growth(&self) -> Result<Growth, String> {
         let growth = Growth::NONE
             .then(self.normalizer.as_ref().map_or(Growth::NONE, normalizer))
@@ -112,7 +113,7 @@ impl Steps {
     }
 }
 
-/// Refuses tokens that are longer than any text they could stand for.
+/// Refuses tokens that are longer than any text they could represent.
 pub(crate) fn check_tokens<'a>(
     model: &Model,
     mut tokens: impl Iterator<Item = &'a String>,
@@ -121,7 +122,7 @@ pub(crate) fn check_tokens<'a>(
         Model::BPE(bpe) => bpe.unk_token.as_ref(),
         Model::WordPiece(words) => Some(&words.unk_token),
         Model::WordLevel(words) => Some(&words.unk_token),
-        // Unknown text keeps its own.
+        // Unigram models keep unknown text as it is.
         Model::Unigram(_) => None,
     };
     if let Some(unknown) = unknown.filter(|token| token.len() > UNKNOWN_MAX) {
@@ -194,9 +195,9 @@ fn decoder(step: &Decoder) -> u64 {
             steps.get_decoders().iter().map(decoder).fold(1, u64::saturating_mul)
         }
         Decoder::Replace(step) => replace(step).times,
-        // Bytes that are no character become the replacement character's three.
+        // Bytes that form no character become the three of the replacement character.
         Decoder::ByteLevel(_) => 3,
-        // A space for each token, or between the letters of one.
+        // A space per token, or between the letters of one.
         Decoder::BPE(_) | Decoder::WordPiece(_) | Decoder::CTC(_) => 2,
         Decoder::Metaspace(_) | Decoder::Fuse(_) | Decoder::Strip(_) | Decoder::ByteFallback(_) => {
             1
@@ -204,7 +205,7 @@ fn decoder(step: &Decoder) -> u64 {
     }
 }
 
-/// A step as the file has it: the library keeps some fields to itself.
+/// A step as JSON, since some of its fields are private in the library.
 fn json(step: &impl serde::Serialize) -> serde_json::Value {
     serde_json::to_value(step).unwrap_or_default()
 }
@@ -213,12 +214,12 @@ fn replace(step: &Replace) -> Growth {
     let content = step.content.len() as u64;
     match json(step).pointer("/pattern/String").and_then(serde_json::Value::as_str) {
         Some(text) if !text.is_empty() => Growth::by(content.div_ceil(text.len() as u64).max(1)),
-        // What can match nothing matches beside every byte.
+        // A pattern that can match nothing matches beside every byte.
         _ => Growth { times: content.saturating_mul(2).saturating_add(1), plus: content },
     }
 }
 
-/// A template writes the whole text for each of its places, and what its special tokens say.
+/// A template writes the whole text for each of its places, and the text of its special tokens.
 fn template(step: &serde_json::Value) -> Growth {
     let mut growth = Growth { times: 0, plus: 0 };
     for piece in step["single"].as_array().into_iter().flatten() {
@@ -237,8 +238,8 @@ fn template(step: &serde_json::Value) -> Growth {
     growth
 }
 
-/// Bytes of the longest text that a table of SentencePiece writes for a character: the size of its index, the index, then texts that
-/// end with a zero.
+/// Bytes of the longest text that a SentencePiece character map writes for a character. The map has the size of its
+/// index, the index, then texts that end with a zero.
 fn longest_entry(step: &impl serde::Serialize) -> u64 {
     let step = json(step);
     let table = base64(step["precompiled_charsmap"].as_str().unwrap_or_default());

@@ -1,8 +1,8 @@
 //! The header of a `.safetensors` file.
 //!
 //! The format is eight bytes of header length (little-endian), that many bytes of JSON, then the tensors' bytes, each
-//! tensor beginning where the one before it ends. Nothing in the header is believed: every length is compared with the
-//! file's before it is used, and memory is bounded by the bytes that are really there.
+//! tensor beginning where the one before it ends. The header is not trusted: every length is compared with the file's
+//! before it is used, and memory is bounded by the actual size of the file.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -13,7 +13,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::quoted;
 
-/// Longest JSON header, as the format's own reader has it.
+/// Longest JSON header, as in the format's own reader.
 const HEADER_MAX: u64 = 100_000_000;
 /// Bytes of the header's length.
 const PREFIX: usize = 8;
@@ -24,7 +24,7 @@ const RANK_MAX: usize = 8;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) name: String,
-    /// Its element type, or the format's name of one that is not supported.
+    /// Its element type, or the format's name of an unsupported one.
     pub(crate) dtype: Result<DType, String>,
     pub(crate) shape: Vec<u64>,
     /// First byte in the file.
@@ -32,7 +32,7 @@ pub(crate) struct Entry {
     pub(crate) bytes: u64,
 }
 
-/// The tensors of a file, in the order of their bytes; or what is wrong with the file.
+/// The tensors of a file, in the order of their bytes; or an error.
 pub(crate) fn parse(file: &[u8]) -> Result<Vec<Entry>, String> {
     let size = file.len() as u64;
     let Some((prefix, rest)) = file.split_first_chunk::<PREFIX>() else {
@@ -119,7 +119,7 @@ fn contiguous(entries: &[Entry], start: u64, size: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// The element type of a format name, and its bits where they are known.
+/// The element type for a format name, and its bits if they are known.
 fn element(name: &str) -> (Result<DType, String>, Option<u64>) {
     match name {
         "F32" => (Ok(DType::F32), Some(32)),
@@ -129,7 +129,7 @@ fn element(name: &str) -> (Result<DType, String>, Option<u64>) {
         "I32" | "U32" => (Err(name.to_owned()), Some(32)),
         "I16" | "U16" => (Err(name.to_owned()), Some(16)),
         "I8" | "U8" | "BOOL" => (Err(name.to_owned()), Some(8)),
-        // The format grows new narrow types; they are refused by name only if the model needs the tensor.
+        // The format gains new narrow types; they are refused by name only if the model needs the tensor.
         _ => (Err(name.to_owned()), None),
     }
 }
@@ -141,7 +141,7 @@ struct Info {
     data_offsets: [u64; 2],
 }
 
-/// The header's entries in file order, duplicates included: a map type would hide them.
+/// The header's entries in file order, including duplicates, which a map type would hide.
 struct List(Vec<(String, Info)>);
 
 impl<'de> Deserialize<'de> for List {

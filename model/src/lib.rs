@@ -1,5 +1,5 @@
-//! Models in and out: a Hugging Face folder or a preset becomes an [`ir::Graph`] with its weights, text becomes ids and
-//! ids text, and any model can be written out as a folder that other engines load.
+//! Import and export of models: a Hugging Face folder or a preset becomes an [`ir::Graph`] with its weights, a
+//! tokenizer converts between text and ids, and any model can be written as a folder that other engines load.
 //!
 //! **Promises.**
 //!

@@ -1,4 +1,4 @@
-//! A graph with its weights, and the ways to get one.
+//! A graph with its weights, and its constructors.
 
 use std::path::{Path, PathBuf};
 
@@ -11,10 +11,10 @@ use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
 use crate::{config, files, store};
 
-/// Farther than this, a preset's name is not what was meant.
+/// Least similarity at which a preset's name is suggested.
 const NEAR: f64 = 0.6;
 
-/// A model that can be run: its graph and where its weights come from.
+/// A model that can be run: its graph and its weights.
 pub struct Model {
     /// The graph.
     pub graph: Graph,
@@ -22,11 +22,11 @@ pub struct Model {
     pub shape: Shape,
     /// The weights of the graph's tensors.
     pub weights: Box<dyn Weights + Send + Sync>,
-    /// Where the weights come from.
+    /// The source of the weights.
     pub origin: Origin,
 }
 
-/// Where a model's weights come from.
+/// The source of a model's weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A Hugging Face folder.
@@ -48,10 +48,11 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// A model of this shape with random weights, each tensor made when it is first read.
+    /// A model of this shape with random weights, each tensor generated when it is first read.
     ///
-    /// Matrices are bell-shaped with standard deviation `cols ** -0.5`, an untied embedding with 1, biases with 0.1; norms are
-    /// uniform from 0.5 to 1.5. An element depends on the seed, its tensor's name and its index, and on nothing else.
+    /// Matrices are bell-shaped with standard deviation `cols ** -0.5`, an untied embedding with 1, biases with 0.1;
+    /// norms are uniform from 0.5 to 1.5. An element depends on the seed, its tensor's name and its index, and on
+    /// nothing else.
     #[must_use]
     pub fn random(shape: Shape, seed: u64) -> Self {
         let graph = shape.graph();
@@ -85,8 +86,8 @@ impl Model {
 /// The weights stay in their files. While the model lives, the files must not be changed or shortened.
 ///
 /// # Errors
-/// When the folder, its configuration or its tensors are not those of a supported model; every problem of the first bad
-/// file is in the one error.
+/// When the folder, its configuration or its tensors are not those of a supported model; the error has every problem of
+/// the first bad file.
 pub fn import(dir: &Path) -> Result<Model, ModelError> {
     let not_a_folder = |reason: &str| ModelError::NotAFolder {
         path: dir.to_path_buf(),
@@ -109,16 +110,16 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
 }
 
-/// A preset by name, or else a folder by path. A folder that is named like a preset is meant by `./name`.
+/// A preset by name, or else a folder by path. A folder with the name of a preset is reached by `./name`.
 ///
 /// # Errors
-/// As [`import`]; and when the text names neither, an error with all presets and the one that is spelled most like it.
+/// As [`import`]; and when the text names neither, an error with all presets and the most similar one.
 pub fn load(name_or_path: &str) -> Result<Model, ModelError> {
     if let Some(model) = preset(name_or_path) {
         return Ok(model);
     }
     let path = Path::new(name_or_path);
-    // An empty path would open nothing and complain about nothing by name.
+    // An empty path would give an error without a name.
     if !name_or_path.is_empty() && std::fs::exists(path).unwrap_or(false) {
         return import(path);
     }
@@ -133,7 +134,7 @@ pub fn load(name_or_path: &str) -> Result<Model, ModelError> {
     })
 }
 
-/// Unites the ids of both files, each once, in order of first mention.
+/// Merges the end ids of both files, each once, in order of first mention.
 fn add_generation_eos(dir: &Path, shape: &mut Shape) -> Result<(), ModelError> {
     let path = dir.join("generation_config.json");
     let object = files::read_object(&path, files::SMALL_FILE_MAX)?.unwrap_or_default();
@@ -147,7 +148,7 @@ fn add_generation_eos(dir: &Path, shape: &mut Shape) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// The folder's own name, also when the path ends in `.` or `..`.
+/// The folder's own name, even if the path ends in `.` or `..`.
 fn folder_name(dir: &Path) -> String {
     let full = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
     full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())

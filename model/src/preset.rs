@@ -10,9 +10,9 @@ const SEED: u64 = 0x616d_6b00;
 /// A named shape. Its weights are random, so no id ends a generation or begins a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Preset {
-    /// What a user types.
+    /// The name on the command line.
     pub name: &'static str,
-    /// One line about it.
+    /// A one-line description.
     pub about: &'static str,
     shape: fn() -> Shape,
 }
@@ -139,7 +139,7 @@ impl Preset {
     }
 }
 
-/// The preset of this name, with its weights still to be made.
+/// The preset with this name; its weights are generated later.
 #[must_use]
 pub fn preset(name: &str) -> Option<Model> {
     let preset = PRESETS.iter().find(|preset| preset.name == name)?;

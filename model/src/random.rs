@@ -1,5 +1,5 @@
-//! Seeded random weights: every element is a function of the seed, the tensor's name and the element's index, so a
-//! tensor comes out the same alone, in any order, on any machine and with any number of threads.
+//! Seeded random weights: every element is a function of the seed, the tensor's name and the element's index. So a
+//! tensor is the same when generated alone, in any order, on any machine and with any number of threads.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
@@ -7,7 +7,7 @@ use std::thread;
 use half::{bf16, f16};
 use ir::{DType, Graph, Tensor, TensorId, Weights};
 
-/// Tensors shorter than this are not worth a second thread.
+/// Least elements of a tensor for which threads pay.
 const PARALLEL_MIN: usize = 1 << 18;
 /// Elements from one 64-bit word of a matrix: four bytes are summed for each.
 const MATRIX_PER_WORD: usize = 2;
@@ -18,7 +18,7 @@ const SUMS: usize = 4 * 255 + 1;
 /// Variance of a sum of four uniform bytes: `4 * (256^2 - 1) / 12`.
 const SUM_VARIANCE: f64 = 21_845.0;
 
-/// The weights of a preset. A tensor is made when it is first asked for.
+/// The weights of a preset. A tensor is generated on first use.
 pub(crate) struct Random {
     seed: u64,
     recipes: Vec<Recipe>,
@@ -41,7 +41,7 @@ impl Weights for Random {
     }
 }
 
-/// One tensor of the preset `graph` with this seed, without keeping it.
+/// One tensor of the preset `graph` with this seed; it is not kept.
 pub(crate) fn tensor(graph: &Graph, id: TensorId, seed: u64) -> Vec<u8> {
     Recipe::of(graph, id).make(seed, &thread_count)
 }
@@ -50,7 +50,7 @@ fn thread_count() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// What the values of a tensor look like.
+/// The distribution of a tensor's values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Law {
     /// A bell of this standard deviation around zero.
@@ -68,8 +68,8 @@ impl Recipe {
     fn of(graph: &Graph, id: TensorId) -> Self {
         let tensor = graph.tensor(id).clone();
         let law = match tensor.shape[..] {
-            // A tied table is also the output matrix. With deviation 1 per token's own row would win every argmax by far, and
-            // the model would repeat its input for ever.
+            // A tied table is also the output matrix. With deviation 1 each token's own row would win every argmax by
+            // far, and the model would repeat its input for ever.
             [_, _] if id == graph.embed && !graph.tied() => Law::Bell(1.0),
             [_, cols] => Law::Bell(1.0 / f64::from(cols).sqrt()),
             _ if tensor.name.ends_with(".bias") => Law::Bell(0.1),
@@ -79,7 +79,7 @@ impl Recipe {
     }
 
     fn make(&self, seed: u64, threads: &dyn Fn() -> usize) -> Vec<u8> {
-        // Large tensors use every core, so two at once would only crowd each other.
+        // A large tensor uses every core, so two at once would only compete.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let len = self.tensor.len();
         let mut out = vec![0; self.tensor.bytes()];
@@ -90,8 +90,8 @@ impl Recipe {
             return out;
         }
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        // Plain threads rather than a work-stealing pool: a pool's worker that waits here could pick up a job that asks
-        // for this very tensor, and wait for itself.
+        // Plain threads rather than a work-stealing pool: a pool's worker that waits here could steal a job that needs
+        // this very tensor, and wait for itself.
         let part = len.div_ceil(threads).next_multiple_of(MATRIX_PER_WORD * NORM_PER_WORD);
         thread::scope(|scope| {
             for (i, out) in out.chunks_mut(part * self.tensor.dtype.bytes()).enumerate() {
@@ -101,7 +101,7 @@ impl Recipe {
         out
     }
 
-    /// Writes the elements from `first` on, a multiple of every word's element count.
+    /// Writes the elements from `first` on; `first` is a multiple of every word's element count.
     fn fill(&self, key: u64, first: usize, out: &mut [u8]) {
         match self.tensor.dtype {
             DType::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
@@ -153,7 +153,7 @@ fn byte_sums(word: u64) -> [usize; 2] {
     [(fours & 0xffff) as usize, ((fours >> 32) & 0xffff) as usize]
 }
 
-/// A tensor's stream: seed and name, mixed.
+/// The key of a tensor's stream: seed and name, mixed.
 fn key(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed), |state, byte| mix(state ^ u64::from(byte)))
 }
@@ -163,7 +163,7 @@ fn word(key: u64, index: u64) -> u64 {
     mix(key.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// A bijection of 64-bit words in which every input bit moves every output bit: xor-shifts and odd multipliers.
+/// A bijection of 64-bit words in which every input bit affects every output bit: xor-shifts and odd multipliers.
 fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

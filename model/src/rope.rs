@@ -1,20 +1,21 @@
 //! Rotary frequencies, with the roundings of the reference implementation.
 //!
-//! An error in a frequency grows with the position, so every step below is done in the precision and order in which
-//! PyTorch does it: single precision throughout, and a scalar over a tensor is the tensor's reciprocal times the scalar.
-//! Only PyTorch's power depends on the CPU, by at most the last bit; ours is the correctly rounded one.
+//! An error in a frequency grows with the position, so every step below uses PyTorch's precision and order: single
+//! precision throughout, and a scalar over a tensor is the tensor's reciprocal times the scalar. Only PyTorch's power
+//! depends on the CPU, by at most the last bit; ours is the correctly rounded one.
 
-/// How the frequencies of a model are stretched.
+/// Scaling of a model's frequencies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scaling {
-    /// Not at all.
+    /// None.
     Default,
     /// Every frequency divided by `factor`.
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Low frequencies divided by `factor`, high ones kept, a smooth passage between them (Llama 3.1 and later).
+    /// Low frequencies divided by `factor`, high ones kept, with a smooth transition between them (Llama 3.1 and
+    /// later).
     Llama3 {
         /// The divisor of the low frequencies.
         factor: f64,
@@ -22,7 +23,7 @@ pub enum Scaling {
         low: f64,
         /// Wavelengths below `original / high` are kept.
         high: f64,
-        /// Longest sequence before the stretching.
+        /// Longest sequence before scaling.
         original: u32,
     },
 }
@@ -32,7 +33,7 @@ pub enum Scaling {
 pub struct Rope {
     /// Base of the geometric series of wavelengths.
     pub theta: f64,
-    /// How the frequencies are stretched.
+    /// Scaling of the frequencies.
     pub scaling: Scaling,
 }
 
@@ -51,7 +52,7 @@ impl Rope {
         (0..head_dim / 2)
             .map(|i| {
                 let exponent = (2 * i) as f32 / dim;
-                // A double-precision power rounded once is what a single-precision power should give.
+                // A double-precision power rounded once gives the correct single-precision power.
                 let wave = base.powf(f64::from(exponent)) as f32;
                 self.scaling.apply(1.0 / wave)
             })

@@ -1,4 +1,4 @@
-//! The dimensions of a model, and the graph that follows from them.
+//! The dimensions of a model, and the graph built from them.
 
 use ir::{DType, Graph, Layer, Linear, Tensor, TensorId};
 
@@ -15,7 +15,7 @@ pub const HEADS_MAX: u32 = 1 << 12;
 pub const HEAD_DIM_MAX: u32 = 256;
 /// A head's width is a multiple of this.
 pub const HEAD_DIM_STEP: u32 = 8;
-/// The widths of the residual stream and of the MLP are multiples of this: the kernel waits for activations four at a time.
+/// The widths of the residual stream and of the MLP are multiples of this: the kernel polls activations four at a time.
 pub(crate) const WIDTH_STEP: u32 = 4;
 /// Widest MLP.
 pub const FFN_MAX: u32 = 1 << 20;
@@ -52,7 +52,7 @@ impl Family {
         }
     }
 
-    /// The class that `architectures` of `config.json` names.
+    /// The class in `architectures` of `config.json`.
     #[must_use]
     pub const fn architecture(self) -> &'static str {
         match self {
@@ -64,7 +64,7 @@ impl Family {
     }
 }
 
-/// Which layers see only a window of the sequence.
+/// The layers with a sliding window.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Window {
     /// None.
@@ -74,9 +74,9 @@ pub enum Window {
     All(u32),
     /// Those that are `true`.
     Layers {
-        /// Positions that such a layer sees.
+        /// Positions in such a layer's window.
         window: u32,
-        /// One entry a layer, first to last.
+        /// One entry per layer, first to last.
         sliding: Vec<bool>,
     },
 }
@@ -95,10 +95,10 @@ impl Window {
     }
 }
 
-/// Everything about a model but its weights. [`Shape::default`] is the `toy` preset.
+/// All parameters of a model except its weights. [`Shape::default`] is the `toy` preset.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
-    /// What people call the model.
+    /// The model's display name.
     pub name: String,
     /// The family; `Qwen2` implies biases on q, k and v, `Qwen3` implies q and k norms.
     pub family: Family,
@@ -165,9 +165,9 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// The graph of a model with these dimensions: tensors in checkpoint order, named as Hugging Face names them.
+    /// The graph of a model with these dimensions: tensors in checkpoint order, with Hugging Face's names.
     ///
-    /// It judges nothing: a shape that [`Shape::problems`] objects to gives a graph that nobody can run.
+    /// It does not check anything: a shape with [`Shape::problems`] gives a graph that cannot be run.
     #[must_use]
     pub fn graph(&self) -> Graph {
         let mut tensors = Tensors { dtype: self.dtype, list: Vec::new() };
@@ -240,7 +240,7 @@ impl Shape {
         }
     }
 
-    /// Everything that keeps these dimensions from being run, by `config.json`'s field names. Empty means sound.
+    /// Every reason why these dimensions cannot be run, by `config.json`'s field names. Empty means valid.
     #[must_use]
     pub fn problems(&self) -> Vec<Problem> {
         let mut found = Vec::new();
@@ -355,7 +355,7 @@ fn check_scaling(scaling: Scaling, found: &mut Vec<Problem>) {
     }
 }
 
-/// The graph's tensor list while it grows.
+/// The graph's tensor list during construction.
 struct Tensors {
     dtype: DType,
     list: Vec<Tensor>,

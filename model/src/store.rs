@@ -12,14 +12,14 @@ use crate::error::{ModelError, Problem, quoted, shown};
 use crate::files;
 use crate::header::{self, Entry};
 
-/// The checkpoint in one file.
+/// The file of an unsharded checkpoint.
 pub(crate) const SINGLE: &str = "model.safetensors";
-/// The list of a sharded checkpoint's files.
+/// The index of a sharded checkpoint.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Most files of one checkpoint.
 const SHARDS_MAX: usize = 4096;
 
-/// Weights that stay in their files: mapped, read by whoever touches them, never copied.
+/// Weights that stay in their files: mapped, read on access, never copied.
 struct Mapped {
     files: Vec<(PathBuf, Mmap)>,
     /// By [`TensorId`].
@@ -47,14 +47,14 @@ impl Weights for Mapped {
     }
 }
 
-/// A tensor as it was found: in which file, and where.
+/// A stored tensor: its file, and its place in it.
 struct Found {
     file: usize,
     entry: Entry,
 }
 
-/// Opens the folder's tensors, gives `graph` the element types that they are stored in, and checks that they are those
-/// of the graph.
+/// Opens the folder's tensors, sets the graph's element types to the stored ones, and checks that the tensors match the
+/// graph.
 pub(crate) fn open(
     dir: &Path,
     graph: &mut Graph,
@@ -132,7 +132,7 @@ fn open_shards(dir: &Path, index: &serde_json::Map<String, Value>) -> Result<Ope
     Ok((files, found))
 }
 
-/// The files that an index names, with the tensors that it promises in each.
+/// The files in an index, with the tensors that it lists for each.
 fn shards(index: &serde_json::Map<String, Value>) -> Result<BTreeMap<&str, HashSet<&str>>, String> {
     let Some(map) = index.get("weight_map").and_then(Value::as_object) else {
         return Err("has no \"weight_map\" object".to_owned());
@@ -154,7 +154,7 @@ fn shards(index: &serde_json::Map<String, Value>) -> Result<BTreeMap<&str, HashS
     Ok(shards)
 }
 
-/// Whether a shard's name stays inside the folder.
+/// Whether a shard's name is inside the folder.
 fn is_plain(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     let one = matches!(parts.next(), Some(Component::Normal(part)) if part.to_str() == Some(name));
@@ -172,7 +172,7 @@ fn open_file(path: &Path) -> Result<(Mmap, Vec<Entry>), ModelError> {
     Ok((map, entries))
 }
 
-/// Whether the tensor is a constant that old checkpoints carry and that we compute.
+/// Whether the tensor is a constant that old checkpoints contain and that we compute.
 fn is_buffer(name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
 }

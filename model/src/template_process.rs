@@ -1,9 +1,9 @@
-//! Chat templates in a process of their own.
+//! Runs chat templates in separate processes.
 //!
-//! A template is a program: thirty lines that double a string make a gigabyte of it, and its engine counts steps, not bytes. A thread
-//! that has to be stopped keeps what it holds. A process gives everything back, so a program says at its start how to begin one
-//! ([`templates_run_in`]): each rendering then runs in a fresh process with limits of memory and time, which is killed and waited
-//! for whatever becomes of it.
+//! A template is a program: thirty lines that double a string make a gigabyte of it, and its engine counts steps, not
+//! bytes. A thread that has to be stopped keeps its memory; a process returns it. So a program registers a command at
+//! its start ([`templates_run_in`]). Each rendering then runs in a fresh process with limits of memory and time, which
+//! is always killed and waited for.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -20,24 +20,24 @@ use crate::chat::Job;
 
 /// Memory of one compilation or rendering, in bytes, beyond what the process has when it starts.
 const MEMORY_MAX: u64 = 128 << 20;
-/// Time of one compilation or rendering. The steps are used up in about a second, so this is for steps that take long.
+/// Time of one compilation or rendering. The step limit is reached in about a second, so this is for slow steps.
 const TIME_MAX: Duration = Duration::from_secs(10);
-/// Processes side by side; others wait for one of them to end.
+/// Most concurrent processes; further ones wait for one of them to end.
 const PROCESSES_MAX: usize = 4;
 
-/// How to begin a process that calls [`template_process`].
+/// The command that starts a process which calls [`template_process`].
 static START: OnceLock<fn() -> Command> = OnceLock::new();
 static RUNNING: Running = Running { count: Mutex::new(0), ended: Condvar::new() };
 
-/// Has this program's chat templates run in processes of their own from now on. `start` is the command of one: this program with an
-/// argument that makes it call [`template_process`]. Without this, templates run in the program itself, where their steps and their
-/// output are limited, and their memory is not.
+/// Runs this program's chat templates in separate processes from now on. `start` is the command: this program with an
+/// argument that makes it call [`template_process`]. Without this, templates run in the program itself, where their
+/// steps and output are limited, and their memory is not.
 pub fn templates_run_in(start: fn() -> Command) {
-    // The first word counts.
+    // The first call takes effect.
     let _ = START.set(start);
 }
 
-/// The process of a template: reads what to render from standard input, and puts the answer in its place.
+/// The main function of a template's process: reads the job from standard input, and replaces it with the answer.
 ///
 /// # Errors
 /// When this process was not started by [`templates_run_in`]'s program.
@@ -58,7 +58,7 @@ pub fn template_process() -> io::Result<()> {
     paper.write_all(answer.as_bytes())
 }
 
-/// What asks for more memory than this ends by SIGABRT, and what runs longer by SIGXCPU.
+/// Exceeding the memory limit ends the process by SIGABRT, exceeding the time limit by SIGXCPU.
 fn limit_this_process() -> io::Result<()> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
@@ -75,20 +75,20 @@ fn limit_this_process() -> io::Result<()> {
     Ok(())
 }
 
-/// Runs a job, in a process of its own if the program said how; gives the prompt, or why there is none.
+/// Runs a job, in a separate process if one is registered; returns the prompt or an error.
 pub(crate) fn run(job: &Job) -> Result<String, String> {
     let Some(start) = START.get() else { return job.run() };
     let _place = RUNNING.enter();
     in_process(start(), job).unwrap_or_else(|error| Err(format!("it could not be run: {error}")))
 }
 
-/// The outer error is the system's.
+/// The outer error is the operating system's.
 fn in_process(mut command: Command, job: &Job) -> io::Result<Result<String, String>> {
     let mut paper = File::from(memfd_create("template", MemfdFlags::CLOEXEC)?);
     serde_json::to_writer(io::BufWriter::new(&paper), job)?;
     paper.rewind()?;
     let own = Stdio::from(paper.try_clone()?);
-    // Ctrl-C is for the program, which may want to finish what it renders.
+    // Ctrl-C is for the program, which may want to finish the rendering.
     command.process_group(0);
     let child = command.stdin(own).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     let Some(status) = Process(child).ended_within(TIME_MAX)? else {
@@ -121,11 +121,11 @@ fn failed(status: ExitStatus) -> String {
     format!("it made the template engine fail ({status})")
 }
 
-/// A process that does not outlive its owner.
+/// A process that is killed when its owner is dropped.
 struct Process(Child);
 
 impl Process {
-    /// How it ended, or nothing if it had to be killed.
+    /// Its exit status, or `None` if it had to be killed.
     fn ended_within(mut self, limit: Duration) -> io::Result<Option<ExitStatus>> {
         let handle = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty())?;
         let began = Instant::now();
@@ -145,23 +145,23 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // A process that has ended is not there to be killed, and one that is killed ends.
+        // Killing fails only if the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// How many processes there are.
+/// The number of running processes.
 struct Running {
     count: Mutex<usize>,
     ended: Condvar,
 }
 
-/// One of them.
+/// One of them, released when it is dropped.
 struct Place<'a>(&'a Running);
 
 impl Running {
-    /// Waits for a place. Those that have one end within [`TIME_MAX`].
+    /// Waits for a free place. Running processes end within [`TIME_MAX`].
     fn enter(&self) -> Place<'_> {
         let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
         let count = self.ended.wait_while(count, |count| *count >= PROCESSES_MAX);

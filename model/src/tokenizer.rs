@@ -1,4 +1,4 @@
-//! Text to ids and back, with the folder's own tokenizer.
+//! Encoding and decoding of text, with the folder's own tokenizer.
 
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
@@ -13,7 +13,7 @@ const FILE: &str = "tokenizer.json";
 /// A model's tokenizer and, if it has one, its chat template.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// How long a text can become on its way to ids.
+    /// Bound on the length of a text during encoding.
     growth: Growth,
     template: Option<Template>,
 }
@@ -38,7 +38,8 @@ impl Tokenizer {
     /// The tokenizer of a model folder, for a model with `vocab` embedding rows.
     ///
     /// # Errors
-    /// When the tokenizer or the chat template is malformed, or when the tokenizer has an id that the model has no row for.
+    /// When the tokenizer or the chat template is malformed, or when the tokenizer has an id without a row of the
+    /// model.
     pub fn load(dir: &Path, vocab: u32) -> Result<Self, ModelError> {
         let path = dir.join(FILE);
         let Some(bytes) = files::read(&path, files::LARGE_FILE_MAX)? else {
@@ -49,7 +50,7 @@ impl Tokenizer {
         };
         let wrong = |reason: String| ModelError::file(&path, reason);
         let steps: Steps = caught_parse(|| serde_json::from_slice(&bytes)).map_err(wrong)?;
-        // Before anything else: added tokens are normalized as they are read.
+        // This comes first, because added tokens are normalized as they are read.
         let growth = steps.growth().map_err(wrong)?;
         let mut inner =
             caught_parse(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(wrong)?;
@@ -64,13 +65,13 @@ impl Tokenizer {
             );
             return Err(ModelError::file(&path, reason));
         }
-        // What the file says about lengths is for training batches; a prompt is neither cut nor padded.
+        // The file's lengths are for training batches; a prompt is neither truncated nor padded.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| ModelError::file(&path, e.to_string()))?;
         Ok(Self { inner, growth, template: Template::load(dir)? })
     }
 
-    /// The ids of a text. `special` adds what the tokenizer puts around a text, such as the id that begins a sequence; a
+    /// The ids of a text. `special` adds the tokenizer's ids around a text, such as the one that begins a sequence; a
     /// rendered chat has those already.
     ///
     /// # Errors
@@ -89,7 +90,7 @@ impl Tokenizer {
         caught(|| self.inner.decode(ids, skip_special))
     }
 
-    /// Decodes ids as they come.
+    /// A decoder for ids that arrive one at a time.
     #[must_use]
     pub fn stream(&self, skip_special: bool) -> TextStream<&Self> {
         TextStream::new(self, skip_special)
@@ -101,10 +102,10 @@ impl Tokenizer {
         self.template.is_some()
     }
 
-    /// The prompt for a chat, as the model's own template writes it.
+    /// The prompt for a chat, rendered by the model's own template.
     ///
     /// # Errors
-    /// When there is no template, when the template refuses the messages, or when it runs too long.
+    /// When there is no template, when it fails on the messages, or when it runs too long.
     pub fn chat(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
         let Some(template) = &self.template else {
             let reason = "the model has none (chat_template.jinja or chat_template in tokenizer_config.json); give a plain prompt";
@@ -114,35 +115,35 @@ impl Tokenizer {
     }
 }
 
-/// Text from ids that come one at a time. What is given out is never taken back: the end of the text stays here while a later id may
-/// change it, because a character's bytes can be spread over several ids.
+/// Text from ids that come one at a time. Text that was returned is never withdrawn: the end of the text is held back
+/// while a later id may change it, because a character's bytes can be spread over several ids.
 ///
-/// Ids are decoded together with those before them, since a decoder may treat the first one differently; those before are kept up to the
-/// last place where the text was whole.
+/// Ids are decoded together with those before them, since a decoder may treat the first one differently; earlier ids
+/// are kept back to the last point where the text was complete.
 #[derive(Debug)]
 pub struct TextStream<T> {
     tokenizer: T,
     skip_special: bool,
-    /// The ids of the last whole piece, then those that came after it.
+    /// The ids of the last complete piece, then those that came after it.
     ids: Vec<u32>,
-    /// How many of them are of that piece.
+    /// The number of ids of that piece.
     whole: usize,
-    /// Bytes of what the ids after it decode to that were given out.
+    /// Bytes already returned of the text of the ids after it.
     given: usize,
 }
 
-/// Ids after which an end that is not whole is given out as it is: no character has as many bytes.
+/// Most ids whose incomplete end is held back: no character has as many bytes.
 const PENDING_MAX: usize = 64;
-/// Replacement characters that a character's first bytes decode to, at most: all of its bytes but one.
+/// Most replacement characters that a character's first bytes decode to: all of its bytes but one.
 const UNSETTLED_MAX: usize = 3;
 
 impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
-    /// A stream at the begin of a text.
+    /// A stream at the start of a text.
     pub fn new(tokenizer: T, skip_special: bool) -> Self {
         Self { tokenizer, skip_special, ids: Vec::new(), whole: 0, given: 0 }
     }
 
-    /// The text that this id completes; `None` while there is nothing that later ids cannot change.
+    /// The text that this id completes; `None` while later ids may change all of it.
     ///
     /// # Errors
     /// When the tokenizer's decoder fails.
@@ -155,7 +156,7 @@ impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
         let last = unsettled == 0 || self.ids.len() - self.whole >= PENDING_MAX;
         let end = if last { text.len() } else { settled };
         let given = self.given.min(end);
-        // A decoder may change its mind about bytes that were given out; they stay.
+        // A decoder may decode bytes that were already returned differently; they stay.
         let new = text.get(given..end).unwrap_or_default().to_owned();
         self.given = given + new.len();
         if last && !text.is_empty() {
@@ -165,7 +166,7 @@ impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
         Ok(Some(new).filter(|new| !new.is_empty()))
     }
 
-    /// What is left at the end of the text: bytes that never became a character, as replacement characters.
+    /// The rest of the text: incomplete bytes, as replacement characters.
     ///
     /// # Errors
     /// When the tokenizer's decoder fails.
@@ -173,7 +174,7 @@ impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
         Ok(self.pending()?.get(self.given..).unwrap_or_default().to_owned())
     }
 
-    /// What the ids after the last whole piece decode to behind it.
+    /// The text of the ids after the last complete piece.
     fn pending(&self) -> Result<String, ModelError> {
         let before = self.tokenizer.decode(&self.ids[..self.whole], self.skip_special)?;
         let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
@@ -184,8 +185,8 @@ impl<T: std::ops::Deref<Target = Tokenizer>> TextStream<T> {
     }
 }
 
-/// Reads `tokenizer.json`, or a part of it. The library indexes its own tables by numbers from the file; a panic there is the file's
-/// fault and no more than an error.
+/// Reads `tokenizer.json`, or a part of it. The library indexes its own tables by numbers from the file; a panic there
+/// is caused by the file and becomes an error.
 fn caught_parse<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     let read = std::panic::catch_unwind(AssertUnwindSafe(read));
     let read = read.map_err(|_| "its tables contradict each other".to_owned());
@@ -193,8 +194,8 @@ fn caught_parse<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) ->
         .map_err(|why| format!("is not a tokenizer: {why}"))
 }
 
-/// A call of the library. It indexes its tables by what other parts of the file say, so a file whose parts contradict each other can
-/// make it panic long after it was read; that is the file's fault, too.
+/// Calls the library and turns a panic into an error. The library indexes its tables by numbers from other parts of the
+/// file, so an inconsistent file can make it panic long after it was read.
 fn caught<R>(call: impl FnOnce() -> tokenizers::Result<R>) -> Result<R, ModelError> {
     let reason = "the parts of tokenizer.json contradict each other";
     std::panic::catch_unwind(AssertUnwindSafe(call))

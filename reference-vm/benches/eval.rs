@@ -1,5 +1,5 @@
-//! How long one position takes on the evaluator and on the machine, how long a prompt of 48 takes,
-//! and one large product on one thread.
+//! Benchmarks of one position on the evaluator and on the machine, of a prompt of 48, and of one large product on one
+//! thread.
 
 use std::hint::black_box;
 

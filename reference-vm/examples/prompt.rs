@@ -1,6 +1,7 @@
-//! How long the evaluator takes for a prompt: `cargo run --release -p reference-vm --example prompt -- MODEL POSITIONS [EARLIER]`.
+//! Times the evaluator on a prompt: `cargo run --release -p reference-vm --example prompt -- MODEL POSITIONS
+//! [EARLIER]`.
 //!
-//! Logits are asked for at the last 32 positions. With `EARLIER`, so many positions are fed first and not timed.
+//! Logits are computed at the last 32 positions. With `EARLIER`, this many positions are fed first and not timed.
 
 use std::time::Instant;
 

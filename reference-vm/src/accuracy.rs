@@ -1,7 +1,7 @@
-//! How far one executor's logits are from the evaluated graph's, in figures that people compare.
+//! Accuracy of one executor's logits relative to the evaluated graph's, in common metrics.
 //!
-//! [`compare`](crate::compare) decides and proves; this measures. Every figure is over whole rows, so
-//! it says how good the distribution is and not how bad its worst element.
+//! [`compare`](crate::compare) decides and proves; this module measures. Every metric is over whole rows, so it
+//! describes the distribution and not the worst element.
 
 use crate::compare::Tolerance;
 use crate::math::argmax;
@@ -13,20 +13,20 @@ pub struct Accuracy {
     pub positions: usize,
     /// Greatest over positions of: L2 norm of the difference over L2 norm of the expected row.
     pub rel_worst: f64,
-    /// Mean over positions of the same.
+    /// Mean of the same over positions.
     pub rel_mean: f64,
-    /// Positions where the expected best logit leads by more than the tolerance allows to be lost.
+    /// Positions where the lead of the expected best logit exceeds the tolerance.
     pub decided: usize,
-    /// Those of them where the other executor has the same best.
+    /// The number of these positions where the other executor has the same best.
     pub decided_equal: usize,
     /// Mean divergence of the actual from the expected distribution, in nats.
     pub kl_mean: f64,
 }
 
 impl Accuracy {
-    /// Greatest relative error of a position that is accepted.
+    /// Greatest accepted relative error of a position.
     pub const REL_MAX: f64 = 5e-3;
-    /// Greatest mean divergence that is accepted, in nats.
+    /// Greatest accepted mean divergence, in nats.
     pub const KL_MAX: f64 = 1e-3;
 
     /// Measures rows of logits. `None` if there are no rows or they do not pair up.
@@ -51,7 +51,7 @@ impl Accuracy {
         })
     }
 
-    /// Whether every figure is within its bound. NaN is not.
+    /// Whether every metric is within its bound. NaN is not.
     #[must_use]
     pub fn holds(&self) -> bool {
         self.rel_worst <= Self::REL_MAX
@@ -60,7 +60,7 @@ impl Accuracy {
     }
 }
 
-/// The greater one; NaN if either is.
+/// The greater of the two; NaN if either is NaN.
 fn greater(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }
@@ -90,7 +90,7 @@ fn divergence(expected: &[f32], actual: &[f32]) -> f64 {
         want.exp() * (want - got)
     });
     let sum: f64 = terms.sum();
-    // Rounding can take a divergence of zero below it. NaN stays.
+    // Rounding can make a divergence of zero negative. NaN is kept.
     if sum < 0.0 { 0.0 } else { sum }
 }
 

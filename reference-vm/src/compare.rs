@@ -1,11 +1,12 @@
-//! Decides whether two executors agree, and hands out the proof.
+//! Decides whether two executors agree, and returns the proof.
 //!
-//! What is checked: lengths, that every number on both sides is finite, and that each row (one
-//! position) of the actual values is within a bound that scales with the largest expected magnitude
-//! of that row. What is not: which of the two is right, and whether the inputs were worth running.
+//! What is checked: lengths, that every number on both sides is finite, and that each row (one position) of the actual
+//! values is within a bound that scales with the largest expected magnitude of that row. What is not: which of the two
+//! is right, and whether the inputs are a meaningful test.
 //!
-//! The chain has two links. [`compare`] judges the reference VM by the evaluated graph; only its
-//! [`Agreement<Reference>`] can become an [`Agreement<Device>`], by [`Agreement::and_device`]. No
+//! The chain has two links. [`compare`] compares the reference VM with the evaluated graph; only its
+//! [`Agreement<Reference>`] can become an [`Agreement<Device>`], by [`Agreement::and_device`]. No other constructor
+//! exists.
 //! other constructor exists.
 //!
 //! ```compile_fail,E0451
@@ -23,41 +24,44 @@ use rayon::prelude::*;
 
 use crate::math::{LANES, argmax};
 
-/// How many times as far as the roundings of all hand-offs moved the graph's own values an honest program's may be. Both are the
-/// greatest of many errors of one law, so they differ by less than two; the rest is for laws with a longer tail.
+/// Allowed error of a correct program, as a multiple of the change that the roundings of all hand-offs cause in the
+/// graph's own values. Both are the greatest of many errors with one distribution, so they differ by less than two; the
+/// rest is for distributions with a longer tail.
 const RESPONSE_MARGIN: f64 = 4.0;
 
-/// Steps of a running sum that err as much as one flag-in-data hand-off: the square of the ratio of their roundings, `2^TAG_BITS`.
+/// Steps of a running sum whose error equals that of one flag-in-data hand-off: the square of the ratio of their
+/// roundings, `2^TAG_BITS`.
 const STEPS_OF_A_HANDOFF: f64 = (1_u32 << (2 * abi::TAG_BITS)) as f64;
 
-/// How many times as far as the roundings of a device moved the graph's own logits an honest device may be. It rounds the same keys and
-/// values to the same f16, at the same positions: unlike above, these are not two draws of one law but nearly the same error.
+/// Allowed error of a correct device, as a multiple of the change that a device's roundings cause in the graph's own
+/// logits. The device rounds the same keys and values to the same f16, at the same positions: unlike above, these are
+/// not two samples of one distribution but nearly the same error.
 const DEVICE_MARGIN: f64 = 2.0;
 
 /// Products that a tensor core adds to a sum at once (`mma.m16n8k16`).
 const MMA_PRODUCTS: usize = 16;
 
-/// How far actual values may be from expected ones, as a share of the largest expected magnitude in
-/// a position's row.
+/// Largest allowed difference between actual and expected values, relative to the largest expected magnitude in a
+/// position's row.
 ///
-/// Bounds relative to each single value would ask for the impossible where a sum cancels. The share
-/// is private: a tolerance is one of those below, never one that a caller found convenient.
+/// Bounds relative to each single value would be unattainable where a sum cancels. The field is private, so that a
+/// tolerance is always one of those below and never a caller's choice.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tolerance {
     rel: f64,
 }
 
 impl Tolerance {
-    /// Graph evaluation by another implementation in `f32`, whose order of sums is not known. What
-    /// judges a candidate is [`of_response`](Self::of_response).
+    /// Graph evaluation by another implementation in `f32`, whose order of sums is unknown. Candidates are judged by
+    /// [`of_response`](Self::of_response).
     pub const REFERENCE: Self = Self { rel: 2e-4 };
 
-    /// Device by graph evaluation, at most: what judges a candidate is [`of_device`](Self::of_device). It alone judges where nobody has found the
-    /// model's response, such as at the end of a long context.
+    /// Device against graph evaluation: the upper limit. Candidates are judged by [`of_device`](Self::of_device). This
+    /// one is used alone where the model's response is not computed, such as at the end of a long context.
     pub const DEVICE: Self = Self { rel: 5e-3 };
 
-    /// For one sum of `len` products whose inputs were held as `dtype`: rounding errors grow like a
-    /// random walk, and eight of its standard deviations leave no false alarms.
+    /// For one sum of `len` products whose inputs had type `dtype`: rounding errors grow like a random walk, and eight
+    /// of its standard deviations leave no false alarms.
     #[must_use]
     pub fn of_reduction(dtype: DType, len: usize) -> Self {
         let roundoff = match dtype {
@@ -68,12 +72,11 @@ impl Tolerance {
         Self { rel: 8.0 * roundoff * (len.max(1) as f64).sqrt() }
     }
 
-    /// Reference VM by graph evaluation, for values that lie `response` apart ([`distance`]) when every
-    /// hand-off of the graph is rounded as a flag-in-data word is: what roundings do to this model at these
-    /// tokens. Sums of at most `longest` products in another order add to it. Derived in
-    /// docs/explanation/tolerances.md.
+    /// Reference VM against graph evaluation. `response` is the [`distance`] between the graph's values with and
+    /// without every hand-off rounded like a flag-in-data word: the effect of roundings on this model at these tokens.
+    /// Sums of at most `longest` products in another order add to it. Derived in docs/explanation/tolerances.md.
     ///
-    /// It is at least what one sum may be off, and never more than a device is allowed.
+    /// It is at least the error of one sum, and never more than a device is allowed.
     #[must_use]
     pub fn of_response(response: f64, longest: usize) -> Self {
         let steps = longest.div_ceil(LANES);
@@ -82,12 +85,12 @@ impl Tolerance {
         Self { rel: rel.max(Self::of_reduction(DType::F32, steps).rel).min(Self::DEVICE.rel) }
     }
 
-    /// Device by graph evaluation, for logits that lie `response` apart when the graph is rounded where the device rounds
-    /// ([`with_device_roundings`](crate::eval::Evaluator::with_device_roundings)). Tensor cores add [`MMA_PRODUCTS`] products at a time and cut off
-    /// what does not fit, always to the same side; so a sum of `longest` products may lose a last place each time. Derived in
-    /// docs/explanation/tolerances.md.
+    /// Device against graph evaluation. `response` is the distance between the graph's logits with and without rounding
+    /// where the device rounds ([`with_device_roundings`](crate::eval::Evaluator::with_device_roundings)). Tensor cores
+    /// add [`MMA_PRODUCTS`] products at a time and truncate, always to the same side; so a sum of `longest` products
+    /// may lose one unit in the last place each time. Derived in docs/explanation/tolerances.md.
     ///
-    /// It is never more than [`DEVICE`](Self::DEVICE), whatever the model makes of roundings.
+    /// It is never more than [`DEVICE`](Self::DEVICE), however much the model amplifies roundings.
     #[must_use]
     pub fn of_device(response: f64, longest: usize) -> Self {
         let cut_off = 2f64.powi(-23) * longest.div_ceil(MMA_PRODUCTS) as f64;
@@ -95,31 +98,31 @@ impl Tolerance {
         Self { rel: rel.min(Self::DEVICE.rel) }
     }
 
-    /// What either allows.
+    /// The larger of the two tolerances.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self { rel: self.rel.max(other.rel) }
     }
 
-    /// The share of the row's largest expected magnitude.
+    /// The tolerance relative to the row's largest expected magnitude.
     #[must_use]
     pub fn rel(self) -> f64 {
         self.rel
     }
 }
 
-/// What was compared.
+/// The compared values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum What {
-    /// Logits, one row a position.
+    /// Logits, one row per position.
     Logits,
-    /// Cached keys of a layer, one row a position.
+    /// Cached keys of a layer, one row per position.
     Keys(u32),
-    /// Cached values of a layer, one row a position.
+    /// Cached values of a layer, one row per position.
     Values(u32),
-    /// What a buffer holds after each position.
+    /// Contents of a buffer after each position.
     Buffer(BufferId),
-    /// Tokens chosen, one a position.
+    /// Chosen tokens, one per position.
     Chosen,
 }
 
@@ -135,10 +138,10 @@ impl fmt::Display for What {
     }
 }
 
-/// Where two executors part: the first position that does, and its worst element.
+/// A difference between two executors: the first position that differs, and its worst element.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 pub enum Disagreement {
-    /// Nothing to compare, which proves nothing.
+    /// There was nothing to compare, which proves nothing.
     #[error("there are no {what} to compare at position {position}")]
     Nothing {
         /// What was to be compared.
@@ -146,7 +149,7 @@ pub enum Disagreement {
         /// The position without elements; 0 if there are no positions.
         position: usize,
     },
-    /// Another number of positions.
+    /// The numbers of positions differ.
     #[error("{what} have {got} positions instead of {want}")]
     Positions {
         /// What was compared.
@@ -156,7 +159,7 @@ pub enum Disagreement {
         /// Actual positions.
         got: usize,
     },
-    /// Another number of elements at a position.
+    /// The numbers of elements at a position differ.
     #[error("{what} have {got} elements instead of {want} at position {position}")]
     Elements {
         /// What was compared.
@@ -182,7 +185,7 @@ pub enum Disagreement {
         /// Expected value.
         want: f32,
     },
-    /// A difference larger than the bound.
+    /// A difference exceeds the bound.
     #[error(
         "{what} differ at position {position}, index {index}: got {got}, want {want} within {bound:.3e}"
     )]
@@ -200,7 +203,7 @@ pub enum Disagreement {
         /// Largest difference allowed.
         bound: f64,
     },
-    /// The device went on with another token than its own logits say.
+    /// The device continued with a token that is not the best of its own logits.
     #[error(
         "token {got} was chosen at position {position} where the device's own logits say {want}"
     )]
@@ -209,13 +212,13 @@ pub enum Disagreement {
         position: usize,
         /// The token chosen.
         got: u32,
-        /// The most likely one.
+        /// The most likely token.
         want: u32,
     },
 }
 
 impl Disagreement {
-    /// The same, for rows of which the first is position `first`.
+    /// The same, for rows whose first one is position `first`.
     #[must_use]
     pub fn from_position(mut self, first: usize) -> Self {
         match &mut self {
@@ -234,8 +237,7 @@ impl Disagreement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reference {}
 
-/// Marks an agreement of the device with the evaluated graph, given that the reference VM agrees
-/// too.
+/// Marks an agreement of the device with the evaluated graph, given that the reference VM agrees too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {}
 
@@ -247,21 +249,21 @@ pub struct Agreement<By> {
     by: PhantomData<By>,
 }
 
-/// How close two executors came.
+/// How closely two executors agree.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Summary {
     /// Largest difference of any element.
     pub max_abs_err: f64,
     /// Largest over positions of: largest difference over largest expected magnitude.
     pub max_rel_err: f64,
-    /// Largest over positions of: largest difference over what is allowed.
+    /// Largest over positions of: largest difference over the allowed one.
     pub max_tolerance_used: f64,
-    /// Share of positions whose largest logit is at the same index.
+    /// Fraction of positions whose largest logit is at the same index.
     pub top1_agreement: f64,
 }
 
-/// How far apart rows are: the largest over rows of the largest difference over the largest expected
-/// magnitude. Infinite if they do not pair up, or where something is not finite.
+/// Distance between rows: the largest over rows of the largest difference over the largest expected magnitude. Infinite
+/// if the rows do not pair up, or where a value is not finite.
 pub fn distance<'a>(
     expected: impl ExactSizeIterator<Item = &'a [f32]>,
     actual: impl ExactSizeIterator<Item = &'a [f32]>,
@@ -269,7 +271,7 @@ pub fn distance<'a>(
     if expected.len() != actual.len() {
         return f64::INFINITY;
     }
-    // What the rows are, and how much is allowed, is for the words of a refusal.
+    // The kind of rows and the tolerance only matter for the error's text.
     let unbounded = Tolerance { rel: f64::INFINITY };
     let of = |(want, got): (&[f32], &[f32])| {
         compare_row(What::Logits, 0, want, got, unbounded)
@@ -278,7 +280,7 @@ pub fn distance<'a>(
     expected.zip(actual).map(of).fold(0.0, f64::max)
 }
 
-/// Compares the reference VM's logits with the evaluated graph's, one row a position.
+/// Compares the reference VM's logits with the evaluated graph's, one row per position.
 ///
 /// # Errors
 /// The first position that disagrees.
@@ -292,14 +294,13 @@ pub fn compare(
 }
 
 impl<By> Agreement<By> {
-    /// How close the executors came.
+    /// How closely the executors agree.
     #[must_use]
     pub fn summary(&self) -> Summary {
         self.summary
     }
 
-    /// Extends the agreement by other values than logits, one row a position: the KV cache, or a
-    /// buffer.
+    /// Extends the agreement to values other than logits, one row per position: the KV cache, or a buffer.
     ///
     /// # Errors
     /// The first position that disagrees; the agreement is lost.
@@ -319,8 +320,8 @@ impl<By> Agreement<By> {
 }
 
 impl Agreement<Reference> {
-    /// Compares the device's logits with the same expected values, and the tokens that it chose by them with the logits: the second link
-    /// of the chain.
+    /// Compares the device's logits with the same expected values, and its chosen tokens with its own logits: the
+    /// second link of the chain.
     ///
     /// # Errors
     /// The first position that disagrees.
@@ -353,7 +354,8 @@ fn compare_logits(
 ) -> Result<Summary, Disagreement> {
     let what = What::Logits;
     check_positions(what, expected.len(), actual.len())?;
-    // Rows are long and many; the first position that disagrees is still the one reported.
+    // Rows are long and many, so they are compared in parallel; the first position that disagrees is still the one
+    // reported.
     let rows: Vec<_> = (expected.par_iter().zip(actual).enumerate())
         .map(|(position, (want, got))| {
             let row = compare_row(what, position, want, got, tolerance)?;
@@ -386,7 +388,7 @@ fn check_positions(what: What, want: usize, got: usize) -> Result<(), Disagreeme
     Ok(())
 }
 
-/// How close one row came; which index is the largest is not looked at.
+/// Compares one row, without the index of the largest element.
 fn compare_row(
     what: What,
     position: usize,

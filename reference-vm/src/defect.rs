@@ -1,8 +1,8 @@
-//! Mistakes that a machine makes on request, so that those who judge machines can be judged.
+//! Mutations of the machine: deliberate mistakes on request, to test the checks that judge machines.
 //!
-//! A kernel can get wrong what no operand of a program says: the function of the MLP, the row of the cache, the pairing of rotated
-//! elements. Each defect is one such mistake, asked for by [`Machine::with_defect`](crate::machine::Machine::with_defect); a machine of
-//! which nobody asked it has none.
+//! A kernel can be wrong in ways that no operand of a program expresses: the function of the MLP, the row of the cache,
+//! the pairing of rotated elements. Each defect is one such mistake, requested by
+//! [`Machine::with_defect`](crate::machine::Machine::with_defect); by default a machine has none.
 
 use crate::math::{rotate, rotations, silu};
 use crate::memory::Append;
@@ -17,7 +17,7 @@ macro_rules! defects {
             /// Every mistake.
             pub const ALL: &'static [Self] = &[$(Self::$variant),+];
 
-            /// What it does, in a few words.
+            /// A short description.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name),+ }
@@ -69,7 +69,7 @@ defects! {
     LeastLikely "chooses the worst candidate"
 }
 
-/// What is rotated.
+/// The rotated vectors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rotated {
     Queries,
@@ -77,7 +77,7 @@ pub(crate) enum Rotated {
 }
 
 impl Rotated {
-    /// Which read of an attention task has the weights of its norm.
+    /// Index of the read that holds this vector's norm weights, in an attention task.
     pub(crate) fn norm(self) -> usize {
         match self {
             Self::Queries => 1,
@@ -86,7 +86,7 @@ impl Rotated {
     }
 }
 
-/// How a head is rotated.
+/// The rotation of a head.
 pub(crate) struct Rotation {
     by: Vec<(f32, f32)>,
     neighbours: bool,
@@ -104,7 +104,7 @@ impl Rotation {
     }
 }
 
-/// Each is what the op does when the argument is `None`.
+/// In each of these functions, `None` gives the op's correct behaviour.
 impl Defect {
     pub(crate) fn token(defect: Option<Self>, token: u32, vocab: u32) -> u32 {
         if defect == Some(Self::NextToken) { (token + 1) % vocab } else { token }
@@ -131,7 +131,7 @@ impl Defect {
         Rotation { by, neighbours: defect == Some(Self::Neighbours) }
     }
 
-    /// Spoils the keys and values of a split.
+    /// Applies the defect to the keys and values of a split.
     pub(crate) fn keys(defect: Option<Self>, keys: &mut Vec<(&[f32], &[f32])>) {
         match defect {
             Some(Self::NoOldest) if keys.len() > 1 => drop(keys.remove(0)),
@@ -147,7 +147,7 @@ impl Defect {
         }
     }
 
-    /// Spoils the greatest scores or the sums of partial results, `stride` words each.
+    /// Applies the defect to the greatest scores or the sums of partial results, `stride` words each.
     pub(crate) fn partials(defect: Option<Self>, mut words: Vec<f32>, stride: usize) -> Vec<f32> {
         for partial in words.chunks_exact_mut(stride) {
             if defect == Some(Self::NoGreatest) {
@@ -188,7 +188,7 @@ impl Defect {
         }
     }
 
-    /// What a candidate is ranked by.
+    /// The rank of a candidate with this logit.
     pub(crate) fn rank(defect: Option<Self>, value: f32) -> f32 {
         if defect == Some(Self::LeastLikely) { -value } else { value }
     }

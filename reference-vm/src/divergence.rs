@@ -1,8 +1,9 @@
-//! Finds the first task that stored something else than the graph makes of what was in the buffers before it.
+//! Finds the first task whose stores differ from the graph's result for the buffers that it read.
 //!
-//! The graph is evaluated op by op, each op on the values that this executor itself had handed over, and each task's words are compared
-//! with their part of that. So a mistake does not spread: what comes after a wrong task is judged by its own inputs, and the allowance is that
-//! of one op ([`Allowance`]), far below what a whole model may be off. The order is that in which the tasks ran.
+//! The graph is evaluated op by op, each op on the values that this executor itself had handed over, and each task's
+//! words are compared with their part of the result. So a mistake does not propagate: later tasks are judged by their
+//! own inputs, and the tolerance is that of one op ([`Allowance`]), far below that of a whole model. Tasks are judged
+//! in the order in which they ran.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,7 +17,7 @@ use crate::machine::Machine;
 use crate::math::argmax;
 use crate::trace::{Fired, Stored};
 
-/// A task that stored something else than belongs there, with the word that is furthest off.
+/// A task with a wrong store, and its word with the largest error.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
     /// Its worker.
@@ -29,21 +30,21 @@ pub struct Divergence {
     pub layer: u16,
     /// The position.
     pub position: usize,
-    /// Where it stored.
+    /// The place of the store.
     pub place: Place,
-    /// The word there.
+    /// Index of the word there.
     pub index: usize,
-    /// What it stored.
+    /// The stored value.
     pub got: f32,
-    /// What the graph makes of what the task had.
+    /// The graph's result for the task's inputs.
     pub want: f32,
-    /// How far they may be apart.
+    /// Allowed difference.
     pub allowed: f64,
-    /// Words of this task that are further apart than that.
+    /// Number of this task's words that exceed the allowed difference.
     pub words: usize,
 }
 
-/// Where a task stores.
+/// A place that tasks store to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// A buffer.
@@ -56,26 +57,28 @@ pub enum Place {
     Token,
 }
 
-/// How far words of one op may be off.
+/// Allowed errors of one op's words.
 #[derive(Clone, Copy, Debug)]
 struct Allowance {
-    /// Of each word's own magnitude.
+    /// Relative to each word's own magnitude.
     word: f64,
-    /// Of the size of what was summed up.
+    /// Relative to the magnitude of the summed terms.
     sum: f64,
-    /// Of the size of a score of attention.
+    /// Relative to the magnitude of an attention score.
     score: f64,
 }
 
 impl Allowance {
-    /// The reference VM: a word may be rounded for its tag, and sums of so many products run in another order.
+    /// The reference VM: a word may be rounded to make room for its tag, and sums of this many products are in another
+    /// order.
     fn reference(longest: usize) -> Self {
         let sum = 8.0 * 2f64.powi(-24) * (longest.max(1) as f64).sqrt();
         Self { word: 2f64.powi(abi::TAG_BITS as i32 - 24), sum, score: sum }
     }
 
-    /// A device rounds the vectors that it multiplies to two halves of the weights' type, in an order of its own, and keeps keys and values
-    /// as f16: two places of that. Sums are cut off ([`Tolerance::of_device`](crate::compare::Tolerance::of_device)).
+    /// A device splits the vectors that it multiplies into two halves of the weights' type, sums in an order of its
+    /// own, and stores keys and values as f16: two units in the last place of f16. Sums are truncated
+    /// ([`Tolerance::of_device`](crate::compare::Tolerance::of_device)).
     fn device(longest: usize) -> Self {
         let cut_off = 2f64.powi(-23) * longest.div_ceil(16) as f64;
         let Self { word, .. } = Self::reference(longest);
@@ -87,7 +90,7 @@ impl Allowance {
     }
 }
 
-/// What a buffer is for. In the order of a step.
+/// The role of a buffer, in the order of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
     Embedded,
@@ -109,7 +112,7 @@ pub struct Examiner<'a> {
 }
 
 impl<'a> Examiner<'a> {
-    /// For the reference VM.
+    /// An examiner for the reference VM.
     ///
     /// # Errors
     /// If the graph cannot be evaluated.
@@ -118,7 +121,7 @@ impl<'a> Examiner<'a> {
         Ok(Self { graph, ops: Evaluator::new(graph, weights)?, allowance })
     }
 
-    /// For a device, which rounds more.
+    /// An examiner for a device, which rounds more.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -127,16 +130,16 @@ impl<'a> Examiner<'a> {
         Ok(Self { graph, ops, allowance: Allowance::device(longest(graph)) })
     }
 
-    /// The first of `fired` that stored something else than belongs there. The machine has just made this step, of this token; from it come
-    /// the program and the keys and values of the positions before. What a device has stored is judged beside a machine that made the same
-    /// step.
+    /// The first of `fired` with a wrong store. The machine must have just run this step, with this token; it provides
+    /// the program and the keys and values of the positions before. A device's stores are judged with the help of a
+    /// machine that ran the same step.
     #[must_use]
     pub fn first(&self, machine: &Machine<'_>, token: u32, fired: &[Fired]) -> Option<Divergence> {
         let mut step = Step::new(self, machine, token, fired);
         fired.iter().find_map(|fired| step.judge(fired))
     }
 
-    /// Every word that one of the tasks has stored, beside what belongs there.
+    /// Every word that one of the tasks has stored, with its expected value.
     #[must_use]
     pub fn words(
         &self,
@@ -152,20 +155,20 @@ impl<'a> Examiner<'a> {
 /// A word that a task has stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Word {
-    /// Where.
+    /// The place of the store.
     pub place: Place,
-    /// The word there.
+    /// Index of the word there.
     pub index: usize,
-    /// What it stored.
+    /// The stored value.
     pub got: f32,
-    /// What belongs there, if that is known.
+    /// The expected value, if it is known.
     pub want: Option<f32>,
-    /// How far they may be apart.
+    /// Allowed difference.
     pub allowed: f64,
 }
 
 impl Word {
-    /// Whether it is further off than it may be. Nothing is known of what follows from what is not a number.
+    /// Whether the error exceeds the allowed difference. There is none where the expected value is not finite.
     #[must_use]
     pub fn is_wrong(&self) -> bool {
         let finite = self.want.filter(|want| want.is_finite());
@@ -178,7 +181,7 @@ impl Word {
         (f64::from(self.got) - f64::from(self.want.unwrap_or(f32::NAN))).abs()
     }
 
-    /// How many times as far off it is as it may be.
+    /// The error as a multiple of the allowed difference.
     fn excess(&self) -> f64 {
         let excess = self.off() / self.allowed.max(f64::MIN_POSITIVE);
         if excess.is_finite() { excess } else { f64::INFINITY }
@@ -193,14 +196,14 @@ fn task_of<'p>(program: &'p Program, fired: &Fired) -> Option<&'p Task> {
     program.workers.get(fired.worker.index())?.tasks.get(fired.task as usize)
 }
 
-/// What the tasks of a step had, and what belongs where.
+/// The inputs of a step's tasks, and the expected results.
 struct Step<'s, 'a> {
     examiner: &'s Examiner<'a>,
     machine: &'s Machine<'s>,
     program: &'s Program,
     token: u32,
     position: usize,
-    /// What was handed over.
+    /// The handed-over values.
     had: BTreeMap<Role, Vec<f32>>,
     belongs: BTreeMap<Role, Option<Belongs>>,
     /// Queries, keys and values of a layer at this position.
@@ -235,7 +238,7 @@ impl<'s, 'a> Step<'s, 'a> {
         step
     }
 
-    /// Keeps what was handed over. Partials and candidates are not needed again.
+    /// Records the handed-over values. Partials and candidates are not needed again.
     fn note(&mut self, task: &Task, index: usize, stored: &Stored) {
         let graph = self.examiner.graph;
         let Some(role) = role(graph, self.program, task, index) else { return };
@@ -253,7 +256,7 @@ impl<'s, 'a> Step<'s, 'a> {
         }
     }
 
-    /// The residual before a layer.
+    /// The residual at the start of a layer.
     fn before(&self, layer: usize) -> Option<Vec<f32>> {
         match layer.checked_sub(1) {
             Some(before) => self.had.get(&Role::AfterMlp(before)).cloned(),
@@ -273,7 +276,7 @@ impl<'s, 'a> Step<'s, 'a> {
         self.heads.get(&layer)
     }
 
-    /// Keys and values of a layer up to this position, of which the last are this step's own.
+    /// Keys and values of a layer up to this position; the last ones are this step's own.
     fn cache(&mut self, layer: usize) -> Option<[Vec<f32>; 2]> {
         let words = self.position * self.examiner.graph.kv_width() as usize;
         let ops = &self.examiner.ops;
@@ -291,7 +294,7 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(self.examiner.ops.mixed(layer, &q, &keys, &values))
     }
 
-    /// What belongs where all tasks of a role store.
+    /// The expected values of all tasks of a role together.
     fn whole(&mut self, role: Role) -> Option<&Belongs> {
         if !self.belongs.contains_key(&role) {
             let found = self.evaluate(role);
@@ -325,7 +328,7 @@ impl<'s, 'a> Step<'s, 'a> {
         }
     }
 
-    /// What belongs in the words of one write.
+    /// The expected values of the words of one write.
     fn part(
         &mut self,
         task: &Task,
@@ -346,8 +349,9 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(Belongs { values: values.to_vec(), scales: scales.to_vec() })
     }
 
-    /// What attention of one key/value head over one split gives for each query of its group: the greatest score, the sum of exponentials,
-    /// two zeros, the mean of the values. The scales are such that the allowance of a sum fits each.
+    /// Expected partials of one key/value head over one split, for each query of its group: the greatest score, the sum
+    /// of exponentials, two zeros, the mean of the values. The scales are such that the tolerance of a sum applies to
+    /// each.
     fn partials(&mut self, layer: usize, p: &AttentionParams) -> Option<Belongs> {
         let (graph, allowance) = (self.examiner.graph, self.examiner.allowance);
         let (head_dim, width) = (graph.head_dim as usize, graph.kv_width() as usize);
@@ -382,7 +386,8 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(belongs)
     }
 
-    /// The words that a task has stored, and what belongs there. Keys and values first: what it mixes has its own among them.
+    /// The words that a task has stored, and their expected values. Keys and values come first: attention reads its own
+    /// among them.
     fn words(&mut self, fired: &Fired) -> Vec<Word> {
         let Some(task) = task_of(self.program, fired) else { return Vec::new() };
         let allowance = self.examiner.allowance;
@@ -418,7 +423,8 @@ impl<'s, 'a> Step<'s, 'a> {
         words
     }
 
-    /// The key or value that belongs where one was stored, which is not that of the task's head if it was stored under another.
+    /// The expected key or value at the place of the store, which belongs to another head if it was stored under
+    /// another.
     fn appended(&mut self, layer: usize, side: usize, words: Range<usize>) -> Option<Belongs> {
         if layer >= self.examiner.graph.layers.len() {
             return None;
@@ -427,7 +433,7 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(Belongs { scales: vec![greatest(&values); values.len()], values })
     }
 
-    /// Of the first place where words are off by more than they may be, the one that is most of its allowance off.
+    /// At the first place with a wrong word, the word with the largest error relative to its allowance.
     fn judge(&mut self, fired: &Fired) -> Option<Divergence> {
         let task = task_of(self.program, fired)?;
         let wrong: Vec<Word> = self.words(fired).into_iter().filter(Word::is_wrong).collect();
@@ -449,7 +455,7 @@ impl<'s, 'a> Step<'s, 'a> {
     }
 }
 
-/// What a task stores. By its op, and not by the names of buffers, which are for reports.
+/// The role of a task's store. It is derived from the op, not from buffer names, which are only for reports.
 fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<Role> {
     let layer = usize::from(task.layer);
     let inside = layer < graph.layers.len();
@@ -475,7 +481,8 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
     }
 }
 
-/// Whether a product that is added to the residual is the MLP's. Where both have as many columns, the matrix tells.
+/// Whether a product that is added to the residual is the MLP's. Where both have the same number of columns, the matrix
+/// decides.
 fn ends_layer(graph: &Graph, program: &Program, layer: usize, p: &MatvecParams) -> bool {
     if p.prologue == Prologue::Merge as u32 {
         return false;
@@ -488,7 +495,7 @@ fn ends_layer(graph: &Graph, program: &Program, layer: usize, p: &MatvecParams) 
     matrix.is_some_and(|matrix| matrix.map.parts.iter().any(|part| part.0 == Some(down)))
 }
 
-/// One query over some keys.
+/// The partial result of one query over some keys.
 fn partial(
     query: &[f32],
     keys: &[Vec<f32>],
@@ -512,7 +519,7 @@ fn partial(
     for (weight, value) in weights.iter().zip(values) {
         mean.iter_mut().zip(value).for_each(|(sum, &v)| *sum += weight / total * f64::from(v));
     }
-    // A score may be off by this much, and weights by as large a share of themselves.
+    // A score may have this error, which gives weights a relative error of the same size.
     let longest_key = keys.iter().map(|key| norm(key)).fold(0.0, f64::max);
     let off = allowance.score * f64::from(scale.abs()) * norm(query) * longest_key;
     let share = 2.0 * off + allowance.sum;
@@ -532,7 +539,7 @@ fn candidate(logits: &Stored) -> Option<Belongs> {
     Some(Belongs { scales: vec![0.0; values.len()], values })
 }
 
-/// How many numbers of f32 lie between two of them, and one more; none where one is not a number.
+/// The distance of two f32 in units in the last place; `None` if either is NaN.
 #[must_use]
 pub fn ulps(a: f32, b: f32) -> Option<u64> {
     let place = |value: f32| {

@@ -1,5 +1,4 @@
-//! Evaluates a model graph directly, with no schedule and no program: the expected values of
-//! everything else.
+//! Evaluates a model graph directly, without a schedule or program: the source of all expected values.
 //!
 //! All arithmetic is on `f32` values; sums of norms are in `f64`, dot products are those of `math.rs`
 //! and attention is that of `attention.rs`. Feeding tokens one at a time or all at once gives the same
@@ -21,13 +20,13 @@ pub(crate) use ops::{Belongs, greatest};
 use crate::math::{Matrix, argmax, make_room, rms_norm, rotate, rotations, silu, stored_bytes};
 use crate::trap::InputError;
 
-/// Positions that share one pass over the weights; bounds the memory of a long prompt.
+/// Positions per pass over the weights; bounds the memory of a long prompt.
 const POSITIONS_PER_PASS: usize = 64;
 
-/// Why a graph could not be evaluated.
+/// Why a graph cannot be evaluated.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EvalError {
-    /// The graph's numbers contradict each other.
+    /// The graph's dimensions contradict each other.
     #[error(
         "the graph has {heads} query heads, {kv_heads} key/value heads, head_dim {head_dim} and {frequencies} rotary frequencies"
     )]
@@ -49,12 +48,12 @@ pub enum EvalError {
         /// Tensors of the graph.
         len: usize,
     },
-    /// A tensor has another shape than its use asks for.
+    /// A tensor does not have the shape that its use requires.
     #[error("tensor {tensor} has shape {got:?} where {want:?} is used")]
     Shape {
         /// The tensor.
         tensor: TensorId,
-        /// The shape that its use asks for.
+        /// The required shape.
         want: Vec<u32>,
         /// Its shape.
         got: Vec<u32>,
@@ -62,23 +61,22 @@ pub enum EvalError {
     /// A matrix has no elements.
     #[error("tensor {0} is used as a matrix and has no elements")]
     Empty(TensorId),
-    /// The weights hold another number of bytes than the graph says.
+    /// The weights hold a number of bytes that differs from the graph's.
     #[error("tensor {tensor} has {got} bytes instead of {want}")]
     Bytes {
         /// The tensor.
         tensor: TensorId,
-        /// Bytes that its shape and type ask for.
+        /// Bytes of its shape and type.
         want: usize,
         /// Bytes that the weights hold.
         got: usize,
     },
-    /// What was to be fed or gone on from.
+    /// Invalid tokens, or an invalid cache to resume from.
     #[error(transparent)]
     Input(#[from] InputError),
 }
 
-/// Which positions of a [`run`](Evaluator::run) get logits. The vocabulary is often the largest
-/// matrix.
+/// The positions of a [`run`](Evaluator::run) whose logits are computed. The vocabulary is often the largest matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
     /// Every fed position, in order.
@@ -100,7 +98,7 @@ pub struct Evaluator<'a> {
     positions: usize,
     capacity: usize,
     rounding: Rounding,
-    /// The last position's input to `lm_head`; empty when there is none to continue from.
+    /// The last position's input to `lm_head`; empty if there is none to continue from.
     last: Vec<f32>,
 }
 
@@ -148,23 +146,24 @@ impl<'a> Evaluator<'a> {
         })
     }
 
-    /// Limits the KV cache to `capacity` positions, as a program with that capacity would.
+    /// Limits the KV cache to `capacity` positions, like a program with that capacity.
     #[must_use]
     pub fn with_capacity(mut self, capacity: u32) -> Self {
         self.capacity = capacity as usize;
         self
     }
 
-    /// Rounds every activation that a program may hand over in flag-in-data words as such words round it: what this changes is what the
-    /// roundings of an honest program may change (docs/explanation/tolerances.md).
+    /// Rounds every activation that a program may hand over in flag-in-data words as those words do. The resulting
+    /// change bounds that of a correct program (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_rounded_handoffs(mut self) -> Self {
         self.rounding = Rounding::Handoffs;
         self
     }
 
-    /// Rounds as the device does: hand-offs, the vectors that it multiplies with weights, and the keys and values that it keeps. Not the
-    /// queries and the weights of the softmax, of which it multiplies 22 bits, nor sums (docs/explanation/tolerances.md).
+    /// Rounds like the device: hand-offs, the vectors that it multiplies with weights, and the stored keys and values.
+    /// The queries and the weights of the softmax, of which it multiplies 22 bits, and sums are not rounded
+    /// (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_device_roundings(mut self) -> Self {
         self.rounding = Rounding::Device(self.graph.dtype);
@@ -177,8 +176,8 @@ impl<'a> Evaluator<'a> {
         self.positions
     }
 
-    /// Goes on after these keys and values, as if they were those of the first `positions` positions; one pair a layer, in the layout of
-    /// [`keys`](Self::keys). A continuation then needs a fed token first.
+    /// Resumes after these keys and values, as those of the first `positions` positions; one pair per layer, in the
+    /// layout of [`keys`](Self::keys). A continuation then needs a fed token first.
     ///
     /// # Errors
     /// If they are not those of `positions` positions in every layer, or do not fit the KV cache.
@@ -219,13 +218,12 @@ impl<'a> Evaluator<'a> {
         self.caches.get(layer).map_or_else(Vec::new, |cache| cache.values().to_vec())
     }
 
-    /// Forgets the sequence.
+    /// Clears the sequence.
     pub fn reset(&mut self) {
         self.truncate(0);
     }
 
-    /// Forgets all but the first `positions` positions. A continuation then needs a fed token
-    /// first.
+    /// Drops all but the first `positions` positions. A continuation then needs a fed token first.
     pub fn truncate(&mut self, positions: usize) {
         if positions >= self.positions {
             return;
@@ -238,8 +236,7 @@ impl<'a> Evaluator<'a> {
         self.last.clear();
     }
 
-    /// Feeds tokens at the next positions and returns the logits that `logits` asks for, one row a
-    /// position.
+    /// Feeds tokens at the next positions and returns the logits that `logits` selects, one row per position.
     ///
     /// # Errors
     /// If a token is outside the vocabulary or the KV cache is full; nothing was fed then.
@@ -252,8 +249,8 @@ impl<'a> Evaluator<'a> {
         })
     }
 
-    /// Feeds tokens at the next positions and returns logits at those of `positions` that were fed, in
-    /// the order of positions. A long prompt needs no more memory for logits than is asked for.
+    /// Feeds tokens at the next positions and returns logits at those of `positions` that were fed, in the order of
+    /// positions. Memory for logits is only needed at these positions.
     ///
     /// # Errors
     /// If a token is outside the vocabulary or the KV cache is full; nothing was fed then.
@@ -318,8 +315,7 @@ impl<'a> Evaluator<'a> {
         Ok(tokens)
     }
 
-    /// One pass over the weights for tokens that were checked; returns the inputs to `lm_head`,
-    /// `[tokens, hidden]`.
+    /// One pass over the weights for checked tokens; returns the inputs to `lm_head`, `[tokens, hidden]`.
     fn pass(&mut self, tokens: &[u32]) -> Vec<f32> {
         let graph = self.graph;
         let hidden = graph.hidden as usize;
@@ -343,19 +339,19 @@ impl<'a> Evaluator<'a> {
     }
 }
 
-/// Where values are rounded between two ops and on the way into one.
+/// Rounding of values between two ops and at the input of one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rounding {
     /// Nowhere.
     None,
-    /// In the words of hand-offs.
+    /// The words of hand-offs.
     Handoffs,
-    /// In these, and in what the device multiplies with weights of this type and keeps of keys and values.
+    /// Hand-offs, the vectors that the device multiplies with weights of this type, and stored keys and values.
     Device(DType),
 }
 
 impl Rounding {
-    /// What a reader finds of the words that a writer stored.
+    /// Rounds words as a hand-off does between writer and reader.
     fn handoff(self, words: &mut [f32]) {
         if self != Self::None {
             for word in words {
@@ -364,7 +360,7 @@ impl Rounding {
         }
     }
 
-    /// A vector as it is multiplied: on the device, in two halves of the weights' type (op_matvec.cuh: `stage_x4`).
+    /// Rounds a factor of a product: on the device, to two halves of the weights' type (op_matvec.cuh: `stage_x4`).
     fn factor(self, words: &mut [f32]) {
         let halves = |round: fn(f32) -> f32| {
             move |word: &mut f32| {
@@ -381,7 +377,7 @@ impl Rounding {
         }
     }
 
-    /// Keys or values as they are kept: on the device as f16 (op_attention.cuh: `cache_pair`).
+    /// Rounds keys or values for the cache: on the device to f16 (op_attention.cuh: `cache_pair`).
     fn cache(self, words: &mut [f32]) {
         if let Self::Device(_) = self {
             words.iter_mut().for_each(|word| *word = as_f16(*word));
@@ -438,7 +434,7 @@ impl BoundLayer<'_> {
         [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h))
     }
 
-    /// What attention adds to the residual.
+    /// The output projection, which is added to the residual.
     fn project(&self, rounding: Rounding, mut mixed: Vec<f32>) -> Vec<f32> {
         rounding.factor(&mut mixed);
         self.o.apply(&mixed)
@@ -464,14 +460,14 @@ impl BoundLayer<'_> {
         [&self.gate, &self.up].map(|linear| linear.apply(&h))
     }
 
-    /// What the MLP adds to the residual.
+    /// The down projection, which is added to the residual.
     fn contract(&self, rounding: Rounding, mut hidden: Vec<f32>) -> Vec<f32> {
         rounding.factor(&mut hidden);
         self.down.apply(&hidden)
     }
 }
 
-/// Norms (where the family does) and rotates every head of `[positions, width]`.
+/// Norms (if the family has them) and rotates every head of `[positions, width]`.
 fn shape_heads(
     graph: &Graph,
     x: &mut [f32],

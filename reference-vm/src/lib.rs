@@ -1,19 +1,18 @@
-//! The plain CPU oracle: what a model graph and a lowered program mean, in code that can be
-//! believed by reading.
+//! The CPU oracle: the reference semantics of model graphs and lowered programs, in code that is simple enough to check
+//! by reading.
 //!
-//! Two executors. [`eval`] runs the model graph with no schedule and gives the expected values;
-//! [`machine`] runs the lowered program. [`compare`] decides whether two of them, or one and the
-//! device, agree, and hands out the proof; [`accuracy`] says how far apart they are.
+//! There are two executors. [`eval`] runs the model graph with no schedule and gives the expected values; [`machine`]
+//! runs the lowered program. [`compare`] decides whether the two of them, or one and the device, agree, and returns the
+//! proof; [`accuracy`] measures the difference.
 //!
-//! **Promises.** Deterministic: the same graph, weights and tokens give the same bits on every CPU,
-//! with any number of threads, fed one at a time or together. Pure: no IO, clock, environment or
-//! hash-order dependence; threads come from the caller's `rayon` pool. Inputs never cause a panic:
-//! what cannot be evaluated is an error. Arithmetic is in `f32` on the stored (rounded) weights;
-//! sums of norms are in `f64`; dot products run in 32 fixed `f32` lanes joined in `f64`, attention in
-//! blocks of `f32` sums joined in `f64`.
+//! **Promises.** Deterministic: the same graph, weights and tokens give the same bits on every CPU, with any number of
+//! threads, fed one at a time or together. Pure: no IO, clock, environment or hash-order dependence; threads come from
+//! the caller's `rayon` pool. Inputs never cause a panic: an input that cannot be evaluated gives an error. Arithmetic
+//! is in `f32` on the stored (rounded) weights; sums of norms are in `f64`; dot products run in 32 fixed `f32` lanes
+//! joined in `f64`, attention in blocks of `f32` sums joined in `f64`.
 //!
-//! **Alone.** This crate shares no code with `lower`, `vm-device` or `vm-host`: an oracle that
-//! shares code with what it judges is not one.
+//! **Independent.** This crate shares no code with `lower`, `vm-device` or `vm-host`: an oracle must not share code
+//! with what it judges.
 
 pub mod accuracy;
 pub mod compare;

@@ -1,12 +1,11 @@
-//! Executes a program: workers, their queues, counters and flag-in-data words, one step a token.
+//! The reference VM: executes a program's workers, queues, counters and flag-in-data words, one step per token.
 //!
-//! A step fires every task once. A worker's next task is ready when its waits are over and all
-//! flag-in-data words that it reads have the right tag; which ready task goes first is the [`Order`]'s
-//! choice. Counters and tags persist over steps, as on the device.
+//! A step fires every task once. A worker's next task is ready when its waits are satisfied and all flag-in-data words
+//! that it reads have the right tag; the [`Order`] chooses among ready tasks. Counters and tags persist over steps, as
+//! on the device.
 //!
-//! What a program does wrong is a [`Trap`], which says where: words read before they are written, a
-//! load stream that is not what the tasks consume, a step that ends early. What it merely computes
-//! wrong is for [`compare`](crate::compare) to find.
+//! A violation by the program is a [`Trap`] with its place: words read before they are written, a load stream that does
+//! not match what the tasks consume, a step that ends early. Wrong values are found by [`compare`](crate::compare).
 
 use ir::program::{Program, Verified};
 use ir::{BufferId, CounterId, Graph, Weights, WorkerId};
@@ -22,13 +21,13 @@ use crate::trace::{Appended, Fired, Stored};
 use crate::trap::{Fault, InputError, MachineError, Trap};
 use crate::wave::Wave;
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 pub enum Run {
     /// Every step ended.
     Finished(Outputs),
-    /// The program did something that it must not do.
+    /// The program violated a rule.
     Trapped(Trap),
     /// Tasks are left and none is ready.
     Stuck {
@@ -54,17 +53,16 @@ impl From<Trap> for Run {
     }
 }
 
-/// What a finished run gives.
+/// The outputs of a finished run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outputs {
     /// Logits after each token that was fed.
     pub logits: Vec<Vec<f32>>,
-    /// Of `run`: the token that the program chose after each token that was fed. Of `greedy`: the
-    /// continuation.
+    /// From `run`: the token that the program chose after each fed token. From `greedy`: the continuation.
     pub tokens: Vec<u32>,
 }
 
-/// A worker that cannot go on.
+/// A blocked worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
     /// The worker.
@@ -122,21 +120,20 @@ pub struct Machine<'a> {
     memory: Memory<'a>,
     epoch: u32,
     positions: usize,
-    /// The last token chosen, until positions are forgotten.
+    /// The last chosen token, until positions are dropped.
     chosen: Option<u32>,
     /// The last run stopped in the middle of a step.
     halted: bool,
     defect: Option<(Defect, Option<u16>)>,
-    /// What tasks stored, while somebody wants to know.
+    /// The stores of tasks, while tracing.
     trace: Option<Vec<Fired>>,
 }
 
-/// Where a worker stands in its queue during a step.
+/// A worker's progress through its queue during a step.
 #[derive(Default)]
 struct Progress {
     task: usize,
-    /// Inputs of the next task and the first word of them not known to have arrived: span, and word
-    /// within.
+    /// Inputs of the next task, and the first word of them that is not known to have arrived: span, and word within it.
     inputs: Option<Vec<Span>>,
     scan: (usize, u32),
     ready: bool,
@@ -155,8 +152,8 @@ impl<'a> Machine<'a> {
         Self::bind(program, graph, weights)
     }
 
-    /// As [`new`](Self::new), with the weights that `products` are of. Products of stored rows
-    /// that an earlier machine computed are not computed again; nothing else is left out.
+    /// As [`new`](Self::new), with the weights of `products`. Products of stored rows that an earlier machine computed
+    /// are reused; nothing else is skipped.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -170,7 +167,7 @@ impl<'a> Machine<'a> {
         Ok(Self { products: Some(products), ..machine })
     }
 
-    /// As [`new`](Self::new), for tests of what verification keeps out.
+    /// As [`new`](Self::new) for unverified programs, for tests of what verification refuses.
     pub(crate) fn bind(
         program: &'a Program,
         graph: &Graph,
@@ -203,7 +200,7 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// Makes the machine wrong, in one layer or in all, so that those who judge machines can be judged.
+    /// Adds a defect in one layer or in all, to test the checks that judge machines.
     #[must_use]
     pub fn with_defect(mut self, defect: Defect, layer: Option<u16>) -> Self {
         self.defect = Some((defect, layer));
@@ -234,20 +231,19 @@ impl<'a> Machine<'a> {
         self.memory.layer(layer).map_or(&[], |cache| &cache.values)
     }
 
-    /// What a plain or flag-in-data buffer holds after the last step; words that no task wrote are NaN.
+    /// Contents of a plain or flag-in-data buffer after the last step; unwritten words are NaN.
     #[must_use]
     pub fn buffer(&self, buffer: BufferId) -> Option<Vec<f32>> {
         self.memory.contents(buffer)
     }
 
-    /// Forgets everything, as if the program had just been loaded.
+    /// Resets all state, as if the program had just been loaded.
     pub fn reset(&mut self) {
         self.memory.reset();
         (self.epoch, self.positions, self.chosen, self.halted) = (0, 0, None, false);
     }
 
-    /// Forgets all but the first `positions` positions. A continuation then needs a fed token
-    /// first.
+    /// Drops all but the first `positions` positions. A continuation then needs a fed token first.
     pub fn truncate(&mut self, positions: usize) {
         if positions < self.positions {
             self.memory.truncate(positions);
@@ -255,8 +251,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Goes on after these keys and values, as if they were those of the first `positions` positions; one pair a layer, in the layout of
-    /// [`keys`](Self::keys). A continuation then needs a fed token first.
+    /// Resumes after these keys and values, as those of the first `positions` positions; one pair per layer, in the
+    /// layout of [`keys`](Self::keys). A continuation then needs a fed token first.
     ///
     /// # Errors
     /// If they are not those of `positions` positions in every layer, do not fit the KV cache, or the last run did not finish.
@@ -305,7 +301,7 @@ impl<'a> Machine<'a> {
         Ok(Run::Finished(outputs))
     }
 
-    /// Feeds one token, and says what each task stored, in the order in which they ran.
+    /// Feeds one token, and returns the stores of each task, in the order in which they ran.
     ///
     /// # Errors
     /// As [`run`](Self::run).
@@ -316,11 +312,10 @@ impl<'a> Machine<'a> {
         Ok((run?, fired))
     }
 
-    /// Runs one task of the last step again, on what is in memory now, and stores nothing. That is what it had, unless its inputs were
-    /// overwritten since.
+    /// Runs one task of the last step again on the current memory, and stores nothing. Its inputs are the same as
+    /// before, unless they were overwritten since.
     ///
-    /// # Errors
-    /// The trap that it ends in.
+    /// # Errors The trap of the task.
     pub fn again(&self, fired: &Fired, token: u32) -> Result<Fired, Trap> {
         let position = self.positions.saturating_sub(1) as u32;
         let step = Step { token, position, epoch: self.epoch };
@@ -331,7 +326,7 @@ impl<'a> Machine<'a> {
         Ok(self.fired(worker, task, &effects))
     }
 
-    /// What a task has stored, as readers find it.
+    /// A task's stores, as readers see them.
     fn fired(&self, worker: usize, task: usize, effects: &Effects) -> Fired {
         let stored = |(buffer, start, words): &(BufferId, u32, Vec<u32>)| Stored {
             buffer: *buffer,
@@ -352,8 +347,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Continues the sequence with the tokens that the program chooses, up to `n`. A token of
-    /// `stop` is the last one returned.
+    /// Continues the sequence with the tokens that the program chooses, up to `n`. A token of `stop` is the last one
+    /// returned.
     ///
     /// The last token returned is chosen but not fed.
     ///
@@ -383,7 +378,7 @@ impl<'a> Machine<'a> {
         Ok(Run::Finished(outputs))
     }
 
-    /// Runs one token through the program and returns the token chosen.
+    /// Runs one token through the program and returns the chosen token.
     fn step(&mut self, token: u32, order: Order) -> Result<u32, Run> {
         self.epoch = self.epoch.wrapping_add(1);
         let step = Step { token, position: self.positions as u32, epoch: self.epoch };
@@ -419,7 +414,7 @@ impl<'a> Machine<'a> {
         Ok(chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))?)
     }
 
-    /// Whether the worker's next task is ready; looks only at what it was not known to have.
+    /// Whether the worker's next task is ready; checks only waits and words that were not ready before.
     fn poll(&self, worker: usize, progress: &mut Progress, step: Step) -> Result<bool, Trap> {
         let Some(task) = self.program.workers[worker].tasks.get(progress.task) else {
             return Ok(false);
@@ -451,7 +446,7 @@ impl<'a> Machine<'a> {
         Ok(true)
     }
 
-    /// Computes what the picked workers' next tasks change. None sees the changes of another.
+    /// Computes the effects of the picked workers' next tasks. None sees the effects of another.
     fn fire(
         &self,
         picked: &[usize],
@@ -501,7 +496,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Checks the end of a step: the token chosen, and that no other task is left.
+    /// Checks the end of a step: the chosen token, and that no other task is left.
     fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<u32, Trap> {
         let vocab = self.program.dims.vocab;
         if left > 0 {

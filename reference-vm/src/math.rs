@@ -1,10 +1,10 @@
 //! Dot products whose bits do not depend on the CPU or on the number of threads, and the few scalar
 //! functions around them.
 //!
-//! A dot product is 32 independent `f32` running sums of fused multiply-adds, element `i` going to
-//! sum `i % 32`, added up by a fixed tree in `f64`. The sums are independent, so they may be
-//! vectorised with any width. Each output element is one such dot product: how rows are spread over
-//! threads, and how many positions share a pass over the weights, cannot change a result.
+//! A dot product is 32 independent `f32` running sums of fused multiply-adds, with element `i` in sum `i % 32`, added
+//! up by a fixed tree in `f64`. The sums are independent, so they may be vectorised with any width. Each output element
+//! is one such dot product: neither the distribution of rows over threads nor the number of positions per pass can
+//! change a result.
 
 use ir::{DType, Tensor};
 use rayon::prelude::*;
@@ -20,11 +20,10 @@ pub(crate) use vector::Width;
 /// Running sums of a dot product.
 pub(crate) const LANES: usize = 32;
 
-/// Multiply-adds that one parallel task should hold, so that small matrices do not drown in
-/// scheduling.
+/// Least multiply-adds of one parallel task, so that scheduling does not dominate small matrices.
 pub(crate) const TASK_MACS: usize = 1 << 16;
 
-/// How an element of a row is stored.
+/// The storage type of a row's elements.
 trait Element {
     /// The stored form; bytes, because rows need not be aligned.
     type Raw: Copy + Sync;
@@ -36,7 +35,7 @@ trait Element {
 struct StoredF32;
 struct StoredF16;
 struct StoredBf16;
-/// A row that was decoded already.
+/// A row that is already decoded.
 struct Decoded;
 
 impl Element for StoredF32 {
@@ -51,8 +50,7 @@ impl Element for StoredF32 {
 impl Element for StoredF16 {
     type Raw = [u8; 2];
 
-    /// Branch-free, so that it vectorises; `half` decides at run time, per element, which
-    /// instruction to use.
+    /// Branch-free, so that it vectorises; `half` chooses the instruction at run time, per element.
     #[inline(always)]
     fn value(raw: [u8; 2]) -> f32 {
         // Sign, exponent and mantissa at their places in an f32, but the exponent still has bias 15
@@ -60,7 +58,7 @@ impl Element for StoredF16 {
         let misbiased = (i32::from(i16::from_le_bytes(raw)) << 16 >> 3) as u32 & 0x8fff_e000;
         // Exact, for subnormals too.
         let value = f32::from_bits(misbiased) * f32::from_bits((127 + 112) << 23);
-        // Infinities and NaN had an exponent of ones, and get one.
+        // Infinities and NaN had an exponent of all ones, and get it back.
         let special = if value.abs() >= 65536.0 { 0x7f80_0000 } else { 0 };
         f32::from_bits(value.to_bits() | special)
     }
@@ -103,8 +101,8 @@ fn tree(sums: &[f32; LANES]) -> f32 {
     sums[0] as f32
 }
 
-/// The bits of an f32 rounded so that its lowest `TAG_BITS` are free, as a flag-in-data buffer keeps it: to nearest, ties away from zero. What
-/// is not a number stays so.
+/// The bits of an f32, rounded so that its lowest `TAG_BITS` are free, as in a flag-in-data buffer: to nearest, ties
+/// away from zero. NaN stays NaN.
 pub(crate) fn make_room(bits: u32) -> u32 {
     let tag = (1_u32 << abi::TAG_BITS) - 1;
     if f32::from_bits(bits).is_nan() {
@@ -166,7 +164,7 @@ impl<'a> Matrix<'a> {
         out[0]
     }
 
-    /// The rows from `first` on times `x`, which is as long as a row; as many as there is room for in `out`.
+    /// Products of `x`, which is as long as a row, with the rows from `first` on; as many as `out` has elements.
     pub(crate) fn dot_rows(&self, first: usize, x: &[f32], out: &mut [f32]) {
         let size = self.cols * self.dtype.bytes();
         self.single(&self.bytes[first * size..][..out.len() * size], x, out);

@@ -1,9 +1,7 @@
-//! What tasks read and write: the arena, constants, the key/value caches, the logits and the
-//! counters.
+//! The memory of a program: the arena, constants, the key/value caches, the logits and the counters.
 //!
-//! The arena is one array of words at the offsets that the program chose. Plain words and logits are
-//! poisoned before every step: reading what no task of this step has written is a fault, not a stale
-//! number.
+//! The arena is one array of words at the offsets that the program chose. Plain words and logits are poisoned before
+//! every step: a read of a word that no task of this step has written is a fault instead of a stale value.
 
 use abi::BufferKind;
 use ir::program::{Buffer, BufferSource, Dims, Program};
@@ -16,7 +14,7 @@ use crate::trap::{Fault, MachineError};
 /// A signalling NaN that no arithmetic produces.
 const POISON: u32 = 0x7fa5_a5a5;
 
-/// Bytes of the largest arena: far more than activations of one token need.
+/// Most bytes of an arena: far more than the activations of one token need.
 const ARENA_BYTES_MAX: u64 = 1 << 32;
 
 /// The run-time values of a step.
@@ -36,9 +34,9 @@ pub(crate) struct Span {
 }
 
 enum Place {
-    /// First word in the arena, one word an element.
+    /// First word in the arena, one word per element.
     Plain(usize),
-    /// First word in the arena, one word an element; its tag stands in a table of its own.
+    /// First word in the arena, one word per element; its tag is in a separate table.
     FlagInData(usize),
     Constant(Vec<f32>),
     /// One row of a packed matrix.
@@ -65,7 +63,7 @@ pub(crate) struct Memory<'a> {
     program: &'a Program,
     places: Vec<Place>,
     arena: Vec<u32>,
-    /// The step that wrote each flag-in-data word of the arena; the device keeps the lowest bits of it in the word.
+    /// The step that wrote each flag-in-data word of the arena; the device stores its lowest bits in the word.
     tags: Vec<u32>,
     logits: Vec<u32>,
     counters: Vec<u64>,
@@ -103,7 +101,7 @@ impl<'a> Memory<'a> {
         Ok(memory)
     }
 
-    /// As after loading: no step has run.
+    /// Resets memory to its state after loading: no step has run.
     pub(crate) fn reset(&mut self) {
         self.arena = vec![0; self.program.arena_bytes as usize / 4];
         self.tags = vec![0; self.arena.len()];
@@ -112,7 +110,7 @@ impl<'a> Memory<'a> {
         self.truncate(0);
     }
 
-    /// Forgets all but the first keys and values.
+    /// Drops all but the first keys and values.
     pub(crate) fn truncate(&mut self, positions: usize) {
         let heads = self.program.dims.kv_heads as usize;
         let width = heads * self.program.dims.head_dim as usize;
@@ -123,7 +121,8 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// Replaces all keys and values by those of the first positions; false if a layer has others than whole positions.
+    /// Replaces all keys and values by those of the first positions; false if those of a layer do not fill exactly
+    /// these positions.
     pub(crate) fn fill(&mut self, positions: usize, layers: &[(Vec<f32>, Vec<f32>)]) -> bool {
         let heads = self.program.dims.kv_heads as usize;
         let words = positions * heads * self.program.dims.head_dim as usize;
@@ -140,7 +139,7 @@ impl<'a> Memory<'a> {
         true
     }
 
-    /// Makes room for the step's key and value, and poisons what earlier steps left.
+    /// Makes room for the step's key and value, and poisons the words of earlier steps.
     pub(crate) fn begin(&mut self, step: Step) {
         for (buffer, place) in self.program.buffers.iter().zip(&self.places) {
             if let Place::Plain(first) = *place {
@@ -171,8 +170,7 @@ impl<'a> Memory<'a> {
         Ok((buffer, place))
     }
 
-    /// The first word of `span`, from its word `from` on, whose tag is not there yet, with the tag
-    /// that it has.
+    /// The first word of `span`, from its word `from` on, that does not have its tag yet, with the tag that it has.
     pub(crate) fn missing_tag(
         &self,
         span: Span,
@@ -260,7 +258,7 @@ impl<'a> Memory<'a> {
         self.program.dims
     }
 
-    /// Words of a buffer, whatever is in them; 0 for a buffer that does not exist.
+    /// Number of words of a buffer; 0 for a buffer that does not exist.
     pub(crate) fn words(&self, buffer: BufferId) -> u32 {
         self.program.buffers.get(buffer.index()).map_or(0, |buffer| buffer.words)
     }
@@ -329,14 +327,14 @@ impl<'a> Memory<'a> {
         self.caches.get(layer)
     }
 
-    /// Words that are stored in a buffer, as a reader finds them.
+    /// Words stored in a buffer, as a reader sees them.
     pub(crate) fn as_read(&self, buffer: BufferId, words: &[u32]) -> Vec<f32> {
         let flag_in_data = matches!(self.places.get(buffer.index()), Some(Place::FlagInData(_)));
         let read = |&word: &u32| f32::from_bits(if flag_in_data { make_room(word) } else { word });
         words.iter().map(read).collect()
     }
 
-    /// What a plain or flag-in-data buffer holds after the last step.
+    /// Contents of a plain or flag-in-data buffer after the last step.
     pub(crate) fn contents(&self, buffer: BufferId) -> Option<Vec<f32>> {
         let words = self.words(buffer) as usize;
         match *self.places.get(buffer.index())? {
@@ -350,7 +348,7 @@ impl<'a> Memory<'a> {
     }
 }
 
-/// The first word that `is` what is looked for. It is rarely there, so whole chunks are looked at without a way out.
+/// The first word that matches `is`. Matches are rare, so whole chunks are tested without an early exit.
 fn find(words: &[u32], is: impl Fn(u32) -> bool) -> Option<usize> {
     let mut chunks = words.chunks(64).enumerate();
     let found = |chunk: &[u32]| chunk.iter().fold(false, |any, &word| any | is(word));
@@ -366,7 +364,7 @@ pub(crate) struct Append {
     pub(crate) value: Vec<f32>,
 }
 
-/// Where a buffer's words are, if its source, kind, words and offset fit together.
+/// The place of a buffer's words, if its source, kind, words and offset are consistent.
 fn place(
     program: &Program,
     graph: &Graph,

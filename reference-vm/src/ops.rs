@@ -1,7 +1,8 @@
-//! What each op reads, computes and writes. An op with more to it than moving words has a file, named as in the opcode table.
+//! The ops: their reads, arithmetic and writes. An op that does more than move words has its own file, named as in the
+//! opcode table.
 //!
-//! An op is a function of memory, the step and its parameters; it returns its [`Effects`] and
-//! changes nothing. `inputs` lists the activations that must have arrived before it may run.
+//! An op is a function of memory, the step and its parameters; it returns its [`Effects`] and changes nothing. `inputs`
+//! lists the activations that must have arrived before it may run.
 
 mod attention;
 mod attention_merge;
@@ -19,26 +20,25 @@ use crate::products::Products;
 use crate::trap::Fault;
 use crate::wave::Wave;
 
-/// Everything that a task may look at.
+/// The inputs of a task.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'m> {
     pub(crate) task: &'m Task,
     pub(crate) step: Step,
     pub(crate) memory: &'m Memory<'m>,
     pub(crate) packed: &'m [Packed<'m>],
-    /// Products that were computed before, if the machine may use them, and what the tasks of this wave
-    /// have in common.
+    /// Cached products, if the machine may use them, and the operands that tasks of this wave share.
     pub(crate) products: Option<(&'m Products<'m>, &'m Wave)>,
-    /// What this machine gets wrong in the task's layer.
+    /// The machine's defect in the task's layer.
     pub(crate) defect: Option<Defect>,
 }
 
 #[derive(Default)]
 pub(crate) struct Effects {
-    /// Words stored from a first word of a buffer on.
+    /// Stores: buffer, first word, words.
     pub(crate) writes: Vec<(BufferId, u32, Vec<u32>)>,
     pub(crate) append: Option<Append>,
-    /// The token chosen; ends the step.
+    /// The chosen token; it ends the step.
     pub(crate) chosen: Option<u32>,
 }
 
@@ -48,7 +48,7 @@ impl Effects {
     }
 }
 
-/// The words that the task at hand needs to have arrived.
+/// The words that must have arrived before the task runs.
 pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
     match context.task.op() {
         Params::Nop(p) => reserved(&p.reserved).map(|()| Vec::new()),
@@ -105,13 +105,13 @@ fn product(name: &'static str, a: u32, b: u32) -> Result<u32, Fault> {
     a.checked_mul(b).ok_or(Fault::Parameter { name, value: a })
 }
 
-/// Reserved parameters are zero, or a later version of the table means something by them.
+/// Reserved parameters must be zero, since a later version of the table may use them.
 fn reserved(words: &[u32]) -> Result<(), Fault> {
     let set = words.iter().find(|&&word| word != 0);
     set.map_or(Ok(()), |&value| Err(Fault::Parameter { name: "reserved", value }))
 }
 
-/// How the keys of a step are split; the same numbers in `attention` and in both merges.
+/// The split of a step's keys; the same in `attention` and in both merges.
 #[derive(Clone, Copy)]
 struct Splits {
     keys: u32,

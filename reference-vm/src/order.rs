@@ -1,5 +1,5 @@
-//! Which of several ready tasks goes first. A verified program gives the same bits in every order;
-//! these are the ones worth trying.
+//! The order of ready tasks. A verified program gives the same bits in every order; these orders are the ones worth
+//! testing.
 
 /// The order in which ready tasks are fired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -11,12 +11,12 @@ pub enum Order {
     Queue,
     /// One task at a time, of the last worker that is ready.
     Reverse,
-    /// One task at a time, of the worker that the seed favours. Favours last for some tasks and
-    /// then change, so that some workers run far ahead and others starve.
+    /// One task at a time, of the worker that the seed favours. A favour lasts for some tasks and then changes, so that
+    /// some workers run far ahead and others starve.
     Seeded(u64),
 }
 
-/// Tasks for which a seeded favour lasts, on average.
+/// Average number of tasks for which a seeded favour lasts.
 const FAVOUR_TASKS: u64 = 24;
 
 pub(crate) struct Picker {
@@ -26,7 +26,7 @@ pub(crate) struct Picker {
 }
 
 impl Picker {
-    /// A picker for one step; seeded orders differ from step to step.
+    /// The picker of one step; seeded orders differ from step to step.
     pub(crate) fn new(order: Order, epoch: u32) -> Self {
         let seed = match order {
             Order::Seeded(seed) => seed,

@@ -1,7 +1,7 @@
-//! Packed matrices and vectors of a program, read from the stored tensors that their maps name.
+//! Packed matrices and vectors of a program, read from the stored tensors of their maps.
 //!
-//! The machine never packs: it asks the map where a row comes from. So a packing that mixes rows up
-//! cannot be repeated here.
+//! The machine never packs: it looks up each row's origin in the map. So a packing error that mixes up rows cannot be
+//! repeated here.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ struct Part<'a> {
     place: Place,
 }
 
-/// What is known of the products of a packed matrix with one vector: by part of its map.
+/// Cached products of a packed matrix with one vector, by part of its map.
 pub(crate) struct Known(Vec<Option<Arc<Rows>>>);
 
 impl<'a> Packed<'a> {
@@ -84,15 +84,15 @@ impl<'a> Packed<'a> {
         self.locate(row).map_or(0.0, |(_, view, row)| view.dot_row(row, x))
     }
 
-    /// What `products` has of this matrix and `x`.
+    /// The cached products of this matrix and `x`.
     pub(crate) fn known(&self, products: &Products<'_>, x: &[f32]) -> Known {
         let vector = Vector::new(x);
         let of = |part: &Option<Part<'_>>| products.of(part.as_ref()?.place, &vector);
         Known(self.parts.iter().map(of).collect())
     }
 
-    /// Lets the crew of `products` compute what is absent of `known`, once. A vector that is shorter than the rows is left to
-    /// [`dot_row_known`](Self::dot_row_known).
+    /// Computes the missing products of `known` on the thread pool of `products`, once. A vector that is shorter than
+    /// the rows is left to [`dot_row_known`](Self::dot_row_known).
     pub(crate) fn fill(&self, products: &Products<'_>, x: &[f32], known: &Known) {
         for (part, rows) in self.parts.iter().zip(&known.0) {
             if let (Some(part), Some(rows)) = (part, rows)
@@ -103,7 +103,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// As [`dot_row`](Self::dot_row), with what is known of the same `x`.
+    /// As [`dot_row`](Self::dot_row), using the cached products of the same `x`.
     pub(crate) fn dot_row_known(&self, row: u32, x: &[f32], known: &Known) -> f32 {
         let Some((part, view, row)) = self.locate(row) else { return 0.0 };
         let product = || view.dot_row(row, x);
@@ -120,7 +120,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Part, view and stored row of a packed row; none for padding.
+    /// Part, view and stored row of a packed row; `None` for padding.
     fn locate(&self, row: u32) -> Option<(usize, &math::Matrix<'a>, usize)> {
         let (tensor, row) = self.map.locate(row)?;
         let parts = self.parts.iter().enumerate();
@@ -131,7 +131,7 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// The elements that a map gives when its rows are single elements: norm weights and biases.
+/// The elements of a map whose rows are single elements: norm weights and biases.
 pub(crate) fn vector(
     map: &RowMap,
     graph: &Graph,

@@ -1,10 +1,9 @@
-//! Dot products that were computed before, for machines that run many programs of one model.
+//! A cache of dot products, for machines that run many programs of one model.
 //!
-//! A schedule decides which task multiplies which rows, when, and from which buffer it takes the
-//! vector. It does not decide what a stored row times a given vector is. That number alone is kept
-//! here, under the stored row and all bits of the vector; everything that a schedule decides is
-//! still executed. A task with a wrong row asks for another number, and one with a wrong vector
-//! finds none, so what is refused without this memo is refused with it.
+//! A schedule decides which task multiplies which rows, when, and from which buffer it reads the vector. It does not
+//! affect the product of a stored row and a given vector. Only that number is cached here, under the stored row and all
+//! bits of the vector; everything that a schedule decides is still executed. A task with a wrong row looks up another
+//! number, and one with a wrong vector finds none, so the cache never hides an error.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -16,10 +15,10 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::math::{Matrix, TASK_MACS};
 
-/// No product has these bits: a signalling NaN, which no arithmetic gives.
+/// Marks a missing product: a signalling NaN, which no arithmetic gives.
 const ABSENT: u32 = 0x7fa5_5a5a;
 
-/// The products of one set of weights, up to a limit of memory.
+/// The cached products of one set of weights, up to a memory limit.
 pub struct Products<'w> {
     weights: &'w dyn Weights,
     bytes_max: usize,
@@ -31,12 +30,12 @@ pub struct Products<'w> {
 
 #[derive(Default)]
 struct Kept {
-    /// By matrix and by a hash of the vector, which is compared before it is believed.
+    /// By matrix and by a hash of the vector; the vector itself is compared as well.
     rows: BTreeMap<(Stored, u64), Vec<Arc<Rows>>>,
     bytes: usize,
 }
 
-/// A stored matrix: where its bytes are, which stay as long as the weights do, and how to read them.
+/// A stored matrix: the address of its bytes, which is stable as long as the weights live, and their format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Stored {
     pub(crate) address: usize,
@@ -45,18 +44,17 @@ pub(crate) struct Stored {
     pub(crate) cols: usize,
 }
 
-/// The products of one stored matrix with one vector, as far as they were asked for.
+/// The cached products of one stored matrix with one vector.
 pub(crate) struct Rows {
     vector: Arc<[u32]>,
     products: Vec<AtomicU32>,
     used: AtomicU64,
-    /// Somebody has seen to it that a crew multiplies the whole matrix.
+    /// A thread has already requested the product of the whole matrix from the pool.
     claimed: AtomicBool,
 }
 
 impl Rows {
-    /// The product of row `row`, computed if nobody did yet. Two threads that both compute it store
-    /// the same bits.
+    /// The product of row `row`, computed on first use. Two threads that both compute it store the same bits.
     pub(crate) fn get(&self, row: usize, compute: impl FnOnce() -> f32) -> f32 {
         let found = self.products[row].load(Ordering::Relaxed);
         if found != ABSENT {
@@ -67,8 +65,9 @@ impl Rows {
         product
     }
 
-    /// Computes what is absent on all threads of the crew. A program takes rows one task after another and on few threads; memory
-    /// feeds more than those. Nobody waits for this: who needs a row before it is there computes it.
+    /// Computes the missing products on all threads of the pool. A program takes rows one task after another on few
+    /// threads, fewer than the memory bandwidth supports. No thread waits for this: a row that is needed earlier is
+    /// computed by its reader.
     fn fill(&self, matrix: &Matrix<'_>, x: &[f32], crew: &ThreadPool) {
         if self.claimed.swap(true, Ordering::Relaxed) {
             return;
@@ -101,7 +100,7 @@ pub(crate) struct Vector {
 impl Vector {
     pub(crate) fn new(values: &[f32]) -> Self {
         let bits: Arc<[u32]> = values.iter().map(|value| value.to_bits()).collect();
-        // Multiply and rotate, in lanes that do not wait for each other. Any hash will do.
+        // Multiply and rotate, in independent lanes. Any hash will do.
         let mix = |hash: u64, word: u32| {
             (hash.rotate_left(5) ^ u64::from(word)).wrapping_mul(0x517c_c1b7_2722_0a95)
         };
@@ -119,7 +118,7 @@ impl Vector {
 }
 
 impl<'w> Products<'w> {
-    /// Remembers nothing yet, and at most `bytes_max` bytes.
+    /// An empty cache of at most `bytes_max` bytes.
     #[must_use]
     pub fn new(weights: &'w dyn Weights, bytes_max: usize) -> Self {
         Self {
@@ -131,32 +130,32 @@ impl<'w> Products<'w> {
         }
     }
 
-    /// Multiplies the whole of a matrix on so many threads when its first product with a vector is asked for. Where the system has no
-    /// threads to give, products are computed one by one as before.
+    /// Multiplies the whole of a matrix on this many threads when its first product with a vector is requested. If the
+    /// system cannot start threads, products are computed one by one.
     #[must_use]
     pub fn with_crew(self, threads: usize) -> Self {
         let crew = ThreadPoolBuilder::new().num_threads(threads).build().ok();
         Self { crew, ..self }
     }
 
-    /// The weights whose products these are.
+    /// The weights of these products.
     #[must_use]
     pub fn weights(&self) -> &'w dyn Weights {
         self.weights
     }
 
-    /// Bytes that are held.
+    /// Bytes in use.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.kept.read().unwrap_or_else(PoisonError::into_inner).bytes
     }
 
-    /// A new program begins: what the last one did not use may go when room is needed.
+    /// Begins a new program: entries that the last one did not use may be evicted when space is needed.
     pub(crate) fn begin(&self) {
         self.generation.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Has a crew, if there is one, compute what is absent of the products of `matrix` with `x`.
+    /// Computes the missing products of `matrix` with `x` on the thread pool, if there is one.
     pub(crate) fn fill(&self, rows: &Rows, matrix: &Matrix<'_>, x: &[f32]) {
         if let Some(crew) = &self.crew {
             rows.fill(matrix, x, crew);
@@ -199,7 +198,8 @@ impl<'w> Products<'w> {
 }
 
 impl Kept {
-    /// Drops what was not used for longest until no more than `bytes` are left, or all that is left was used since `generation`.
+    /// Evicts the least recently used entries until at most `bytes` are left, or all that remain were used since
+    /// `generation`.
     fn forget(&mut self, generation: u64, bytes: usize) {
         let used = |rows: &Arc<Rows>| rows.used.load(Ordering::Relaxed);
         let mut by_use: BTreeMap<u64, usize> = BTreeMap::new();
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(first.get(0, || 3.0), 3.0);
         products.begin();
         assert!(products.of(MATRIX, &vector(4)).is_some());
-        // The first and the fourth are left of the four, and the new one.
+        // The first and the fourth of the four are left, and the new one.
         assert_eq!(products.bytes(), 3 * one);
         assert_eq!(products.of(MATRIX, &vector(0)).unwrap().get(0, || unreachable!()), 3.0);
     }

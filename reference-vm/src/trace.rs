@@ -1,4 +1,4 @@
-//! What each task of a step stored, in the order in which the machine ran them.
+//! A trace of each task's stores in a step, in the order in which the machine ran them.
 
 use ir::{BufferId, WorkerId};
 
@@ -9,16 +9,16 @@ pub struct Fired {
     pub worker: WorkerId,
     /// Its index in the worker's queue.
     pub task: u32,
-    /// What it stored, as a reader finds it.
+    /// Its stores, as a reader sees them.
     pub writes: Vec<Stored>,
-    /// The key and value that it appended.
+    /// The appended key and value.
     pub appended: Option<Appended>,
-    /// The token that it chose.
+    /// The chosen token.
     pub chosen: Option<u32>,
 }
 
 impl Fired {
-    /// A task that somebody else ran, such as a device.
+    /// A task that was run by another executor, such as a device.
     #[must_use]
     pub fn elsewhere(worker: WorkerId, task: u32, writes: Vec<Stored>) -> Self {
         Self { worker, task, writes, appended: None, chosen: None }

@@ -1,10 +1,10 @@
-//! Whose fault it is: a [`Trap`] is a result of the program, a [`MachineError`] is a fault of what
-//! surrounds it.
+//! Errors of two kinds: a [`Trap`] is a result of the program, a [`MachineError`] is a fault of the caller or the
+//! environment.
 
 use abi::{BufferKind, Opcode};
 use ir::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 
-/// The program did something that it must not do.
+/// A violation by the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("worker {worker}, task {task} ({}), epoch {epoch}: {fault}", opcode.info().name)]
 pub struct Trap {
@@ -16,11 +16,11 @@ pub struct Trap {
     pub opcode: Opcode,
     /// The step, from 1.
     pub epoch: u32,
-    /// What it did.
+    /// The violation.
     pub fault: Fault,
 }
 
-/// What a task did wrong.
+/// A violation by a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// A parameter outside its table, or parameters that contradict each other or the matrix.
@@ -31,12 +31,12 @@ pub enum Fault {
         /// Its value.
         value: u32,
     },
-    /// A buffer that the op needs is not given.
+    /// A required buffer is missing.
     #[error("{access} {index} is not given")]
     NoBuffer {
         /// `read` or `write`.
         access: &'static str,
-        /// Which of them.
+        /// Its index among the task's reads or writes.
         index: usize,
     },
     /// A buffer outside the table.
@@ -62,7 +62,7 @@ pub enum Fault {
         /// Words of the buffer.
         words: u32,
     },
-    /// A word that nothing has written in this step.
+    /// A read of a word that was not written in this step.
     #[error("word {word} of buffer {buffer} is read before it is written")]
     Unwritten {
         /// The buffer.
@@ -70,7 +70,7 @@ pub enum Fault {
         /// The word.
         word: u32,
     },
-    /// A flag-in-data word that holds another write than the one meant.
+    /// A flag-in-data word with the tag of another write.
     #[error("word {word} of buffer {buffer} has tag {have} instead of {need}")]
     Tag {
         /// The buffer.
@@ -79,7 +79,7 @@ pub enum Fault {
         word: u32,
         /// Its tag.
         have: u32,
-        /// The tag of the write that the task means.
+        /// The tag that the task expects.
         need: u32,
     },
     /// A key that is not in the cache.
@@ -111,7 +111,7 @@ pub enum Fault {
     /// The step ended while tasks were left.
     #[error("the step ends while {0} other tasks are left")]
     EarlyEnd(u64),
-    /// All tasks are over and none ended the step.
+    /// All tasks ended and none ended the step.
     #[error("no task ends the step")]
     NoEnd,
     /// The token chosen is not in the vocabulary.
@@ -124,13 +124,13 @@ pub enum Fault {
     },
 }
 
-/// The machine cannot be built, or cannot do what was asked.
+/// The machine cannot be built, or cannot do what was requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MachineError {
-    /// The program was lowered from a graph of other shapes.
+    /// The program was lowered from a graph with other dimensions.
     #[error("the program's shapes are not the graph's")]
     Dims,
-    /// A program without workers, or with as many logits buffers as this, instead of one.
+    /// The program has no workers, or does not have exactly one logits buffer.
     #[error("the program has {workers} workers and {logits} logits buffers")]
     Incomplete {
         /// Workers.
@@ -157,7 +157,7 @@ pub enum MachineError {
     /// A packed matrix has no parts, no rows or no columns.
     #[error("matrix {0} is empty")]
     Matrix(MatrixId),
-    /// What was to be fed or gone on from.
+    /// Invalid tokens, or an invalid cache to resume from.
     #[error(transparent)]
     Input(#[from] InputError),
     /// The last run did not finish, so memory is in the middle of a step.
@@ -165,7 +165,7 @@ pub enum MachineError {
     Halted,
 }
 
-/// What was asked of an evaluator or a machine cannot be done.
+/// An invalid request to an evaluator or a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InputError {
     /// A token is not in the vocabulary.
@@ -184,10 +184,10 @@ pub enum InputError {
         /// Positions that the KV cache may hold.
         capacity: usize,
     },
-    /// Keys and values to go on from are not those of so many positions in every layer.
+    /// The keys and values to resume from do not have this many positions in every layer.
     #[error("the keys and values to go on from are not those of {0} positions in every layer")]
     Cache(usize),
-    /// A continuation was asked for before any token was fed.
+    /// A continuation was requested before any token was fed.
     #[error("there is nothing to continue: feed a token first")]
     NothingFed,
 }

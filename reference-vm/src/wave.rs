@@ -1,8 +1,8 @@
-//! What tasks of one wave have in common.
+//! Operands that tasks of one wave share.
 //!
-//! The tasks of a wave read memory before any of them writes, so two that name the same operands with
-//! the same parameters multiply with the same vector. It is read, normed and looked up once. Everything
-//! that goes into it is its key; nothing outlives the wave.
+//! The tasks of a wave read memory before any of them writes, so two with the same operands and parameters multiply
+//! with the same vector. It is read, normed and looked up once. The key has all of its inputs; nothing outlives the
+//! wave.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -14,18 +14,18 @@ use ir::program::Task;
 use crate::packed::Known;
 use crate::trap::Fault;
 
-/// What a matvec multiplies its rows with.
+/// The vector that a matvec multiplies its rows with.
 pub(crate) struct Operand {
     pub(crate) x: Vec<f32>,
     /// Factor of each product.
     pub(crate) scale: Option<f64>,
-    /// Products that were computed before, if the machine may use them.
+    /// Cached products, if the machine may use them.
     pub(crate) known: Option<Known>,
 }
 
 type Shared = Arc<Result<Operand, Fault>>;
 
-/// All parameters but those that say which rows a task takes, and all reads.
+/// All reads, and all parameters except those that select a task's rows.
 type Key = ([u32; 16], [Option<BufferId>; abi::READS_MAX]);
 
 #[derive(Default)]
@@ -34,7 +34,7 @@ pub(crate) struct Wave {
 }
 
 impl Wave {
-    /// The operand of a task, made by `make` for the first of those that share it.
+    /// The operand of a task, computed by `make` for the first of those that share it.
     pub(crate) fn operand(
         &self,
         task: &Task,

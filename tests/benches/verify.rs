@@ -1,4 +1,4 @@
-//! How long `verify` takes, from a hundred tasks to a hundred thousand.
+//! Benchmarks of `verify`, from a hundred tasks to a hundred thousand.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ir::program::check;

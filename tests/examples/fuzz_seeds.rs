@@ -1,4 +1,4 @@
-//! Writes valid inputs of every fuzz target into `tests/fuzz/corpus/NAME/`, for libFuzzer to start from.
+//! Writes valid inputs of every fuzz target into `tests/fuzz/corpus/NAME/`, as seeds for libFuzzer.
 
 use tests::fuzz::TARGETS;
 

@@ -1,4 +1,4 @@
-//! Every fuzz body under libFuzzer. `AMK_FUZZ_TARGET` names the one to run.
+//! Runs a fuzz body under libFuzzer. `AMK_FUZZ_TARGET` names it.
 #![no_main]
 
 use std::sync::LazyLock;

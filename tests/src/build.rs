@@ -1,4 +1,5 @@
-//! Builds valid programs by construction, without `lower`: one phase after the other, each dealt over the workers.
+//! Builds valid programs by construction, without `lower`: one phase after the other, each partitioned over the
+//! workers.
 
 use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Opcode,
@@ -11,7 +12,7 @@ use ir::{BufferId, CounterId, Graph, MatrixId, TensorId};
 
 use crate::toy::{Shape, graph};
 
-/// The phases whose output is handed over in a way of its own choice.
+/// The phases whose hand-off can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Embedding.
@@ -32,7 +33,7 @@ pub enum Phase {
     LmHead,
 }
 
-/// How to build a program.
+/// Options of a program.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Workers.
@@ -45,9 +46,9 @@ pub struct Plan {
     pub merge_fused: bool,
     /// Splits of the keys.
     pub splits: u32,
-    /// Keys of a block.
+    /// Keys per block.
     pub kv_block: u32,
-    /// Tiles dealt at once.
+    /// Tiles assigned at once.
     pub block_tiles: u32,
     /// Added to the first worker of each phase.
     pub rotate: u32,
@@ -55,14 +56,15 @@ pub struct Plan {
     pub kv_capacity: u32,
 }
 
-/// What a phase hands over.
+/// The output of a phase.
 #[derive(Clone, Copy)]
 struct Output {
     buffer: BufferId,
     wait: Option<Wait>,
 }
 
-/// A program of about this many tasks: as many layers of a large model as it takes, about five tasks a worker each.
+/// A program of about this many tasks: as many layers of a large model as needed, with about five tasks per worker and
+/// layer.
 #[must_use]
 pub fn sized(tasks: u32, workers: u32, flag_in_data: u8) -> Program {
     let shape = Shape {
@@ -165,7 +167,7 @@ impl Builder<'_> {
         )
     }
 
-    /// Candidates hold rows, which leave no room for a tag.
+    /// Candidates hold row numbers, which leave no bits for a tag.
     fn is_flag_in_data(&self, phase: Phase) -> bool {
         phase != Phase::LmHead && self.plan.flag_in_data >> phase as u32 & 1 == 1
     }
@@ -181,7 +183,7 @@ impl Builder<'_> {
         id
     }
 
-    /// Deals `tasks` (each already complete but for its signal) over the workers and hands over `buffer`.
+    /// Assigns `tasks` (complete but for their signal) to the workers and hands over `buffer`.
     fn phase(
         &mut self,
         phase: Phase,
@@ -209,7 +211,7 @@ impl Builder<'_> {
         worker.tasks.push(task);
     }
 
-    /// Splits `tiles` into one contiguous share per worker, in steps of `granule` tiles.
+    /// Splits `tiles` into one contiguous range per worker, in steps of `granule` tiles.
     fn shares(&self, tiles: u32, granule: u32) -> Vec<(u32, u32)> {
         let granule = granule * self.plan.block_tiles;
         let blocks = tiles.div_ceil(granule);
@@ -281,7 +283,8 @@ impl Builder<'_> {
         self.phase(Phase::Embed, x, None, tasks)
     }
 
-    /// A matvec phase that adds to a residual. The words of the input may be flag-in-data and so do not order the residual: its own counter does.
+    /// A matvec phase that adds to a residual. The input words may be flag-in-data and then do not order the residual:
+    /// its own counter does.
     fn added(
         &mut self,
         phase: Phase,
@@ -451,8 +454,8 @@ impl Builder<'_> {
         self.push(0, sample);
     }
 
-    /// What the last task of a worker has stored is released to the next step by a counter: where it hands over by flag-in-data words
-    /// alone, it signals, and `sample` waits for that.
+    /// Releases the stores of each worker's last task to the next step by a counter: if the task hands over by
+    /// flag-in-data words alone, it also signals, and `sample` waits for that.
     fn loose_ends(&mut self) -> Option<Wait> {
         let counter = CounterId(self.program.counters);
         let loose = |task: &&mut Task| task.signal.is_none();

@@ -16,7 +16,7 @@ macro_rules! edits {
             /// Every class.
             pub const ALL: &'static [Self] = &[$(Self::$variant),+];
 
-            /// What the edit does.
+            /// A description of the edit.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name),+ }
@@ -51,8 +51,8 @@ edits! {
 }
 
 impl Edit {
-    /// Whether a program that is still accepted after the edit must give the results that it gave before.
-    /// The others may change what is computed, but not make it depend on the order.
+    /// Whether a program that is still accepted after the edit must give the same results as before. The other edits
+    /// may change what is computed, but must not make it depend on the order.
     #[must_use]
     pub const fn keeps_meaning(self) -> bool {
         match self {
@@ -81,7 +81,7 @@ impl Edit {
         }
     }
 
-    /// Edits the program at a place of the generator's choice. May find nothing to edit.
+    /// Edits the program at a place that the generator chooses. There may be nothing to edit.
     pub fn apply(self, program: &mut Program, rng: &mut Rng) {
         match self {
             Self::DropWait | Self::LowerThreshold | Self::RaiseThreshold | Self::RedirectWait => {
@@ -214,7 +214,7 @@ impl Edit {
             program.buffers[a].offset = program.buffers[a].offset.wrapping_add(by);
             return;
         }
-        // Out of the others' way, so that only the kind changes.
+        // Moved away from other buffers, so that only the kind changes.
         let buffer = &mut program.buffers[a];
         buffer.kind = if buffer.kind == BufferKind::FlagInData {
             BufferKind::Plain
@@ -275,7 +275,7 @@ fn corrupt_split(program: &mut Program, rng: &mut Rng) {
     }
 }
 
-/// One of the tasks that fit.
+/// A random matching task.
 fn any_task<'a>(
     program: &'a mut Program,
     rng: &mut Rng,

@@ -1,14 +1,14 @@
-//! Tests that are files: a program in text form, what to do with it, and what must come out.
+//! File tests: a program in text form, directives, and the expected result.
 //!
 //! A file begins with directives, `;! name = value`. `test` lists the modes:
 //!
 //! - `verify`: the program is parsed and verified;
-//! - `text`: the file is as `print` would write it;
+//! - `text`: the file equals the output of `print`;
 //! - `lower`, `run`: see `tests/lowering.rs`.
 //!
-//! An expected error is a comment `; error: RULE words of the detail` on the line of the buffer, matrix, worker or task that it is about, or
-//! on a line of its own before the program when it is about no line. A parse error has `PARSE` for a rule. Every error must be expected,
-//! and every expected error must occur. `BLESS=1` rewrites the expectations.
+//! An expected error is a comment `; error: RULE words of the detail` on the line of its buffer, matrix, worker or
+//! task, or on a line of its own before the program if it has no line. A parse error has `PARSE` for a rule. Every
+//! error must be expected, and every expected error must occur. `BLESS=1` rewrites the expectations.
 
 use std::path::{Path, PathBuf};
 
@@ -17,15 +17,15 @@ use ir::text::{parse, print};
 use ir::{At, Violations};
 use similar::TextDiff;
 
-/// A file test, as read.
+/// A parsed file test.
 pub struct Filetest {
-    /// Where it came from.
+    /// Its path.
     pub path: PathBuf,
-    /// All of it.
+    /// The whole text.
     pub text: String,
 }
 
-/// An error, on a line (from one), or on none.
+/// An expected or actual error, on a line (from one), or on none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Expectation {
     line: Option<usize>,
@@ -75,7 +75,7 @@ pub fn unified(expected: &str, actual: &str) -> String {
 const MARK: &str = "; error: ";
 
 impl Filetest {
-    /// Its path in the folder of file tests.
+    /// Its path relative to the folder of file tests.
     #[must_use]
     pub fn name(&self) -> String {
         self.path.strip_prefix(folder()).unwrap_or(&self.path).display().to_string()
@@ -103,7 +103,7 @@ impl Filetest {
         expectations(&self.text).into_iter().map(|e| e.rule).collect()
     }
 
-    /// Runs the modes that need nothing but `ir`. `Err` holds the text that would pass, if there is one, and what is wrong.
+    /// Runs the modes that need only `ir`. `Err` holds the text that would pass, if there is one, and the error.
     ///
     /// # Errors
     /// If an expectation is not met.
@@ -143,7 +143,7 @@ impl Filetest {
         if wrong.is_empty() { Ok(()) } else { Err((passing, wrong)) }
     }
 
-    /// The errors that do occur.
+    /// The actual errors.
     fn actual(&self) -> Vec<Expectation> {
         let program = match parse(&self.text) {
             Ok(program) => program,
@@ -166,7 +166,7 @@ impl Filetest {
     }
 }
 
-/// Violations with the lines that they are about.
+/// Violations with their lines.
 fn located(text: &str, violations: &Violations) -> Vec<Expectation> {
     let places = places(text);
     let line = |at: &At| places.iter().find(|(place, _)| place == at).map(|&(_, line)| line);
@@ -178,7 +178,7 @@ fn located(text: &str, violations: &Violations) -> Vec<Expectation> {
     violations.list().iter().map(expectation).collect()
 }
 
-/// Which line declares what.
+/// The line of each declaration.
 fn places(text: &str) -> Vec<(At, usize)> {
     let mut places = Vec::new();
     let (mut matrices, mut buffers, mut workers, mut tasks) = (0, 0, 0, 0);
@@ -207,7 +207,7 @@ fn places(text: &str) -> Vec<(At, usize)> {
     places
 }
 
-/// Where an expectation begins. A detail may hold `;` but no second mark.
+/// Splits a line before its expectation. A detail may contain `;` but no second mark.
 fn split_mark(line: &str) -> (&str, Option<&str>) {
     match line.find(MARK) {
         Some(start) => (line[..start].trim_end(), Some(&line[start..])),
@@ -228,7 +228,7 @@ fn expectations(text: &str) -> Vec<Expectation> {
     list
 }
 
-/// The text with these expectations and no others.
+/// The text with exactly these expectations.
 fn annotate(text: &str, actual: &[Expectation]) -> String {
     let marks = |line: Option<usize>| -> Vec<String> {
         actual

@@ -1,7 +1,8 @@
-//! What the cross-crate tests share: toy models, programs built without `lower`, edits that break them,
-//! the explorer of memory orders, a scripted device, recorded measured grids, and the file-test runner.
+//! Utilities of the cross-crate tests: toy models, programs built without `lower`, edits that break them, the explorer
+//! of memory orders, a scripted device, recorded measured grids, and the file-test runner.
 //!
-//! Nothing but tests depends on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated here.
+//! Only tests depend on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated
+//! here.
 
 pub mod build;
 pub mod edit;
@@ -17,7 +18,7 @@ pub mod weak;
 
 use std::path::PathBuf;
 
-/// The root of the repository: where this was built, or the current folder on a machine that only got the program.
+/// The root of the repository: the build's path, or the current folder on a machine that only got the program.
 #[must_use]
 pub fn root() -> PathBuf {
     let built =

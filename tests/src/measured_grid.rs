@@ -1,4 +1,4 @@
-//! A recorded measured grid, read back.
+//! Reads a recorded measured grid.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use ir::schedule::ScheduleConfig;
 use search::LatencyKind;
 use search::measured_grid::{Answer, MEASURED_GRID_SCHEMA, Row, Space, Terms};
 
-/// A file that is no measured grid, or not one.
+/// A malformed file of a measured grid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {what}")]
 pub struct BadMeasuredGrid {
@@ -16,25 +16,25 @@ pub struct BadMeasuredGrid {
     pub what: String,
 }
 
-/// What a measured grid says of a schedule.
+/// The result of a schedule in a measured grid.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Found<'l> {
     /// It is not a point of the grid.
     Outside,
     /// It breaks rules.
     Illegal,
-    /// Nobody measured it: the run was cut off before.
+    /// It was not measured: the run was cut off before.
     Unrecorded,
-    /// It is legal and has no latency. The number tells programs apart.
+    /// It is legal and has no latency. The number distinguishes programs.
     Failed(u32),
-    /// Microseconds per token, and the blocks that say so. The number tells programs apart.
+    /// Microseconds per token, and the blocks that they come from. The number distinguishes programs.
     Timed(u32, f64, &'l [f64]),
 }
 
-/// All answers of a grid.
+/// All results of a grid.
 #[derive(Clone, Debug)]
 pub struct MeasuredGrid {
-    /// The terms of its file.
+    /// The parameters of its file.
     pub terms: Terms,
     space: Space,
     start: ScheduleConfig,
@@ -44,10 +44,11 @@ pub struct MeasuredGrid {
 }
 
 impl MeasuredGrid {
-    /// Reads the text of a file. `neutral` is the neutral schedule of its model. A last line without an end is left out: a kill cut it off.
+    /// Parses a file. `neutral` is the neutral schedule of its model. A last line without an end is ignored: a kill cut
+    /// it off.
     ///
     /// # Errors
-    /// The first line that does not fit.
+    /// The first malformed line.
     pub fn read(text: &str, neutral: &ScheduleConfig) -> Result<Self, BadMeasuredGrid> {
         let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
         let mut lines = whole.lines().enumerate().map(|(number, line)| (number + 1, line));
@@ -105,7 +106,7 @@ impl MeasuredGrid {
         &self.start
     }
 
-    /// What is known of a schedule.
+    /// The result of a schedule.
     #[must_use]
     pub fn at(&self, config: &ScheduleConfig) -> Found<'_> {
         let Some(point) = point_of(&self.space, config) else { return Found::Outside };
@@ -121,12 +122,12 @@ impl MeasuredGrid {
             Some(Answer::Predicted { us, .. }) => {
                 Found::Timed(point, *us, std::slice::from_ref(us))
             }
-            // A twin's point is before it in the file, and no twin itself.
+            // A twin's point is earlier in the file, and is not a twin itself.
             Some(Answer::Twin(of)) => self.of(*of),
         }
     }
 
-    /// Points by what became of them: timed, twins, failed, illegal, unrecorded.
+    /// Number of points by result: timed, twins, failed, illegal, unrecorded.
     #[must_use]
     pub fn counts(&self) -> [usize; 5] {
         let mut counts = [0; 5];

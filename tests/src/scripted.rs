@@ -1,4 +1,4 @@
-//! A device that does what a script says: the whole search runs in tests without a GPU.
+//! A scripted device: runs the whole search in tests without a GPU.
 
 use std::sync::Arc;
 
@@ -11,26 +11,26 @@ use search::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
 };
 
-/// What a real card does to times, whatever runs: shares of the time, of blocks that follow each other.
+/// The noise of a real card, independent of the program: fractions of the time, correlated between consecutive blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Jitter {
-    /// Standard deviation of what a block keeps of the one before it and adds to it.
+    /// Standard deviation of a block's noise, after the part kept from the block before.
     pub sigma: f64,
-    /// The share that it keeps: autocorrelation.
+    /// The fraction kept: autocorrelation.
     pub keeps: f64,
-    /// A walk that never returns: drift, a block's step of it.
+    /// Drift: the step per block of a random walk.
     pub walk: f64,
-    /// Every block so much slower than the one before: a card that warms up.
+    /// Slowdown per block: a card that warms up.
     pub trend: f64,
-    /// Share of blocks that something interrupts.
+    /// Fraction of interrupted blocks.
     pub spikes: f64,
     /// Typical length of an interruption; some are many times as long.
     pub spike: f64,
-    /// Share of blocks at which the clock changes, and by how much.
+    /// Fraction of blocks at which the clock changes, and by how much.
     pub steps: (f64, f64),
 }
 
-/// Where the noise of a card is.
+/// The state of a card's noise.
 #[derive(Clone, Copy, Debug, Default)]
 struct Weather {
     kept: f64,
@@ -38,12 +38,12 @@ struct Weather {
     stepped: bool,
 }
 
-/// What a scripted device does with one program.
+/// The scripted behaviour of one program.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Behaviour {
     /// Microseconds per token.
     pub us: f64,
-    /// Width of the uniform noise on that, as a share.
+    /// Width of the uniform noise on that, as a fraction.
     pub noise: f64,
     /// Fails to load.
     pub load_error: Option<DeviceError>,
@@ -51,11 +51,11 @@ pub struct Behaviour {
     pub run_error: Option<DeviceError>,
     /// Fails while it is timed.
     pub time_error: Option<DeviceError>,
-    /// Answers wrong values.
+    /// Returns wrong values.
     pub wrong: bool,
-    /// Answers wrong values from this position on.
+    /// Returns wrong values from this position on.
     pub wrong_from: Option<usize>,
-    /// Answers wrong values when it is timed, and only then.
+    /// Returns wrong values only while it is timed.
     pub wrong_when_timed: bool,
     /// In every second fresh sequence the last bit of this word of this position's logits differs.
     pub unrepeatable: Option<(usize, usize)>,
@@ -96,7 +96,7 @@ pub struct ScriptedDevice<'a> {
     bandwidth: f64,
     jitter: Jitter,
     weather: Weather,
-    /// Kernel builds that were compiled, and the one that is running.
+    /// Compiled kernel builds, and the running one.
     compiled: Vec<KernelConfig>,
     running: Option<KernelConfig>,
     costs: Costs,
@@ -104,9 +104,9 @@ pub struct ScriptedDevice<'a> {
     sequences: Vec<usize>,
     /// Fresh sequences of each program, by handle.
     fresh: Vec<usize>,
-    /// What is loaded now. The same program in another allocation is there twice, as on a real device.
+    /// Loaded programs. A program loaded in two allocations is there twice, as on a real device.
     live: Vec<(Arc<Verified<Program>>, KernelConfig)>,
-    /// Programs that were loaded at the same time, at most.
+    /// Most programs loaded at the same time.
     pub most_live: usize,
     /// Fresh sequences that were run, for tests that count evaluations.
     pub runs: usize,
@@ -119,7 +119,7 @@ pub struct ScriptedDevice<'a> {
 }
 
 impl<'a> ScriptedDevice<'a> {
-    /// A device whose programs behave as the script says; right answers are the first rows of `expected`.
+    /// A device whose programs behave as scripted; right answers are the first rows of `expected`.
     #[must_use]
     pub fn new(
         expected: Vec<Vec<f32>>,
@@ -166,7 +166,7 @@ impl<'a> ScriptedDevice<'a> {
         found.ok_or_else(|| DeviceError::Fault { reason: "no such program is loaded".into() })
     }
 
-    /// Launches the program's kernel, as a device would that can have one at a time.
+    /// Launches the program's kernel, like a device that can have one at a time.
     fn activate(&mut self, program: Handle) {
         let kernel = usize::try_from(program.0).ok().and_then(|i| self.loaded.get(i)).map(|l| l.1);
         if self.running != kernel {
@@ -175,10 +175,11 @@ impl<'a> ScriptedDevice<'a> {
         }
     }
 
-    /// Times two programs, whoever has the proofs: what [`Device::time`] does, for a device process that is scripted.
+    /// Times two programs, whichever process holds the proofs: what [`Device::time`] does, for a scripted device
+    /// process.
     ///
     /// # Errors
-    /// If the script says so.
+    /// If it is scripted.
     pub fn time_programs(
         &mut self,
         programs: [Handle; 2],
@@ -230,7 +231,7 @@ impl<'a> ScriptedDevice<'a> {
         behaviour.us * (1.0 + uniform + self.weather())
     }
 
-    /// The share by which the next block is slower, whoever runs it.
+    /// The slowdown of the next block, independent of the program.
     fn weather(&mut self) -> f64 {
         if self.jitter == Jitter::default() {
             return 0.0;

@@ -1,9 +1,10 @@
-//! Runs a program under weak memory: not what it computes, but which write each read finds.
+//! Simulates a program under weak memory: not its arithmetic, but which write each read finds.
 //!
-//! A second opinion on `verify`, which shares nothing with it but the words that a task touches. The memory is that of the explorer
-//! (`explore`), made for programs: every worker has two warps with a view each, which meet where the device has a block barrier; loads
-//! pick any value that is not older than the view, and stores any place behind it. The choices are drawn from a seed, so this samples
-//! where the explorer exhausts. Several steps run, early enough for splits of attention to be idle.
+//! A second check of `verify`, which shares nothing with it but the words that a task accesses. The memory is that of
+//! the explorer (`explore`), adapted to programs: every worker has two warps with a view each, which meet where the
+//! device has a block barrier; loads pick any value that is not older than the view, and stores any place after it. The
+//! choices are drawn from a seed, so this samples where the explorer exhausts. Several steps run, early enough for
+//! splits of attention to be idle.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,10 +14,10 @@ use ir::program::{Program, Region, Task, accesses, active_splits, attended, spli
 
 use crate::rng::Rng;
 
-/// Warps of a worker: enough for two of them to be apart.
+/// Warps per worker: enough for two of them to diverge.
 const WARPS: usize = 2;
 
-/// What a piece of memory holds.
+/// A value in a piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Value {
     step: u32,
@@ -25,7 +26,7 @@ struct Value {
     by: usize,
 }
 
-/// Where a value stands in the history of its piece. New places are made between old ones.
+/// The place of a value in the history of its piece. New places are made between old ones.
 type Place = f64;
 
 type View = Vec<Place>;
@@ -34,7 +35,7 @@ fn join(mine: &mut View, theirs: &View) {
     mine.iter_mut().zip(theirs).for_each(|(m, t)| *m = m.max(*t));
 }
 
-/// One thing that a warp does.
+/// One operation of a warp.
 #[derive(Clone, Copy, Debug)]
 enum Micro {
     Wait { counter: usize, need: u32 },
@@ -46,7 +47,7 @@ enum Micro {
     End,
 }
 
-/// Cuts the program's bytes where accesses begin or end.
+/// Divides the program's bytes where accesses begin or end.
 struct Pieces<'a> {
     program: &'a Program,
     /// First byte of each buffer's words: arena, then logits, then candidates of caches.
@@ -107,14 +108,14 @@ impl<'a> Pieces<'a> {
 struct Machine<'a> {
     program: &'a Program,
     pieces: usize,
-    /// By worker and warp: what is left to do, last first.
+    /// Remaining operations by worker and warp, last first.
     todo: Vec<[Vec<Micro>; WARPS]>,
     views: Vec<[View; WARPS]>,
     history: Vec<Vec<(Place, Value)>>,
     counters: Vec<(u32, View)>,
-    /// The step under way, and what is released with it.
+    /// The current step, and the view released with it.
     begun: (u32, View),
-    /// Which write each read has found, added up.
+    /// A checksum of which write each read has found.
     found: u64,
     rng: Rng,
 }
@@ -122,7 +123,7 @@ struct Machine<'a> {
 /// Runs `steps` steps with the choices of `seed`. Two runs of a program in which every read finds the same writes give the same number.
 ///
 /// # Errors
-/// A read that found another write than it should, or workers that wait for ever.
+/// A read that found a wrong write, or workers that wait for ever.
 pub fn run(program: &Program, steps: u32, seed: u64) -> Result<u64, String> {
     let mut rng = Rng::new(seed);
     let mut pieces = Pieces::new(program);
@@ -158,7 +159,7 @@ pub fn run(program: &Program, steps: u32, seed: u64) -> Result<u64, String> {
     .run()
 }
 
-/// What the warps of a worker do for a task, in the places where the device's ops do it.
+/// The operations of a worker's warps for a task, in the places of the device's ops.
 fn task_ops(
     pieces: &mut Pieces<'_>,
     task: &Task,
@@ -199,7 +200,7 @@ fn task_ops(
             warps[rng.below(WARPS)].push(Micro::Write { piece, value });
         }
     };
-    // These store in front of the task's barrier, the others behind it.
+    // These ops store before the task's barrier, the others after it.
     let early = task.opcode == Opcode::Embed || idle;
     if early {
         touched.writes.iter().for_each(|region| write(region, warps, rng));
@@ -272,7 +273,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Lets a worker take a step; whether it could.
+    /// Advances a worker by a step; returns whether it could.
     fn go(&mut self, worker: usize) -> Result<bool, String> {
         let start = self.rng.below(WARPS);
         for offset in 0..WARPS {

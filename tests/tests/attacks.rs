@@ -1,5 +1,5 @@
-//! What a dishonest schedule, device or owner of files could try to be called faster. One table; each attack is run, and must be refused or
-//! flagged by name. `docs/explanation/trust.md` shows the table.
+//! Attacks that a dishonest schedule, device or owner of files could use to appear faster. One table; each attack is
+//! run, and must be refused or flagged by name. `docs/explanation/trust.md` shows the table.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -23,13 +23,13 @@ const KV_CAPACITY: u32 = 24;
 pub(crate) struct Attack {
     /// Its name.
     pub(crate) name: &'static str,
-    /// What is done.
+    /// The action.
     pub(crate) how: &'static str,
-    /// What finds it.
+    /// The check that detects it.
     pub(crate) found_by: &'static str,
-    /// What the refusal says.
+    /// Text of the refusal.
     pub(crate) says: &'static str,
-    /// Tries it. The refusal or the flag; nothing if it was let through.
+    /// Runs it. Returns the refusal or the flag; `None` if it was not detected.
     run: fn() -> Option<String>,
 }
 
@@ -265,7 +265,7 @@ fn every_attack_is_refused_or_flagged_by_name() {
     assert!(through.is_empty(), "{}", through.join("\n"));
 }
 
-/// What makes an attack one: without it, the same is let through.
+/// A control: without the attack, the same checks pass.
 #[test]
 fn what_is_honest_passes_the_same_checks() {
     assert_eq!(cheats(Cheat::Nothing), None);
@@ -328,7 +328,7 @@ impl Bench {
     }
 }
 
-/// A refusal or a flag of what no candidate may win with; none if one was kept, or nothing was found wrong.
+/// The refusal or flag of a candidate that must not win; `None` if one was kept, or no error was found.
 fn refusal(trials: &[Trial]) -> Option<String> {
     assert_eq!(trials[0].outcome, Outcome::Baseline, "{}", trials[0].why);
     let said = |trial: &Trial| {
@@ -383,7 +383,7 @@ impl Cheating<'_> {
         handle != Handle(0)
     }
 
-    /// What a candidate answers at these positions.
+    /// A candidate's answers at these positions.
     fn rows(&self, mut rows: Vec<Vec<f32>>, tokens: &[u32], first: usize) -> Vec<Vec<f32>> {
         let graph = &self.bench.model.graph;
         let weights = &*self.bench.model.weights;
@@ -446,7 +446,7 @@ impl Device for Cheating<'_> {
         if !Self::is_candidate(program) {
             return Ok(honest);
         }
-        // Whatever it answers, it chooses by it.
+        // It chooses tokens consistently with its answers.
         let logits = self.rows(honest.logits, tokens, first);
         let mut chosen: Vec<u32> = logits.iter().map(|row| reference_vm::argmax(row)).collect();
         if self.cheat == Cheat::AnotherToken {
@@ -495,7 +495,7 @@ struct EightBits(Vec<Vec<u8>>);
 impl EightBits {
     fn of(model: &Model) -> Self {
         assert_eq!(model.graph.dtype, DType::Bf16);
-        // To the nearest with three of seven bits of mantissa.
+        // Rounds to the nearest with three of seven bits of mantissa.
         let round =
             |bytes: &[u8; 2]| ((u16::from_le_bytes(*bytes) + (1 << 3)) & !0xf).to_le_bytes();
         let tensor = |index: usize| {
@@ -512,7 +512,7 @@ impl Weights for EightBits {
     }
 }
 
-/// A search whose candidates cheat and would be 5 % faster if they were believed.
+/// A search whose candidates cheat and would be 5 % faster if they were accepted.
 fn cheats(cheat: Cheat) -> Option<String> {
     let bench = Bench::new();
     let us = if matches!(cheat, Cheat::SlowsTheNext) { 100.0 } else { 95.0 };
@@ -530,10 +530,10 @@ fn cheats(cheat: Cheat) -> Option<String> {
     refusal(&bench.trials(&mut device))
 }
 
-/// A search whose candidates take so many times their bound.
+/// A search whose candidates take this multiple of their bound.
 fn too_fast(times: f64) -> Option<String> {
     let bench = Bench::new();
-    // 106 kB a step: a bound of 1064 us.
+    // 106 kB per step: a bound of 1064 us.
     const BANDWIDTH: f64 = 1e8;
     let first = std::cell::Cell::new(true);
     let script = move |program: &Program, _: &KernelConfig| {
@@ -545,7 +545,7 @@ fn too_fast(times: f64) -> Option<String> {
     refusal(&bench.trials(&mut device))
 }
 
-/// A ledger of measured trials in which one was edited; what the audit says of it.
+/// A ledger of measured trials in which one was edited; returns the audit's finding.
 fn forged(edit: impl Fn(&mut Trial)) -> Option<String> {
     let bench = Bench::new();
     let slower = std::cell::Cell::new(100.0);
@@ -556,7 +556,7 @@ fn forged(edit: impl Fn(&mut Trial)) -> Option<String> {
     let mut trials = bench.trials(&mut device);
     assert_eq!(trials[1].outcome, Outcome::Reverted);
     edit(&mut trials[1]);
-    // The forger keeps this one right.
+    // The forger keeps this one consistent.
     let verdict = &mut trials[1].verdict;
     let (bound, us) = (verdict.bound_us.unwrap(), verdict.latency_us.unwrap());
     verdict.pct_of_roofline = Some(100.0 * bound / us);
@@ -575,7 +575,7 @@ fn shipped_bundle(
     let target = Target::by_name(shipped.target).unwrap();
     let mut honest = Bundle::read(shipped.bundle.unwrap()).unwrap();
     let graph = model::preset(&honest.model).unwrap().graph;
-    // As if it had been measured today: a stale bundle would be refused for that.
+    // Measured at the current version: a stale bundle would be refused for that.
     let valid = ir::schedule::validate(honest.config, &graph, &target).unwrap();
     let options = lower::Options { kv_capacity: honest.kv_capacity };
     honest.program_id = lower::lower(&valid, &graph, &target, options).unwrap().id();
@@ -588,7 +588,7 @@ fn shipped_bundle(
     check().err().map(|refusal| refusal.to_string())
 }
 
-/// What is said of a search that goes on under other conditions.
+/// The error for a search that is resumed under other conditions.
 fn elsewhere(edit: impl Fn(&mut Conditions)) -> Option<String> {
     let then = Conditions {
         card: "NVIDIA H200".into(),

@@ -1,4 +1,4 @@
-//! The cost model against the measurements under `corpus/measurements/`.
+//! Compares the cost model with the measurements under `corpus/measurements/`.
 
 use std::collections::BTreeMap;
 
@@ -8,13 +8,13 @@ use search::calibrate::{Calibration, Case, Point};
 use search::random_sample::{OBSERVATION_SCHEMA, Observation};
 use tests::root;
 
-/// What predictions must reach to be worth ranking with.
+/// Least rank correlation of predictions.
 const RANK_MIN: f64 = 0.8;
 
-/// Half of the predictions are nearer to the measurement than this share of it.
+/// Largest median error of predictions, relative to the measurement.
 const ERROR_MAX: f64 = 0.1;
 
-/// Fewest rows of a model and context that a rank correlation is asked of.
+/// Fewest rows of a model and context for a rank correlation.
 const ROWS_MIN: usize = 30;
 
 fn cases() -> Vec<Case> {
@@ -68,7 +68,7 @@ fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
             "{name}: {calibration:?}; fit again: amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json"
         );
     }
-    // A model that knows nothing but the bytes.
+    // A model that uses only the bytes.
     let bound = |point: Point| Point { predicted_us: point.bound_us, ..point };
     let spoilt = judged(&cases, |case| bound(case.point(Rates::shipped())));
     assert!(!spoilt.values().any(|calibration| calibration.rank_correlation >= RANK_MIN));

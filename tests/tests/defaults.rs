@@ -1,4 +1,4 @@
-//! What is claimed of the rule-based default and of schedules of similar shapes.
+//! Tests the claims about the rule-based default and schedules of similar shapes.
 
 use ir::program::Dims;
 use ir::schedule::{ScheduleConfig, default_config, neutral_config, read_config};
@@ -17,7 +17,8 @@ fn predicted(config: &ScheduleConfig, graph: &Graph, target: &Target) -> f64 {
     lower::predict(&program, &config.kernel, target, 128).latency_us
 }
 
-/// The rule's point of a grid and the best one, measured microseconds. Knobs that the grid does not vary are the grid's.
+/// Measured microseconds of the rule's point of a grid and of the best one. Knobs that the grid does not vary are the
+/// grid's.
 fn measured(model: &str) -> [f64; 2] {
     let path = format!("{}/../corpus/grids/h200-{model}-128.jsonl", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -49,7 +50,7 @@ fn the_default_is_within_five_per_cent_of_the_best_measured_points() {
     }
 }
 
-/// Leave-one-out over the presets: the schedule of the nearest other shape, where it is near enough to be taken, against the rule.
+/// Leave-one-out over the presets: compares the schedule of the nearest other shape, if near enough, with the rule.
 #[test]
 fn a_similar_shape_is_predicted_no_worse_than_the_rule() {
     let h200 = target("h200");

@@ -1,7 +1,8 @@
-//! What a device may be off: above what its roundings do, whichever of them a program has, and below what mistakes do.
+//! Tests a device's tolerance: above the effect of its roundings, whichever of them a program has, and below that of
+//! mistakes.
 //!
-//! `AMK_MUTANTS=4` does so on every family in every element type and on the golden models, with so many mutants of each class, and prints
-//! which of them a device could hide.
+//! `AMK_MUTANTS=4` runs this on every family in every element type and on the golden models, with this many mutants of
+//! each class, and prints which of them a device could hide.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -21,14 +22,14 @@ use tests::rng::Rng;
 /// Positions that a device is compared at.
 const POSITIONS: usize = 144;
 
-/// Keys and values of a device.
+/// Tokens of a device's key/value cache.
 const KV_CAPACITY: u32 = 1100;
 
 fn rows(rows: &[Vec<f32>]) -> impl ExactSizeIterator<Item = &[f32]> {
     rows.iter().map(Vec::as_slice)
 }
 
-/// What roundings of a device do, if its weights were of this type, hand-offs rounded.
+/// The effect of a device's roundings with weights of this type and rounded hand-offs.
 fn moved(model: &Model, dtype: DType, expected: &Expected) -> f64 {
     let graph = Graph { dtype, ..model.graph.clone() };
     let mut rounded = Evaluator::new(&graph, &*model.weights).unwrap().with_device_roundings();
@@ -41,8 +42,8 @@ fn expected(model: &Model, seed: u64) -> Expected {
     Expected::new(graph, weights, KV_CAPACITY, seed, Some(POSITIONS)).unwrap()
 }
 
-/// The largest of what the honest do, and what is allowed. The honest: each type of halves that a vector may be split into, which differ in
-/// every element and so in every rounding that follows.
+/// Compares the largest effect of correct roundings with the tolerance. Correct roundings: each 16-bit type that a
+/// vector may be split into; these differ in every element and so in every later rounding.
 #[test]
 fn a_device_is_allowed_more_than_its_roundings_and_never_more_than_the_constant() {
     let models = [Bf16, F16, F32].into_iter().flat_map(|dtype| families([dtype; 4]));
@@ -63,14 +64,14 @@ fn a_device_is_allowed_more_than_its_roundings_and_never_more_than_the_constant(
             capped.push(name);
         }
     }
-    // Small models of the corpus whose weights were drawn wide: their logits move far by any rounding.
+    // Small models of the corpus whose weights have a large variance: any rounding changes their logits a lot.
     let wide = |name: &String| {
         ["llama-tied-f32", "llama3-rope", "qwen2-bias"].iter().any(|w| name.contains(w))
     };
     assert!(capped.iter().all(wide), "the constant was needed for {capped:?}");
 }
 
-/// A gate that compares logits alone, as is done with a device, and says how far apart they were.
+/// A gate that compares only logits, as for a device, and returns their distance.
 fn logits_within(
     expected: &Expected,
     machine: &mut Machine<'_>,
@@ -104,7 +105,7 @@ fn some(base: &Base, of_a_class: usize) -> Vec<Mutant<'_>> {
     drawn.into_values().flatten().collect()
 }
 
-/// Refused within the constant, and within what follows from the roundings; of how many that change the output.
+/// Mutants refused within the constant, and within the bound from the roundings; and the number that change the output.
 type Count = [usize; 3];
 
 fn judge(
@@ -136,7 +137,7 @@ fn judge(
     }
 }
 
-/// Classes whose mutants a device cannot hide, in any of the models: mistakes of a kernel that concern a whole operand.
+/// Classes whose mutants a device cannot hide, in any of the models: mistakes of a kernel that affect a whole operand.
 const SEEN: &[&str] =
     &["head mapping", "machine: cache index", "machine: norm", "machine: residual"];
 
@@ -166,6 +167,6 @@ fn what_a_device_could_hide_is_less_than_within_the_constant_and_no_whole_operan
     for class in SEEN {
         assert!(classes[*class][1] == classes[*class][2], "{class}: {:?}", classes[*class]);
     }
-    // The other way round: that bound is not so narrow that it must refuse whatever is given to it.
+    // Conversely, the bound is not so narrow that it refuses everything.
     assert!(sum[1] < sum[2], "even single elements were seen");
 }

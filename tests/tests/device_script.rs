@@ -1,4 +1,4 @@
-//! The arguments of `.ci/device`. In the place of the built programs and of Python stand some that do nothing.
+//! Tests the arguments of `.ci/device`, with dummies in place of the built programs and of Python.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

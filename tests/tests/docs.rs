@@ -1,5 +1,5 @@
-//! Pages that are generated from tables: opcodes and invariants under `docs/reference`, the knob table in `HARNESS.md` and more. `BLESS=1`
-//! rewrites them.
+//! Tests that generated pages are fresh: opcodes and invariants under `docs/reference`, the knob table in `HARNESS.md`
+//! and more. `BLESS=1` rewrites them.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use ir::{Level, Rule};
 use tests::filetest::unified;
 use tests::root;
 
-/// Compares a page, by its path from the repository's root, with what it should be, or rewrites it.
+/// Compares a page, by its path from the repository's root, with the expected text, or rewrites it.
 pub(crate) fn fresh(name: &str, expected: &str) {
     let path = root().join(name);
     let actual = std::fs::read_to_string(&path).unwrap_or_default();

@@ -1,12 +1,12 @@
-//! Memory order: every execution of the protocols is tried, and every deliberate bug is found. `-- --nocapture` prints the states and
-//! the counter-examples.
+//! Memory order: tries every execution of the protocols, and finds every deliberate bug. `-- --nocapture` prints the
+//! states and the counter-examples.
 
 use tests::explore::models::{
     Case, attend, counter, host, payload, stages, switch, transitive, trap, weight_stream,
 };
 use tests::explore::{Model, Op, Order, Verdict, explore, outcomes};
 
-/// Far more than any of the models has.
+/// Far more states than any of the models has.
 const STATES_MAX: usize = 2_000_000;
 
 fn check(cases: Vec<Case>) {
@@ -81,7 +81,7 @@ fn store(word: usize, order: Order) -> Op {
     Op::Write(word, order, 1)
 }
 
-/// A litmus test over two words: name, threads, an outcome (the notes of each thread), whether it can be.
+/// A litmus test over two words: name, threads, an outcome (the notes of each thread), whether it is possible.
 struct Litmus(&'static str, Vec<Vec<Op>>, &'static [&'static [u32]], bool);
 
 /// The new word is seen, and what was stored before it is not.
@@ -148,8 +148,8 @@ fn other_shapes() -> Vec<Litmus> {
     ]
 }
 
-/// What the explorer's memory may do and may not. Without these, a memory that is too strong would find no bug, and one that is too
-/// weak would find bugs that are none.
+/// Tests the explorer's memory model. A model that is too strong would find no bugs, and one that is too weak would
+/// find false ones.
 #[test]
 fn the_memory_is_as_weak_as_it_should_be() {
     for Litmus(name, threads, outcome, possible) in

@@ -1,4 +1,4 @@
-//! Every file under `filetests/` is a test of its own: `cargo test -p tests --test filetests PART_OF_A_PATH`.
+//! Runs every file under `filetests/` as a separate test: `cargo test -p tests --test filetests PART_OF_A_PATH`.
 
 use std::process::ExitCode;
 

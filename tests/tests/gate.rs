@@ -1,4 +1,4 @@
-//! The gate's own score: mutants that change the output must be refused, honest schedules must not.
+//! Scores the gate: mutants that change the output must be refused, correct schedules must not.
 //!
 //! A small part runs by default. `AMK_MUTANTS=4 cargo test -p tests gate -- --nocapture` tries up to 4 mutants of every class on every
 //! model in every element type; docs/explanation/trust.md has its figures.
@@ -21,16 +21,16 @@ use tests::rng::Rng;
 /// Mutants of each model and class that are tried by default.
 const FEW: usize = 3;
 
-/// How the first model is examined; some others as a search of a large model would.
+/// Options for the first model; some others are examined as in a search of a large model.
 const PLAN: Plan = Plan { schedules: 6, seed: 5, as_large: false };
 
-/// What the default run tries: each family in one element type, half of them with few steps.
+/// The default run: each family in one element type, half of them with few steps.
 fn smoke() -> Vec<(Model, Plan)> {
     let plan = |index| Plan { as_large: index >= 2, ..PLAN };
     families([Bf16, F16, F32, Bf16]).into_iter().zip((0..4).map(plan)).collect()
 }
 
-/// What the long run tries: each family in each element type, with many steps and with few, and the golden models.
+/// The long run: each family in each element type, with many steps and with few, and the golden models.
 fn everything() -> Vec<(Model, Plan)> {
     let plan = Plan { schedules: 20, ..PLAN };
     let large = Plan { as_large: true, seed: 6, ..plan };
@@ -40,7 +40,7 @@ fn everything() -> Vec<(Model, Plan)> {
     seeded.chain(golden().into_iter().map(with(plan))).collect()
 }
 
-/// Some mutants of each class of a model, those that can run first, and otherwise without regard to what they are.
+/// Some mutants of each class of a model: those that can run first, otherwise at random.
 fn mutants(base: &Base, of_a_class: usize) -> Vec<Mutant<'_>> {
     let mut all = weights(base, 11);
     all.extend(defects(base));
@@ -115,7 +115,7 @@ fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
     );
     assert!(alarms.is_empty(), "honest schedules were refused:\n{}", alarms.join("\n"));
     assert_eq!(score.survivors.len(), 0, "mutants passed:\n{}", score.report());
-    // A class of which nothing ran proves nothing.
+    // A class without mutants that ran proves nothing.
     let classes: BTreeSet<&str> = score.counts.keys().map(|(class, _)| class.as_str()).collect();
     let of = |class: &str| {
         score
@@ -134,7 +134,7 @@ fn the_gate_refuses_every_mutant_and_no_honest_schedule() {
     assert!(honest >= 30, "only {honest} honest schedules");
 }
 
-/// The gate as it was once: logits alone, six positions from zero, as wide as a device is allowed.
+/// An earlier, looser gate: logits alone, six positions from zero, the tolerance of a device.
 fn loosened(
     expected: &Expected,
     machine: &mut Machine<'_>,
@@ -149,7 +149,7 @@ fn loosened(
     }
 }
 
-/// The score itself can fail: a gate that looks less closely lets mutants pass, and they are reported by class.
+/// Tests that the score can fail: a looser gate lets mutants pass, and they are reported by class.
 #[test]
 fn a_loosened_gate_is_found_out() {
     let mistral = families([F16; 4]).remove(1);
@@ -161,7 +161,7 @@ fn a_loosened_gate_is_found_out() {
     let score = Score::of(&outcomes);
     println!("{}", score.report());
     let passed: BTreeSet<&str> = score.survivors.iter().map(|o| o.class.as_str()).collect();
-    // Never reached by six positions, not in the logits, and too small.
+    // Not reached by six positions, not visible in the logits, or too small.
     for class in ["sliding window", "machine: joining splits", "machine: sampling", "q_proj"] {
         assert!(passed.contains(class), "`{class}` is not among the survivors {passed:?}");
         assert!(score.report().contains(class));

@@ -16,7 +16,7 @@ use tests::rng::Rng;
 use tests::toy::{SeededWeights, Shape, graph};
 use tests::weak;
 
-/// Edits to try; `AMK_EDITS` asks for more.
+/// Number of edits to try; `AMK_EDITS` sets more.
 fn edits() -> u64 {
     std::env::var("AMK_EDITS").ok().and_then(|text| text.parse().ok()).unwrap_or(1200)
 }
@@ -90,8 +90,8 @@ pub(crate) fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
     program
 }
 
-/// The logits' bits after each of a few tokens, in one order. Where a number that an edit made absurd leaves logits without a greatest, the
-/// step at which `sample` says so.
+/// The logits' bits after each of a few tokens, in one order. If an absurd number from an edit leaves logits without a
+/// greatest, the step at which `sample` reports that.
 pub(crate) fn run(
     program: &Verified<Program>,
     graph: &Graph,
@@ -130,7 +130,7 @@ fn agreed(
     Ok(first)
 }
 
-/// Steps and seeds of a run under weak memory. Four steps: the first two splits of attention become active on the way.
+/// Steps and seeds of a run under weak memory. Four steps: the first two splits of attention become active meanwhile.
 const WEAK_STEPS: u32 = 4;
 const WEAK_SEEDS: u64 = 4;
 
@@ -145,7 +145,7 @@ pub(crate) fn agreed_when_weak(program: &Program, seeds: u64) -> Result<(), Stri
     Ok(())
 }
 
-/// The samples of weak memory find what `verify` refuses, and nothing in what it accepts.
+/// Sampled weak memory finds errors in what `verify` refuses, and none in what it accepts.
 #[test]
 fn weak_memory_and_verify_are_of_one_mind() {
     let mut seen = [0, 0];
@@ -193,19 +193,19 @@ fn lowered_programs_agree_in_every_order() {
     }
 }
 
-/// What became of the edits of one class.
+/// Results of the edits of one class.
 #[derive(Default)]
 struct Tally {
     rejected: BTreeMap<Rule, u32>,
-    /// Of those rejected for their order, and those of which a sample of weak memory goes wrong.
+    /// Number rejected for their order, and of those the number in which a sample of weak memory fails.
     order: u32,
     confirmed: u32,
     same: u32,
     changed: u32,
 }
 
-/// Rules about the order of tasks. A program that breaks one of these has an execution that goes wrong, as far as the rule is no stricter
-/// than it must be.
+/// Rules about the order of tasks. A program that breaks one of these has a failing execution, as far as the rule is no
+/// stricter than necessary.
 const ORDER_RULES: &[Rule] = &[
     Rule::CSatisfiable,
     Rule::CAlljoin,
@@ -303,12 +303,12 @@ fn edited_programs_are_rejected_or_do_not_depend_on_the_order() {
     println!(
         "{done} edits; of {order} refused for their order {confirmed} go wrong in {REFUSED_SEEDS} samples"
     );
-    // What judges the accepted programs does find those that are wrong.
+    // The check of accepted programs does detect wrong ones.
     assert!(2 * confirmed > order, "only {confirmed} of {order} refused programs go wrong");
     assert_eq!(tallies.len(), 2 * Edit::ALL.len(), "every class of edits must occur");
 }
 
-/// The order that `verify` works with is the one that its edges imply, seen from the outside: queues and counters, and no flag-in-data words.
+/// The order in `verify` is the one that its edges imply: queues and counters, and no flag-in-data words.
 #[test]
 fn order_follows_queues_and_counters() {
     let mut rng = Rng::new(11);
@@ -351,7 +351,7 @@ fn order_follows_queues_and_counters() {
     assert!(apart > 0, "some neighbours have no barrier between them");
 }
 
-/// Numbers that nobody expects.
+/// Absurd numbers.
 const ABSURD: &[u64] = &[
     0,
     1,
@@ -388,7 +388,8 @@ fn absurd(text: &str, rng: &mut Rng) -> String {
     text
 }
 
-/// Absurd numbers give violations or, where they mean nothing, a program that still runs. Nothing panics and nothing takes long.
+/// Absurd numbers give violations or, if they have no meaning, a program that still runs. Nothing panics and nothing
+/// takes long.
 #[test]
 fn absurd_numbers_are_violations() {
     let (mut unread, mut refused, mut accepted) = (0, 0, 0);

@@ -1,5 +1,5 @@
-//! What `verify` costs grows with the size of a program, not with its square. What is measured is the time that this thread had a
-//! processor, so that others who want one change nothing.
+//! Tests that the cost of `verify` grows linearly with the size of a program. It measures the thread's CPU time, which
+//! is independent of other processes.
 
 use std::hint::black_box;
 
@@ -7,11 +7,11 @@ use ir::program::{Program, accesses, check};
 use tests::build::sized;
 
 const WORKERS: u32 = 16;
-/// Both far beyond what caches and the allocator's own pages hold, so that these count alike.
+/// Both sizes far exceed the caches and the allocator's own pages, so that these count alike.
 const SMALL: u32 = 5_000;
 const LARGE: u32 = 40_000;
 
-/// Nanoseconds that this thread has had a processor.
+/// CPU time of this thread in nanoseconds.
 fn worked() -> u64 {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("Linux counts them");
     text.split(' ').next().and_then(|first| first.parse().ok()).expect("a number")
@@ -27,8 +27,7 @@ fn least(mut work: impl FnMut()) -> u64 {
     [(); 3].map(once).into_iter().min().unwrap_or_default()
 }
 
-/// How many times the work of `work` grows for eight times the tasks. Linear is 8 and some, quadratic
-/// is 64.
+/// Growth of the CPU time of `work` for eight times the tasks. Linear is 8 and some, quadratic is 64.
 fn growth(flag_in_data: u8, work: impl Fn(&Program)) -> f64 {
     let [small, large] = [SMALL, LARGE].map(|tasks| {
         let program = sized(tasks, WORKERS, flag_in_data);
@@ -50,7 +49,7 @@ fn verify_grows_about_linearly() {
     }
 }
 
-/// The same measure sees it when every pair is looked at, if only of every fourth task.
+/// The measure detects a quadratic cost, even if only for every fourth task.
 #[test]
 fn the_measure_sees_a_square() {
     let pairs = |program: &Program| {

@@ -1,7 +1,7 @@
-//! Hostile input: every fuzz body on what was found before and on freshly damaged valid files.
+//! Hostile input: runs every fuzz body on earlier findings and on newly mutated valid files.
 //!
-//! A few seconds of a default run; `AMK_FUZZ_SECONDS=3600` runs for so long a target, `AMK_FUZZ_TARGET=chat_template` only that one,
-//! `AMK_FUZZ_SEED=7` from another seed.
+//! A default run takes a few seconds. `AMK_FUZZ_SECONDS=3600` sets the time per target, `AMK_FUZZ_TARGET=chat_template`
+//! selects one target, `AMK_FUZZ_SEED=7` sets another seed.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use tests::rng::Rng;
 #[global_allocator]
 static ALLOCATOR: Guarded<Counting> = Guarded(Counting);
 
-/// Damaged inputs of a default run, for each target.
+/// Mutated inputs per target of a default run.
 const SMOKE: u64 = 300;
 
-/// Most milliseconds of a default run, for each target: some inputs cost a hundred times what others do.
+/// Most milliseconds per target of a default run: some inputs cost a hundred times as much as others.
 const SMOKE_MS: u64 = 1500;
 
 fn number(name: &str) -> Option<u64> {
@@ -26,7 +26,7 @@ fn number(name: &str) -> Option<u64> {
         .map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
 }
 
-/// Runs an input; a failure names it by its bytes.
+/// Runs an input; a failure prints its bytes.
 fn run(target: &Target, input: &[u8], what: &str) {
     let result = std::panic::catch_unwind(|| execute(target, input));
     if result.is_err() {
@@ -91,7 +91,7 @@ fn damaged_files_are_refused_or_read() {
     }
 }
 
-/// The checks that the bodies rely on.
+/// Tests the checks that the bodies rely on.
 #[test]
 fn greed_slowness_and_panics_are_noticed() {
     let ((), peak) = memory::peak(|| drop(std::hint::black_box(vec![1_u8; 3 << 20])));

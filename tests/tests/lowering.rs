@@ -1,5 +1,5 @@
-//! File tests that lower a toy model and run the program: `lower` holds the program below its directives, `run` compares it with the
-//! evaluated graph in several orders.
+//! File tests that lower a toy model and run the program: `lower` compares the program with the one below its
+//! directives, `run` compares its results with the evaluated graph in several orders.
 //!
 //! Directives: `shape` (`hidden=16 layers=2 ...`, any subset), `workers`, `config` (JSON, any subset of the knobs).
 
@@ -14,7 +14,7 @@ use tests::filetest::{Filetest, unified};
 use tests::toy::{SeededWeights, Shape, graph};
 
 const OPTIONS: Options = Options { kv_capacity: 64 };
-/// More tokens than the smallest block of keys holds, so that a second split becomes active on the way.
+/// More tokens than the smallest block of keys holds, so that a second split becomes active meanwhile.
 const TOKENS: usize = 40;
 
 fn shape(file: &Filetest) -> Result<Shape, String> {
@@ -52,7 +52,7 @@ fn shape(file: &Filetest) -> Result<Shape, String> {
     Ok(shape)
 }
 
-/// The program that the directives ask for.
+/// The program for the directives.
 fn lowered(file: &Filetest, graph: &Graph) -> Result<Verified<Program>, String> {
     let mut target = Target::by_name("h200").map_err(|error| error.to_string())?;
     target.sms = file
@@ -71,7 +71,7 @@ fn lowered(file: &Filetest, graph: &Graph) -> Result<Verified<Program>, String> 
     lower(&config, graph, &target, OPTIONS).map_err(|error| error.to_string())
 }
 
-/// Every order gives the same bits, and they agree with the evaluated graph.
+/// Checks that every order gives the same bits, and that they agree with the evaluated graph.
 fn run(program: &Verified<Program>, graph: &Graph) -> Result<(), String> {
     let tokens: Vec<u32> = (0..TOKENS as u32).map(|i| (i * i + 3) % graph.vocab).collect();
     let weights = SeededWeights::new(graph, 7);
@@ -125,7 +125,7 @@ pub(crate) fn check(file: &Filetest) -> Result<(), String> {
         }
     }
     if file.has_mode("run") {
-        // What the file says is what runs.
+        // The program in the file is the one that runs.
         let program = ir::text::parse(&text).map_err(|error| error.to_string())?;
         run(&verify(program).map_err(|violations| violations.to_string())?, &graph)?;
     }

@@ -1,6 +1,7 @@
-//! What `verify` leaves to the gate. Every operand of every op is changed, in one task, in all like it, and in all that must agree with it.
+//! Tests what `verify` leaves to the gate. Every operand of every op is changed: in one task, in all similar ones, and
+//! in all that must agree with it.
 //!
-//! `AMK_OPERANDS=1` does so on every family in every element type, and not on one model.
+//! `AMK_OPERANDS=1` runs this on every family in every element type instead of one model.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +9,7 @@ use ir::DType::{Bf16, F16, F32};
 use model::{Family, Model, Shape};
 use tests::mutant::{Base, LEFT_TO_THE_GATE, Left, Plan, families, left_to_the_gate};
 
-/// Operands of the same value and effect: splits of the keys that are cut otherwise, for all who take part.
+/// Operands whose change is correct: another split of the keys, in all tasks that take part.
 const HONEST: &[&str] = &["attention and merge.kv_block"];
 
 /// A model whose tasks read every buffer that they can: biases, and norms of queries and keys.

@@ -1,4 +1,5 @@
-//! Two tasks that nothing orders: named from the order of the program when a wait was dropped, and none of a program that `verify` accepts.
+//! Finds unordered pairs of tasks: they are reported after a wait was removed, and there are none in a program that
+//! `verify` accepts.
 
 use ir::program::{Order, Program, Verified, unordered, verify};
 use ir::{Target, WorkerId};
@@ -43,17 +44,18 @@ fn a_dropped_wait_is_found_between_the_tasks_that_it_was_for() {
             dropped += 1;
             let pairs = unordered(&without).unwrap_or_else(|violations| panic!("{violations}"));
             let verified = verify(without.clone()).is_ok();
-            // A wait that others make up for may go; `verify` and the pairs are of one mind on that but for the end of the step.
+            // A wait that others make redundant may be removed; `verify` and the pairs agree on that, except at the end
+            // of the step.
             assert!(!verified || pairs.is_empty(), "worker {w}, task {t}: {pairs:?}");
             let Some(pair) = pairs.first() else { continue };
             refused += 1;
-            // What lost its order had one before, through the task that waited or through one behind it in its queue.
+            // An unordered pair was ordered before, through the task that waited or through a later one in its queue.
             let (writer, reader) = (number(pair.writer), number(pair.reader));
             let (Some(writer), Some(reader)) = (writer, reader) else { panic!("{pair:?}") };
             assert!(order.happens_before(writer, reader), "{pair:?}");
             let near = |(worker, task): (WorkerId, u32)| worker.index() == w && task as usize >= t;
             assert!(near(pair.writer) || near(pair.reader), "worker {w}, task {t}: {pair:?}");
-            // And repeats differ in which write is found, for some of them.
+            // In some of them repeats also differ in which write is found.
             if refused % 7 == 0 {
                 let wrong = (0..SEEDS).any(|seed| weak::run(&without, STEPS, seed).is_err());
                 seen += usize::from(wrong);

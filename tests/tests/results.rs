@@ -1,4 +1,5 @@
-//! Tables and the picture of results, made from the shipped bundles and `docs/results/engines.json`. `BLESS=1` rewrites them.
+//! Generates tables and the picture of results from the shipped bundles and `docs/results/engines.json`. `BLESS=1`
+//! rewrites them.
 
 use std::fmt::Write as _;
 
@@ -41,7 +42,7 @@ fn table() -> String {
     out
 }
 
-/// One row a bundle, with what a reader needs to repeat it.
+/// One row per bundle, with what a reader needs to repeat it.
 fn page() -> String {
     let mut out = String::from(
         "# Results of the shipped schedules\n\nGenerated from the bundles in `corpus/schedules` by the tests (`BLESS=1 cargo test -p tests \

@@ -1,4 +1,4 @@
-//! What `tests/sanitizer/racecheck` lets pass, and what it does not.
+//! Tests which reports `tests/sanitizer/racecheck` accepts.
 
 use std::path::Path;
 use std::process::Command;
@@ -51,7 +51,8 @@ fn every_other_pair_of_accesses_is_a_race() {
 {END}"
         )
     };
-    // Neither a plain read of a flag's word, nor one of the ring by an op, nor a task that an op writes, nor sums behind no barrier.
+    // None of these is accepted: a plain read of a flag's word, an op's read of the ring, an op's write of a task, sums
+    // without a barrier.
     let pairs = [
         ("flag_store", "op_matvec"),
         ("stage_copy_at", "prefetcher_run"),

@@ -1,4 +1,4 @@
-//! Shipped schedules and the bundles that prove them.
+//! Tests shipped schedules and the bundles that prove them.
 
 use corpus::Shipped;
 use ir::Target;

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use ir::{Level, Rule};
 use tests::root;
 
-/// Which crate may name which. Nothing runs back up; the oracle never sees what it judges; the search never sees a driver.
+/// Allowed dependencies between crates. There are no upward edges; the oracle does not depend on what it judges, nor
+/// the search on a driver.
 const EDGES: &[(&str, &[&str])] = &[
     ("abi", &[]),
     ("ir", &["abi"]),
@@ -53,19 +54,19 @@ const EDGES: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What tests and benches of a crate may name beside that. Still nothing that the crate judges.
+/// Additional dependencies allowed for tests and benches of a crate. Still nothing that the crate judges.
 const TEST_EDGES: &[(&str, &[&str])] = &[
     ("ir", &["model"]),
     ("lower", &["model"]),
     ("search", &["model", "tests"]),
     ("remote", &["lower", "model", "tests"]),
-    // Programs to run. The library is built without it.
+    // Sources of programs to run. The library is built without them.
     ("reference-vm", &["lower", "model"]),
     ("vm-host", &["lower", "model", "reference-vm", "sessions"]),
     ("amk", &["tests"]),
 ];
 
-/// Lines of a file, and of a function.
+/// Most lines of a file, and of a function.
 const FILE_LINES_MAX: usize = 800;
 const FUNCTION_LINES_MAX: usize = 70;
 
@@ -285,7 +286,7 @@ fn nothing_is_left_for_later() {
     none(&problems);
 }
 
-/// Machines that are wrong on request exist to judge those who judge machines, and nothing else may ask for one.
+/// Defects of the reference VM exist only to test the checks of machines; no other code may request one.
 #[test]
 fn only_tests_ask_for_defects() {
     let asks = |(path, text): &(PathBuf, String)| {
@@ -303,7 +304,7 @@ fn only_tests_ask_for_defects() {
     none(&problems);
 }
 
-/// Devices that are spoiled on request exist to test those who must notice: what is built for users has no way to ask for one.
+/// Faults of devices exist only to test their detection: a build for users has no way to request one.
 #[test]
 fn only_tests_ask_for_faults() {
     let asks = |manifest: &str| {
@@ -341,7 +342,8 @@ fn modules_have_names() {
     none(&problems);
 }
 
-/// Memory order lives in three small headers; everything else calls them. Flags in shared memory may be volatile: one block sees them.
+/// Memory order is confined to three small headers, which everything else calls. Flags in shared memory may be
+/// volatile: only one block accesses them.
 #[test]
 fn device_memory_order_lives_in_its_headers() {
     let instructions =
@@ -391,13 +393,13 @@ fn docs_are_linked() {
     none(&problems);
 }
 
-/// Pages that a reader meets, with the lines that they may have.
+/// Pages for readers, with their limits of lines.
 const PAGES: [(&str, usize); 4] =
     [("README.md", 100), ("HARNESS.md", 150), ("docs/explanation/", 300), ("docs/guide/", 150)];
-/// Columns of a line, tables, code and links aside.
+/// Most columns of a line; tables, code and links aside.
 const COLUMNS: usize = 120;
 
-/// The lines of a page that somebody wrote as prose.
+/// The lines of a page that are prose.
 fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut code = false;
     text.lines().enumerate().filter(move |(_, line)| {
@@ -459,7 +461,7 @@ fn every_program_rule_is_tested() {
     none(&unknown);
 }
 
-/// The scanner that the size rule trusts.
+/// Tests the scanner that the size rule relies on.
 #[test]
 fn the_function_scan_counts() {
     let text = "fn a() {\n    let s = \"}\"; // }\n    let c = '}';\n}\n\ntrait T {\n    fn b();\n    fn c(&self) -> u32 {\n        1\n    }\n}\n";

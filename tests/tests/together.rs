@@ -1,4 +1,4 @@
-//! Programs that sessions share: each sequence is a program like any other, and gives the bits that the session would get alone.
+//! Programs that sessions share: each sequence is a program like any other, and gives the bits of a session alone.
 
 use abi::{Epilogue, MatvecParams, Opcode, Prologue};
 use ir::Rule;
@@ -27,7 +27,7 @@ fn verified(program: Program, seed: u64) -> Verified<Program> {
     verify(program).unwrap_or_else(|violations| panic!("seed {seed}\n{violations}"))
 }
 
-/// In any order of its tasks, too.
+/// Every sequence gives the bits of a session alone, in any order of its tasks.
 #[test]
 fn every_sequence_gives_the_bits_of_a_session_alone() {
     let (mut seqs, mut others) = (0, 0);
@@ -68,7 +68,7 @@ fn sequences_are_as_many_as_a_command_has() {
     }
 }
 
-/// A program of `toy-2l`, its merge fused or not, and the first matvec that `edit` takes being changed.
+/// A program of `toy-2l`, its merge fused or not, with a change in the first matvec that `edit` accepts.
 fn edited(merge: &str, edit: impl Fn(&mut MatvecParams) -> bool) -> Program {
     let graph = in_bf16(model::preset("toy-2l").expect("a preset").graph.clone());
     let target = ir::Target { sms: 8, ..ir::Target::by_name("h200").expect("a known target") };
@@ -101,7 +101,7 @@ fn what_the_sequences_would_read_wrong_is_refused() {
         assert!(found.contains(says), "{found} does not say {says:?}");
         assert!(check_seqs(program, 1).is_ok());
     };
-    // Values, taken for halves; halves, taken for values; halves written where others write values.
+    // Values read as halves; halves read as values; halves written where others write values.
     let copies = |from: Prologue| {
         let to = if from == Prologue::Copy { Prologue::Rms } else { Prologue::Copy };
         move |p: &mut MatvecParams| {

@@ -1,4 +1,4 @@
-//! The words of `docs/words.toml`: what the field calls something else is not written here.
+//! Tests that the words of `docs/words.toml` are not used: the field has other words for them.
 
 use serde::Deserialize;
 use tests::root;
@@ -25,7 +25,7 @@ fn is_part(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Whether a text has a phrase that is no part of a longer word.
+/// Whether a text contains a phrase that is not part of a longer word.
 fn has(text: &str, phrase: &str) -> bool {
     text.match_indices(phrase).any(|(at, _)| {
         let before = text[..at].chars().next_back();

@@ -1,4 +1,4 @@
-//! The rows of the derived tables that a record makes.
+//! Derives the rows of the derived tables from records.
 
 use rusqlite::types::Value as Cell;
 use rusqlite::{Connection, OptionalExtension, params, params_from_iter};
@@ -7,14 +7,14 @@ use serde_json::{Map, Value, json};
 use super::schema::{Column, Kind, Rows, Source, TABLES, Table};
 use crate::conditions::Conditions;
 
-/// What rows of a run need to know of its header.
+/// The parts of a run's header that its rows need.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Place {
     latency_kind: String,
     device: String,
     target: String,
     graph: String,
-    /// Machines, in the order of the header's cards; of a search on one card, that one's.
+    /// Machines, in the order of the header's cards; a single one for a search on one card.
     machines: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ impl Place {
     }
 }
 
-/// The conditions of each card of a search, as its header has them. Of a search on one card, and of one without a card, there is one.
+/// The conditions of each card of a search, from its header. There is one for a search on one card or without a card.
 fn cards(header: &Value) -> Vec<Value> {
     match header.get("cards").and_then(Value::as_array) {
         Some(cards) if !cards.is_empty() => cards.iter().map(today).collect(),
@@ -46,13 +46,13 @@ fn cards(header: &Value) -> Vec<Value> {
     }
 }
 
-/// Conditions as they are written today. What is none stays what it is.
+/// Conditions in the current format. Other values are unchanged.
 fn today(conditions: &Value) -> Value {
     let read = serde_json::from_value::<Conditions>(conditions.clone());
     read.map_or_else(|_| conditions.clone(), |conditions| json!(conditions))
 }
 
-/// A record on its way into the derived tables.
+/// A record to derive rows from.
 pub(super) struct Record<'a> {
     pub(super) db: &'a Connection,
     pub(super) run: &'a str,
@@ -88,7 +88,7 @@ impl Record<'_> {
         }
     }
 
-    /// A machine for each card of a search.
+    /// Adds a machine for each card of a search.
     fn machines(&self, table: &Table) -> rusqlite::Result<()> {
         for (conditions, machine) in cards(self.record).into_iter().zip(&self.place.machines) {
             let place = &Place { machines: vec![machine.clone()], ..self.place.clone() };
@@ -99,7 +99,7 @@ impl Record<'_> {
         Ok(())
     }
 
-    /// The row of a table that has one for each record.
+    /// Inserts the row of a table with one row per record.
     fn insert(&self, table: &Table) -> rusqlite::Result<()> {
         let cell = |column: &Column| match (column.from, column.name) {
             (Source::At(pointer), _) => cell_of(self.record.pointer(pointer), column.kind),
@@ -109,7 +109,7 @@ impl Record<'_> {
             (Source::Code, _) => Cell::from(self.place.machine_of(self.record).cloned()),
         };
         let marks = vec!["?"; table.columns.len()].join(",");
-        // A machine is there already when an earlier search ran on it.
+        // A machine exists already if an earlier search ran on it.
         let verb = if table.name == "machines" { "INSERT OR IGNORE" } else { "INSERT" };
         let mut statement =
             self.db.prepare_cached(&format!("{verb} INTO {} VALUES ({marks})", table.name))?;
@@ -137,7 +137,7 @@ impl Record<'_> {
         Ok(())
     }
 
-    /// Takes from the priors what a refuted champion brought, or gives it back when it is confirmed after all.
+    /// Subtracts a refuted champion's contribution from the priors, or adds it again when it is confirmed after all.
     fn confirmed(&self) -> rusqlite::Result<()> {
         let Some(champion) = self.record.get("champion").and_then(Value::as_i64) else {
             return Ok(());
@@ -209,11 +209,11 @@ fn cell_of(value: Option<&Value>, kind: Kind) -> Cell {
         Kind::Json => Some(Cell::Text(value.to_string())),
         Kind::Bytes => None,
     };
-    // A value of another type than the table says is kept as it is: better seen than lost.
+    // A value whose type differs from the table's is kept as text rather than lost.
     found.unwrap_or_else(|| Cell::Text(value.to_string()))
 }
 
-/// The highest clocks of the card that a record has the conditions of.
+/// The highest clocks of the card in a record's conditions.
 fn clocks(record: &Value) -> Option<String> {
     let conditions: Conditions = serde_json::from_value(record.get("conditions")?.clone()).ok()?;
     conditions.max_clocks()
@@ -234,7 +234,7 @@ fn changed(record: &Value) -> Option<&Map<String, Value>> {
     record.get("changed")?.as_object().filter(|changed| !changed.is_empty())
 }
 
-/// A value as people write it: text without quotes.
+/// A value for display: text without quotes.
 fn plain(value: Option<&Value>) -> Option<String> {
     value.map(|value| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
 }

@@ -1,11 +1,12 @@
-//! The store: what all searches found, in one SQLite file that other programs read directly.
+//! The store: the results of all searches in one SQLite file that other programs read directly.
 //!
-//! **Promises.** The ledgers are the source of truth, and the store can be made from them at any time: [`Store::add`] takes rows of a ledger
-//! with their chain, in order, each once, whole or not at all. A process that is killed leaves the store as of its last finished
-//! transaction, and adding the ledger again brings it to exactly the ledger's rows. Several processes may read while one writes (WAL).
+//! **Promises.** The ledgers are the source of truth, and the store can be rebuilt from them at any time:
+//! [`Store::add`] adds rows of a ledger with their chain, in order, each once, all or none. A killed process leaves the
+//! store at its last finished transaction, and adding the ledger again brings it to exactly the ledger's rows. Several
+//! processes may read while one writes (WAL).
 //!
-//! **Versions.** `user_version` counts the steps of the schema ([`schema::STEPS`]). An older file is brought up to date when it is opened, in
-//! one transaction; a newer one is refused. `docs/reference/store.md` is generated from the same tables.
+//! **Versions.** `user_version` counts the steps of the schema ([`schema::STEPS`]). An older file is upgraded when it
+//! is opened, in one transaction; a newer one is refused. `docs/reference/store.md` is generated from the same tables.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -28,14 +29,14 @@ pub mod text;
 use derive::{Place, Record};
 use schema::{STEPS, TABLES, Table, VERSION};
 
-/// What marks a file as a store: `amk1`.
+/// Marks a file as a store: `amk1`.
 const APPLICATION_ID: i64 = 0x616d_6b31;
 
-/// Longest that one process waits for another one's transaction.
+/// Longest wait for another process's transaction.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What leads, by model, target, device and kind of latency: the last trial of a search that led, unless its last confirmation refuted it,
-/// then the first; the least of several searches.
+/// The best trial by model, target, device and kind of latency: the last trial of a search that led or, if its last
+/// confirmation refuted it, the first trial; the least of several searches.
 pub const BEST: &str = "\
 WITH leading AS (SELECT run, seq, trial, latency_us FROM trials WHERE outcome IN ('baseline', 'kept')), \
 refuted AS (SELECT c.run, l.seq FROM confirmations c JOIN leading l ON l.run = c.run AND l.trial = c.champion \
@@ -48,34 +49,34 @@ ELSE (SELECT latency_us FROM leading l WHERE l.run = runs.run ORDER BY seq DESC 
 SELECT model, graph, graph_id, target, latency_kind, device, count(*) AS runs, sum(trials) AS trials, min(us) AS best_us, run AS best_run \
 FROM best GROUP BY coalesce(graph_id, graph), target, latency_kind, device ORDER BY model, target, latency_kind, device";
 
-/// What moves brought, those first that were kept most often.
+/// The effect of moves, ordered by how often they were kept.
 pub const PRIORS: &str = "\
 SELECT latency_kind, device, target, graph, move, tries, kept, failed, gain_sum / max(tries - failed, 1) AS gain_mean, gain_best \
 FROM priors ORDER BY 1.0 * kept / tries DESC, gain_best DESC, move LIMIT 32";
 
-/// A store that is open.
+/// An open store.
 #[derive(Debug)]
 pub struct Store {
     db: Connection,
     path: PathBuf,
 }
 
-/// What [`Store::add`] did.
+/// The result of [`Store::add`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Added {
-    /// Rows that were new.
+    /// Number of new rows.
     pub new: u64,
-    /// Rows that were there.
+    /// Number of rows already present.
     pub held: u64,
 }
 
-/// An id for a search that begins: of everything that tells it from others.
+/// An id for a new search: a hash of everything that distinguishes it.
 #[must_use]
 pub fn fresh_run_id(what: &str) -> String {
     blake3::hash(what.as_bytes()).to_hex()[..16].to_owned()
 }
 
-/// The id of the search that a ledger's header begins: what it calls itself, else the start of its hash.
+/// The id of a search from its ledger's header: the header's own id, else the start of its hash.
 #[must_use]
 pub fn run_id(header: &Value, hash: &str) -> String {
     let named = header.get("run").and_then(Value::as_str);
@@ -83,10 +84,9 @@ pub fn run_id(header: &Value, hash: &str) -> String {
 }
 
 impl Store {
-    /// Opens a store, or makes one. An older one is brought up to date.
+    /// Opens a store, or creates one. An older one is upgraded.
     ///
-    /// # Errors
-    /// If it is no store, a newer one, or cannot be read or written.
+    /// # Errors If it is not a store, is a newer one, or cannot be read or written.
     pub fn open(path: &Path) -> Result<Self, CorpusError> {
         crate::files::make_folder_of(path)?;
         let found = std::fs::metadata(path).ok();
@@ -105,7 +105,7 @@ impl Store {
         if let Err(error) = store.prepare() {
             drop(store);
             if is_new {
-                // What a full disk took of it would be missing to the ledger.
+                // Space taken from a full disk would be missing to the ledger.
                 remove(path);
             }
             return Err(error);
@@ -113,7 +113,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Opens a store that is there.
+    /// Opens an existing store.
     ///
     /// # Errors
     /// As [`open`](Self::open), and if there is none.
@@ -131,7 +131,7 @@ impl Store {
         &self.path
     }
 
-    /// What something reads, or why it cannot.
+    /// Runs a read, and turns its failure into an error with a remedy.
     fn read<T>(
         &self,
         of: impl FnOnce(&Connection) -> rusqlite::Result<T>,
@@ -148,7 +148,7 @@ impl Store {
                 known: schema::VERSION,
             });
         }
-        // A trigger would do something with each row that is written from here on.
+        // A trigger would run on each row that is written from here on.
         if let Some(name) = self.trigger()? {
             return Err(CorpusError::Store {
                 action: "open",
@@ -171,7 +171,7 @@ impl Store {
         self.read(|db| db.query_row(select, [], |row| row.get(0)).optional())
     }
 
-    /// What is in the file besides the tables and indexes of a store, or is one of them made otherwise.
+    /// The first object in the file that is not part of a store, or differs from the store's definition.
     fn foreign(&self, fresh: &Connection) -> rusqlite::Result<Option<String>> {
         let objects = |db: &Connection| -> rusqlite::Result<Vec<(String, String, String)>> {
             let select = "SELECT type, name, coalesce(sql, '') FROM sqlite_schema \
@@ -203,7 +203,7 @@ impl Store {
     }
 
     fn bring_up_to_date(&mut self) -> rusqlite::Result<()> {
-        // Outside of a transaction, and kept by the file. Two processes that make the same store take turns.
+        // Set outside of a transaction and stored in the file. Two processes that create the same store take turns.
         self.db.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(()))?;
         let db = self.db.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let version: i64 = db.query_row("PRAGMA user_version", [], |row| row.get(0))?;
@@ -268,7 +268,7 @@ impl Store {
         Ok(added)
     }
 
-    /// The last row that is there of a run, with its hash.
+    /// The last stored row of a run, with its hash.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -276,7 +276,7 @@ impl Store {
         self.read(|db| last(db, run))
     }
 
-    /// Adds a program, unless one of this id is there; says whether it was new.
+    /// Adds a program, unless one with this id exists; returns whether it was new.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -295,7 +295,7 @@ impl Store {
         self.read(|db| db.query_row(select, [program_id], |row| row.get(0)).optional())
     }
 
-    /// Hands every program to somebody, by id, until one is refused; returns that one's reason.
+    /// Passes every program to a callback, by id, until one is refused; returns that reason.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -309,7 +309,7 @@ impl Store {
             let mut rows = statement.query([])?;
             while let Some(row) = rows.next()? {
                 let (id, saved) = (row.get_ref(0)?, row.get_ref(1)?);
-                // A value of another type is no program, and no fault of SQLite.
+                // A value of another type is not a program, but no SQLite error either.
                 let looked = match (id.as_str(), saved.as_bytes()) {
                     (Ok(id), Ok(saved)) => look(id, saved),
                     (Ok(id), Err(_)) => look(id, &[]),
@@ -345,7 +345,7 @@ impl Store {
     /// The rows of a query as JSON objects.
     ///
     /// # Errors
-    /// If it is no query of this store.
+    /// If the query is invalid for this store.
     pub fn query(
         &self,
         sql: &str,
@@ -360,7 +360,7 @@ impl Store {
         Ok(rows)
     }
 
-    /// Hands every row of a query to somebody.
+    /// Passes every row of a query to a callback.
     fn for_each(
         &self,
         sql: &str,
@@ -392,7 +392,8 @@ impl Store {
         self.read(|db| TABLES.iter().map(|table| count(db, table)).collect())
     }
 
-    /// Whether the file is sound, every chain holds and the derived tables are those of the records; otherwise what is wrong.
+    /// Checks that the file is intact, every chain holds and the derived tables match the records; otherwise returns
+    /// what is wrong.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -432,7 +433,8 @@ impl Store {
     }
 }
 
-/// Whether two rows of a table say the same. A sum over runs has other last bits when the runs came in another order.
+/// Whether two rows of a table are equal. A sum over runs may differ in its last bits if the runs came in another
+/// order.
 fn alike(table: &Table, here: &Map<String, Value>, wanted: &Map<String, Value>) -> bool {
     let near = |name: &str| {
         let number = |row: &Map<String, Value>| row.get(name).and_then(Value::as_f64);
@@ -445,7 +447,7 @@ fn alike(table: &Table, here: &Map<String, Value>, wanted: &Map<String, Value>) 
     here.len() == wanted.len() && here.iter().all(same)
 }
 
-/// Takes away a store that could not be begun, with the files that SQLite keeps beside it.
+/// Removes a store whose creation failed, with the files that SQLite keeps beside it.
 fn remove(path: &Path) {
     for end in ["", "-wal", "-shm"] {
         let mut name = path.as_os_str().to_owned();

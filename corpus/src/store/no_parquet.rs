@@ -1,4 +1,4 @@
-//! Stands for Parquet files in a build without them: each call says so.
+//! Replaces Parquet support in a build without it: each call returns an error.
 
 use std::io;
 use std::path::Path;

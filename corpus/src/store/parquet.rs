@@ -1,5 +1,5 @@
-//! The store as Parquet, a file for each table: for pandas, polars, DuckDB. `records.parquet` and `programs.parquet` hold everything that the
-//! others follow from, and can be imported again.
+//! The store as Parquet, one file per table: for pandas, polars, DuckDB. `records.parquet` and `programs.parquet` hold
+//! everything that the others are derived from, and can be imported again.
 
 use std::fs::File;
 use std::path::Path;
@@ -23,7 +23,7 @@ use crate::error::{At, CorpusError};
 use crate::files;
 use crate::ledger::Link;
 
-/// Rows that are in memory at once.
+/// Rows in memory at once.
 const GROUP_ROWS: usize = 16_384;
 
 /// Longest file of a table that is read.
@@ -111,7 +111,7 @@ fn write_group(
     group.close().map(drop)
 }
 
-/// Writes the cells of a column. A value of another type than the column's has no place in a typed file; better refused than lost.
+/// Writes the cells of a column. A value of another type than the column's does not fit a typed file and is refused.
 fn fill<T: DataType>(
     column: &mut ColumnWriterImpl<'_, T>,
     cells: &[&Cell],

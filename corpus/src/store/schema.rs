@@ -1,12 +1,14 @@
-//! The tables of the store, declared once: the SQL, the filling, the exports and `docs/reference/store.md` are walks over them.
+//! The tables of the store, declared once: the SQL, the filling, the exports and `docs/reference/store.md` are walks
+//! over them.
 //!
-//! Two tables are **kept**: `records` has every acknowledged row of every ledger, word for word, with its hash chain, and `programs` the
-//! programs that led. All others are **derived** from `records` as rows come in, by the JSON pointers below. A change of a derived table
-//! therefore needs no migration of its own: when the version rises they are dropped and made anew.
+//! Two tables are **kept**: `records` has every acknowledged row of every ledger, word for word, with its hash chain,
+//! and `programs` has the programs that led. All others are **derived** from `records` as rows are added, by the JSON
+//! pointers below. So a change of a derived table needs no migration of its own: when the version increases they are
+//! dropped and rebuilt.
 
 use std::fmt::Write as _;
 
-/// What a column holds.
+/// The type of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Text.
@@ -34,7 +36,7 @@ impl Kind {
     }
 }
 
-/// Where a column's value comes from.
+/// The source of a column's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A JSON pointer into the record.
@@ -48,24 +50,24 @@ pub enum Source {
 pub struct Column {
     /// Its name.
     pub name: &'static str,
-    /// What it holds.
+    /// Its type.
     pub kind: Kind,
-    /// Where the value comes from.
+    /// The source of its value.
     pub from: Source,
-    /// What it means.
+    /// Its meaning.
     pub about: &'static str,
 }
 
-/// Which records a table has rows of.
+/// The records that a table has rows of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
     /// Kept, not derived.
     Kept,
-    /// One for the header of a ledger.
+    /// One row per header of a ledger.
     Header,
-    /// One for a record of this `kind`.
+    /// One row per record of this `kind`.
     Record(&'static str),
-    /// Several for a record, made by code.
+    /// Several rows per record, made by code.
     Parts,
 }
 
@@ -74,11 +76,11 @@ pub enum Rows {
 pub struct Table {
     /// Its name.
     pub name: &'static str,
-    /// What a row is.
+    /// The meaning of a row.
     pub about: &'static str,
-    /// Which records it has rows of.
+    /// The records that it has rows of.
     pub rows: Rows,
-    /// The columns that name a row.
+    /// The columns that identify a row.
     pub key: &'static str,
     /// All columns.
     pub columns: &'static [Column],
@@ -86,7 +88,7 @@ pub struct Table {
     pub indexes: &'static [&'static str],
 }
 
-/// `name Kind from "about"`, a line each.
+/// `name Kind from "about"`, one per line.
 macro_rules! columns {
     ($($name:ident $kind:ident $from:expr, $about:literal;)*) => {
         &[$(Column { name: stringify!($name), kind: Kind::$kind, from: $from, about: $about }),*]
@@ -293,20 +295,21 @@ const PRIORS: Table = Table {
 pub const TABLES: &[Table] =
     &[RECORDS, PROGRAMS, RUNS, MACHINES, TRIALS, CONFIRMATIONS, SAMPLES, CHANGES, PRIORS];
 
-/// The kept tables as each version of the schema brought them; a version that changed derived tables alone brought none. A file's `user_version` says how many steps were taken.
+/// The kept tables that each version of the schema added; a version that only changed derived tables added none. A
+/// file's `user_version` is the number of steps taken.
 pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[]];
 
 /// The version that this build writes.
 pub const VERSION: i64 = STEPS.len() as i64;
 
 impl Table {
-    /// Whether it can be made anew from the records.
+    /// Whether it can be rebuilt from the records.
     #[must_use]
     pub fn is_derived(&self) -> bool {
         self.rows != Rows::Kept
     }
 
-    /// The statements that make it.
+    /// The statements that create it.
     #[must_use]
     pub fn sql(&self) -> String {
         let mut out = format!("CREATE TABLE {} (\n", self.name);

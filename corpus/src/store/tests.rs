@@ -39,7 +39,7 @@ fn trial(number: u64) -> Value {
     })
 }
 
-/// The rows of a ledger of so many trials.
+/// The rows of a ledger with this many trials.
 fn ledger(folder: &Path, run: &str, trials: u64) -> Vec<Link> {
     let path = folder.join(run).join("ledger.jsonl");
     let mut ledger = Ledger::create(&path, &header(run)).unwrap();
@@ -155,7 +155,7 @@ fn what_does_not_follow_is_refused_and_nothing_of_it_added() {
         assert_eq!(store.counts().unwrap()[0], ("records", 0), "{word}");
     }
     store.add("r1", links.clone()).unwrap();
-    // The same search, gone on elsewhere.
+    // The same search, continued elsewhere.
     let other = tempfile::tempdir().unwrap();
     let path = other.path().join("ledger.jsonl");
     let mut apart = Ledger::create(&path, &header("r1")).unwrap();
@@ -255,7 +255,7 @@ fn several_read_while_one_writes_and_several_begin_one() {
             let mut looks = 0;
             while !done.load(Ordering::SeqCst) {
                 let store = Store::open(&path).unwrap();
-                // A row and what was derived from it are seen together or not at all.
+                // A row and its derived rows become visible together or not at all.
                 let sql = "SELECT count(*) AS n FROM records WHERE seq > 0 AND NOT EXISTS (SELECT 1 FROM trials t WHERE t.run = records.run AND t.seq = records.seq)";
                 assert_eq!(one(&store, sql), json!({"n": 0}));
                 looks += 1;
@@ -355,7 +355,8 @@ fn a_store_survives_parquet() {
     assert!(parquet::read(&files).unwrap_err().contains("records.parquet"));
 }
 
-/// No question looks at every trial to find those of a run. `AMK_STORE_TRIALS=100000` prints how long answers take with so many.
+/// No query scans every trial to find those of a run. `AMK_STORE_TRIALS=100000` prints how long queries take with that
+/// many.
 #[test]
 fn questions_find_trials_by_an_index() {
     let trials = std::env::var("AMK_STORE_TRIALS").map_or(20, |text| text.parse().unwrap());

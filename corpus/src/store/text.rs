@@ -1,5 +1,5 @@
-//! The store as JSON lines: the ledgers' own lines, each with the id of its run in front, and programs in hexadecimal. What is imported is
-//! checked by the same chain.
+//! The store as JSON lines: the ledgers' own lines, each prefixed with the id of its run, and programs in hexadecimal.
+//! Imports are checked by the same chain.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Read, Write};
@@ -13,7 +13,7 @@ use crate::ledger::Link;
 /// Longest line that is read: a program in hexadecimal, or a row with its samples.
 const LINE_MAX: u64 = 256 << 20;
 
-/// What was read from an export.
+/// The contents of an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exported {
     /// The rows of each run, the header first.
@@ -47,7 +47,7 @@ pub fn write(store: &Store, out: &mut impl Write) -> Result<u64, CorpusError> {
 /// Reads what [`write`] wrote. The chain is checked by [`Store::add`].
 ///
 /// # Errors
-/// The first line that is not one of these, from one, with what it should be.
+/// The first line that is malformed, counted from one, with the expected form.
 pub fn read(mut input: impl BufRead) -> Result<Exported, String> {
     let mut found = Exported::default();
     for number in 1.. {

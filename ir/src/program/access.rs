@@ -1,5 +1,5 @@
-//! Which words of which buffers a task touches. `verify` proves order and coverage on these regions; the reference VM checks tags
-//! on them. The device touches exactly the same words.
+//! The words of each buffer that a task accesses. `verify` proves order and coverage on these regions; the reference VM
+//! checks tags on them. The device accesses exactly the same words.
 
 use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Params, Prologue};
 
@@ -17,7 +17,7 @@ pub struct Region {
     pub end: u32,
 }
 
-/// What a task touches. Constants and the embedding are never written and are left out.
+/// The regions that a task reads and writes. Constants and the embedding are never written and are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Accesses {
     /// Words read.
@@ -26,8 +26,9 @@ pub struct Accesses {
     pub writes: Vec<Region>,
 }
 
-/// The regions that `task` touches. Out-of-range buffers give no region (the shape rules report those); word ranges are not clipped,
-/// so that the bounds rule sees them. Arithmetic saturates: an absurd parameter gives an absurd region, never a wrapped one.
+/// The regions that `task` accesses. A buffer out of range gives no region (the shape rules report it). Word ranges are
+/// not clipped, so that the bounds rule sees them. Arithmetic saturates: an absurd parameter gives an absurd region,
+/// never a wrapped one.
 #[must_use]
 pub fn accesses(program: &Program, task: &Task) -> Accesses {
     let mut finder = Finder { program, task, found: Accesses::default() };
@@ -91,7 +92,8 @@ impl Finder<'_> {
         let row1 =
             p.tile0.saturating_add(p.tiles).saturating_mul(abi::UNIT_ROWS).min(p.rows.max(row0));
         if p.epilogue == Epilogue::SiluMul as u32 {
-            // Gate and up tiles alternate, so two tiles give eight rows; `rows` counts those of the padded matrix.
+            // Gate and up tiles alternate, so two tiles give eight output rows; `rows` counts rows of the padded
+            // matrix.
             let out_rows = self.task.writes[0]
                 .and_then(|buffer| self.program.buffers.get(buffer.index()))
                 .map_or(0, |s| s.words);

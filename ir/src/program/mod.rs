@@ -1,8 +1,9 @@
-//! The program: what a schedule lowers to, what both VMs execute.
+//! The program: the result of lowering a schedule, executed by both VMs.
 //!
-//! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has a queue of tasks; what
-//! these take out of its weight ring, in that order, is its [stream](Worker::stream). Workers meet only through counters and flag-in-data buffers,
-//! so a program whose accesses are all ordered by those gives the same result in every execution order.
+//! A program is position-free: token, position and number of keys are run-time values of the step. Each worker has a
+//! queue of tasks. The sequence of loads that these take from its weight ring is its [stream](Worker::stream). Workers
+//! synchronise only through counters and flag-in-data buffers, so a program whose accesses are all ordered by those
+//! gives the same result in every execution order.
 
 mod access;
 mod packed;
@@ -29,23 +30,23 @@ use crate::graph::{DType, Graph};
 use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::phase::PhaseClass;
 
-/// How rows of a packed matrix, or elements of a packed vector, come from stored tensors.
+/// Maps rows of a packed matrix, or elements of a packed vector, to stored tensors.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RowMap {
     /// The tensors, with the rows that each contributes. `None` stands for zeros (a missing bias).
     pub parts: Vec<(Option<TensorId>, u32)>,
-    /// False: one part after the other. True: tiles of 8 rows of the parts alternate (gate and up).
+    /// False: the parts are concatenated. True: tiles of 8 rows of the parts alternate (gate and up).
     pub interleaved: bool,
 }
 
 impl RowMap {
-    /// One tensor, whole.
+    /// The map of one whole tensor.
     #[must_use]
     pub fn single(tensor: TensorId, rows: u32) -> Self {
         Self { parts: vec![(Some(tensor), rows)], interleaved: false }
     }
 
-    /// Rows, each part of an interleaved map padded to whole tiles.
+    /// Number of rows, with each part of an interleaved map padded to whole tiles.
     #[must_use]
     pub fn rows(&self) -> u32 {
         if self.interleaved {
@@ -55,7 +56,7 @@ impl RowMap {
         }
     }
 
-    /// The tensor and row that packed row `row` comes from; `None` is padding or zeros.
+    /// The tensor and row of packed row `row`; `None` for padding or zeros.
     #[must_use]
     pub fn locate(&self, row: u32) -> Option<(TensorId, u32)> {
         if self.interleaved {
@@ -88,12 +89,12 @@ pub struct Matrix {
     pub map: RowMap,
     /// Elements of a row.
     pub cols: u32,
-    /// How its elements lie.
+    /// Element format.
     pub format: Format,
 }
 
 impl Matrix {
-    /// Rows that count.
+    /// Rows without the padding of the last tile.
     #[must_use]
     pub fn rows(&self) -> u32 {
         self.map.rows()
@@ -105,7 +106,7 @@ impl Matrix {
         self.rows().div_ceil(abi::UNIT_ROWS)
     }
 
-    /// Units of one tile: along a row, the last padded.
+    /// Units of one tile along a row, the last padded.
     #[must_use]
     pub fn units_per_tile(&self) -> u32 {
         self.format.units_per_tile(self.cols)
@@ -124,7 +125,7 @@ impl Matrix {
     }
 }
 
-/// What fills a buffer before the first step.
+/// The contents of a buffer before the first step.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum BufferSource {
     /// Nothing: tasks write it.
@@ -138,7 +139,7 @@ pub enum BufferSource {
         /// The layer.
         layer: u32,
     },
-    /// The rows of a packed matrix, picked by the step's token.
+    /// The rows of a packed matrix, selected by the step's token.
     Embedding(MatrixId),
 }
 
@@ -147,11 +148,11 @@ pub enum BufferSource {
 pub struct Buffer {
     /// Such as `layers.3.h`.
     pub name: String,
-    /// How the device addresses it.
+    /// The addressing mode on the device.
     pub kind: BufferKind,
     /// Elements; for a key/value cache those of one session.
     pub words: u32,
-    /// What fills it.
+    /// Initial contents.
     pub source: BufferSource,
     /// Byte offset in the activation arena, for `plain` and `flag_in_data` scratch buffers; 128-byte aligned.
     pub offset: u64,
@@ -171,7 +172,7 @@ impl Buffer {
     }
 }
 
-/// "Counter `counter` has had `count` arrivals in this epoch."
+/// Waits until `counter` has had `count` arrivals in this epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Wait {
     /// The counter.
@@ -229,27 +230,27 @@ impl Task {
     }
 }
 
-/// One persistent thread block's share.
+/// The work partition of one persistent thread block.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Worker {
     /// Tasks, in the order in which they run.
     pub tasks: Vec<Task>,
 }
 
-/// The ring of arrived weights of each worker.
+/// The weight ring of each worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Pipeline {
     /// Units of a stage, a power of two.
     pub stage_units: u32,
     /// Stages.
     pub stages: u32,
-    /// Stages on their way at once, at most.
+    /// Most stages in flight at once.
     pub in_flight: u32,
-    /// The same in the last stages before a handoff, and until it has arrived.
+    /// Most stages in flight during the last stages before a wait, until the wait has ended.
     pub in_flight_before_wait: u32,
 }
 
-/// The shapes of the graph that programs depend on.
+/// The dimensions of the graph that programs depend on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Dims {
     /// Width of the residual stream.
@@ -266,7 +267,7 @@ pub struct Dims {
     pub vocab: u32,
     /// Layers.
     pub layers: u32,
-    /// What the tensor cores multiply the matrices as.
+    /// Element type of the tensor cores' operands.
     pub dtype: DType,
 }
 
@@ -304,7 +305,7 @@ pub struct Program {
     pub counters: u32,
     /// Bytes of the activation arena.
     pub arena_bytes: u64,
-    /// Workers, each with its streams.
+    /// Workers, each with its queue of tasks.
     pub workers: Vec<Worker>,
 }
 
@@ -315,7 +316,8 @@ impl Program {
         self.workers.iter().map(|w| w.tasks.len()).sum()
     }
 
-    /// The phase of a task, as knobs, predictions and traces call it. What is in no phase has the name of its matrix or op.
+    /// The name of a task's phase in knobs, predictions and traces. A task in no phase has the name of its matrix or
+    /// op.
     #[must_use]
     pub fn phase_name(&self, task: &Task) -> &str {
         let matrix = |p: abi::MatvecParams| self.matrices.get(p.matrix as usize);
@@ -342,7 +344,7 @@ impl Program {
         elements * (u64::from(position) + 1) * abi::KV_ELEMENT_BYTES
     }
 
-    /// The stable id of the program: equal programs have equal ids, on every machine.
+    /// The stable id of the program: equal programs have equal ids on every machine.
     #[must_use]
     pub fn id(&self) -> String {
         let bytes = postcard::to_stdvec(self).unwrap_or_default();
@@ -353,16 +355,16 @@ impl Program {
     }
 }
 
-/// Splits of the keys of one head group that have work: every active split owns at least one block.
+/// Active splits of the keys of one head group: every active split has at least one block.
 ///
-/// `keys` are those attended to: `position + 1`, or the window if that is smaller.
+/// `keys` is the number of keys attended to: `position + 1`, or the window if that is smaller.
 #[must_use]
 pub fn active_splits(keys: u32, kv_block: u32, splits: u32) -> u32 {
     keys.div_ceil(kv_block).min(splits)
 }
 
-/// The keys that split `split` of `active` attends to, as a range relative to the first attended key. Whole blocks, the last one
-/// ending at `keys`; the newest key is always in the last active split.
+/// The keys that split `split` of `active` attends to, as a range relative to the first attended key. A split has whole
+/// blocks, and the last block ends at `keys`; the newest key is always in the last active split.
 #[must_use]
 pub fn split_range(keys: u32, kv_block: u32, active: u32, split: u32) -> std::ops::Range<u32> {
     let blocks = keys.div_ceil(kv_block);
@@ -371,7 +373,7 @@ pub fn split_range(keys: u32, kv_block: u32, active: u32, split: u32) -> std::op
     start.min(keys)..end.min(keys)
 }
 
-/// Keys attended to at `position` with this window (zero: all).
+/// Number of keys attended to at `position` with this window (zero: all).
 #[must_use]
 pub fn attended(position: u32, window: u32) -> u32 {
     if window == 0 { position + 1 } else { (position + 1).min(window) }

@@ -1,4 +1,4 @@
-//! The packed matrices of a model: which tensors make which. They depend on the graph alone, never on a schedule.
+//! The packed matrices of a model and their tensors. They depend on the graph alone, never on a schedule.
 
 use crate::format::Format;
 use crate::graph::{Graph, Layer, Linear};
@@ -8,11 +8,11 @@ use crate::program::{Matrix, RowMap};
 /// Every matrix of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedModel {
-    /// In the order of programs: `embed`, per layer `qkv`, `o`, `gate_up`, `down`, then `lm_head` when untied.
+    /// Matrices in program order: `embed`, per layer `qkv`, `o`, `gate_up`, `down`, then `lm_head` when untied.
     pub matrices: Vec<Matrix>,
     /// The embedding.
     pub embed: PackedMatrix,
-    /// Those of each layer.
+    /// The matrices of each layer.
     pub layers: Vec<PackedLayer>,
     /// The logits: the embedding when tied.
     pub lm_head: PackedMatrix,
@@ -30,7 +30,7 @@ pub struct PackedLayer {
 /// The matrices of an attention block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedAttention {
-    /// Queries, keys and values, one after the other.
+    /// Queries, keys and values, concatenated.
     pub qkv: PackedMatrix,
     /// The output projection.
     pub o: PackedMatrix,
@@ -48,14 +48,14 @@ pub struct PackedMlp {
 /// One matrix and the biases of its rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedMatrix {
-    /// Its place in [`PackedModel::matrices`] and in every program of the graph.
+    /// Its index in [`PackedModel::matrices`] and in every program of the graph.
     pub id: MatrixId,
-    /// The biases in the order of the rows, if there is any.
+    /// The biases in row order, if there are any.
     pub bias: Option<RowMap>,
 }
 
 impl PackedModel {
-    /// Packs the matrices of a graph whose widest matrix has fewer than 2^32 rows.
+    /// Builds the packed matrices of a graph whose widest matrix has fewer than 2^32 rows.
     #[must_use]
     pub fn new(graph: &Graph) -> Self {
         let mut list = List { graph, matrices: Vec::new() };

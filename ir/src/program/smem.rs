@@ -1,12 +1,12 @@
-//! Shared memory of a worker: the one formula that `validate`, the launch and the device agree on.
+//! Shared memory of a worker: the one formula that `validate`, the launch and the device use.
 
 use abi::{ATTENTION_GROUP, BATCH_TILES, CONSUMER_WARPS, FIXED_BYTES};
 
 use crate::format::Format;
 use crate::program::Dims;
 
-/// Bytes of the activation buffer: the longest staged vector (4 bytes an element: an f32, or the high and low 16-bit halves), or what
-/// the consumer warps leave each other in attention and its merge.
+/// Bytes of the activation buffer: the longest staged vector (4 bytes per element: an f32, or the high and low 16-bit
+/// halves), or what the consumer warps exchange in attention and its merge.
 #[must_use]
 pub fn activation_bytes(dims: &Dims) -> u32 {
     let unit_cols = Format::from(dims.dtype).unit_cols();
@@ -15,18 +15,18 @@ pub fn activation_bytes(dims: &Dims) -> u32 {
     (4 * k_max).max(scratch_bytes(dims)).next_multiple_of(128)
 }
 
-/// Bytes of it that attention and its merge need.
+/// Bytes of the activation buffer that attention and its merge need.
 fn scratch_bytes(dims: &Dims) -> u32 {
-    // Of each warp its heads: maximum, sum, padding, outputs; then the new key and value, as f16.
+    // Per warp, for each of its heads: maximum, sum, padding, outputs; then the new key and value, as f16.
     let group = (dims.heads / dims.kv_heads.max(1)).min(ATTENTION_GROUP);
     let attention = 4 * CONSUMER_WARPS * group * (dims.head_dim + 4) + 4 * dims.head_dim;
-    // Six floats of each thread, 16-byte aligned.
+    // Six floats per thread, 16-byte aligned.
     let merge = 32 * CONSUMER_WARPS * 32;
     merge.max(attention)
 }
 
-/// Bytes of the activation buffer where a step has several sequences: their vectors stay in registers, so it holds the warps' sums of two
-/// epilogues in turn, or what attention and its merge need.
+/// Bytes of the activation buffer of a kernel with several sequences. Their vectors stay in registers, so it holds the
+/// warps' sums of two epilogues in turn, or what attention and its merge need.
 #[must_use]
 pub fn batch_activation_bytes(dims: &Dims, seqs: u32) -> u32 {
     let sums = 4 * 2 * BATCH_TILES * CONSUMER_WARPS * abi::UNIT_ROWS * seqs;

@@ -1,28 +1,29 @@
-//! How the tiles of a matrix lie in the stages of the weight ring. The device loads by this rule and the cost model predicts by it.
+//! The layout of a matrix's tiles in the stages of the weight ring. The device loads by this rule and the cost model
+//! predicts by it.
 
 use abi::{BATCH_TILES, CONSUMER_WARPS};
 
-/// Units of a stage that one warp takes into registers, at most.
+/// Most units of a stage that one warp loads into registers.
 pub const WARP_UNITS_MAX: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
 
-/// Several whole tiles in a stage, or one tile in several stages.
+/// The layout: several whole tiles in a stage, or one tile in several stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Staging {
     /// Units of a stage.
     pub stage_units: u32,
-    /// Tiles of a stage, 1 where a tile lies in several.
+    /// Tiles of a stage; 1 where a tile spans several.
     pub stage_tiles: u32,
     /// Units after which a new stage begins.
     pub period: u32,
-    /// Units of a tile, or of a part of a tile, that each warp takes into registers with the rest of its stage: the fast loop. 0: the
-    /// warps read the stage unit by unit, which takes several times as long. Of one sequence only.
+    /// Units of a tile, or of a part of a tile, that each warp loads into registers with the rest of its stage: the
+    /// fast loop. 0: the warps read the stage unit by unit, which takes several times as long. Of one sequence only.
     pub warp_units: u32,
-    /// Parts that a tile is cut into, each as long as the vectors that the warps' registers hold. Of several sequences only.
+    /// Parts of a tile, each as long as the vectors that the warps' registers hold. Of several sequences only.
     pub tile_parts: u32,
 }
 
 impl Staging {
-    /// Tiles of `tile_units` units in stages of at most `stage_units`.
+    /// The layout of tiles of `tile_units` units in stages of at most `stage_units`.
     #[must_use]
     pub fn new(tile_units: u32, stage_units: u32) -> Self {
         let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
@@ -30,8 +31,8 @@ impl Staging {
             .unwrap_or_else(|| Self::unit_by_unit(tile_units, stage_units))
     }
 
-    /// The same for a kernel that runs several sequences at once (matvec_batch.cuh): whole tiles in a stage, a divisor of those of an
-    /// epilogue; or a part of a tile, as long as the warps' registers hold the vectors of.
+    /// The same for a kernel with several sequences (matvec_batch.cuh): a stage holds whole tiles, whose number divides
+    /// the tiles of an epilogue; or a part of a tile, as long as the vectors that the warps' registers hold.
     #[must_use]
     pub fn seqs(tile_units: u32, stage_units: u32) -> Self {
         let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
@@ -51,7 +52,7 @@ impl Staging {
         Self { stage_units, stage_tiles, period: stage_units, warp_units: 0, tile_parts }
     }
 
-    /// Stages that the warps take into registers whole.
+    /// The layout in which the warps load whole stages into registers.
     fn in_registers(tile_units: u32, stage_units: u32) -> Option<Self> {
         let part = part_units(tile_units);
         let warp_units = part.div_ceil(CONSUMER_WARPS);
@@ -76,9 +77,9 @@ impl Staging {
     }
 }
 
-/// Units of the parts that a tile is cut into: as few parts as fit a stage each, as equal as can be; the last one may be shorter. A warp
-/// stages every eighth unit of the input vector, counted from the tile's first, and multiplies by those alone, so parts begin at
-/// multiples of 8.
+/// Units of a part of a tile: as few parts as fit a stage each, as equal as possible; the last one may be shorter. A
+/// warp stages every eighth unit of the input vector, counted from the tile's first, and multiplies only those, so
+/// parts begin at multiples of 8.
 fn part_units(tile_units: u32) -> u32 {
     match tile_units.div_ceil(abi::STAGE_UNITS_MAX) {
         1 => tile_units,
@@ -112,7 +113,7 @@ mod tests {
 
     #[test]
     fn widths_of_published_models_take_the_fast_loop() {
-        // Columns of 16 bits, and the parts that their tiles are cut into.
+        // Columns of 16-bit elements, and the number of parts of their tiles.
         for (model, columns, parts) in [
             ("qwen3-4b down", 9728, 5),
             ("qwen2.5-0.5b down", 4864, 3),
@@ -179,7 +180,8 @@ mod tests {
                 assert!(s.stage_units.div_ceil(s.stage_tiles) <= 8 * s.warp_units, "{tile}: {s:?}");
                 let held = s.warp_units * s.stage_tiles;
                 assert!(held <= WARP_UNITS_MAX, "{tile} in {stage}: {s:?}");
-                // The device takes pairs of tiles for granted where a warp has at most half of what it can hold, and one tile elsewhere.
+                // The device assumes pairs of tiles where a warp has at most half of what it can hold, and one tile
+                // elsewhere.
                 let pairs = 2 * s.warp_units <= WARP_UNITS_MAX;
                 assert_eq!(pairs, s.stage_tiles == 2, "{tile} in {stage}: {s:?}");
                 assert!(!pairs || s.period == s.stage_units, "{tile} in {stage}: {s:?}");

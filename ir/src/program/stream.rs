@@ -1,7 +1,7 @@
-//! What a worker's tasks take out of its weight ring, in the order in which they run.
+//! The load stream: what a worker's tasks take from its weight ring, in execution order.
 //!
-//! The stream follows from the tasks, so it cannot disagree with them. The cost model times it, the host gives it addresses, and the
-//! device copies it into the ring.
+//! The stream is derived from the tasks, so it cannot disagree with them. The cost model times it, the host resolves
+//! its addresses, and the device copies it into the ring.
 
 use abi::{AttentionParams, Params};
 
@@ -9,7 +9,7 @@ use super::staging::Staging;
 use super::{Program, Task, Worker};
 use crate::id::{BufferId, MatrixId};
 
-/// What one task takes out of the ring.
+/// What one task takes from the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
     /// Whole tiles of a matrix.
@@ -21,13 +21,13 @@ pub enum Load {
         /// Units.
         units: u32,
     },
-    /// The keys and values of a head that one split attends to. How many there are follows from the position.
+    /// The keys and values of a head that one split attends to. Their number depends on the position.
     Cache {
         /// The key/value cache.
         buffer: BufferId,
         /// Key/value head.
         kv_head: u32,
-        /// Keys of a block of the splits.
+        /// Keys per block of a split.
         kv_block: u32,
         /// Sliding window, zero for full attention.
         window: u32,
@@ -39,7 +39,7 @@ pub enum Load {
 }
 
 impl Load {
-    /// Bytes of weights; keys and values are not counted, since their number follows from the position.
+    /// Bytes of weights. Keys and values are not counted, since their number depends on the position.
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         match *self {
@@ -50,7 +50,7 @@ impl Load {
 }
 
 impl Task {
-    /// What the task takes out of its worker's ring, if anything.
+    /// What the task takes from its worker's ring, if anything.
     #[must_use]
     pub fn load(&self) -> Option<Load> {
         match self.op() {
@@ -79,7 +79,7 @@ impl Worker {
 }
 
 impl Program {
-    /// How the tiles of a matrix lie in the stages of the ring, in a kernel that runs so many sequences at once.
+    /// The layout of a matrix's tiles in the stages of the ring, in a kernel with this many sequences.
     #[must_use]
     pub fn staging(&self, matrix: MatrixId, sequences: u32) -> Staging {
         let tile_units = self.matrices[matrix.index()].units_per_tile();
@@ -90,7 +90,7 @@ impl Program {
     }
 }
 
-/// Why the device cannot count the stages of a matrix in a kernel of so many sequences.
+/// The reason why the device cannot count the stages of a matrix in a kernel with this many sequences, if it cannot.
 pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -> Option<String> {
     let Staging { period, stage_units, .. } = program.staging(matrix, sequences);
     let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);

@@ -1,16 +1,18 @@
 //! Proves that a program gives the same result in every order in which its workers can run it.
 //!
-//! **What is checked**, stage by stage; a stage runs only when the one before it found nothing, and reports everything it finds:
+//! **What is checked**, stage by stage; a stage runs only if the one before it found nothing, and reports everything
+//! that it finds:
 //!
 //! 1. *limits and shapes*: sizes, ids, kinds of buffers, parameters, matrices, dimensions (`P-*`);
 //! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), every word written once (`R-WRITER`, `T-COVER`);
 //! 3. *order*: no cycle, and one `sample` at the end (`O-*`);
 //! 4. *data*: every read is ordered after its write (`R-HAPPENS`).
 //!
-//! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may be wrong; the
-//! comparison with the graph's evaluator finds that.
+//! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may
+//! be wrong; the comparison with the graph's evaluator finds that.
 //!
-//! The order in stage 3 is that of the memory model: queues and counters make it, flag-in-data hand-offs do not; see [`Order`](super::Order).
+//! The order in stage 3 is that of the memory model: queues and counters establish it, flag-in-data hand-offs do not;
+//! see [`Order`](super::Order).
 
 use crate::program::Program;
 use crate::program::rules;
@@ -24,13 +26,13 @@ mod together;
 pub use seal::{Seal, SealKey, Unsealed};
 pub use together::{Together, check_seqs};
 
-/// A value that its checker accepted. Only [`verify`] makes one, [`SealKey::open`] out of what one was sealed as, and [`Together`] of
-/// sequences.
+/// A value that its checker accepted. Only three functions make one: [`verify`], [`SealKey::open`] from sealed bytes,
+/// and [`Together`] for a sequence's program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified<T>(T);
 
 impl<T> Verified<T> {
-    /// The value, no longer known to be verified.
+    /// The value, without the proof.
     #[must_use]
     pub fn into_inner(self) -> T {
         self.0
@@ -61,7 +63,7 @@ pub fn verify(program: Program) -> Result<Verified<Program>, Violations> {
     check(&program).map(|()| Verified(program))
 }
 
-/// As [`verify`], for a program that is only looked at.
+/// As [`verify`], for a borrowed program.
 ///
 /// # Errors
 /// As [`verify`].
@@ -77,15 +79,15 @@ pub fn check(program: &Program) -> Result<(), Violations> {
     })
 }
 
-/// Tasks that read words with no happens-before between them and the task that writes these: all that can make repeats of a program on one
-/// machine differ. In the order in which one worker would come to the readers. A verified program has none.
+/// Tasks that read words with no happens-before between them and the task that writes these words: the only cause of
+/// different results in repeats of a program on one machine. They are in the order in which a single worker would reach
+/// the readers. A verified program has none.
 ///
-/// # Errors
-/// What is wrong with the parts of a program, or why its tasks have no order at all.
+/// # Errors Violations in parts of the program, or the reason why its tasks have no order at all.
 pub fn unordered(program: &Program) -> Result<Vec<Unordered>, Violations> {
     parts(program)?;
     let mut order = None;
-    // That `sample` is not the last is one more pair without order, and no reason to say nothing.
+    // A `sample` that is not last is one more unordered pair, and no reason to fail.
     let mut found = Violations::default();
     if let Some(sorted) = rules::order::check(program, &mut found) {
         order = Some(rules::words::unordered(program, &sorted));
@@ -93,7 +95,7 @@ pub fn unordered(program: &Program) -> Result<Vec<Unordered>, Violations> {
     order.ok_or(found)
 }
 
-/// The stages that look at each part by itself.
+/// The stages that check each part by itself.
 fn parts(program: &Program) -> Result<(), Violations> {
     stage(|found| rules::limit::check(program, found))?;
     stage(|found| {

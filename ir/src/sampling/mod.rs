@@ -1,8 +1,8 @@
-//! How a token is chosen from a row of logits: a pure function of the row, the tokens before it, the settings, a seed and a position.
+//! Token sampling: a pure function of the row of logits, the tokens before it, the settings, a seed and a position.
 //!
-//! **Promises.** The same inputs give the same token, bit for bit, on every machine, whatever else is computed beside it: every
-//! operation is one that IEEE 754 defines or one on integers, and [decision 015](../../../docs/decisions/015-sampling.md) says in which
-//! order. Ties go to the lowest id.
+//! **Promises.** The same inputs give the same token, bit for bit, on every machine, whatever else is computed beside
+//! it. Every operation is an IEEE 754 or an integer operation, in the order that [decision
+//! 015](../../../docs/decisions/015-sampling.md) defines. Ties go to the lowest id.
 
 mod philox;
 #[cfg(test)]
@@ -14,22 +14,22 @@ use std::collections::BTreeMap;
 
 use weight::{ONE, weight};
 
-/// How tokens are chosen. The default is greedy.
+/// Sampling settings. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// What logits are divided by; 0 takes the highest.
+    /// Divisor of the logits; 0 takes the highest.
     pub temperature: f32,
-    /// The likeliest so many tokens; 0 for all.
+    /// Keeps this many of the likeliest tokens; 0 for all.
     pub top_k: u32,
-    /// Of these, the likeliest that together have this probability; 1 for all.
+    /// Of these, keeps the likeliest that together have this probability; 1 for all.
     pub top_p: f32,
-    /// And those that have at least this share of the likeliest token's probability.
+    /// Keeps tokens with at least this fraction of the likeliest token's probability.
     pub min_p: f32,
-    /// What positive logits of tokens that were there before are divided by, and negative ones multiplied with; 1 for nothing.
+    /// Divisor of positive logits, and factor on negative ones, of tokens that occurred before; 1 for no penalty.
     pub repetition_penalty: f32,
-    /// What is added to logits; negative infinity bans a token.
+    /// Added to logits; negative infinity bans a token.
     pub bias: BTreeMap<u32, f32>,
-    /// What is drawn with.
+    /// Seed of the random draws.
     pub seed: u64,
 }
 
@@ -47,25 +47,26 @@ impl Default for Sampling {
     }
 }
 
-/// Settings as the arithmetic takes them, the same for every machine.
+/// The settings in fixed point, the same on every machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fixed {
-    /// What differences to the highest logit are multiplied with, to be in octaves.
+    /// Factor that converts differences from the highest logit to octaves.
     pub scale: f32,
-    /// `top_p` in 32 binary places, rounded up: what is asked for is never missed. `2^32` and more is no filter.
+    /// `top_p` in 32 binary places, rounded up, so that the kept probability is never below `top_p`. `2^32` and more is
+    /// no filter.
     pub share: u64,
-    /// The least weight that `min_p` lets through.
+    /// The least weight that passes `min_p`.
     pub least: u64,
 }
 
-/// A setting that has no meaning.
+/// An invalid setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Improper {
     /// The field of [`Sampling`].
     pub field: &'static str,
-    /// What it holds.
+    /// The given value.
     pub got: String,
-    /// What it may hold.
+    /// The legal values.
     pub legal: String,
 }
 
@@ -76,7 +77,7 @@ impl std::fmt::Display for Improper {
 }
 
 impl Sampling {
-    /// Every setting that has no meaning for a vocabulary of this size.
+    /// Every setting that is invalid for a vocabulary of this size.
     #[must_use]
     pub fn problems(&self, vocab: u32) -> Vec<Improper> {
         let mut problems = Vec::new();
@@ -102,20 +103,20 @@ impl Sampling {
         problems
     }
 
-    /// Whether no row needs random bits.
+    /// Whether sampling needs no random bits.
     #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 || self.top_k == 1
     }
 
-    /// Whether the choice is the highest logit as it stands: what the device's own sampler does.
+    /// Whether the result is the highest unmodified logit: what the device's own sampler computes.
     #[must_use]
     pub fn is_plain_greedy(&self) -> bool {
         self.is_greedy() && self.repetition_penalty == 1.0 && self.bias.is_empty()
     }
 
-    /// The token for `position`, after the tokens `seen`; `None` if every token is banned. Settings with [problems](Self::problems) choose
-    /// something, and nobody says what.
+    /// The token for `position`, after the tokens `seen`; `None` if every token is banned. Settings with
+    /// [problems](Self::problems) give an unspecified token.
     #[must_use]
     pub fn choose(&self, logits: &[f32], seen: &Seen, position: u32) -> Option<u32> {
         let adjusted = self.adjusted(logits, seen);
@@ -136,7 +137,7 @@ impl Sampling {
         }
     }
 
-    /// Logits after penalty and bias. What is not a number counts as banned.
+    /// Logits after penalty and bias. NaN counts as banned.
     fn adjusted(&self, logits: &[f32], seen: &Seen) -> Vec<f32> {
         let mut adjusted = logits.to_vec();
         if self.repetition_penalty != 1.0 {
@@ -158,7 +159,7 @@ impl Sampling {
         adjusted
     }
 
-    /// The tokens that may be drawn and their weights, by id.
+    /// The candidate tokens and their weights, by id.
     fn kept(&self, adjusted: &[f32], best: u32) -> Vec<(u32, u64)> {
         let greatest = adjusted[best as usize];
         let Fixed { scale, share, least } = self.fixed();
@@ -173,7 +174,7 @@ impl Sampling {
         }
         kept.sort_by(|a, b| {
             let [a_logit, b_logit] = [a, b].map(|(token, _)| adjusted[*token as usize]);
-            // No NaN is among them, and zero equals minus zero.
+            // There is no NaN here, and zero equals minus zero.
             b_logit.partial_cmp(&a_logit).unwrap_or(Ordering::Equal).then(a.0.cmp(&b.0))
         });
         if self.top_k > 0 {
@@ -199,7 +200,7 @@ fn highest(logits: &[f32]) -> Option<u32> {
     best.map(|(token, _)| token)
 }
 
-/// How many of the likeliest tokens have a share of all their weight: as few as do, and one at least.
+/// Number of the likeliest tokens that together have `share` of the total weight: the fewest, and at least one.
 fn nucleus(ranked: &[(u32, u64)], share: u64) -> usize {
     let total: u64 = ranked.iter().map(|(_, weight)| weight).sum();
     let needed = (u128::from(total) * u128::from(share)).div_ceil(1 << 32);
@@ -211,7 +212,7 @@ fn nucleus(ranked: &[(u32, u64)], share: u64) -> usize {
     enough.map_or(ranked.len(), |last| last + 1)
 }
 
-/// The token at a random place among all weights laid end to end by id.
+/// The token at a random place among all weights, concatenated by id.
 fn pick(kept: &[(u32, u64)], bits: u64) -> u32 {
     let total: u64 = kept.iter().map(|(_, weight)| weight).sum();
     let mut place = ((u128::from(bits) * u128::from(total)) >> 64) as u64;
@@ -240,7 +241,7 @@ impl Seen {
         self.words[word] |= 1 << (token % 64);
     }
 
-    /// Whether the token is there.
+    /// Whether the token is in the set.
     #[must_use]
     pub fn has(&self, token: u32) -> bool {
         self.words.get(token as usize / 64).is_some_and(|word| word >> (token % 64) & 1 == 1)
@@ -253,7 +254,7 @@ impl Extend<u32> for Seen {
     }
 }
 
-/// How likely the model itself held some tokens, in nats: of the logits as they came, before any setting.
+/// The model's log probabilities of some tokens, in nats, from the unmodified logits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logprobs {
     /// The chosen token's.
@@ -262,7 +263,7 @@ pub struct Logprobs {
     pub top: Vec<(u32, f64)>,
 }
 
-/// The log probability of a chosen token and of the `top` likeliest. For people: in f64, and no part of a choice.
+/// The log probabilities of a chosen token and of the `top` likeliest. For display: in f64, and no part of sampling.
 #[must_use]
 pub fn logprobs(logits: &[f32], chosen: u32, top: usize) -> Logprobs {
     let greatest = logits.iter().copied().filter(|l| !l.is_nan()).fold(f32::NEG_INFINITY, f32::max);

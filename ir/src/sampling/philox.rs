@@ -1,9 +1,10 @@
-//! Philox 4x32 with ten rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11): a random function of a
-//! counter under a key. It has no state to carry, so whoever knows seed and position can draw, in any order and on any machine.
+//! Philox 4x32 with ten rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11): a
+//! random function of a counter and a key. It is stateless: seed and position suffice to draw, in any order and on any
+//! machine.
 
 const ROUNDS: u32 = 10;
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
-/// What is added to the key between rounds: fractions of the golden ratio and of the square root of three.
+/// Increments of the key between rounds: fractions of the golden ratio and of the square root of three.
 const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 
 /// Four random words for a counter.

@@ -1,4 +1,5 @@
-//! Against published vectors, against another implementation, against the plain definition in f64, and against what must hold for any row.
+//! Compares sampling with published vectors, another implementation, and the plain definition in f64, and checks
+//! properties that hold for any row.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,12 +9,12 @@ use super::philox::philox;
 use super::weight::{ONE, weight};
 use super::{Sampling, Seen, logprobs};
 
-/// Settings that draw.
+/// Settings that draw at random.
 fn at(temperature: f32) -> Sampling {
     Sampling { temperature, ..Sampling::default() }
 }
 
-/// A row with many ties, which a second implementation can make as well.
+/// A row with many ties, which a second implementation can reproduce.
 fn row() -> Vec<f32> {
     (0..48).map(|i| ((i * 37) % 101) as f32 / 16.0 - 3.0).collect()
 }
@@ -24,7 +25,7 @@ fn seen(tokens: &[u32]) -> Seen {
     seen
 }
 
-/// The chance of each token that can be drawn.
+/// The probability of each token that can be drawn.
 fn chances(sampling: &Sampling, logits: &[f32], seen: &Seen) -> BTreeMap<u32, f64> {
     let adjusted = sampling.adjusted(logits, seen);
     let best = super::highest(&adjusted).expect("a token");
@@ -81,8 +82,8 @@ fn philox_gives_the_published_answers() {
     }
 }
 
-/// Weights and tokens that a second implementation computed, in exact rational arithmetic rounded to f32 after every step (Python, from
-/// the text of decision 015). A device must give the same.
+/// Weights and tokens from a second implementation: exact rational arithmetic, rounded to f32 after every step (Python,
+/// from the text of decision 015). A device must give the same.
 #[test]
 fn draws_are_those_of_another_implementation() {
     let weights = [
@@ -141,7 +142,7 @@ fn draws_are_those_of_another_implementation() {
     }
 }
 
-/// The bits of a million weights, so that no change of the arithmetic goes unnoticed.
+/// A hash of the bits of a million weights detects any change of the arithmetic.
 #[test]
 fn weights_are_accurate_and_never_change() {
     let mut bits = Vec::new();
@@ -203,7 +204,7 @@ fn draws_follow_the_plain_distribution() {
         let limit = freedom + 5.0 * (2.0 * freedom).sqrt() + 10.0;
         let statistic = chi_square(&counts, &expected, DRAWS);
         assert!(statistic < limit, "{statistic} of {limit}: {sampling:?}");
-        // The check can fail: the neighbouring temperature is found out.
+        // The check can fail: it detects the neighbouring temperature.
         let other = Sampling { temperature: sampling.temperature * 1.15, ..sampling.clone() };
         let other = plain(&other, &logits, &before);
         let wrong: BTreeMap<u32, f64> =
@@ -212,7 +213,7 @@ fn draws_follow_the_plain_distribution() {
     }
 }
 
-/// Neighbouring positions, and neighbouring seeds, have nothing to do with each other.
+/// Draws at neighbouring positions, and with neighbouring seeds, are independent.
 #[test]
 fn neighbours_are_independent() {
     const DRAWS: u32 = 20_000;
@@ -277,7 +278,7 @@ fn rows_without_a_choice() {
     assert_eq!(banned.choose(&[1.0, 2.0, 3.0], &Seen::default(), 0), None);
     assert_eq!(at(1.0).choose(&[], &Seen::default(), 0), None);
     assert_eq!(at(1.0).choose(&[f32::NAN; 4], &Seen::default(), 0), None);
-    // Infinite logits tie at the greatest number that there is.
+    // Infinite logits tie at the greatest finite number.
     let row = [f32::INFINITY, 3.0, f32::INFINITY];
     let drawn: BTreeSet<_> =
         (0..64).map(|p| at(1e-30).choose(&row, &Seen::default(), p).unwrap()).collect();
@@ -318,7 +319,7 @@ proptest! {
         prop_assert_eq!(greedy.choose(&row, &before, position), best);
         let one = Sampling { top_k: 1, ..base.clone() };
         prop_assert_eq!(one.choose(&row, &before, position), best);
-        // The shortcut takes nothing away from what one candidate would give.
+        // The shortcut gives the same result as one candidate.
         let adjusted = one.adjusted(&row, &before);
         let kept = one.kept(&adjusted, best.unwrap());
         prop_assert_eq!(kept, vec![(best.unwrap(), ONE)]);

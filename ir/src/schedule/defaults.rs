@@ -7,7 +7,7 @@ use crate::graph::Graph;
 use crate::phase::PhaseClass;
 use crate::target::Target;
 
-/// Bytes in flight before a hand-off: one stage of the default ring.
+/// Bytes in flight before a wait: one stage of the default ring.
 const NEAR_BYTES: u32 = 32 * 1024;
 
 /// Bytes of a stage, best first.
@@ -16,29 +16,30 @@ const STAGE_BYTES: [u32; 3] = [32 * 1024, 16 * 1024, 8 * 1024];
 /// Context of [`default_config`]: short enough for one worker to read all keys of a head.
 const SHORT_CONTEXT: u32 = 128;
 
-/// Keys that one worker reads before another split pays.
+/// Keys per split: a further split pays only beyond this many.
 const KEYS_PER_SPLIT: u32 = 256;
 
-/// Keys of a block of a split.
+/// Keys per block of a split.
 const KV_BLOCK: u32 = 128;
 
 /// Most splits: more are never predicted faster up to 16 384 tokens.
 const SPLITS_MAX: u32 = 16;
 
-/// Most splits that the output projection still merges itself: each of its workers reads all of them.
+/// Most splits that the output projection merges itself: each of its workers reads all of them.
 const FUSED_SPLITS_MAX: u32 = 4;
 
-/// What a knob has that a config leaves out, and what runs where no schedule is known: the rule-based default at a short context.
+/// The rule-based default at a short context: the value of each knob that a config leaves out, and the schedule where
+/// none is known.
 #[must_use]
 pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
     default_config_at(graph, target, SHORT_CONTEXT)
 }
 
-/// The rule-based default for so many tokens of context: flag-in-data hand-offs everywhere, embedding and merge fused, the deepest
-/// ring of 32 KB stages that fits, one stage in flight before a hand-off, no sleep between polls, the remainder of each phase carried on,
-/// and a split of the keys for every [`KEYS_PER_SPLIT`] as far as there are workers.
+/// The rule-based default for this many tokens of context: flag-in-data hand-offs everywhere, embedding and merge
+/// fused, the deepest ring of 32 KB stages that fits, one stage in flight before a wait, no sleep between polls, the
+/// remainder of each phase carried on, and one split of the keys per [`KEYS_PER_SPLIT`] as far as there are workers.
 ///
-/// Where 32 KB stages do not fit, stages get smaller. Where nothing fits the result is still refused by `validate`.
+/// Where 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
 #[must_use]
 pub fn default_config_at(graph: &Graph, target: &Target, context: u32) -> ScheduleConfig {
     let rule = ruled();
@@ -47,8 +48,8 @@ pub fn default_config_at(graph: &Graph, target: &Target, context: u32) -> Schedu
     config
 }
 
-/// The neutral schedule: the knob table's values, changed only where they would be illegal. It is the named start of searches whose
-/// gain is measured from a schedule without choices; it is not fast.
+/// The neutral schedule: the knob table's values, changed only where they would be illegal. It is the named start of
+/// searches that measure their gain from a schedule without choices; it is not fast.
 #[must_use]
 pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
     let neutral = ScheduleConfig::default();
@@ -59,11 +60,11 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
     fitted(neutral, &sizes, stages, graph, target).unwrap_or(neutral)
 }
 
-/// The rule's choices that depend on neither graph nor target.
+/// The default's choices that depend on neither graph nor target.
 fn ruled() -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     for knob in PhaseClass::ALL.iter().filter_map(|class| class.sync()) {
-        // Every knob of a hand-off has this value.
+        // Every hand-off knob has this value.
         let _ = config.set(knob, Handoff::FlagInData.to_value());
     }
     config.fusion_grouping.embed = EmbedGrouping::Qkv;
@@ -76,7 +77,7 @@ fn ruled() -> ScheduleConfig {
     config
 }
 
-/// The config with the deepest ring, of at most so many stages, of the first of these sizes that fits.
+/// The config with the deepest ring, of at most this many stages, of the first of these sizes that fits.
 fn fitted(
     config: ScheduleConfig,
     sizes: &[u32],
@@ -97,8 +98,8 @@ fn fitted(
     sizes.iter().find_map(sized)
 }
 
-/// Splits the keys of each head over as many workers as so many tokens of context keep busy: one for every [`KEYS_PER_SPLIT`] keys, as
-/// far as there are workers. Few splits are merged by the output projection, many in a phase of their own.
+/// Splits the keys of each head over as many workers as this much context keeps busy: one per [`KEYS_PER_SPLIT`] keys,
+/// as far as there are workers. Few splits are merged by the output projection, many in a phase of their own.
 pub fn split_keys(config: &mut ScheduleConfig, graph: &Graph, target: &Target, context: u32) {
     let workers = target.sms / graph.kv_heads.max(1);
     let useful = context.min(graph.max_positions).div_ceil(KEYS_PER_SPLIT);

@@ -1,4 +1,4 @@
-//! The knob table and its expansions. A knob is added here and nowhere else (those of one phase: in its row of the phase table); then
+//! The knob table and its expansions. A knob is added only here (a phase's knobs: in its row of the phase table); then
 //! `lower` or the kernel build must read it.
 
 use serde::{Deserialize, Serialize};
@@ -8,8 +8,8 @@ use super::value::{
 };
 use crate::phase::{PhaseClass, for_each_phase, optional};
 
-/// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its knobs. A knob's
-/// row: field, type, variant, dotted path, legal values, neutral value, what it acts on, one sentence.
+/// Calls `$macro` with the whole knob table: the structs of a config, outermost first, each with its groups and its
+/// knobs. A knob's row: field, type, variant, dotted path, legal values, neutral value, what it acts on, one sentence.
 macro_rules! for_each_knob {
     (($macro:ident) $(
         $name:ident = $class:ident, op $op:ident $($matrix:literal)? $(, buffer $buffer:literal)?
@@ -201,7 +201,7 @@ macro_rules! define_knobs {
                 match self { $($(Self::$variant => domain!($domain $values $(:: $values2)?),)*)+ }
             }
 
-            /// The table's value, which the neutral schedule has.
+            /// The table's value, used by the neutral schedule.
             #[must_use]
             pub fn default(self) -> Value {
                 match self { $($(Self::$variant => <$type as KnobType>::to_value($default),)*)+ }
@@ -227,7 +227,7 @@ macro_rules! define_knobs {
                 match knob { $($(Knob::$variant => self.$($path).+.to_value(),)*)+ }
             }
 
-            /// Sets a knob, if the table allows the value. Whether it fits a graph and target is for `validate` to say.
+            /// Sets a knob, if the table allows the value. `validate` checks whether it fits a graph and target.
             ///
             /// # Errors
             /// The knob's domain, if the value is not in it.
@@ -251,13 +251,13 @@ macro_rules! phase_knobs {
         $(, sync $sync:ident $handed:literal)? $(, rows $rows:ident $tiling:ident $what:literal $dealt:literal)?;
     )+) => {
         impl PhaseClass {
-            /// The knob that says how it hands over.
+            /// The hand-off knob of the phase.
             #[must_use]
             pub const fn sync(self) -> Option<Knob> {
                 match self { $(Self::$class => optional!($(Knob::$sync)?),)+ }
             }
 
-            /// The knob that says how many rows are dealt at once.
+            /// The tiling knob of the phase: rows dealt at once.
             #[must_use]
             pub const fn tiling(self) -> Option<Knob> {
                 match self { $(Self::$class => optional!($(Knob::$rows)?),)+ }
@@ -268,13 +268,13 @@ macro_rules! phase_knobs {
 for_each_phase!(phase_knobs!());
 
 impl PhaseClass {
-    /// How a config has it hand over, if it has a knob for that.
+    /// The phase's hand-off in a config, if there is a knob for it.
     #[must_use]
     pub fn handoff(self, config: &ScheduleConfig) -> Option<Handoff> {
         Handoff::from_value(config.get(self.sync()?))
     }
 
-    /// The rows that a config deals at once, if it has a knob for that.
+    /// The rows that a config deals at once in the phase, if there is a knob for it.
     #[must_use]
     pub fn rows(self, config: &ScheduleConfig) -> Option<u32> {
         u32::from_value(config.get(self.tiling()?))

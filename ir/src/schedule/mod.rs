@@ -1,10 +1,11 @@
 //! The schedule: every choice that a search may make, as one structured object.
 //!
-//! Knobs are declared once, in the table of `knobs.rs`: the structs, [`Knob`], `get`, `set`, [`search_space`], the JSON schema, the
-//! docs table and the errors of [`parse_config`] are expansions of it or walks over it.
+//! Knobs are declared once, in the table of `knobs.rs`. The structs, [`Knob`], `get`, `set`, [`search_space`], the JSON
+//! schema, the docs table and the errors of [`parse_config`] are expansions of it or walks over it.
 //!
-//! **Promises.** [`validate`] is the only way to a [`Valid`] config. A refusal lists every violation with its place, what was given,
-//! what is legal and what to write instead. Nothing is rounded or adjusted in silence: a value is taken as it is or refused.
+//! **Promises.** [`validate`] is the only way to a [`Valid`] config. A refusal lists every violation with its place,
+//! the given value, the legal values and a suggestion. Nothing is rounded or adjusted silently: a value is taken as it
+//! is or refused.
 
 mod defaults;
 mod knobs;
@@ -31,7 +32,7 @@ pub use space::{json_schema, knob_table_markdown, legal_values, search_space};
 pub use validate::{activation_bytes, largest_stages, validate};
 pub use value::{Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value};
 
-/// A value that passed its check. Made only by this module's [`validate`].
+/// A value that passed its check. Only this module's [`validate`] makes one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Valid<T>(T);
 
@@ -57,7 +58,7 @@ pub fn schedule_id(config: &ScheduleConfig) -> String {
     config.id()
 }
 
-/// Hash of the canonical JSON (fields in table order) under a kind's name.
+/// Hash of the canonical JSON (fields in table order), prefixed with the name of the kind.
 pub(crate) fn content_id<T: Serialize>(kind: &str, value: &T) -> String {
     id_of(kind, &serde_json::to_string(value).unwrap_or_default())
 }

@@ -1,4 +1,4 @@
-//! Reads a config file: any subset of the tree of dotted paths, as JSON. Everything that is wrong is reported at once.
+//! Reads a config file: any subset of the tree of dotted paths, as JSON. All errors are reported at once.
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value as Json;
@@ -13,7 +13,7 @@ use crate::nearest::nearest;
 use crate::target::Target;
 use crate::violation::{At, Rule, Violation, Violations, bounded};
 
-/// Parses a config; knobs that it does not mention take [`default_config`]'s value. Rules between knobs are not checked here.
+/// Parses a config; missing knobs take [`default_config`]'s value. Rules between knobs are not checked here.
 ///
 /// # Errors
 /// Every unknown key, wrong type and value out of range, or the place where the text stops being JSON.
@@ -27,8 +27,8 @@ pub fn parse_config(
     found.into_result().map(|()| config)
 }
 
-/// Parses and validates in one go: what is wrong with the text and what is wrong between knobs come in one answer. A rule between
-/// knobs sees the default where a knob could not be read.
+/// Parses and validates in one call, and reports errors in the text together with those between knobs. Rules between
+/// knobs use the default for a knob that could not be read.
 ///
 /// # Errors
 /// All violations.
@@ -77,7 +77,7 @@ fn read(mut config: ScheduleConfig, text: &str, found: &mut Violations) -> Sched
 /// Reads JSON in which no object gives a key twice.
 ///
 /// # Errors
-/// The place where the text stops being that.
+/// The place of the first error.
 pub fn unique_json(text: &str) -> Result<Json, serde_json::Error> {
     serde_json::from_str::<Unique>(text).map(|Unique(tree)| tree)
 }
@@ -200,7 +200,7 @@ fn unknown(path: &str, key: &str, keys: &[&'static str]) -> Violation {
     if let Some(near) = nearest(key, keys.iter().copied()) {
         return violation.suggest(near);
     }
-    // The right name in the wrong place.
+    // A knob of this name exists under another path.
     let last = |knob: &&Knob| knob.path().rsplit('.').next() == Some(key);
     let near = Knob::ALL.iter().find(last).map(|knob| knob.path());
     match near.or_else(|| nearest(path, Knob::ALL.iter().map(|knob| knob.path()))) {
@@ -253,7 +253,7 @@ fn refused(rule: Rule, knob: Knob, given: &Json, detail: String) -> Violation {
     }
 }
 
-/// The legal value nearest to what was given, as a number or by its letters.
+/// The legal value nearest to the given one, as a number or by its letters.
 fn nearest_value(knob: Knob, given: &Json) -> Option<Value> {
     let values = knob.values();
     if knob.domain().is_names() {
@@ -276,7 +276,7 @@ fn nearest_value(knob: Knob, given: &Json) -> Option<Value> {
     values.into_iter().min_by(|a, b| gap(a).total_cmp(&gap(b)))
 }
 
-/// What a JSON value is, with its article.
+/// The type of a JSON value, with its article.
 fn kind(value: &Json) -> &'static str {
     match value {
         Json::Null => "null",

@@ -1,12 +1,12 @@
-//! Knobs and values under the names of the version before, for messages and for `amk migrate`.
+//! Names of knobs and values in the previous version, for messages and for `amk migrate`.
 
 use super::{Knob, ScheduleConfig};
 
-/// Paths that knobs had.
+/// Earlier paths of knobs.
 pub const RENAMED_KNOBS: &[(&str, Knob)] =
     &[("pipeline.in_flight_near_bytes", Knob::PipelineInFlightBeforeWaitBytes)];
 
-/// Names that the values of the `sync` knobs had.
+/// Earlier names of the values of the `sync` knobs.
 pub const RENAMED_VALUES: &[(&str, &str)] = &[("tagged", "flag_in_data")];
 
 /// The knob that had this path.
@@ -15,13 +15,13 @@ pub fn renamed_knob(path: &str) -> Option<Knob> {
     RENAMED_KNOBS.iter().find(|(old, _)| *old == path).map(|(_, knob)| *knob)
 }
 
-/// The name that a value has today.
+/// The current name of a value.
 #[must_use]
 pub fn renamed_value(name: &str) -> Option<&'static str> {
     RENAMED_VALUES.iter().find(|(old, _)| *old == name).map(|(_, new)| *new)
 }
 
-/// The id that this schedule had under the earlier names.
+/// The id of this schedule under the earlier names.
 #[must_use]
 pub fn earlier_schedule_id(config: &ScheduleConfig) -> String {
     let mut text = serde_json::to_string(config).unwrap_or_default();

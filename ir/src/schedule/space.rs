@@ -11,7 +11,8 @@ use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
 use crate::target::Target;
 
-/// A config with this value and everything else as undemanding as the table allows: if it is illegal, the value is so on its own.
+/// A config with this value, and the least demanding value of every other knob. If it is illegal, the value is illegal
+/// by itself.
 fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     config.pipeline.stage_bytes = 8192;
@@ -30,15 +31,16 @@ fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
     config
 }
 
-/// The values of a knob that are legal for this graph and target, at least together with some values of the others.
+/// The values of a knob that are legal for this graph and target, at least together with some values of the other
+/// knobs.
 #[must_use]
 pub fn legal_values(knob: Knob, graph: &Graph, target: &Target) -> Vec<Value> {
     let legal = |value: &Value| check(&undemanding(knob, *value), graph, target).is_empty();
     knob.values().into_iter().filter(legal).collect()
 }
 
-/// The search space: each knob's dotted path with `{type, choices | min, max, step, default, acts_on, desc}`. Values that no config
-/// for this graph and target can have are left out; `default` is [`default_config`]'s.
+/// The search space: each knob's dotted path with `{type, choices | min, max, step, default, acts_on, desc}`. Values
+/// that are illegal in every config for this graph and target are left out; `default` is [`default_config`]'s.
 #[must_use]
 pub fn search_space(graph: &Graph, target: &Target) -> Json {
     let config = default_config(graph, target);

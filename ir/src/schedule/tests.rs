@@ -8,7 +8,7 @@ use crate::id::TensorId;
 use crate::target::Target;
 use crate::violation::{At, Rule, Violations};
 
-/// A graph with Llama-3.1-8B's shapes, or another width of MLP; tensors are shared between layers.
+/// A graph with Llama-3.1-8B's shapes, or another MLP width; tensors are shared between layers.
 fn graph(ffn: u32, dtype: DType) -> Graph {
     let tensor =
         |name: &str, shape: &[u32]| Tensor { name: name.into(), dtype, shape: shape.to_vec() };

@@ -1,10 +1,11 @@
 //! Checks a config against a graph and a target.
 //!
-//! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the rules between knobs
-//! (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`, `S-SPLIT`). A rule between knobs is left out when one of its knobs is
-//! outside its domain. **Not checked:** limits of the lowered program (`lower`), and that the kernel compiles (the build).
+//! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the
+//! rules between knobs (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`, `S-SPLIT`). A rule between knobs is
+//! skipped if one of its knobs is outside its domain. **Not checked:** limits of the lowered program (`lower`), and
+//! that the kernel compiles (the build).
 //!
-//! **Rounding.** There is none. Bytes in flight must be whole stages, and what is given is what runs.
+//! **Rounding.** There is none. Bytes in flight must be whole stages, and the given value is the one that runs.
 
 use super::value::{Domain, Value};
 use super::{Knob, ScheduleConfig, Valid};
@@ -13,7 +14,7 @@ use crate::program::{Dims, attended, smem};
 use crate::target::Target;
 use crate::violation::{At, Rule, Violation, Violations};
 
-/// Widest vector that shapes are computed for without overflow.
+/// Widest vector for which sizes are computed without overflow.
 const WIDTH_MAX: u32 = 1 << 20;
 
 const _: () = assert!(abi::STAGES_MAX >= 25, "the table's stages fit the ABI");
@@ -51,8 +52,8 @@ pub fn activation_bytes(graph: &Graph) -> u32 {
     smem::activation_bytes(&Dims::from(graph))
 }
 
-/// The most stages that the table allows and that fit in shared memory, everything else in the config unchanged. `None` if not even
-/// the fewest fit.
+/// The most stages that the table allows and that fit in shared memory, with the rest of the config unchanged. `None`
+/// if not even the fewest fit.
 #[must_use]
 pub fn largest_stages(config: &ScheduleConfig, graph: &Graph, target: &Target) -> Option<u32> {
     let (min, max) = match Knob::PipelineStages.domain() {
@@ -213,7 +214,7 @@ fn threads(target: &Target, found: &mut Violations) {
     }
 }
 
-/// Keys that the layer which sees the most attends to, at the last position.
+/// Most keys that any layer attends to, at the last position.
 fn keys_max(graph: &Graph) -> u32 {
     let last = graph.max_positions.saturating_sub(1);
     graph.layers.iter().map(|layer| attended(last, layer.window.unwrap_or(0))).max().unwrap_or(1)

@@ -1,10 +1,10 @@
-//! What a knob can hold: a number or a name.
+//! Knob values: numbers or names.
 
 use std::fmt;
 
 use serde_json::Value as Json;
 
-/// A knob's value, whatever its type.
+/// A knob's value, of either type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Value {
     /// A number.
@@ -94,7 +94,7 @@ impl fmt::Display for Domain {
     }
 }
 
-/// A Rust type that a knob can have.
+/// A Rust type of knob values.
 pub(super) trait KnobType: Copy {
     fn to_value(self) -> Value;
     fn from_value(value: Value) -> Option<Self>;
@@ -180,7 +180,8 @@ choice! {
         RoundRobin = "round_robin",
         /// The remainder goes to the workers after the one where the last phase stopped.
         Carry = "carry",
-        /// The remainder goes to the workers with the fewest bytes so far; who attended gets a block less of the next phase.
+        /// The remainder goes to the workers with the fewest bytes so far; workers that ran attention get one block
+        /// less of the next phase.
         ByteBalance = "byte_balance",
     }
 }
@@ -190,7 +191,7 @@ choice! {
     Evict {
         /// The default policy.
         Normal = "normal",
-        /// Weights are the first to go.
+        /// Weights are evicted first.
         First = "first",
     }
 }

@@ -1,4 +1,4 @@
-//! Cuts a line into words.
+//! Splits a line into words.
 
 use super::ParseError;
 

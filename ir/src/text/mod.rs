@@ -1,11 +1,11 @@
-//! Programs outside memory: the text form `.amk` for people and tests, the binary form `.amkp` for machines.
+//! Serialized programs: the text form `.amk` for people and tests, the binary form `.amkp` for machines.
 //!
-//! **Promises.** `parse(&print(p)) == p` and `load(&save(p)) == p` for every program, valid or not: reading one says nothing about
-//! whether it [verifies](crate::program::verify). What is read is bounded by the size of the input, and no input panics.
+//! **Promises.** `parse(&print(p)) == p` and `load(&save(p)) == p` for every program, valid or not: a program that was
+//! read need not [verify](crate::program::verify). Memory use is bounded by the size of the input, and no input panics.
 //!
 //! # The text form
 //!
-//! One item a line; `;` begins a comment. Words that are not printed are zero.
+//! One item per line; `;` begins a comment. Fields that are not printed are zero.
 //!
 //! ```text
 //! amk 2
@@ -22,8 +22,8 @@
 //!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads b0 -> b1 waits c0>=4 signal c0
 //! ```
 //!
-//! A task's parameters have the names of the ABI's table. `reads` and `->` list buffers by place: `_` is none.
-//! A row map is `rows` or `interleaved`, then `%tensor:rows` or `zero:rows` for each part.
+//! A task's parameters have the names of the ABI's table. `reads` and `->` list buffers by place: `_` is none. A row
+//! map is `rows` or `interleaved`, then `%tensor:rows` or `zero:rows` for each part.
 
 mod lex;
 mod parse;

@@ -14,7 +14,7 @@ use crate::program::{
 use super::lex::{Word, words};
 use super::{FORMAT_VERSION, param_fields};
 
-/// Why a text is not a program, and where.
+/// A syntax error in a text form, with its place.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}, column {column}: {message}")]
 pub struct ParseError {
@@ -29,7 +29,7 @@ pub struct ParseError {
 /// Reads a program. It need not verify.
 ///
 /// # Errors
-/// The first place that is not as the text form wants it.
+/// The first syntax error.
 pub fn parse(text: &str) -> Result<Program, ParseError> {
     let mut parser = Parser { structs: abi::structs(), program: Program::default(), headers: 0 };
     let mut last = 0;
@@ -58,7 +58,7 @@ pub fn parse(text: &str) -> Result<Program, ParseError> {
 /// The lines that every program begins with, in this order.
 const HEADERS: [&str; 7] = ["amk", "model", "dims", "kv_capacity", "pipeline", "counters", "arena"];
 
-/// The words of a line that are still to be read.
+/// The unread words of a line.
 struct Cursor<'a> {
     line: u32,
     end: u32,
@@ -122,7 +122,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// The id that a declaration must have, since ids count from zero.
+    /// The id that a declaration must have: ids count up from zero.
     fn declared(&mut self, letter: char, index: usize) -> Result<(), ParseError> {
         let word = self.next("an id")?;
         let id = self.id(word, &word.text, letter)?;

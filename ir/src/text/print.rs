@@ -140,7 +140,7 @@ fn print_task(out: &mut String, task: &Task, structs: &[StructLayout]) {
 fn print_param(out: &mut String, field: &Field, params: &[u32; 16]) {
     let first = field.offset / 4;
     let words = &params[first..first + field.len.unwrap_or(1)];
-    // `m0` is a matrix like any other.
+    // `m0` is a matrix like any other, so a zero is printed.
     if words.iter().all(|&word| word == 0) && field.name != "matrix" {
         return;
     }

@@ -1,6 +1,7 @@
-//! The binary form: a fixed head, then the program in postcard.
+//! The binary form: a fixed header, then the program in postcard.
 //!
-//! The head is magic (4 bytes), format version (4), ABI hash (8), BLAKE3 of the payload (32), payload length (8); little-endian.
+//! The header is magic (4 bytes), format version (4), ABI hash (8), BLAKE3 of the payload (32), payload length (8);
+//! little-endian.
 
 use crate::program::Program;
 
@@ -12,7 +13,7 @@ const HEAD_BYTES: usize = 4 + 4 + 8 + 32 + 8;
 /// Why bytes are not a saved program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LoadError {
-    /// Something else, or not even the magic.
+    /// The magic is wrong or incomplete.
     #[error("this is not a saved program: it does not begin with `AMKP`")]
     Magic,
     /// A saved program of another format.
@@ -31,23 +32,23 @@ pub enum LoadError {
         /// Of this build.
         expected: u64,
     },
-    /// The bytes end too early, or go on.
+    /// The bytes end too early, or extra bytes follow.
     #[error("{found} bytes, expected {expected}")]
     Length {
         /// Bytes given.
         found: u64,
-        /// Bytes that the head promises.
+        /// Bytes that the header gives.
         expected: u64,
     },
     /// The payload was changed.
     #[error("the checksum does not match: the file is damaged")]
     Checksum,
-    /// The payload is intact and still not a program.
+    /// The payload is intact but not a program.
     #[error("the payload is not a program: {0}")]
     Malformed(postcard::Error),
 }
 
-/// The program as bytes. [`load`] gives the same program back.
+/// Serializes the program. [`load`] gives the same program back.
 #[must_use]
 pub fn save(program: &Program) -> Vec<u8> {
     let payload = postcard::to_stdvec(program)

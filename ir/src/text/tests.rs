@@ -187,7 +187,7 @@ fn load_names_what_is_wrong() {
 
 #[test]
 fn a_huge_count_allocates_nothing() {
-    // A payload that promises 2^60 matrices: the decoder must run out of bytes, not of memory.
+    // A payload that announces 2^60 matrices: the decoder must run out of bytes, not of memory.
     let mut payload = postcard::to_stdvec(&empty()).unwrap_or_default();
     payload.truncate(payload.len() - 5);
     payload.extend([0xff; 8]);

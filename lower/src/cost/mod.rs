@@ -1,11 +1,12 @@
-//! Predicts the time of a step: a deterministic simulation of every worker's two streams.
+//! The cost model: predicts the time of a step by a deterministic simulation of every worker's loads and tasks.
 //!
-//! A prediction ranks schedules and says where the time goes; it never competes with a measurement and is never below
-//! the bound (bytes over bandwidth). Its rates are fitted to measurements on one H200, see `rates`.
+//! A prediction ranks schedules and breaks down the time; it does not replace a measurement, and it is never below the
+//! bound (bytes over bandwidth). Its rates are fitted to measurements on one H200, see `rates`.
 //!
-//! Each worker loads at its share of the bandwidth, limited by the bytes in flight, until the ring is full; loads run ahead of
-//! the tasks and over the end of the step. A task starts when its inputs have arrived, which takes longer the more bytes are on
-//! their way to its worker; it ends when its weights have arrived and been multiplied. A few steps are run and the last is reported.
+//! Each worker loads at its part of the bandwidth, limited by the bytes in flight, until the ring is full; loads run
+//! ahead of the tasks and across the end of the step. A task starts when its inputs have arrived, which takes longer
+//! the more bytes are in flight to its worker; it ends when its weights have arrived and been multiplied. A few steps
+//! are simulated and the last is reported.
 
 mod rates;
 mod simulate;
@@ -21,37 +22,37 @@ use rates::Speeds;
 use simulate::Simulation;
 use work::{Cost, Plan};
 
-/// What a step costs, as far as we can tell without running it.
+/// The predicted cost of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Prediction {
-    /// Microseconds of a step. Never below `bound_us`.
+    /// Microseconds per step. Never below `bound_us`.
     pub latency_us: f64,
-    /// The bound: all bytes at the target's full bandwidth.
+    /// The roofline bound: all bytes at the target's full bandwidth.
     pub bound_us: f64,
     /// Weight bytes that a step streams.
     pub stream_bytes: u64,
     /// Key/value bytes that the step at this position reads.
     pub kv_bytes: u64,
-    /// Phases that hand over to another, one after the other.
+    /// Phases that hand over to another phase, in sequence.
     pub handoffs: u32,
-    /// Where the time goes, by kind of phase, in the order of the step. The times add up to the simulated step.
+    /// Time by kind of phase, in the order of the step. The times add up to the simulated step.
     pub phases: Vec<PhaseTime>,
 }
 
-/// The phases of one kind, all layers together.
+/// The phases of one kind, over all layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PhaseTime {
-    /// Such as `gate_up`.
+    /// Name, such as `gate_up`.
     pub phase: String,
-    /// Tasks.
+    /// Number of tasks.
     pub tasks: u32,
     /// Weight bytes that they multiply.
     pub stream_bytes: u64,
-    /// Microseconds from the end of the phases before them to their own.
+    /// Microseconds from the end of the preceding phases to the end of these.
     pub us: f64,
 }
 
-/// A step of every worker in the virtual time of the simulation.
+/// One step of every worker in the simulation's virtual time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SimulatedStep {
     /// Microseconds from its start to that of the next step.
@@ -60,20 +61,20 @@ pub struct SimulatedStep {
     pub workers: Vec<Vec<TaskTimes>>,
 }
 
-/// Times of a task in microseconds from the start of its step, none before the one above it.
+/// Times of a task in microseconds from the start of its step, in non-decreasing order.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TaskTimes {
-    /// When its worker was free for it.
+    /// Its worker became free for it.
     pub begin: f64,
-    /// When what it waits for had arrived.
+    /// Everything that it waits for had arrived.
     pub ready: f64,
-    /// When its input vector was in shared memory.
+    /// Its input vector was in shared memory.
     pub staged: f64,
-    /// When its products were done.
+    /// Its products were done.
     pub multiplied: f64,
-    /// When its stores were done and signalled.
+    /// Its stores were done and signalled.
     pub end: f64,
-    /// How long its products waited for weights.
+    /// Time that its products waited for weights.
     pub starved: f64,
     /// Bytes in its worker's ring when its products began and when they were done.
     pub arrived: [f64; 2],
@@ -93,7 +94,7 @@ impl TaskTimes {
     }
 }
 
-/// A program at a position, taken apart once: predictions with other rates are cheap.
+/// The work of a program at a position, extracted once: predictions with other rates are cheap.
 pub struct Predictor {
     plan: Plan,
     workers: usize,
@@ -103,7 +104,7 @@ pub struct Predictor {
 }
 
 impl Predictor {
-    /// Takes a program apart for one step at `position` (keys `0..=position` are there).
+    /// Extracts the work of one step at `position` (keys `0..=position` are there).
     #[must_use]
     pub fn new(
         program: &Verified<Program>,
@@ -120,14 +121,14 @@ impl Predictor {
         }
     }
 
-    /// The simulated step with these rates, task by task. Its length is not raised to the bound.
+    /// Simulates the step with these rates, task by task. Its length is not raised to the bound.
     #[must_use]
     pub fn simulate(&self, rates: &Rates) -> SimulatedStep {
         let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);
         Simulation::new(&self.plan, speeds).record()
     }
 
-    /// Bytes that each task takes out of its worker's ring: weights, or keys and values.
+    /// Bytes that each task takes from its worker's ring: weights, or keys and values.
     #[must_use]
     pub fn task_bytes(&self) -> Vec<Vec<u64>> {
         let of = |tasks: &Vec<Cost>| tasks.iter().map(|task| task.work.bytes()).collect();

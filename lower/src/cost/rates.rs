@@ -1,8 +1,10 @@
-//! How fast things are: a handful of named rates, fitted to measurements, and the tables whose shape does not depend on the kernel.
+//! Rates of the cost model: a handful of named rates, fitted to measurements, and tables whose shape does not depend on
+//! the kernel.
 //!
-//! The rates are in `rates.json`, which `amk calibrate --fit` writes from the rows under `corpus/measurements/`. They are those of an H200
-//! and are scaled to other GPUs by bandwidth per multiprocessor. The tables were measured on an H200 with a skeleton of the kernel: real
-//! bytes, real handoffs, no arithmetic. **Not modelled**: clocks, and what workers do to each other beyond sharing the bandwidth.
+//! The rates are in `rates.json`, which `amk calibrate --fit` writes from the rows under `corpus/measurements/`. They
+//! are those of an H200 and are scaled to other GPUs by bandwidth per multiprocessor. The tables were measured on an
+//! H200 with a skeleton of the kernel: real bytes, real handoffs, no arithmetic. **Not modelled**: clocks, and
+//! interference between workers other than sharing the bandwidth.
 
 use std::sync::OnceLock;
 
@@ -15,10 +17,10 @@ const H200_WORKERS: f64 = 132.0;
 const H200_BANDWIDTH: f64 = 4.67e12;
 const H200_CLOCK_MHZ: f64 = 1980.0;
 
-/// A trip to memory: what the measured stream with 16 KB in flight says.
+/// Latency of a load from memory, derived from the measured stream with 16 KB in flight.
 const MEMORY_US: f64 = 16.0 * KIB / (3.08e12 / H200_WORKERS / 1e6);
 
-/// Stages that wait in registers beyond the ring, where each warp takes its share of one at once.
+/// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once.
 const TAKEN_STAGES: u32 = 2;
 
 /// Measured: bytes in flight per worker, and the stream of all workers in bytes per second.
@@ -32,7 +34,7 @@ const STREAM: &[(f64, f64)] = &[
     (176.0 * KIB, 4.65e12),
 ];
 
-/// Measured: bytes in flight per worker, and by how many microseconds they delay one trip through L2.
+/// Measured: bytes in flight per worker, and the delay in microseconds that they add to one trip through L2.
 const QUEUE: &[(f64, f64)] = &[
     (0.0, 0.0),
     (16.0 * KIB, 0.35),
@@ -45,13 +47,13 @@ const QUEUE: &[(f64, f64)] = &[
 
 macro_rules! rates {
     ($($(#[doc = $doc:literal])+ $name:ident: [$low:literal, $high:literal],)+) => {
-        /// What a fit may change, of one H200. Times in microseconds.
+        /// The fitted rates, for one H200. Times in microseconds.
         #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct Rates { $($(#[doc = $doc])+ pub $name: f64,)+ }
 
         impl Rates {
-            /// Name, least and greatest value that a fit may try, in the order of the table.
+            /// Name, least and greatest value of a fit, in the order of the table.
             pub const TABLE: &'static [(&'static str, f64, f64)] = &[$((stringify!($name), $low, $high)),+];
 
             /// The value of a row of the table.
@@ -74,57 +76,59 @@ macro_rules! rates {
 rates! {
     /// One trip of a message through L2 with nothing else in flight.
     trip_us: [0.2, 1.5],
-    /// Share of the measured delay by bytes in flight that a message really sees.
+    /// Fraction of the measured delay by bytes in flight that a message really sees.
     queue_share: [0.0, 1.5],
-    /// What a counter handoff costs beyond four trips.
+    /// Cost of a counter handoff beyond four trips.
     counter_us: [0.0, 3.0],
-    /// Poll interval, as a share of `kernel.poll_sleep_ns`, that a handoff waits on average.
+    /// Average wait of a handoff for the poll interval, as a multiple of `kernel.poll_sleep_ns`.
     poll_share: [0.0, 20.0],
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
     vector_us: [0.0, 1.0],
-    /// A stage taken out of the ring, by its consumers.
+    /// Taking a stage out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
-    /// Multiplying 1 KiB of weights that have arrived, where each warp takes its share of a stage into registers at once.
+    /// Multiplying 1 KiB of weights that have arrived, where each warp loads its fragment of a stage into registers at
+    /// once.
     kib_us: [0.0, 0.03],
-    /// The same where it does not.
+    /// The same where the warps read the stage unit by unit.
     odd_kib_us: [0.002, 0.06],
-    /// What a tile costs beside its bytes there.
+    /// Cost per tile there, beyond its bytes.
     odd_tile_us: [0.0, 1.5],
-    /// Share of the measured stream that the loader reaches.
+    /// Fraction of the measured stream that the loader reaches.
     stream_share: [0.5, 1.1],
-    /// From a stage's weight streaming to the next one's request: what a loader with few bytes in flight waits beyond the trip to memory.
+    /// From a stage's arrival to the next request: the wait of a loader with few bytes in flight, beyond the trip
+    /// to memory.
     issue_us: [0.0, 1.0],
-    /// Share of the bandwidth that idle workers leave which the busy ones get, where a phase is dealt unevenly.
+    /// Fraction of idle workers' bandwidth that the busy ones get, where a phase is assigned unevenly.
     idle_share: [0.0, 1.0],
-    /// Fixed part of attention with keys to attend to.
+    /// Fixed part of attention if there are keys.
     attention_us: [0.2, 6.0],
     /// Attention over 256 keys, one pass of all warps.
     pass_us: [0.0, 3.0],
     /// Fixed part of a merge of several active splits, as a phase or in front of the output projection.
     merge_us: [0.0, 4.0],
-    /// A merged split.
+    /// Merging one split.
     split_us: [0.0, 1.0],
-    /// Copying a part of an embedding row, choosing a token: the other ops.
+    /// The other ops: copying a part of an embedding row, choosing a token.
     small_us: [0.0, 4.0],
-    /// Between two steps: the last token is published and everybody sees it.
+    /// Between two steps: publishing the last token until every worker sees it.
     step_us: [0.0, 20.0],
-    /// What the stream loses when it does not mark its lines for eviction first.
+    /// Fraction of the stream lost when it does not mark its lines for eviction first.
     evict_normal_share: [0.0, 0.2],
 }
 
-/// The file of the rates.
+/// The contents of the rates file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RateFile {
-    /// What they were fitted to.
+    /// The measurements that they were fitted to.
     pub source: String,
     /// The rates.
     pub rates: Rates,
 }
 
 impl Rates {
-    /// The rates that predictions are made with.
+    /// The rates that predictions use.
     #[must_use]
     pub fn shipped() -> &'static Self {
         static SHIPPED: OnceLock<RateFile> = OnceLock::new();
@@ -135,7 +139,7 @@ impl Rates {
     }
 }
 
-/// The value at `x` on straight lines between the points; beyond the last one its line goes on.
+/// Piecewise linear interpolation at `x`; beyond the last point its line is extrapolated.
 fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
     let last = points.len() - 1;
     let upper = points.iter().position(|&(px, _)| x <= px).unwrap_or(last).max(1);
@@ -143,25 +147,25 @@ fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
     y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 }
 
-/// How one kind of matrix flows through the ring of a worker. Bytes and microseconds.
+/// Flow of one kind of matrix through the ring of a worker. Bytes and microseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flow {
-    /// Bytes that the ring holds when it is full.
+    /// Bytes in a full ring.
     pub(super) ring: f64,
-    /// Bytes that land in a microsecond inside a phase, and before a wait, with every worker streaming.
+    /// Bytes per microsecond that arrive inside a phase, and before a wait, with every worker streaming.
     pub(super) stream: f64,
     pub(super) stream_before_wait: f64,
-    /// What the bytes in flight allow however few others stream.
+    /// Bytes per microsecond that the bytes in flight allow if no other worker streams.
     pub(super) alone: f64,
-    /// Multiplying a byte, and what comes on top for each stage and each tile.
+    /// Multiplying one byte, and the additional cost per stage and per tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
     pub(super) tile: f64,
-    /// Delay of one trip by the bytes in flight before a wait.
+    /// Delay of one trip caused by the bytes in flight before a wait.
     pub(super) queue: f64,
 }
 
-/// What decides a [`Flow`]: the ring's stages, and how much of a stage the matrix fills.
+/// The parameters of a [`Flow`]: the ring's stages, and how much of a stage the matrix fills.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) stages: u32,
@@ -169,7 +173,7 @@ pub(super) struct Shape {
     pub(super) in_flight_before_wait: u32,
     /// Bytes of an average stage.
     pub(super) payload: f64,
-    /// Whether each warp takes its share of a stage into registers at once.
+    /// Whether each warp loads its fragment of a stage into registers at once.
     pub(super) even: bool,
 }
 
@@ -177,14 +181,14 @@ pub(super) struct Shape {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Speeds {
     pub(super) rates: Rates,
-    /// Bandwidth per worker over that of the H200: bytes in flight matter in proportion to it.
+    /// Bandwidth per worker relative to the H200's: the effect of bytes in flight is proportional to it.
     scale: f64,
-    /// Bytes a microsecond per worker at the full bandwidth.
+    /// Bytes per microsecond per worker at the full bandwidth.
     per_worker: f64,
-    /// An H200's cycle over this GPU's.
+    /// Cycle time of an H200 over that of this GPU.
     clock: f64,
     evict: f64,
-    /// Between two looks at a counter or tag, on average.
+    /// Average time between two polls of a counter or tag.
     pub(super) poll: f64,
 }
 
@@ -219,7 +223,7 @@ impl Speeds {
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
         let taken = if shape.even { TAKEN_STAGES } else { 0 };
         let ring = f64::from(shape.stages + taken) * shape.payload;
-        // While products run, a stage is free again when it has arrived and been multiplied.
+        // While products run, a stage becomes free once it has arrived and been multiplied.
         let refill = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
         Flow {
             ring,
@@ -233,20 +237,21 @@ impl Speeds {
         }
     }
 
-    /// Bytes a microsecond with so many in flight while every worker streams.
+    /// Bytes per microsecond with this many in flight, while every worker streams.
     fn stream(&self, in_flight: f64) -> f64 {
         let measured = interpolate(STREAM, (in_flight / self.scale).min(176.0 * KIB));
         let share = measured / H200_BANDWIDTH * self.rates.stream_share * self.evict;
         (share.min(1.0) * self.per_worker).min(self.alone(in_flight))
     }
 
-    /// Bytes a microsecond with so many in flight while nobody else streams: each waits for a trip to memory.
+    /// Bytes per microsecond with this many in flight, while no other worker streams: each request waits for a trip to
+    /// memory.
     fn alone(&self, in_flight: f64) -> f64 {
         in_flight / (MEMORY_US + self.rates.issue_us)
     }
 
-    /// Bytes a microsecond of a worker that has so many bytes of a phase, of which workers have `mean` on average: when the others
-    /// are done they leave it their bandwidth.
+    /// Bytes per microsecond of a worker that streams `bytes` in a phase, where workers stream `mean` on average:
+    /// workers that finish early leave it their bandwidth.
     pub(super) fn stream_of(&self, flow: &Flow, bytes: f64, mean: f64) -> f64 {
         let crowd = (mean / bytes).clamp(f64::MIN_POSITIVE, 1.0);
         (flow.stream * (1.0 + self.rates.idle_share * (1.0 / crowd - 1.0)))

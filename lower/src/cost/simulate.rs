@@ -1,10 +1,10 @@
-//! The simulation: per worker one clock and the state of its ring, tasks in any order that their inputs allow.
+//! The simulation: a clock and the state of the ring per worker; tasks run in any order that their inputs allow.
 
 use super::rates::{Flow, Speeds};
 use super::work::{Cost, Plan, Poll, Work};
 use super::{PhaseTime, SimulatedStep, TaskTimes};
 
-/// Steps to run until the ring's fill at the end of a step no longer changes.
+/// Steps to simulate until the ring's fill at the end of a step no longer changes.
 const STEPS: usize = 3;
 
 /// Trips through L2 of a counter handoff (store, release, poll, load) and of a flag-in-data one (store, load).
@@ -17,7 +17,7 @@ struct Counter {
     time: f64,
 }
 
-/// When the writers of one flag-in-data buffer were done in this step.
+/// The times at which the writers of one flag-in-data buffer finished in this step.
 struct FlagInData {
     done: Vec<Option<f64>>,
     have: usize,
@@ -27,7 +27,7 @@ struct FlagInData {
 #[derive(Clone, Copy, Default)]
 struct WorkerState {
     next: usize,
-    /// When it is free.
+    /// Time at which it becomes free.
     time: f64,
     /// Bytes that have arrived and not been multiplied.
     arrived: f64,
@@ -44,10 +44,10 @@ pub(super) struct Simulation<'a> {
     flows: Vec<Flow>,
     counters: Vec<Counter>,
     flag_in_data: Vec<FlagInData>,
-    /// When the last task of each phase ended.
+    /// End of the last task of each phase.
     ends: Vec<f64>,
     states: Vec<WorkerState>,
-    /// For each worker, the times of the tasks of the step; if asked for.
+    /// For each worker, the times of the tasks of the step; only if requested.
     trace_buffer: Option<Vec<Vec<TaskTimes>>>,
 }
 
@@ -70,7 +70,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Runs a few steps; the times of all tasks of the last one.
+    /// Runs a few steps and returns the times of all tasks of the last one.
     pub(super) fn record(mut self) -> SimulatedStep {
         self.trace_buffer = Some(vec![Vec::new(); self.states.len()]);
         let mut start = 0.0;
@@ -85,7 +85,7 @@ impl<'a> Simulation<'a> {
         SimulatedStep { us: start - before, workers }
     }
 
-    /// Runs a few steps; the last one.
+    /// Runs a few steps and returns the last one.
     pub(super) fn run(&mut self) -> Step {
         let mut start = 0.0;
         let mut before = 0.0;
@@ -96,7 +96,7 @@ impl<'a> Simulation<'a> {
         Step { us: start - before, phases: self.breakdown(before, start) }
     }
 
-    /// One step from `start`; when the next one may start.
+    /// Simulates one step from `start` and returns the earliest start of the next one.
     fn step(&mut self, start: f64) -> f64 {
         for counter in &mut self.counters {
             *counter = Counter { have: 0, time: start };
@@ -125,7 +125,7 @@ impl<'a> Simulation<'a> {
         end + self.speeds.rates.step_us
     }
 
-    /// When the inputs of the worker's next task were done: `None` if some are not, or there is no task.
+    /// Completion times of the inputs of the worker's next task; `None` if some are not complete, or there is no task.
     fn arrival(&self, worker: usize) -> Option<Arrival> {
         let task = self.plan.workers[worker].get(self.states[worker].next)?;
         let mut arrival = Arrival::default();
@@ -151,7 +151,7 @@ impl<'a> Simulation<'a> {
         let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
         advance(state, &flow, ready);
         let aside = self.speeds.aside(&task.work);
-        // The vector is staged while the stream goes on; then the products; then the reduction and the stores.
+        // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
         state.arrived = (state.arrived + aside.before * flow.stream_before_wait).min(flow.ring);
         times.staged = ready + aside.before;
         times.arrived[0] = state.arrived;
@@ -191,8 +191,8 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// When a task has its input. A counter handoff is four trips, of which the last two are made even if the input arrived long
-    /// ago; a flag-in-data one is two, of which the last is.
+    /// Time at which a task has its input. A counter handoff takes four trips, of which the last two are needed even if
+    /// the input arrived long ago; a flag-in-data handoff takes two, of which the last is needed.
     fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);
@@ -211,7 +211,7 @@ impl<'a> Simulation<'a> {
         ready
     }
 
-    /// Time between the ends of consecutive phases, summed by kind. What lies between two steps counts to the last one.
+    /// Time between the ends of consecutive phases, summed by kind. Time between two steps counts towards the last one.
     fn breakdown(&self, start: f64, end: f64) -> Vec<PhaseTime> {
         let mut order: Vec<usize> = (0..self.ends.len()).collect();
         order.sort_by(|&a, &b| self.ends[a].total_cmp(&self.ends[b]));
@@ -237,14 +237,14 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Lets the stream of an idle worker run on until `time`.
+/// Continues the stream of an idle worker until `time`.
 fn advance(state: &mut WorkerState, flow: &Flow, time: f64) {
     let idle = (time - state.time).max(0.0);
     state.arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
     state.time = state.time.max(time);
 }
 
-/// What a task does beside its products: before them, and after.
+/// Time of a task outside its products: before them, and after.
 struct Aside {
     before: f64,
     after: f64,
@@ -269,7 +269,8 @@ impl Speeds {
         }
     }
 
-    /// Bytes that a task takes out of the ring, what consuming them takes once they have arrived, and the part of that for the last stage.
+    /// Bytes that a task takes from the ring, the time to consume them once they have arrived, and the part of that for
+    /// the last stage.
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
         match *work {
             Work::Product { bytes, stages, tiles, .. } => {
@@ -284,8 +285,8 @@ impl Speeds {
         }
     }
 
-    /// `trips` dependent trips through L2 to a worker with so many bytes free in its ring. They are slow while bytes are in
-    /// flight; once the ring is full nothing is, and the rest goes at the speed of an idle machine.
+    /// Time of `trips` dependent trips through L2 to a worker with `free` bytes free in its ring. Trips are slow while
+    /// bytes are in flight; once the ring is full none are, and the remaining trips take their unloaded time.
     fn trips(&self, trips: f64, flow: &Flow, free: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
         let loaded = idle + trips * flow.queue;
@@ -294,7 +295,7 @@ impl Speeds {
     }
 }
 
-/// When the last input of each kind was done.
+/// Completion time of the last input of each kind.
 #[derive(Clone, Copy, Default)]
 struct Arrival {
     counter: Option<f64>,

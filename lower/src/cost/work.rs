@@ -1,4 +1,4 @@
-//! What the tasks of a program have to do, as far as time goes and whatever the rates are.
+//! The work of each task of a program, independent of the rates.
 
 use abi::{AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Prologue};
 use ir::BufferId;
@@ -8,16 +8,17 @@ use rustc_hash::FxHashMap;
 
 use super::rates::Shape;
 
-/// Keys that all warps of a worker attend to at once: a tile of 32 each.
+/// Keys that all warps of a worker process at once: a tile of 32 each.
 const PASS_KEYS: u32 = 32 * abi::CONSUMER_WARPS;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Work {
-    /// Products of so many bytes in stages and tiles, behind a vector of so many elements and a merge of so many splits.
+    /// Products over this many bytes, stages and tiles, after staging a vector of `elements` and merging `merged`
+    /// splits.
     Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32 },
-    /// Attention in so many passes over so many bytes of keys and values, which come through the ring.
+    /// Attention in this many passes over this many bytes of keys and values, which come through the ring.
     Attention { passes: u32, bytes: f64 },
-    /// A merge of so many splits.
+    /// A merge of this many splits.
     Merge { merged: u32 },
     /// Another op.
     Small,
@@ -26,7 +27,7 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// Bytes out of the ring.
+    /// Bytes taken from the ring.
     pub(super) fn bytes(&self) -> u64 {
         match *self {
             Self::Product { bytes, .. } | Self::Attention { bytes, .. } => bytes as u64,
@@ -44,7 +45,7 @@ pub(super) struct Cost {
     /// Flag-in-data regions read.
     pub(super) polls: Vec<Poll>,
     pub(super) signal: Option<u32>,
-    /// Flag-in-data writes: buffer, place in its list.
+    /// Flag-in-data writes: buffer, and index in its list.
     pub(super) posts: Vec<(u32, u32)>,
 }
 
@@ -55,7 +56,7 @@ pub(super) struct Poll {
     pub(super) last: u32,
 }
 
-/// The phases of one kind in one layer.
+/// The phases of one kind in one layer, for the breakdown.
 pub(super) struct Phase {
     pub(super) name: usize,
     pub(super) tasks: u32,
@@ -64,7 +65,7 @@ pub(super) struct Phase {
     pub(super) kv_bytes: u64,
 }
 
-/// Everything that a simulation needs to know of a program at a position.
+/// The complete input of a simulation: a program at a position.
 pub(super) struct Plan {
     pub(super) workers: Vec<Vec<Cost>>,
     /// Arrivals of each counter in a step.
@@ -82,7 +83,7 @@ impl Plan {
         let mut builder = Builder::new(program, position);
         let mut workers = Vec::with_capacity(program.workers.len());
         for worker in &program.workers {
-            // From the last to the first: an op without products runs while the next products land.
+            // From the last to the first: an op without products runs while the weights of the next products arrive.
             let mut flow = 0;
             let tasks = worker.tasks.iter().rev();
             let mut costs: Vec<Cost> = tasks.map(|task| builder.cost(task, &mut flow)).collect();
@@ -98,19 +99,19 @@ impl Plan {
         Self { workers, counters, flag_in_data, flows, phases, names, kv_bytes }
     }
 
-    /// Every counter and every flag-in-data buffer is one handoff.
+    /// Number of handoffs: one per counter and per flag-in-data buffer.
     pub(super) fn handoffs(&self) -> u32 {
         let counters = self.counters.iter().filter(|&&arrivals| arrivals > 0).count();
         (counters + self.flag_in_data.len()) as u32
     }
 }
 
-/// Stages on average, from the rule that the device loads by.
+/// Average number of stages, by the rule that the device loads by.
 struct Stages {
     units: f64,
-    /// Tiles of a stage; a part of one where a tile lies in several.
+    /// Tiles per stage; a fraction of one where a tile spans several stages.
     tiles: f64,
-    /// Whether each warp takes its part of a stage into registers at once.
+    /// Whether each warp loads its part of a stage into registers at once.
     even: bool,
 }
 
@@ -125,13 +126,13 @@ impl Stages {
         Self { units, tiles: units / f64::from(tile), even }
     }
 
-    /// Stages of so many tiles.
+    /// Stages of this many tiles.
     fn of(&self, tiles: u32) -> f64 {
         (f64::from(tiles) / self.tiles).ceil()
     }
 }
 
-/// Costs tasks one by one, and numbers flows, phases and flag-in-data buffers on the way.
+/// Computes the cost of tasks one by one, and numbers flows, phases and flag-in-data buffers on the way.
 struct Builder<'a> {
     program: &'a Program,
     position: u32,
@@ -178,7 +179,7 @@ impl<'a> Builder<'a> {
         self.program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
     }
 
-    /// The flow of matrices whose tiles have so many units.
+    /// The flow of matrices whose tiles have this many units.
     fn flow(&mut self, units: u32) -> u32 {
         let pipeline = self.program.pipeline;
         let staging = Stages::new(units.max(1), pipeline.stage_units.max(1));
@@ -232,7 +233,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// What is done, bytes streamed.
+    /// The work, and the bytes streamed.
     fn work(&mut self, task: &Task, flow: &mut u32) -> (Work, u64) {
         match task.opcode {
             Opcode::Matvec => {
@@ -263,7 +264,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Splits that have something to merge; one is taken as it is.
+    /// Splits to merge; a single split needs no merge.
     fn merged(&self, window: u32, kv_block: u32, splits: u32) -> u32 {
         let active = active_splits(attended(self.position, window), kv_block, splits);
         if active > 1 { active } else { 0 }

@@ -1,4 +1,4 @@
-//! The spellings of one and the same configuration.
+//! Tests of all spellings of the same configuration.
 
 use ir::{DType, Graph};
 use model::import;

@@ -1,4 +1,4 @@
-//! What is exported imports as the same model, and appears complete or not at all.
+//! An exported model imports as the same model, and appears complete or not at all.
 
 use std::fs;
 

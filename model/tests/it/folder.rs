@@ -66,7 +66,7 @@ impl Copy {
         self.config(|config| config.extend(fields.as_object().expect("an object").clone()))
     }
 
-    /// What the import says against the copy, without the folder's path.
+    /// The import's error message for the copy, without the folder's path.
     pub(crate) fn refusal(&self) -> String {
         let error = model::import(self.dir()).expect_err("a refusal").to_string();
         error.replace(&format!("{}", self.dir().display()), "DIR")
@@ -96,7 +96,7 @@ pub(crate) fn sharded(name: &str) -> Copy {
     let mut places = Map::new();
     let tensors = header.iter().filter(|(name, _)| *name != "__metadata__");
     for (i, (name, info)) in tensors.enumerate() {
-        // The final norm is always in the second, because tests speak of it.
+        // The final norm is always in the second, because tests name it.
         let which = if name == "model.norm.weight" { 1 } else { i % 2 };
         let (header, bytes) = &mut shards[which];
         let at = |i: usize| info["data_offsets"][i].as_u64().expect("an offset") as usize;

@@ -1,4 +1,4 @@
-//! Every golden folder imports as what it is, with the bytes that the format's own reader finds.
+//! Every golden folder imports correctly, with the bytes that the format's own reader finds.
 
 use ir::{DType, TensorId};
 use model::import;

@@ -1,4 +1,4 @@
-//! Folders that were made to make whoever loads them wait, or run out of memory.
+//! Folders that try to make the importer block or run out of memory.
 
 use std::path::Path;
 use std::sync::mpsc::channel;
@@ -16,7 +16,7 @@ fn pipe(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
 }
 
-/// What importing a folder and its tokenizer says; a panic if that takes for ever.
+/// The error of importing a folder and its tokenizer; panics if that does not end.
 fn refused(copy: &Copy) -> String {
     let (said, answer) = channel();
     let dir = copy.dir().to_owned();
@@ -64,7 +64,7 @@ fn a_link_to_a_regular_file_is_followed() {
     Tokenizer::load(copy.dir(), 512).expect("a tokenizer");
 }
 
-/// The golden tokenizer with another part.
+/// The golden tokenizer with one part replaced.
 fn with(part: &str, value: Value) -> Copy {
     let copy = Copy::of(NAME);
     let mut tokenizer: Value = serde_json::from_slice(&copy.read("tokenizer.json")).expect("JSON");

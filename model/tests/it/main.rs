@@ -1,4 +1,4 @@
-//! What the crate promises, checked on the golden folders and on broken copies of them.
+//! Tests of the crate's promises on the golden folders and on broken copies of them.
 
 mod config;
 mod export;

@@ -1,4 +1,4 @@
-//! Files cut short and files with flipped bytes: an error or a model, never a panic.
+//! Truncated files and files with flipped bytes give an error or a model, never a panic.
 
 use ir::TensorId;
 use proptest::prelude::*;
@@ -6,10 +6,10 @@ use proptest::test_runner::Config;
 
 use crate::folder::{Copy, sharded};
 
-/// What happens to a file.
+/// Damage to a file.
 #[derive(Clone, Debug)]
 enum Damage {
-    /// Keeps this share of it, in 65536ths.
+    /// Keeps this fraction of it, in 65536ths.
     Cut(u16),
     /// Puts these bytes at these places, in 65536ths of its first `within` bytes.
     Flip(Vec<(u16, u8)>),
@@ -53,7 +53,7 @@ fn damage() -> impl Strategy<Value = Damage> {
     ]
 }
 
-/// Imports the folder; if that works, reads every byte and builds what a user would build.
+/// Imports the folder; if that succeeds, reads every byte and builds everything that a user would.
 fn survive(copy: &Copy) {
     match model::import(copy.dir()) {
         Ok(model) => {
@@ -81,7 +81,7 @@ fn check(copy: &Copy, file: &str, within: usize) {
 
 #[test]
 fn damaged_checkpoint() {
-    // Damage to the header is what matters; the rest of the file is numbers.
+    // Only the header matters here; the rest of the file is numbers.
     check(&Copy::of("llama-tied-f32"), "model.safetensors", 3000);
 }
 

@@ -1,4 +1,4 @@
-//! Presets: published shapes, and weights that depend on nothing but seed, name and index.
+//! Tests of presets: published shapes, and weights that depend only on seed, name and index.
 
 use ir::{DType, TensorId, decode};
 use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::folder::{Copy, safetensors, sharded, split};
 
-/// What the import says to a golden model with some fields of its configuration changed.
+/// The import's error for a golden model with some fields of its configuration changed.
 fn with(name: &str, fields: Value) -> String {
     let copy = Copy::of(name);
     copy.set(fields);
@@ -274,7 +274,7 @@ fn element_types() {
     let copy = Copy::of("qwen2-bias-bf16");
     let (mut header, data) = split(&copy.read("model.safetensors"));
     let mut retype = |name: &str, dtype: &str| header[name]["dtype"] = json!(dtype);
-    // Norms and biases may differ from the matrices, and a matrix may not.
+    // Norms and biases may have another type than the matrices, but a matrix may not.
     retype("model.norm.weight", "F16");
     retype("model.layers.0.self_attn.q_proj.bias", "F16");
     let text = serde_json::to_string(&header).expect("a header");

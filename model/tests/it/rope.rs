@@ -1,6 +1,6 @@
-//! Rotary frequencies against those of the reference implementation (`rope.json` says which).
+//! Compares rotary frequencies with those of the reference implementation (`rope.json` names it).
 //!
-//! Its power function is vectorised and now and then rounds the other way; a last bit is the only difference allowed, and none
+//! Its power function is vectorised and sometimes rounds the other way. Only the last bit may differ, and it does not
 //! at the bases and widths of most published models.
 
 use model::{Rope, Scaling};
@@ -47,7 +47,7 @@ fn frequencies_are_those_of_the_reference() {
             assert_eq!(bits, expected, "{rope:?} {head_dim}");
         }
         for (have, want) in bits.iter().zip(&expected) {
-            // The smooth passage of llama3 subtracts, which makes a last bit into a few.
+            // The smooth transition of llama3 subtracts, which turns an error of a last bit into a few.
             let allowed = if matches!(scaling, Scaling::Llama3 { .. }) { 4 } else { 1 };
             assert!(have.abs_diff(*want) <= allowed, "{rope:?} {head_dim}: {have} for {want}");
             unequal += usize::from(have != want);

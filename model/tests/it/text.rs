@@ -1,4 +1,4 @@
-//! The golden tokenizer and chat template, and templates that misbehave.
+//! Tests of the golden tokenizer and chat template, and of misbehaving templates.
 
 use std::process::Command;
 use std::time::{Duration, UNIX_EPOCH};
@@ -101,7 +101,7 @@ fn greedy_ids_give_the_golden_text_at_once_and_one_by_one() {
     assert_eq!(parts.concat(), whole);
 }
 
-/// Any ids, one by one: the text is that of all at once, whatever characters their borders cut.
+/// Any ids decoded one by one give the same text as all at once, even where a character spans several ids.
 #[test]
 fn text_comes_whole_across_the_borders_of_tokens() {
     let tokenizer = tokenizer();
@@ -140,7 +140,7 @@ fn text_comes_whole_across_the_borders_of_tokens() {
         (state >> 33) as u32
     };
     for round in 0..400 {
-        // Mostly single bytes, so that most borders cut something; some ids are special.
+        // Mostly single bytes, so that most borders split a character; some ids are special.
         let ids: Vec<u32> = (0..40).map(|_| next() % [512, 260][round % 2]).collect();
         let skip = round % 3 == 0;
         assert_eq!(
@@ -149,7 +149,7 @@ fn text_comes_whole_across_the_borders_of_tokens() {
             "{ids:?}"
         );
     }
-    // Bytes that never become a character do not pile up.
+    // Bytes that never form a character do not accumulate.
     let lone = tokenizer.encode("é", false).expect("ids")[0];
     let mut stream = tokenizer.stream(false);
     let given = (0..500).filter_map(|_| stream.push(lone).expect("text")).collect::<String>();
@@ -246,10 +246,10 @@ fn extra_variables_and_the_time_reach_the_template() {
     assert_eq!(tokenizer.chat(&chat).expect("a prompt"), "False 2024-02-29 12:34");
 }
 
-/// Set in a process that renders a template for this binary.
+/// Environment variable of a process that renders a template for this binary.
 const PART: &str = "AMK_TEST_TEMPLATE";
 
-/// This binary again, in the test that plays the process.
+/// This binary again, running the test that acts as the process.
 fn again() -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this binary"));
     command.args(["text::a_template_may_refuse_and_cannot_run_away", "--exact"]);

@@ -151,12 +151,12 @@ fn tolerances_follow_dtype_and_length() {
 #[test]
 fn what_rounding_does_is_what_is_allowed() {
     let of = |response, longest| Tolerance::of_response(response, longest).rel();
-    // Four times what the roundings did; sums of 8192 products err as much again, in squares.
+    // Four times the effect of the roundings; sums of 8192 products add as much again, in squares.
     assert_eq!(of(1e-5, 32), 4e-5 * (1.0 + 1.0 / 256.0f64).sqrt());
     assert_eq!(of(1e-5, 8192), 4e-5 * 2f64.sqrt());
-    // A model that rounding does nothing to may still be summed in another order.
+    // A model that is unaffected by rounding may still be summed in another order.
     assert_eq!(of(0.0, 8192), Tolerance::of_reduction(DType::F32, 256).rel());
-    // A model that rounding throws about proves nothing beyond what a device is allowed.
+    // A model that amplifies rounding too much is held to the device's tolerance.
     assert_eq!(of(1.0, 32), Tolerance::DEVICE.rel());
     assert_eq!(of(f64::INFINITY, 32), Tolerance::DEVICE.rel());
 }
@@ -180,7 +180,7 @@ fn distance_is_of_the_worst_row_and_infinite_where_there_is_none() {
 fn a_device_is_allowed_what_its_roundings_do_and_never_more_than_the_constant() {
     let of = |response, longest| Tolerance::of_device(response, longest).rel();
     assert_eq!(of(1e-3, 0), 2e-3);
-    // A sum of 16 products is one step of a tensor core, which may cut off one last place.
+    // A sum of 16 products is one step of a tensor core, which may truncate one unit in the last place.
     assert!((of(0.0, 16) - 2f64.powi(-23)).abs() < 1e-20);
     assert_eq!(of(0.0, 14336), 896.0 * 2f64.powi(-23));
     assert!(of(5e-4, 8192) > of(5e-4, 2048) && of(6e-4, 2048) > of(5e-4, 2048));

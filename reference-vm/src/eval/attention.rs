@@ -1,9 +1,9 @@
 //! Causal attention of several positions over one key/value cache.
 //!
-//! Keys are taken in blocks of [`BLOCK`] positions counted from zero, whatever was fed together. In a
-//! block, scores and mixed values are chains of fused multiply-adds in `f32`; the greatest score so
-//! far rescales the earlier blocks, and blocks are joined in `f64`. So what shares a pass, and which
-//! rows share a task, changes no bit.
+//! Keys are processed in blocks of [`BLOCK`] positions counted from zero, however many were fed together. In a block,
+//! scores and mixed values are chains of fused multiply-adds in `f32`; the greatest score so far rescales the earlier
+//! blocks, and blocks are joined in `f64`. So neither batching positions in a pass nor grouping rows in a task changes
+//! a bit.
 
 use ir::Graph;
 use rayon::prelude::*;
@@ -13,13 +13,13 @@ use crate::math::{Blend, Width, blend, exp_below};
 /// Positions of a block of keys.
 const BLOCK: usize = 64;
 
-/// Query rows that share a walk over the keys: a block is read from memory once for all of them.
+/// Query rows per walk over the keys: a block is read from memory once for all of them.
 const TASK_ROWS: usize = 24;
 
 /// Keys (after norm and rotation) and values of one layer.
 #[derive(Default)]
 pub(super) struct Cache {
-    /// `[blocks, kv_width, BLOCK]`: a dimension of all keys of a block is contiguous.
+    /// `[blocks, kv_width, BLOCK]`: one dimension of all keys of a block is contiguous.
     keys: Vec<f32>,
     /// `[positions, kv_width]`.
     values: Vec<f32>,
@@ -62,14 +62,14 @@ impl Cache {
     }
 }
 
-/// Attends for the cache's last positions, whose rotated queries are `[positions, heads * head_dim]`;
-/// returns the mixed values in the same shape.
+/// Attention at the cache's last positions, whose rotated queries are `[positions, heads * head_dim]`; returns the
+/// mixed values in the same shape.
 pub(super) fn attend(graph: &Graph, cache: &Cache, q: &[f32], window: Option<u32>) -> Vec<f32> {
     let (head_dim, group) = (graph.head_dim as usize, graph.group() as usize);
     let (width, kv_heads) = (graph.q_width() as usize, graph.kv_heads as usize);
     let n = q.len() / width;
     let first = cache.positions - n;
-    // `[kv_heads, positions, group, head_dim]`: the rows that share keys are neighbours.
+    // `[kv_heads, positions, group, head_dim]`: rows that share keys are adjacent.
     let place = |kv_head: usize, i: usize| (i * width + kv_head * group * head_dim)..;
     let mut by_head = vec![0f32; q.len()];
     let rows_of = group * head_dim;
@@ -94,7 +94,7 @@ pub(super) fn attend(graph: &Graph, cache: &Cache, q: &[f32], window: Option<u32
     mixed
 }
 
-/// Some query rows on their way over the keys of one head.
+/// A group of query rows during the walk over the keys of one head.
 struct Walk<'a> {
     cache: &'a Cache,
     scale: f32,
@@ -102,7 +102,7 @@ struct Walk<'a> {
     /// Elements of all keys of a position.
     width: usize,
     kv_head: usize,
-    /// Keys that each row attends to, from and to.
+    /// Range of keys that each row attends to.
     ranges: Vec<(usize, usize)>,
     /// Greatest score of each row so far.
     greatest: Vec<f32>,
@@ -114,7 +114,7 @@ struct Walk<'a> {
     weights: Vec<f32>,
     /// `[rows, head_dim]`: weighted values of a block.
     part: Vec<f32>,
-    /// What a block does to each row's earlier sums.
+    /// Factor of each row's earlier sums, from the current block.
     rescale: Vec<f64>,
 }
 
@@ -170,8 +170,8 @@ impl<'a> Walk<'a> {
         blend(width, product);
     }
 
-    /// Turns a row's scores into weights relative to its greatest score so far; those of keys that it
-    /// does not attend to into zero.
+    /// Turns a row's scores into weights relative to its greatest score so far. Keys that it does not attend to get
+    /// weight zero.
     fn weigh(&mut self, width: Width, block: usize, row: usize) {
         let (start, end) = self.ranges[row];
         let within = |position: usize| position.saturating_sub(block * BLOCK).min(BLOCK);

@@ -1,24 +1,24 @@
-//! The graph's ops one at a time, for one position, on inputs that somebody else has: what belongs in a buffer, given what was in the
-//! buffers before it.
+//! The graph's ops one at a time, for one position, on given inputs: the expected contents of a buffer, computed from
+//! the actual contents of the buffers before it.
 
 use super::{Cache, Evaluator, attend, norm_rows, rotations, shape_heads, silu};
 
-/// What belongs somewhere, element by element, and the sizes that rounding errors scale with.
+/// Expected values, and the magnitudes that rounding errors scale with.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Belongs {
     pub(crate) values: Vec<f32>,
-    /// Of each element: the size of what was summed up for it.
+    /// For each element: the magnitude of the summed terms.
     pub(crate) scales: Vec<f32>,
 }
 
 impl Belongs {
-    /// Sums of one matrix, which err alike.
+    /// Sums of one matrix, which share one error scale.
     fn sums(values: Vec<f32>) -> Self {
         let scales = vec![greatest(&values); values.len()];
         Self { values, scales }
     }
 
-    /// What is copied has no sum.
+    /// Copied values have no summation error.
     fn copied(values: Vec<f32>) -> Self {
         Self { scales: vec![0.0; values.len()], values }
     }
@@ -96,7 +96,7 @@ impl Evaluator<'_> {
         self.layers[layer].window.unwrap_or(0)
     }
 
-    /// Keys or values as this evaluator's executor keeps them.
+    /// Keys or values as rounded by this evaluator's executor for its cache.
     pub(crate) fn kept(&self, mut cached: Vec<f32>) -> Vec<f32> {
         self.rounding.cache(&mut cached);
         cached

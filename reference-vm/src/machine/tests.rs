@@ -15,12 +15,12 @@ use crate::eval::{Evaluator, Logits};
 const ORDERS: [Order; 5] =
     [Order::Waves, Order::Queue, Order::Reverse, Order::Seeded(1), Order::Seeded(2)];
 
-/// Small models with everything that the families differ in.
+/// Small models that cover all differences between the families.
 fn models() -> Vec<Model> {
     let qwen3 =
         Shape { family: Family::Qwen3, attention_bias: true, layers: 2, ..Shape::default() };
     let sliding = Window::Layers { window: 5, sliding: vec![true, false] };
-    // Rows, columns and heads that do not divide by 8, by units or by workers.
+    // Rows, columns and heads that are not multiples of 8, of units or of the number of workers.
     let odd = Shape {
         family: Family::Llama,
         hidden: 60,
@@ -180,7 +180,8 @@ fn what_cannot_be_run_is_an_error() {
     assert!(machine.run(&[0], Order::Queue).unwrap().finished().is_some());
 }
 
-/// Runs a program that verification would refuse. A machine that has stopped in the middle of a step runs nothing until it is reset.
+/// Runs a program that verification would refuse. A machine that stopped in the middle of a step runs nothing until it
+/// is reset.
 fn broken(edit: impl Fn(&mut Program), plan: Plan, order: Order) -> Run {
     let model = &models()[0];
     let mut program = plan::program(&model.graph, plan);
@@ -219,7 +220,7 @@ fn missing_waits_read_what_is_not_written() {
     let traps = ORDERS
         .map(|order| trapped(broken(edit, Plan { workers: 4, ..Plan::default() }, order)).fault);
     assert!(traps.iter().all(|fault| matches!(fault, Fault::Unwritten { .. })), "{traps:?}");
-    // A flag-in-data word is its own wait.
+    // A read of flag-in-data words is its own wait.
     let run = broken(
         edit,
         Plan { flag_in_data: true, fuse_merge: false, splits: 1, ..Plan::default() },
@@ -302,8 +303,8 @@ fn caches_are_appended_once() {
     assert!(matches!(trap.fault, Fault::KeyTwice { position: 0, .. }), "{trap}");
 }
 
-/// Every parameter of every op, set to what it cannot be: a trap, a disagreement or an error, never
-/// a panic.
+/// Sets every parameter of every op to an impossible value: the result is a trap, a disagreement or an error, never a
+/// panic.
 #[test]
 fn absurd_parameters_never_panic() {
     let model = &models()[0];
@@ -329,8 +330,8 @@ fn absurd_parameters_never_panic() {
             }
         }
     }
-    // Parameters of another prologue, windows and splits that a short sequence does not reach, a
-    // tiny epsilon.
+    // Accepted: parameters of another prologue, windows and splits that a short sequence does not reach, a tiny
+    // epsilon.
     assert!(accepted < 40, "{accepted} edits change nothing");
 }
 
@@ -365,7 +366,7 @@ fn parameters_that_verification_lets_through_change_the_result() {
     differs(&|program| tasks(program, Opcode::Matvec).for_each(|task| task.reads[2] = None));
 }
 
-/// `verify` orders what `ir::program::accesses` says that a task touches. No task may touch more.
+/// `verify` orders the accesses that `ir::program::accesses` lists. No task may access more.
 #[test]
 fn tasks_touch_what_verification_orders() {
     for model in models() {
@@ -432,7 +433,7 @@ fn fire_all(
     }
 }
 
-/// Taking over a cache is no different from having filled it.
+/// Resuming from a cache gives the same bits as filling it.
 #[test]
 fn resuming_goes_on_with_the_same_bits() {
     for model in &models() {
@@ -458,7 +459,7 @@ fn resuming_goes_on_with_the_same_bits() {
     }
 }
 
-/// A defect spoils the layer that it is asked for, and nothing without being asked for.
+/// A defect affects only its layer, and only if requested.
 #[test]
 fn a_defect_is_in_its_layer() {
     let model = &models()[0];

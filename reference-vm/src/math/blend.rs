@@ -1,12 +1,11 @@
-//! Products in which both factors are `f32` and short: what attention is made of.
+//! Products of two short `f32` matrices, for attention.
 //!
-//! Each element is one chain of fused multiply-adds over the depth, first to last, starting from
-//! zero. Tiles of rows and columns decide the speed and cannot change a chain.
+//! Each element is one chain of fused multiply-adds over the depth, first to last, starting from zero. Tiles of rows
+//! and columns affect the speed and cannot change a chain.
 
 use super::vector::{Kernel, Vector, Width, dispatch};
 
-/// `out[row][col] = sum over d of a[row][d] * b[d][col]`; each matrix with its own distance from
-/// row to row.
+/// `out[row][col] = sum over d of a[row][d] * b[d][col]`; each matrix has its own row stride.
 pub(crate) struct Blend<'a> {
     /// `[rows, depth]` and its stride.
     pub(crate) a: (&'a [f32], usize),
@@ -65,7 +64,7 @@ impl Kernel for Blend<'_> {
     }
 }
 
-/// Where a tile's first elements are.
+/// Pointers to a tile's first elements.
 struct Tile<'a> {
     a: &'a [f32],
     a_stride: usize,
@@ -77,7 +76,7 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    /// A count of its own for each, so that the sums are registers.
+    /// A separate instance per count, so that the sums are kept in registers.
     #[inline(always)]
     fn rows_of<V: Vector, const C: usize>(self, count: usize) {
         match count {
@@ -124,7 +123,7 @@ impl Tile<'_> {
         }
     }
 
-    /// What is left of a width that is no multiple of a register's.
+    /// The remaining columns of a width that is not a multiple of a register's.
     #[inline(always)]
     fn one_column(self, count: usize) {
         for row in 0..count {
@@ -139,8 +138,8 @@ impl Tile<'_> {
     }
 }
 
-/// Turns each score into `exp(score - greatest)` and returns the sum. `greatest` is none of them
-/// exceeded; below `exp(-87)` the result stays there, as `f32` does not go much lower.
+/// Turns each score into `exp(score - greatest)` and returns the sum. No score may exceed `greatest`. Below `exp(-87)`
+/// the result is clamped, as `f32` does not go much lower.
 pub(crate) fn exp_below(width: Width, scores: &mut [f32], greatest: f32) -> f64 {
     dispatch(width, ExpBelow { scores, greatest })
 }
@@ -174,8 +173,8 @@ impl Kernel for ExpBelow<'_> {
     }
 }
 
-/// `exp(x)` for `x` of zero and below, to about one unit in the last place: powers of two apart,
-/// then a polynomial on -ln(2)/2..ln(2)/2. The library's differs from system to system.
+/// `exp(x)` for `x` of zero and below, to about one unit in the last place: a power of two times a polynomial on
+/// -ln(2)/2..ln(2)/2. The library's function differs from system to system.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     /// Adding it rounds to a whole number, which is then in the low bits.

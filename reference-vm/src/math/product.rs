@@ -1,8 +1,8 @@
 //! Products of stored rows with vectors: the dot product of `math.rs`, for one vector or many.
 //!
-//! For one vector each row is read once, and memory is the limit. For many, rows are decoded in
-//! panels, and tiles of four rows times several vectors keep their running sums in registers. Both
-//! give every running sum the same products in the same order, so both give the same bits.
+//! For one vector each row is read once, and the speed is bound by memory. For many, rows are decoded in panels, and
+//! tiles of four rows times several vectors keep their running sums in registers. Both add the same products to every
+//! running sum in the same order, so both give the same bits.
 
 use super::vector::{Kernel, Vector, Width, dispatch};
 use super::{Decoded, Element, LANES, decode, tree};
@@ -13,24 +13,24 @@ const TILE_ROWS: usize = 4;
 /// Columns of a panel: a tile's rows and vectors stay in the first-level cache.
 const PANEL_COLS: usize = 1024;
 
-/// Rows of a panel at most: the panel stays in the second-level cache.
+/// Most rows of a panel: the panel stays in the second-level cache.
 const PANEL_ROWS: usize = 32;
 
 /// Elements of a row that are decoded at a time for a single vector: they stay in the first-level cache.
 const SINGLE_COLS: usize = 512;
 
-/// Panels for each thread, so that none waits long for the last one.
+/// Panels per thread, so that no thread waits long for the last one.
 const PANELS_PER_THREAD: usize = 4;
 
-/// Rows of a panel of a matrix with so many rows.
+/// Rows per panel of a matrix with this many rows.
 pub(super) fn rows_per_panel(rows: usize, threads: usize) -> usize {
     let even = rows.div_ceil(threads * PANELS_PER_THREAD).next_multiple_of(TILE_ROWS);
     even.min(PANEL_ROWS)
 }
 
-/// The dot product of the module's description. `row` and `x` have one length; `decoded` is scratch.
+/// The dot product of the module's description. `row` and `x` have the same length; `decoded` is scratch.
 ///
-/// The running sums are registers: with an array of them the compiler takes one element at a time.
+/// The running sums are registers: with an array of them the compiler processes one element at a time.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indices keep the sums in registers, see inside")]
 fn lane_dot<E: Element, V: Vector>(
@@ -127,7 +127,7 @@ impl<'a> Vectors<'a> {
     }
 }
 
-/// What a panel needs beside its inputs; kept from panel to panel.
+/// Scratch memory of a panel, reused from panel to panel.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// `[rows, columns of a panel]`.
@@ -196,7 +196,7 @@ impl<E: Element> Kernel for Panel<'_, E> {
     }
 }
 
-/// A tile of `count` vectors; a count of its own for each, so that the sums are registers.
+/// A tile of `count` vectors; a separate instance per count, so that the sums are kept in registers.
 #[inline(always)]
 fn tile_of<V: Vector>(
     panel: &[f32],
@@ -216,8 +216,8 @@ fn tile_of<V: Vector>(
     }
 }
 
-/// Adds to the running sums of four rows of a panel times `N` vectors, `steps` products each. One
-/// register's worth of running sums at a time.
+/// Adds `steps` products each to the running sums of four rows of a panel times `N` vectors. One register's worth of
+/// running sums at a time.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indices keep the sums in registers, see inside")]
 fn tile<V: Vector, const N: usize>(

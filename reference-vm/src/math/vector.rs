@@ -1,12 +1,12 @@
-//! Vectors of `f32` as wide as the CPU has them, and code that is compiled once for each width.
+//! Vectors of `f32` as wide as the CPU supports, and code that is compiled once for each width.
 //!
-//! Every operation here is exact or rounds once, so a width decides how fast something is and never
-//! what comes out: each caller fixes the order of the operations on one element.
+//! Every operation here is exact or rounds once, so the width affects the speed and never the result: each caller fixes
+//! the order of the operations on one element.
 
 /// The widths that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Width {
-    /// No instructions beyond those that every CPU of the architecture has.
+    /// Only instructions that every CPU of the architecture has.
     Portable,
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
@@ -17,7 +17,7 @@ pub(crate) enum Width {
 }
 
 impl Width {
-    /// All widths that this CPU has, narrowest first.
+    /// All widths that this CPU supports, narrowest first.
     pub(crate) fn all() -> impl DoubleEndedIterator<Item = Self> {
         let portable = [Self::Portable].into_iter();
         #[cfg(target_arch = "x86_64")]
@@ -69,14 +69,14 @@ impl Vector for [f32; 8] {
         [value; 8]
     }
 
-    // SAFETY: what the caller promises is said in the trait.
+    // SAFETY: the trait states the caller's obligation.
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
         // SAFETY: the caller vouches for eight values; an array has the alignment of its elements.
         unsafe { from.cast::<Self>().read() }
     }
 
-    // SAFETY: what the caller promises is said in the trait.
+    // SAFETY: the trait states the caller's obligation.
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         // SAFETY: the caller vouches for eight values; an array has the alignment of its elements.
@@ -112,14 +112,14 @@ mod x86 {
                     unsafe { $splat(value) }
                 }
 
-                // SAFETY: what the caller promises is said in the trait.
+                // SAFETY: the trait states the caller's obligation.
                 #[inline(always)]
                 unsafe fn load(from: *const f32) -> Self {
                     // SAFETY: the caller vouches for the values; for the instructions see above.
                     unsafe { $load(from) }
                 }
 
-                // SAFETY: what the caller promises is said in the trait.
+                // SAFETY: the trait states the caller's obligation.
                 #[inline(always)]
                 unsafe fn store(self, to: *mut f32) {
                     // SAFETY: the caller vouches for the place; for the instructions see above.
@@ -150,9 +150,8 @@ mod x86 {
     }
 }
 
-/// Work that is compiled for each width. `run` and everything hot below it must be
-/// `#[inline(always)]`, and no registers may pass through closures: only what is inlined is compiled
-/// for the width's instructions.
+/// Work that is compiled for each width. `run` and everything hot below it must be `#[inline(always)]`, and no
+/// registers may pass through closures: only inlined code is compiled for the width's instructions.
 pub(crate) trait Kernel {
     /// What it returns.
     type Output;
@@ -165,7 +164,7 @@ pub(crate) trait Kernel {
 pub(crate) fn dispatch<K: Kernel>(width: Width, kernel: K) -> K::Output {
     match width {
         Width::Portable => kernel.run::<[f32; 8]>(),
-        // SAFETY: `Width::all` gives only what this CPU was found to have.
+        // SAFETY: `Width::all` returns only widths that this CPU supports.
         #[cfg(target_arch = "x86_64")]
         Width::Avx2 => unsafe { x86::avx2(kernel) },
         // SAFETY: as above.

@@ -10,7 +10,7 @@ use crate::math::{dot, rms_norm, softmax_parts};
 use crate::memory::{Append, Span};
 use crate::trap::Fault;
 
-/// Where this task's rows of qkv start.
+/// Offsets of this task's rows in qkv.
 struct Layout {
     q: u32,
     k: u32,
@@ -66,7 +66,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     let head = product("split", p.split, at.heads)? + p.kv_head * p.group;
     let start = product("split", head, stride)?;
     if p.split >= splits.active {
-        // Words of this step all the same, so that no word of an earlier one can be taken for a later one's.
+        // The words are written even so, so that no word of an earlier step can be taken for a later one's.
         let nothing = vec![0; product("group", p.group, stride)? as usize];
         let writes = vec![(context.writes(0)?, start, nothing)];
         return Ok(Effects { writes, ..Effects::default() });

@@ -6,7 +6,7 @@ use super::{Context, Effects, Splits, product, reserved};
 use crate::memory::{Span, Step};
 use crate::trap::Fault;
 
-/// Some heads of the partials, and how many splits they have.
+/// The partials of some heads, and their number of splits.
 #[derive(Clone, Copy)]
 pub(super) struct Partials {
     pub(super) head0: u32,
@@ -19,7 +19,7 @@ pub(super) struct Partials {
 }
 
 impl Partials {
-    /// The words of the active splits, one span a split. Inactive ones hold nothing of this step.
+    /// The words of the active splits, one span per split. Inactive splits have no words of this step.
     pub(super) fn spans(self, context: Context<'_>, step: Step) -> Result<Vec<Span>, Fault> {
         let Splits { active, .. } = Splits::new(step, self.window, self.kv_block, self.splits)?;
         let stride = self

@@ -13,7 +13,7 @@ use crate::packed::Packed;
 use crate::trap::Fault;
 use crate::wave::Operand;
 
-/// The rows that a task multiplies: packed rows `row0..row1`, those of its tiles that count.
+/// The rows that a task multiplies: packed rows `row0..row1` of its tiles, without padding.
 struct Rows {
     row0: u32,
     row1: u32,
@@ -135,18 +135,18 @@ fn products(
     let shared = wave.operand(context.task, p, || operand(context, p, matrix));
     let Operand { x, scale, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
     if let Some(known) = known {
-        // Outside of the wave's lock: a thread that waits for the crew may take up another task of the wave.
+        // Outside of the wave's lock: a thread that waits for the thread pool may take up another task of the wave.
         matrix.fill(memo, x, known);
     }
     let product = |row| match known {
         Some(known) => matrix.dot_row_known(row, x, known),
         None => matrix.dot_row(row, x),
     };
-    // Most are looked up, which is too little work to spread.
+    // Most are cached, which leaves too little work to parallelise.
     Ok((rows.row0..rows.row1).map(|row| scaled(product(row), *scale)).collect())
 }
 
-/// Applies the epilogue and says what to store where.
+/// Applies the epilogue and returns the stores.
 fn finish(
     context: Context<'_>,
     p: &MatvecParams,

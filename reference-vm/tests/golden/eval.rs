@@ -1,4 +1,4 @@
-//! The evaluator, and what it promises about feeding, cutting and refusing.
+//! Tests of the evaluator: feeding, truncating and refusing.
 
 use ir::{DType, Graph, TensorId};
 use model::{Model, Shape, Window};
@@ -60,7 +60,7 @@ fn logits_at_some_positions_are_those_of_all() {
     });
 }
 
-/// More positions than a block of keys and a pass over the weights, in uneven pieces.
+/// Feeds more positions than a block of keys and a pass over the weights, in uneven pieces.
 #[test]
 fn pieces_have_the_bits_of_the_whole() {
     for (window, dtype) in
@@ -106,7 +106,7 @@ fn truncating_goes_back() {
     });
 }
 
-/// Taking over a cache is no different from having filled it.
+/// Resuming from a cache gives the same bits as filling it.
 #[test]
 fn resuming_goes_on_with_the_same_bits() {
     each(|name, golden| {
@@ -128,7 +128,7 @@ fn resuming_goes_on_with_the_same_bits() {
     });
 }
 
-/// Rounding hand-offs moves logits, by about what their last bits are worth.
+/// Rounding hand-offs changes logits by about the size of their last bits.
 #[test]
 fn rounded_handoffs_move_logits_a_little() {
     each(|name, golden| {
@@ -140,8 +140,8 @@ fn rounded_handoffs_move_logits_a_little() {
     });
 }
 
-/// Roundings of the device move logits by as much as it was measured to (`cargo device`: 7e-4 to 1.4e-3), and most of that comes from
-/// keys and values as f16: what the type of the weights adds is less than a tenth of it.
+/// Device roundings change logits by as much as was measured (`cargo device`: 7e-4 to 1.4e-3). Most of that comes from
+/// keys and values as f16: the type of the weights adds less than a tenth of it.
 #[test]
 fn device_roundings_move_logits_as_far_as_the_device_does() {
     each(|name, golden| {

@@ -1,4 +1,4 @@
-//! Lowered programs on the machine.
+//! Tests of lowered programs on the machine.
 
 use ir::schedule::{ActsOn, default_config, legal_values, neutral_config, validate};
 use ir::{Knob, ScheduleConfig, Target};
@@ -18,7 +18,7 @@ fn finished(run: Run) -> Outputs {
     }
 }
 
-/// Lowers, runs and compares; all of the tokens, then the greedy continuation.
+/// Lowers, runs and compares: first all tokens, then the greedy continuation.
 fn check(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order) {
     let Golden { model, tokens, logits, greedy } = golden;
     let config = validate(config, &model.graph, target).unwrap();

@@ -1,4 +1,4 @@
-//! Both executors against the logits that transformers computed for small random models.
+//! Compares both executors with the logits that transformers computed for small random models.
 
 mod eval;
 mod lowered;
@@ -11,7 +11,7 @@ use safetensors::SafeTensors;
 const NAMES: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
-/// A model with the tokens and logits that belong to it.
+/// A model with its tokens and logits.
 struct Golden {
     model: Model,
     tokens: Vec<u32>,

@@ -1,16 +1,16 @@
-//! The machine that the explorer runs: histories, views, barriers and copies, one step at a time.
+//! The explorer's abstract machine: histories, views, barriers and copies, one step at a time.
 
 use super::{Barrier, Model, Op, Order, Source, Word};
 
-/// Words of a model, at most.
+/// Most words of a model.
 pub const WORDS_MAX: usize = 12;
-/// Stage barriers of a model, at most.
+/// Most stage barriers of a model.
 pub const BARRIERS_MAX: usize = 8;
 
 /// For each word, the place in its history before which nothing is visible.
 type Places = [u8; WORDS_MAX];
 
-/// What somebody must see at least: by plain accesses, and by copies.
+/// The oldest values that may still be seen: by plain accesses, and by copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct View {
     plain: Places,
@@ -27,7 +27,7 @@ impl View {
         raise(&mut self.proxy, &other.proxy);
     }
 
-    /// A value has come in front of what this saw at `place` and behind.
+    /// Shifts the view because a value was inserted at or before the place that it saw.
     fn make_room(&mut self, word: Word, place: u8) {
         for seen in [&mut self.plain[word], &mut self.proxy[word]] {
             *seen += u8::from(*seen >= place);
@@ -39,33 +39,33 @@ impl View {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Value {
     value: u32,
-    /// What it was released with.
+    /// The view that it was released with.
     view: View,
-    /// Made from the value in front of it, so that nothing comes between.
+    /// Made from the value in front of it (read-modify-write), so that nothing comes between.
     chained: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct ThreadState {
     next: u8,
-    /// What it must see.
+    /// The current view.
     now: View,
-    /// What relaxed loads have found, for a later fence.
+    /// The views of values read by relaxed loads, for a later fence.
     found: View,
-    /// What the last fence saw, which relaxed stores release.
+    /// The view at the last fence, which relaxed stores release.
     fenced: View,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct Phase {
-    /// Phases that are over.
+    /// Completed phases.
     over: u8,
     arrived: u8,
-    /// Copies that were announced and have not completed.
+    /// Announced copies that have not completed.
     expected: u8,
-    /// What came to the phase under way.
+    /// The view joined from arrivals at the current phase.
     gathered: View,
-    /// What came to those that are over.
+    /// The view joined from completed phases.
     view: View,
 }
 
@@ -84,20 +84,20 @@ pub(super) struct State {
     threads: Vec<ThreadState>,
     phases: Vec<Phase>,
     copies: Vec<Underway>,
-    /// What each thread has noted.
+    /// Values noted by each thread.
     pub(super) notes: Vec<Vec<u32>>,
 }
 
-/// One way on from a state.
+/// A transition from a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The thread's next op, with the place in the word's history that it loads from or stores to.
     Op { thread: usize, place: u8 },
-    /// A poll of two words finds the second one set.
+    /// A poll of two words finds the second one set and branches.
     Turn { thread: usize, place: u8 },
-    /// A poll looks at a value that does not fit, and goes on.
+    /// A poll reads a value that does not match, and continues.
     Look { thread: usize, place: u8 },
-    /// A copy completes: what it reads and where it stores.
+    /// A copy completes: the place that it reads and the place where it stores.
     Land { copy: usize, source: u8, place: u8 },
 }
 
@@ -121,8 +121,8 @@ impl State {
         (0..self.threads.len()).all(|t| self.op(model, t).is_none()) && self.copies.is_empty()
     }
 
-    /// Takes the steps that concern nobody else: fences change their thread's view alone, so when they happen makes no difference. A
-    /// thread that is done forgets its views, which nobody asks for again.
+    /// Takes the steps that affect no other thread: fences change only their thread's view, so their timing makes no
+    /// difference. A finished thread drops its views, which are not needed any more.
     pub(super) fn settle(&mut self, model: &Model) {
         for thread in 0..self.threads.len() {
             loop {
@@ -153,7 +153,7 @@ impl State {
             .map(|place| place as u8)
     }
 
-    /// Every way on.
+    /// All transitions.
     pub(super) fn steps(&self, model: &Model) -> Vec<Step> {
         let mut steps = Vec::new();
         for thread in 0..self.threads.len() {
@@ -201,7 +201,7 @@ impl State {
                 steps.extend(self.gaps(word, seen(word)).map(|place| Step::Op { thread, place }));
             }
             Op::Add(word) | Op::Claim(word, _) => {
-                // Behind any value, but the view's at least, that nothing has been made from yet.
+                // Behind any value at or after the view that nothing has been made from yet.
                 let places = self.gaps(word, seen(word));
                 steps.extend(places.map(|place| Step::Op { thread, place }));
             }
@@ -230,7 +230,7 @@ impl State {
         (0..self.threads.len()).filter(move |&t| model.threads[t].ops.contains(&Op::Meet(group)))
     }
 
-    /// Takes a step. `Err` says what went wrong.
+    /// Takes a step. `Err` describes the failure.
     pub(super) fn take(&mut self, model: &Model, step: Step) -> Result<(), String> {
         match step {
             Step::Land { copy, source, place } => self.land(model, copy, source, place),
@@ -357,7 +357,7 @@ impl State {
         value
     }
 
-    /// Puts a value into a history; everything that saw a later one still does.
+    /// Inserts a value into a history; views of later values are shifted.
     fn insert(&mut self, word: Word, place: u8, value: Value) {
         let threads =
             self.threads.iter_mut().flat_map(|t| [&mut t.now, &mut t.found, &mut t.fenced]);
@@ -391,7 +391,7 @@ impl State {
         }
     }
 
-    /// Ends the phase of a barrier if everything that it counts has come.
+    /// Completes the phase of a barrier if all its arrivals and copies are there.
     fn turn(&mut self, model: &Model, barrier: Barrier) {
         let phase = &mut self.phases[barrier];
         if phase.arrived == model.barriers[barrier].1 && phase.expected == 0 {
@@ -423,7 +423,7 @@ impl State {
         Ok(())
     }
 
-    /// Why nothing goes on.
+    /// A description of the deadlock.
     pub(super) fn stuck(&self, model: &Model) -> String {
         let waiting = (0..self.threads.len())
             .filter_map(|t| self.op(model, t).map(|op| (t, op)))
@@ -431,7 +431,7 @@ impl State {
         format!("nobody goes on: {}", waiting.collect::<Vec<_>>().join(", "))
     }
 
-    /// A step in words.
+    /// A description of a step.
     pub(super) fn tell(&self, model: &Model, step: Step) -> String {
         let age = |word: Word, place: u8| match self.words[word].len() - 1 - place as usize {
             0 => String::new(),

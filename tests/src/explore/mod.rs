@@ -3,14 +3,15 @@
 //! A protocol is a [`Model`]: a few threads, each a straight line of [`Op`]s, over a few words, stage barriers and asynchronous copies.
 //! [`explore`] runs all of its executions, breadth first, so the first that fails is among the shortest.
 //!
-//! **What memory may do.** Each word has the history of its values. A thread has a *view*: how far into each history it must
-//! look at least. A load may return any value that is not older than the view, so a stale one is a choice; a store may take any place in the
-//! history behind the view, so the store of somebody else may win. A release leaves the view with the value; an acquire takes it over; a relaxed
-//! load keeps it for a later fence. That is the release/acquire fragment of the C++ and PTX models in its operational form, with
-//! one thing left out: no store happens before an earlier load of its own thread.
+//! **The memory model.** Each word has a history of its values. A thread has a *view*: for each history, the oldest
+//! place that it may still read. A load may return any value that is not older than the view, so stale values are
+//! possible. A store may take any place in the history behind the view, so another thread's store may win. A release
+//! attaches the view to the value; an acquire joins it; a relaxed load keeps it for a later fence. That is the
+//! release/acquire fragment of the C++ and PTX models in its operational form, with one omission: no store happens
+//! before an earlier load of its own thread.
 //!
-//! Copies read and write by the asynchronous proxy, which has a view of its own: what plain accesses have seen counts for it from the next proxy
-//! fence on.
+//! Copies read and write through the asynchronous proxy, which has a view of its own: it includes what plain accesses
+//! have seen only from the next proxy fence on.
 
 mod machine;
 pub mod models;
@@ -28,25 +29,25 @@ pub type Word = usize;
 /// A stage barrier.
 pub type Barrier = usize;
 
-/// How a load or store takes part in the order.
+/// The memory order of a load or store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Orders nothing by itself.
     Relaxed,
-    /// Takes over what the value was released with.
+    /// Joins the view that the value was released with.
     Acquire,
-    /// Leaves what the thread has seen with the value.
+    /// Attaches the thread's view to the value.
     Release,
 }
 
-/// What a poll waits for.
+/// The condition of a poll.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
-    /// A counter that has come so far.
+    /// A counter that is at least this.
     AtLeast(u32),
     /// Exactly this value.
     Equals(u32),
-    /// A word whose bits under the mask are these.
+    /// A word with these bits under the mask.
     Masked(u32, u32),
 }
 
@@ -60,46 +61,47 @@ impl Until {
     }
 }
 
-/// One thing that a thread does.
+/// One operation of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// Loads, and must find this value.
     Read(Word, Order, u32),
-    /// Loads, and notes what it found; see [`outcomes`].
+    /// Loads, and notes the value; see [`outcomes`].
     Note(Word, Order),
-    /// Loads again and again, until a value fits.
+    /// Loads repeatedly, until a value matches.
     Poll(Word, Order, Until),
-    /// As `Poll`, and what fits must be this value.
+    /// As `Poll`, and the matching value must be this one.
     PollFor(Word, Until, u32),
     /// Stores.
     Write(Word, Order, u32),
-    /// Polls two words at once. Once a value of the first fits, goes on; once the second is not zero, goes on so many ops later.
+    /// Polls two words at once. Continues once a value of the first matches; skips this many ops once the second is not
+    /// zero.
     PollEither(Word, Until, Word, Order, u8),
-    /// Loads, and must find something else than zero; noted.
+    /// Loads, and must find a nonzero value, which is noted.
     Set(Word, Order),
-    /// Loads, and must find what this thread noted last.
+    /// Loads, and must find the value that this thread noted last.
     Like(Word, Order),
     /// Adds one, relaxed, as `red.add` does.
     Add(Word),
-    /// As `Add`, and whoever is not the first goes on so many ops later: `atom.add` of a claim.
+    /// As `Add`, but all threads except the first skip this many ops: `atom.add` of a claim.
     Claim(Word, u8),
     /// `fence.acq_rel`.
     Fence,
-    /// `fence.proxy.async`: what this thread has seen counts for copies too.
+    /// `fence.proxy.async`: makes this thread's view visible to copies.
     ProxyFence,
-    /// Meets the other threads that name the same group: `bar.sync`.
+    /// Meets the other threads of the same group: `bar.sync`.
     Meet(u8),
     /// `mbarrier.arrive`.
     Arrive(Barrier),
     /// `mbarrier.arrive.expect_tx` for one copy.
     Expect(Barrier),
-    /// `mbarrier.try_wait.parity` until the phase of this parity is over.
+    /// `mbarrier.try_wait.parity` until the phase of this parity has completed.
     Land(Barrier, u8),
-    /// Starts a copy into a word, of a word or of a constant, that completes on a barrier.
+    /// Starts a copy into a word, from a word or a constant, that completes on a barrier.
     Copy(Source, Word, Barrier),
 }
 
-/// What a copy brings.
+/// The source of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     /// A constant: weights.
@@ -108,10 +110,10 @@ pub enum Source {
     Word(Word),
 }
 
-/// A thread: its name and what it does.
+/// A thread: its name and its ops.
 #[derive(Clone, Debug)]
 pub struct Thread {
-    /// Such as `consumer.1`.
+    /// Name, such as `consumer.1`.
     pub name: String,
     /// In program order.
     pub ops: Vec<Op>,
@@ -149,26 +151,26 @@ impl Model {
     }
 }
 
-/// What exploring found.
+/// The result of exploring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// No execution fails.
     Holds {
-        /// States that differ.
+        /// Distinct states.
         states: usize,
         /// Steps between them.
         steps: usize,
     },
     /// Some execution fails.
     Fails {
-        /// What is wrong at its end.
+        /// The failure.
         what: String,
-        /// A shortest such execution, a line for each step.
+        /// A shortest failing execution, one line per step.
         trace: Vec<String>,
-        /// States that had been seen by then.
+        /// States visited until then.
         states: usize,
     },
-    /// There are more states than were allowed.
+    /// The limit of states was exceeded.
     TooMany,
 }
 
@@ -190,7 +192,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// States are told apart by 128 bits.
+/// Hash of a state, 128 bits.
 type Print = (u64, u64);
 
 fn print(state: &State) -> Print {
@@ -209,10 +211,9 @@ pub fn explore(model: &Model, limit: usize) -> Verdict {
     search(model, limit, |_| ())
 }
 
-/// What the threads' notes can be at the end, a list for each thread.
+/// The possible notes of the threads at the end, a list for each thread.
 ///
-/// # Panics
-/// If some execution fails: a model with notes has nothing that could.
+/// # Panics If some execution fails: a model with notes must not have a failing op.
 #[must_use]
 pub fn outcomes(model: &Model) -> BTreeSet<Vec<Vec<u32>>> {
     let mut found = BTreeSet::new();
@@ -226,7 +227,7 @@ pub fn outcomes(model: &Model) -> BTreeSet<Vec<Vec<u32>>> {
 fn search(model: &Model, limit: usize, mut at_end: impl FnMut(&State)) -> Verdict {
     let mut first = State::new(model);
     first.settle(model);
-    // How each state was first reached: from which, by which of its steps.
+    // How each state was first reached: its predecessor and the step.
     let mut reached: HashMap<Print, Option<(Print, Step)>> = HashMap::new();
     let mut layer = vec![(print(&first), first.clone())];
     reached.insert(layer[0].0, None);
@@ -264,7 +265,7 @@ fn search(model: &Model, limit: usize, mut at_end: impl FnMut(&State)) -> Verdic
     Verdict::Holds { states: reached.len(), steps: count }
 }
 
-/// The execution that leads to `to`, and one step further, told line by line.
+/// The execution that leads to `to`, and one step further, described line by line.
 fn replay(
     model: &Model,
     first: &State,

@@ -1,6 +1,7 @@
-//! The protocols of docs/explanation/protocol.md, each as it is and with deliberate bugs.
+//! The protocols of docs/explanation/protocol.md, each without bugs and with deliberate ones.
 //!
-//! A file a protocol. What a function does on the device is spelled here by its orders; the comment names the function.
+//! One file per protocol. Each device function is represented by its memory operations and orders; a comment names the
+//! function.
 
 pub mod attend;
 pub mod counter;
@@ -14,13 +15,13 @@ pub mod weight_stream;
 
 use super::Model;
 
-/// A model and what exploring it must find.
+/// A model and the expected result.
 pub struct Case {
-    /// Such as `counter: missing release`.
+    /// Name, such as `counter: missing release`.
     pub name: String,
     /// The protocol.
     pub model: Model,
-    /// What the counter-example must say; `None` if there must be none.
+    /// Expected text of the counter-example; `None` if there must be none.
     pub fails: Option<&'static str>,
 }
 
@@ -34,7 +35,7 @@ impl Case {
     }
 }
 
-/// Appends ops unless a bug leaves them out.
+/// Appends ops unless a bug omits them.
 trait Unless<T> {
     fn unless(&mut self, left_out: bool, item: T);
 }

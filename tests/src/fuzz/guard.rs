@@ -1,8 +1,9 @@
-//! Templates within bounds of memory and time, in the process that fuzzes them: libFuzzer sees the edges of its own process only.
+//! Memory and time limits for templates within the fuzzing process, since libFuzzer sees the edges of its own process
+//! only.
 //!
-//! The allocator keeps the account of the thread that renders. A request beyond the limit is never answered: the thread sleeps for
-//! good, with what it holds. (An allocator may not unwind, and a refusal would end the process.) `amk` renders in a process of its
-//! own instead, which gives everything back.
+//! The allocator counts the memory of the rendering thread. A request beyond the limit never returns: the thread sleeps
+//! for ever and keeps its memory. (An allocator may not unwind, and a refusal would end the process.) `amk` uses a
+//! separate process instead, which returns everything.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
@@ -14,30 +15,30 @@ use std::time::{Duration, Instant};
 /// Stack of the thread: as much as a main thread has.
 const STACK: usize = 8 << 20;
 
-/// How often whoever waits looks whether the thread has gone to sleep.
+/// Interval at which the caller checks whether the thread went to sleep.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// An allocator that keeps the account of threads that run something untrusted. Make it the global one.
+/// An allocator that counts the memory of threads that run untrusted code. Make it the global one.
 #[derive(Debug)]
 pub struct Guarded<A>(pub A);
 
 thread_local! {
-    /// Bytes that this thread may still ask for; unlimited if there is no flag to raise.
+    /// Bytes that this thread may still allocate; unlimited if there is no flag.
     static LEFT: Cell<usize> = const { Cell::new(0) };
-    /// What to raise when they are used up; null on threads that are not guarded.
+    /// The flag to set when they are used up; null on threads that are not guarded.
     static BEYOND: Cell<*const AtomicBool> = const { Cell::new(std::ptr::null()) };
 }
 
-/// Whether this thread is guarded. A thread that is ending is not.
+/// The flag of this thread if it is guarded. A thread that is ending is not.
 fn flag() -> Option<*const AtomicBool> {
     BEYOND.try_with(Cell::get).ok().filter(|flag| !flag.is_null())
 }
 
-/// Takes bytes off the account; does not return if there are too few.
+/// Subtracts bytes from the budget; does not return if there are too few.
 fn take(bytes: usize) {
     let Some(flag) = flag() else { return };
     let left = LEFT.get();
-    // A panic's report takes locks that others need, and memory for names: it is let through to its end.
+    // A panic's report takes locks that others need, and memory for names, so it may exceed the limit.
     if bytes <= left || std::thread::panicking() {
         LEFT.set(left.saturating_sub(bytes));
         return;
@@ -55,8 +56,8 @@ fn give(bytes: usize) {
     }
 }
 
-// SAFETY: every call is passed on with the arguments that it came with, or never returns; an allocator may do either. The account is made of
-// plain cells of the thread and allocates nothing.
+// SAFETY: every call is passed on with its own arguments, or never returns; an allocator may do either. The budget is
+// made of plain cells of the thread and allocates nothing.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Guarded<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         take(layout.size());
@@ -84,18 +85,18 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Guarded<A> {
     }
 }
 
-/// Why something untrusted gave no result.
+/// Why untrusted code gave no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stopped {
-    /// It asked for too much memory.
+    /// It exceeded the memory limit.
     Memory,
-    /// It took too long.
+    /// It exceeded the time limit.
     Time,
     /// It panicked.
     Panic,
 }
 
-/// Runs something on a thread of its own, with so much memory and time. A thread that is stopped is left behind.
+/// Runs a function on a thread of its own, with limits of memory and time. A stopped thread is abandoned.
 pub fn within<R: Send + 'static>(
     bytes: usize,
     limit: Duration,
@@ -109,7 +110,7 @@ pub fn within<R: Send + 'static>(
         BEYOND.set(Arc::as_ptr(&raised));
         let result = body();
         BEYOND.set(std::ptr::null());
-        // Nobody listens any more if the time was up.
+        // There is no receiver any more if the time was up.
         let _ = sender.send(result);
     };
     if std::thread::Builder::new().name("guarded".into()).stack_size(STACK).spawn(run).is_err() {
@@ -143,7 +144,7 @@ mod tests {
         let limit = Duration::from_secs(30);
         let kept = within(4 * MIB, limit, || vec![1_u8; 3 * MIB].len());
         assert_eq!(kept, Ok(3 * MIB));
-        // What is given back counts again.
+        // Freed memory is available again.
         let often =
             || (0..64).map(|_| std::hint::black_box(vec![1_u8; 3 * MIB]).len()).sum::<usize>();
         assert_eq!(within(4 * MIB, limit, often), Ok(192 * MIB));
@@ -161,7 +162,8 @@ mod tests {
             }),
             Err::<(), _>(Stopped::Time)
         );
-        // The report of a panic may take more than either: with RUST_BACKTRACE=1 the thread once slept for good with the lock of backtraces.
+        // The report of a panic may exceed either limit: with RUST_BACKTRACE=1 the thread once slept for ever with the
+        // lock of backtraces.
         let limit = Duration::from_secs(30);
         assert_eq!(within(1 << 14, limit, || panic!("as asked")), Err::<(), _>(Stopped::Panic));
     }

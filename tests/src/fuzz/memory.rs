@@ -1,9 +1,9 @@
-//! An allocator that counts, so that a header which claims 2^60 bytes is found out and not served.
+//! A counting allocator: a request by a header that claims 2^60 bytes is detected and refused.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// Largest single request that is served.
+/// Largest single request that is allowed.
 pub const REQUEST_MAX: usize = 1 << 30;
 
 /// The system's allocator, with each thread's live bytes counted. A request beyond [`REQUEST_MAX`] is refused, which ends the process
@@ -16,7 +16,7 @@ thread_local! {
 }
 
 fn grew(bytes: usize) {
-    // A thread that ends has no cells any more; its last bytes are not counted.
+    // A thread that is ending has no cells any more; its last bytes are not counted.
     let _ = LIVE.try_with(|live| {
         let now = live.get().saturating_add(bytes);
         live.set(now);
@@ -43,7 +43,7 @@ unsafe impl GlobalAlloc for Counting {
         pointer
     }
 
-    // SAFETY: what the trait asks of the caller is asked of the system's allocator in turn.
+    // SAFETY: the trait's requirements on the caller are those of the system's allocator.
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         shrank(layout.size());
         // SAFETY: the caller's promises are the same.
@@ -62,7 +62,7 @@ unsafe impl GlobalAlloc for Counting {
         pointer
     }
 
-    // SAFETY: as `dealloc`, and a refusal leaves the old block alone, as the trait asks.
+    // SAFETY: as `dealloc`, and a refusal leaves the old block unchanged, as the trait requires.
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if size > REQUEST_MAX {
             return std::ptr::null_mut();
@@ -70,7 +70,7 @@ unsafe impl GlobalAlloc for Counting {
         // SAFETY: the caller's promises are the same.
         let moved = unsafe { System.realloc(pointer, layout, size) };
         if !moved.is_null() {
-            // For a moment both may be there.
+            // Both blocks may exist for a moment.
             grew(size);
             shrank(layout.size());
         }
@@ -78,7 +78,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Runs something, and says how many bytes this thread had more than before at most. Zero if [`Counting`] is not the global allocator.
+/// Runs a function, and returns the most bytes that this thread allocated beyond its initial ones. Zero if [`Counting`]
+/// is not the global allocator.
 pub fn peak<R>(body: impl FnOnce() -> R) -> (R, usize) {
     let before = LIVE.get();
     PEAK.set(before);

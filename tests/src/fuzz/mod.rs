@@ -1,8 +1,8 @@
-//! What hostile input is put through: one [`Target`] for each kind of file that a stranger may hand us.
+//! Fuzzing: one [`Target`] for each kind of file that may come from an untrusted source.
 //!
-//! A body must come back: with an answer or a refusal, within [`SECONDS_MAX`], within a multiple of its input's memory, and without
-//! having read beside the folder that it was given. The same bodies run in `cargo test` for a few seconds on mutated valid files
-//! (`tests/hostile.rs`), for as long as one likes there (`AMK_FUZZ_SECONDS`), and under libFuzzer with coverage (`tests/fuzz`).
+//! A body must return an answer or a refusal, within [`SECONDS_MAX`], within a multiple of its input's memory, and
+//! without reading outside its folder. The same bodies run in `cargo test` for a few seconds on mutated valid files
+//! (`tests/hostile.rs`), for any time there (`AMK_FUZZ_SECONDS`), and under libFuzzer with coverage (`tests/fuzz`).
 
 pub mod guard;
 pub mod memory;
@@ -15,28 +15,28 @@ use std::cell::OnceCell;
 use std::path::Path;
 use std::time::Instant;
 
-/// Longest that one input may take, in seconds. What is fast in a test may wait for a core that others use, hence so much.
+/// Longest time of one input, in seconds. It is generous because a test may wait for a busy core.
 pub const SECONDS_MAX: f64 = 20.0;
 
 /// One kind of input.
 pub struct Target {
     /// Its name, in file names and on command lines.
     pub name: &'static str,
-    /// What is done with an input. Panics if something is wrong with us.
+    /// Processes an input. Panics if our code is at fault.
     pub run: fn(&[u8]),
     /// Valid inputs to start from.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Words that mean something here.
+    /// Words that are meaningful to this target.
     pub words: &'static [&'static str],
     /// Bytes of memory that any input may use.
     pub memory: usize,
-    /// Bytes more that it may use for each byte of its own.
+    /// Additional bytes of memory per byte of input.
     pub memory_per_byte: usize,
 }
 
 const MIB: usize = 1 << 20;
 
-/// Numbers that look like sizes, in every target's dictionary.
+/// Words of every target's dictionary.
 const JSON: &[&str] = &["null", "true", "{}", "[]", "\"\"", "-1", "1e999", "0.5", "\\u0000"];
 
 /// Every target.
@@ -186,7 +186,7 @@ pub const TARGETS: &[Target] = &[
     },
 ];
 
-/// The target of a name.
+/// The target with this name.
 #[must_use]
 pub fn target(name: &str) -> Option<&'static Target> {
     TARGETS.iter().find(|target| target.name == name)
@@ -199,7 +199,7 @@ impl Target {
     }
 }
 
-/// Puts an input through a target.
+/// Runs a target on an input.
 ///
 /// # Panics
 /// If the body panics, takes too long or takes too much memory.
@@ -217,7 +217,7 @@ pub fn execute(target: &Target, input: &[u8]) {
     );
 }
 
-/// Runs with a folder of this thread's own, in memory where the system has such a place.
+/// Runs with a folder of this thread's own, in memory if the system supports that.
 fn in_scratch<R>(body: impl FnOnce(&Path) -> R) -> R {
     thread_local! {
         static SCRATCH: OnceCell<tempfile::TempDir> = const { OnceCell::new() };

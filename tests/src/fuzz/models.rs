@@ -14,13 +14,13 @@ const CHATTY: &str = "corpus/golden/llama3-rope-bf16";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// What `/etc/passwd` begins with.
+/// The first bytes of `/etc/passwd`.
 const ROOT: &str = "root:";
 
-/// Bytes of data that a framed header may have behind it.
+/// Most bytes of data after a framed header.
 const DATA_MAX: u64 = 1 << 20;
 
-/// A folder of the scratch that is prepared once by each thread.
+/// A folder in the scratch folder that each thread prepares once.
 fn folder(scratch: &Path, name: &str, prepare: impl FnOnce(&Path)) -> std::path::PathBuf {
     let dir = scratch.join(name);
     if !dir.is_dir() {
@@ -30,7 +30,7 @@ fn folder(scratch: &Path, name: &str, prepare: impl FnOnce(&Path)) -> std::path:
     dir
 }
 
-/// Imports a folder; if that works, touches every byte, and looks where the bytes come from.
+/// Imports a folder; if that succeeds, reads every byte, and checks that the bytes come from inside the folder.
 fn import(dir: &Path) {
     let Ok(model) = model::import(dir) else { return };
     for index in 0..model.graph.tensors.len() {
@@ -49,7 +49,7 @@ fn header_of(bytes: &[u8]) -> &[u8] {
     &bytes[8..8 + length as usize]
 }
 
-/// `R` and a whole file, or `H` and a header that gets its length, and as much data as it asks for within reason.
+/// `R` and a whole file, or `H` and a header, which gets its length and, within limits, the data that it describes.
 pub(super) fn safetensors(input: &[u8]) {
     let Some((&form, rest)) = input.split_first() else { return };
     let bytes = if form == b'H' { framed(rest) } else { rest.to_vec() };
@@ -139,7 +139,7 @@ pub(super) fn config_seeds() -> Vec<Vec<u8>> {
     golden.map(|name| file(&format!("corpus/golden/{name}/config.json"))).to_vec()
 }
 
-/// A tokenizer without a template: loaded, and asked for a few texts.
+/// A tokenizer without a template: loads it and encodes a few texts.
 pub(super) fn tokenizer(input: &[u8]) {
     in_scratch(|scratch| {
         let dir = folder(scratch, "tokenizer", |_| {});
@@ -164,11 +164,11 @@ pub(super) fn tokenizer_seeds() -> Vec<Vec<u8>> {
     vec![small.to_vec(), file(&format!("{CHATTY}/tokenizer.json"))]
 }
 
-/// What a template has in the processes of `amk`.
+/// Memory limit of a template in the processes of `amk`.
 const TEMPLATE_MEMORY: usize = 128 << 20;
 const TEMPLATE_TIME: Duration = Duration::from_secs(10);
 
-/// A template: compiled, and given a chat.
+/// A template: compiles it, and renders a chat.
 pub(super) fn chat_template(input: &[u8]) {
     in_scratch(|scratch| {
         let dir = folder(scratch, "chat", |dir| {
@@ -187,9 +187,9 @@ pub(super) fn chat_template(input: &[u8]) {
             let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };
             tokenizer.chat(&chat).ok()
         };
-        // What runs away or makes the engine fail has no prompt.
+        // A template that runs away or makes the engine fail has no prompt.
         if let Ok(Some(prompt)) = within(TEMPLATE_MEMORY, TEMPLATE_TIME, render) {
-            // The first word of the file that the dictionary asks for, unless the template says it itself.
+            // The first word of the file that the dictionary names, unless the template contains it itself.
             let said = input.windows(ROOT.len()).any(|word| word == ROOT.as_bytes());
             assert!(said || !prompt.contains(ROOT), "a template read a file");
         }

@@ -1,13 +1,13 @@
-//! Seeded damage to valid inputs.
+//! Seeded mutations of valid inputs.
 
 use crate::rng::Rng;
 
 use super::Target;
 
-/// Longest input that damage makes.
+/// Longest mutated input.
 const LENGTH_MAX: usize = 1 << 20;
 
-/// Numbers that sizes, counts and offsets go wrong at.
+/// Boundary values of sizes, counts and offsets.
 const NUMBERS: [&str; 14] = [
     "0",
     "1",
@@ -25,7 +25,7 @@ const NUMBERS: [&str; 14] = [
     "1e308",
 ];
 
-/// A damaged copy of one of the seeds: one to eight edits.
+/// A mutated copy of one of the seeds: one to eight edits.
 #[must_use]
 pub fn damaged(target: &Target, seeds: &[Vec<u8>], rng: &mut Rng) -> Vec<u8> {
     let mut input = seeds[rng.below(seeds.len())].clone();
@@ -63,7 +63,7 @@ fn edit(target: &Target, seeds: &[Vec<u8>], input: &mut Vec<u8>, rng: &mut Rng) 
         }
         6 | 7 => number(input, at, rng),
         _ => {
-            // Another seed from here on.
+            // Continues with another seed.
             let other = &seeds[rng.below(seeds.len())];
             let from = rng.below(other.len() + 1);
             input.truncate(at);
@@ -72,7 +72,7 @@ fn edit(target: &Target, seeds: &[Vec<u8>], input: &mut Vec<u8>, rng: &mut Rng) 
     }
 }
 
-/// Puts another number over the next digits.
+/// Replaces the next digits with another number.
 fn number(input: &mut Vec<u8>, at: usize, rng: &mut Rng) {
     let Some(digit) = input[at..].iter().position(u8::is_ascii_digit) else { return };
     let from = at + digit;

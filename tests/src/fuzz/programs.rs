@@ -12,14 +12,14 @@ static TOY: LazyLock<(Model, Target)> = LazyLock::new(|| {
     (model::preset("toy").expect("a preset"), Target::by_name("h200").expect("a target"))
 });
 
-/// A config: read, and lowered if it is legal.
+/// A config: parses it, and lowers it if it is legal.
 pub(super) fn schedule(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let (model, target) = &*TOY;
     match ir::schedule::read_config(text, &model.graph, target) {
         Ok(valid) => {
             let options = lower::Options { kv_capacity: KV_CAPACITY };
-            // A legal schedule lowers, unless a limit says no; `lower` verifies what it made.
+            // A legal schedule lowers, unless it exceeds a limit; `lower` verifies the result.
             let _ = lower::lower(&valid, &model.graph, target, options);
         }
         Err(violations) => assert!(!violations.list().is_empty(), "refused without a reason"),
@@ -34,7 +34,7 @@ pub(super) fn schedule_seeds() -> Vec<Vec<u8>> {
     vec![whole, some.to_vec()]
 }
 
-/// A program as text: what is read prints to what is read again, and is checked.
+/// A program as text: parsing its printed form gives the same program, which is then verified.
 pub(super) fn amk_text(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let Ok(program) = ir::text::parse(text) else { return };
@@ -59,7 +59,7 @@ pub(super) fn amk_text_seeds() -> Vec<Vec<u8>> {
     files.map(|name| super::file(&format!("tests/filetests/{name}"))).to_vec()
 }
 
-/// `R` and a whole file, or `P` and a payload that gets its head.
+/// `R` and a whole file, or `P` and a payload, which gets its header.
 pub(super) fn amkp(input: &[u8]) {
     let Some((&form, rest)) = input.split_first() else { return };
     let loaded = if form == b'P' { ir::text::load(&framed(rest)) } else { ir::text::load(rest) };
@@ -69,9 +69,9 @@ pub(super) fn amkp(input: &[u8]) {
     verify(program);
 }
 
-/// Bytes of the head before its checksum: magic, version, ABI.
+/// Bytes of the header before its checksum: magic, version, ABI.
 const BEFORE_CHECKSUM: usize = 4 + 4 + 8;
-/// Bytes of the whole head.
+/// Bytes of the whole header.
 const HEAD: usize = BEFORE_CHECKSUM + 32 + 8;
 
 fn framed(payload: &[u8]) -> Vec<u8> {
@@ -98,7 +98,7 @@ pub(super) fn amkp_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// The words that host and device give each other, as either side reads them: no number is trusted to be of its table.
+/// The words that host and device exchange, as either side reads them: no number is trusted to be in its table.
 pub(super) fn ring(input: &[u8]) {
     let mut words =
         input.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));

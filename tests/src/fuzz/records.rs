@@ -1,4 +1,4 @@
-//! What is kept: bundles and ledgers.
+//! Stored records: bundles and ledgers.
 
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::{file, in_scratch, write};
 
 const KV_CAPACITY: u32 = 16;
 
-/// `R` and a whole file, or `S` and a document that gets the right hash.
+/// `R` and a whole file, or `S` and a document, which gets the right hash.
 pub(super) fn bundle(input: &[u8]) {
     static MODEL: LazyLock<(ir::Graph, Target)> = LazyLock::new(|| {
         (model::preset("toy").expect("a preset").graph, Target::by_name("h200").expect("a target"))
@@ -37,7 +37,7 @@ pub(super) fn bundle_seeds() -> Vec<Vec<u8>> {
     vec![[b"S", &shipped[..]].concat(), [b"R", &shipped[..]].concat()]
 }
 
-/// `R` and a whole file, or `L` and records, one a line, that get a chain.
+/// `R` and a whole file, or `L` and records, one per line, which get a chain.
 pub(super) fn ledger(input: &[u8]) {
     let Some((&form, rest)) = input.split_first() else { return };
     in_scratch(|scratch| {
@@ -65,7 +65,7 @@ pub(super) fn ledger(input: &[u8]) {
     });
 }
 
-/// Writes the records as a ledger; `None` if the first is no header.
+/// Writes the records as a ledger; `None` if the first is not a header.
 fn chained(path: &std::path::Path, text: &[u8]) -> Option<usize> {
     let mut records = text.split(|&byte| byte == b'\n').map(serde_json::from_slice::<Value>);
     let header = records.next()?.ok().filter(Value::is_object)?;

@@ -1,4 +1,4 @@
-//! The models that mutants are made of, their schedules, and what honest schedules do to their logits.
+//! The models that are mutated, their schedules, and the effect of correct schedules on their logits.
 
 use ir::program::{Program, Verified};
 use ir::schedule::validate;
@@ -16,21 +16,21 @@ use search::{Expected, draw_tokens};
 use super::config;
 use crate::rng::Rng;
 
-/// A mutant is equivalent when it moves the logits by no more than this many times what the worst honest schedule does.
+/// A mutant is equivalent if its change of the logits is at most this many times that of the worst correct schedule.
 pub const FACTOR: f64 = 8.0;
 
-/// What the names of models end with that are examined as a search of a large one would.
+/// Suffix in the names of models that are examined as in a search of a large model.
 pub const AS_LARGE: &str = " as large";
 
 /// Positions of the cache: more than the gate runs.
 const KV_CAPACITY: u32 = 1100;
 
-/// Inputs that the gate does not see: a run from position zero, and a few positions at the end of the cache.
+/// Inputs that the gate does not use: a run from position zero, and a few positions at the end of the cache.
 const WIDE_TOKENS: usize = 180;
 const LAST_TOKENS: usize = 4;
 const WIDE_SEED: u64 = 77;
 
-/// Schedules that mutants are made of: each way to hand over and to fuse, and keys split over several workers.
+/// Schedules to mutate: every kind of hand-off and fusion, and keys split over several workers.
 const SCHEDULES: &[&str] = &[
     r#"{"tiling": {"attention": {"kv_block": 32, "kv_split": 4}}}"#,
     r#"{"sync": {"embed": "flag_in_data", "qkv": "flag_in_data", "attention": "flag_in_data", "merge": "flag_in_data", "o_proj": "flag_in_data", "gate_up": "flag_in_data", "down": "flag_in_data"},
@@ -39,18 +39,18 @@ const SCHEDULES: &[&str] = &[
         "tiling": {"attention": {"kv_block": 64, "kv_split": 2}}}"#,
 ];
 
-/// How models are examined.
+/// Options of the examination.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Honest schedules that are run of each.
+    /// Number of correct schedules to run for each model.
     pub schedules: usize,
-    /// What they are drawn with.
+    /// Their random seed.
     pub seed: u64,
-    /// As few steps as a search of a large model can afford.
+    /// Uses as few steps as a search of a large model can afford.
     pub as_large: bool,
 }
 
-/// A model, right programs of it, what the gate expects, and what is known of honest ones.
+/// A model, correct programs of it, the gate's expected values, and the results of correct schedules.
 pub struct Base {
     /// Its name, for reports.
     pub name: String,
@@ -61,9 +61,9 @@ pub struct Base {
     expected: Expected,
     wide: Wide,
     honest: f64,
-    /// Honest schedules that the gate refused, of how many.
+    /// Correct schedules that the gate refused, and the number of schedules run.
     pub false_alarms: (Vec<String>, usize),
-    /// Of the honest schedules, the largest share of its tolerance that anyone used.
+    /// The largest fraction of the tolerance that a correct schedule used.
     pub closest: f64,
 }
 
@@ -103,7 +103,8 @@ impl Wide {
         Ok(rows)
     }
 
-    /// What the machine's logits differ by; infinite if it does not get that far, or chooses tokens that its logits do not say.
+    /// The difference of the machine's logits; infinite if it does not finish, or chooses tokens that differ from its
+    /// logits' best.
     fn run(&self, mut machine: Machine<'_>) -> f64 {
         let mut rows = Vec::new();
         let mut run = |machine: &mut Machine<'_>, tokens: &[u32]| {
@@ -128,7 +129,7 @@ impl Wide {
 }
 
 impl Base {
-    /// Finds out what is expected of a model, and runs honest schedules of it.
+    /// Computes the expected values of a model, and runs correct schedules of it.
     #[must_use]
     pub fn new(model: Model, plan: Plan) -> Self {
         let size = if plan.as_large { AS_LARGE } else { "" };
@@ -164,7 +165,7 @@ impl Base {
         base
     }
 
-    /// Runs random legal schedules: all must pass, and what they do to the logits is what mutants are measured by.
+    /// Runs random legal schedules: all must pass, and their effect on the logits is the scale for mutants.
     fn run_honest(&mut self, plan: Plan) {
         let sample = RandomSample {
             graph: &self.model.graph,
@@ -185,7 +186,7 @@ impl Base {
         self.false_alarms.1 = configs.len();
     }
 
-    /// Why the gate refuses a schedule, what it changes, and how much of the tolerance it used.
+    /// The gate's refusal of a schedule, its change of the logits, and the fraction of the tolerance used.
     fn run_one(&self, config: ScheduleConfig) -> (Option<String>, f64, f64) {
         let program = self.lower(self.graph(), config).unwrap_or_else(|e| panic!("{e}"));
         let new = || {
@@ -227,7 +228,7 @@ impl Base {
         &*self.model.weights
     }
 
-    /// How many schedules mutants are made of.
+    /// Number of schedules to mutate.
     #[must_use]
     pub fn schedules(&self) -> usize {
         self.schedules.len()
@@ -249,19 +250,19 @@ impl Base {
         &self.expected
     }
 
-    /// The largest change that an honest schedule makes to the logits, as a share of the largest.
+    /// The largest change of the logits by a correct schedule, relative to the largest.
     #[must_use]
     pub fn honest(&self) -> f64 {
         self.honest
     }
 
-    /// Whether a change of the logits is no more than rounding could make it.
+    /// Whether a change of the logits is small enough to be rounding.
     #[must_use]
     pub fn is_equivalent(&self, change: f64) -> bool {
         change <= FACTOR * self.honest
     }
 
-    /// A task of a right program that is named all the same, up to a position of the gate.
+    /// A task of a correct program that is blamed by mistake, up to a position of the gate.
     #[must_use]
     pub fn blames(&self, until: Option<usize>) -> Option<String> {
         let examiner =
@@ -273,7 +274,7 @@ impl Base {
         })
     }
 
-    /// The bits of the logits of a few positions, of which the last has several blocks of keys behind it.
+    /// The bits of the logits at a few positions; the last one follows several blocks of keys.
     pub(super) fn bits(&self, program: &Verified<Program>) -> Vec<u32> {
         let Ok(mut machine) = Machine::new(program, self.graph(), self.weights()) else {
             return Vec::new();
@@ -291,13 +292,13 @@ impl Base {
         rows.into_iter().flatten().map(f32::to_bits).collect()
     }
 
-    /// What a changed model does to the logits. By the graph alone: nothing of the gate is asked.
+    /// The change of the logits by a changed model, from the graph alone, without the gate.
     pub(super) fn change_of_model(&self, graph: &Graph, weights: &dyn Weights) -> Option<f64> {
         let rows = self.wide.evaluate(graph, weights);
         Some(rows.map_or(f64::INFINITY, |rows| self.wide.distance(&rows)))
     }
 
-    /// What a changed program, or a defect under the right one, does to the logits.
+    /// The change of the logits by a changed program, or by a defect under the correct one.
     pub(super) fn change_of_program(
         &self,
         program: &Verified<Program>,
@@ -325,7 +326,7 @@ fn shape(name: &str, dtype: DType) -> Shape {
     }
 }
 
-/// Seeded models with everything that the families differ in, each in the element type that is given.
+/// Seeded models that cover all differences between the families, each in the given element type.
 #[must_use]
 pub fn families([llama, mistral, qwen2, qwen3]: [DType; 4]) -> Vec<Model> {
     let scaling = Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 512 };

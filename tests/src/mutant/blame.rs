@@ -1,4 +1,4 @@
-//! Whether the task that is named is one that the mistake is in.
+//! Checks that the blamed task is one that contains the mistake.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -13,10 +13,10 @@ use search::Expected;
 
 use super::{Base, Fate, Mistake, Mutant, Outcome};
 
-/// Who was named for a mutant that was refused.
+/// The blamed task of a refused mutant.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Blame {
-    /// A task that the mistake is in.
+    /// A task that contains the mistake.
     Right,
     /// Another one.
     Other(String),
@@ -24,12 +24,12 @@ pub enum Blame {
     Nobody,
 }
 
-/// What was named, by class of mutant.
+/// Blamed tasks, by class of mutant.
 #[derive(Clone, Debug, Default)]
 pub struct Blamed {
     /// Right, other, nobody.
     pub classes: BTreeMap<String, [usize; 3]>,
-    /// Those that are not right, in words.
+    /// Descriptions of those that are not right.
     pub wrong: Vec<String>,
 }
 
@@ -47,14 +47,14 @@ impl Blamed {
         self.wrong.extend(said.map(told));
     }
 
-    /// Mutants, and those of them for which the right task was named.
+    /// Number of mutants, and of those with the right task blamed.
     #[must_use]
     pub fn sum(&self) -> (usize, usize) {
         let all = self.classes.values().flatten().sum();
         (all, self.classes.values().map(|counts| counts[0]).sum())
     }
 
-    /// A line a class.
+    /// One line per class.
     #[must_use]
     pub fn table(&self) -> String {
         let mut text = String::from("| class | right | other | nobody |\n|---|---|---|---|\n");
@@ -66,7 +66,7 @@ impl Blamed {
 }
 
 impl Mutant<'_> {
-    /// Who is named for it; nothing where values were not compared, or are right. A trap names its task itself.
+    /// The blame for a mutant; `None` where values were not compared, or are right. A trap names its task itself.
     #[must_use]
     pub fn blame(&self, base: &Base, outcome: &Outcome) -> Option<Blame> {
         if !matches!(outcome.fate, Fate::Gate { .. }) {
@@ -106,7 +106,7 @@ impl Mutant<'_> {
     }
 }
 
-/// Asks who is to blame for a mutant that the gate has refused.
+/// Finds the task to blame for a mutant that the gate has refused.
 fn name(
     base: &Base,
     (program, graph, weights): (&Verified<Program>, &Graph, &dyn Weights),
@@ -128,7 +128,7 @@ fn name(
     Some(Blame::Other(format!("{op} of layer {} (task {index} of worker {worker})", task.layer)))
 }
 
-/// The first task that goes wrong.
+/// The first task with a wrong store.
 fn first(expected: &Expected, base: &Base, machine: &mut Machine<'_>) -> Option<(usize, u32)> {
     let examiner = Examiner::new(base.graph(), base.weights()).unwrap_or_else(|e| panic!("{e}"));
     let found = expected.diverges(&examiner, machine, None)?;
@@ -151,7 +151,7 @@ pub(super) fn reads(program: &Program, task: &Task, tensors: &dyn Fn(TensorId) -
     multiplied || task.reads.iter().flatten().any(|&buffer| of_buffer(buffer))
 }
 
-/// Whether a machine's mistake shows in a task.
+/// Whether a machine's defect affects a task.
 fn has(program: &Program, defect: Defect, task: &Task) -> bool {
     let matvec = (task.opcode == Opcode::Matvec).then(|| task.params::<MatvecParams>());
     let prologue = |p: Prologue| matvec.is_some_and(|m| m.prologue == p as u32);

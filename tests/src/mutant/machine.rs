@@ -1,10 +1,10 @@
-//! Mutants of the machine: what no operand says and a kernel can get wrong.
+//! Mutants of the machine: kernel mistakes that no operand expresses.
 
 use reference_vm::Defect;
 
 use super::{Base, Mistake, Mutant};
 
-/// What a defect belongs to.
+/// The class of a defect.
 fn class(defect: Defect) -> &'static str {
     match defect {
         Defect::NextToken => "machine: token",

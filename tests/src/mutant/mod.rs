@@ -1,7 +1,8 @@
-//! Mutants that the gate must refuse: models and programs with one mistake each, and what became of them.
+//! Mutants that the gate must refuse: models and programs with one mistake each, and their outcomes.
 //!
-//! A mutant is run through [`Expected::examine`], which is all that the product does with a candidate on the reference VM. Whether
-//! it deserved to be refused is found without the gate: by its logits on other and longer inputs ([`Base::is_equivalent`]).
+//! A mutant is run through [`Expected::examine`], which is all that the product does with a candidate on the reference
+//! VM. Whether it should be refused is decided without the gate: by its logits on other and longer inputs
+//! ([`Base::is_equivalent`]).
 
 mod base;
 mod blame;
@@ -27,8 +28,8 @@ use search::{Expected, Rejection};
 use crate::mutant::operand::Edit;
 use crate::mutant::weight::Patched;
 
-/// Operands that `verify` cannot know: it accepts another value, and the gate must see it. Of every other one it accepts the right value
-/// alone (tests/tests/operands.rs shows both).
+/// Operands that `verify` cannot check: it accepts other values, and the gate must detect them. Of every other operand
+/// it accepts the right value alone (tests/tests/operands.rs shows both).
 pub const LEFT_TO_THE_GATE: &[&str] = &[
     "attention and merge.window",
     "attention.eps",
@@ -45,28 +46,28 @@ pub const LEFT_TO_THE_GATE: &[&str] = &[
     "matvec.reads[3]",
 ];
 
-/// What judges a machine by what is expected.
+/// A check of a machine against expected values.
 pub type Gate<'g> =
     dyn Fn(&Expected, &mut Machine<'_>) -> Result<Agreement<Reference>, Rejection> + Sync + 'g;
 
 /// One mistake.
 pub struct Mutant<'b> {
-    /// What is scored together, such as `q_proj` or `matvec.eps`.
+    /// The class for scoring, such as `q_proj` or `matvec.eps`.
     pub class: String,
-    /// What was done, and where.
+    /// The mutation and its place.
     pub what: String,
-    /// Which schedule it was done to.
+    /// Index of the mutated schedule.
     pub schedule: usize,
     mistake: Mistake<'b>,
 }
 
-/// Where a mistake is.
+/// The mutated part.
 enum Mistake<'b> {
-    /// In the model as the machine sees it.
+    /// The model as the machine sees it.
     Model(Box<(Graph, Patched<'b>)>),
-    /// In a machine that runs the right program.
+    /// The machine, which runs the right program.
     Machine(Defect, Option<u16>),
-    /// In the program.
+    /// The program.
     Program(Edit),
 }
 
@@ -82,7 +83,7 @@ impl<'b> Mutant<'b> {
         }
     }
 
-    /// Lets the gate judge it, and finds out what it really changes.
+    /// Runs the gate, and computes the actual change of the output.
     #[must_use]
     pub fn judge(&self, base: &Base) -> Outcome {
         self.judge_by(base, &Expected::examine)

@@ -1,4 +1,4 @@
-//! Mutants of the program: every operand of every op, in one task or in all that do the same.
+//! Mutants of the program: every operand of every op, in one task or in all similar ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,10 +9,10 @@ use rayon::prelude::*;
 
 use super::{Base, Mistake, Mutant};
 
-/// Parameters that the attention of a layer and what merges its splits must agree on.
+/// Parameters that the attention of a layer and the merges of its splits must agree on.
 const JOINT: [&str; 4] = ["window", "kv_block", "splits", "head_dim"];
 
-/// What tells tasks apart that do the same at different places: op, layer, matrix, prologue and epilogue.
+/// Identifies tasks that do the same at different places: op, layer, matrix, prologue and epilogue.
 type Kind = (Opcode, u16, [u32; 3]);
 
 fn kind(task: &Task) -> Kind {
@@ -50,14 +50,14 @@ pub(super) struct Edit {
     change: Change,
 }
 
-/// Which tasks are changed.
+/// The tasks to change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Scope {
     /// The one at the place.
     Task,
     /// All of its kind.
     Kind,
-    /// All of its layer whose op reads a parameter of this name, so that they still agree with each other.
+    /// All tasks of its layer whose op reads a parameter of this name, so that they still agree with each other.
     Layer(&'static str),
 }
 
@@ -110,14 +110,14 @@ impl Change {
     }
 }
 
-/// Where an op has a parameter.
+/// The place of an op's parameter.
 fn word_of(opcode: Opcode, name: &str) -> Option<usize> {
     let c_name = format!("amk_{}_params", opcode.info().name);
     let layout = abi::structs().into_iter().find(|layout| layout.c_name == c_name)?;
     layout.fields.iter().find(|field| field.name == name).map(|field| field.offset / 4)
 }
 
-/// The same, if this task reads it: a product has words for one prologue or epilogue that mean nothing under the others.
+/// The same, if this task uses it: some words of a product are only used with one prologue or epilogue.
 fn read_word(task: &Task, name: &str) -> Option<usize> {
     let read = match task.opcode {
         Opcode::Matvec => {
@@ -157,21 +157,21 @@ fn all<'b>(base: &Base, wide: bool) -> Vec<Mutant<'b>> {
     all
 }
 
-/// What [`verify`](ir::program::verify()) made of the changes of one class.
+/// Results of [`verify`](ir::program::verify()) for the changes of one class.
 #[derive(Clone, Debug, Default)]
 pub struct Left {
     /// Changes that were tried.
     pub tried: usize,
-    /// Those that it accepts, of operands that the task reads.
+    /// Accepted changes of operands that the task uses.
     pub read: usize,
-    /// Those that it accepts, of words that mean nothing to the task.
+    /// Accepted changes of words that the task ignores.
     pub ignored: usize,
-    /// Such a change that does change what is computed.
+    /// Such a change that does change the result.
     pub not_ignored: Option<String>,
 }
 
-/// Every operand changed to many more values than [`operands`] tries, and what `verify` leaves of that to the gate. Of the words that
-/// mean nothing some are run, to see that they do.
+/// Changes every operand to many more values than [`operands`] tries, and counts what `verify` accepts. Some changes of
+/// ignored words are run, to check that they have no effect.
 #[must_use]
 pub fn left_to_the_gate(base: &Base) -> BTreeMap<String, Left> {
     const RUN: usize = 2;
@@ -220,7 +220,7 @@ impl Mutants<'_, '_, '_> {
         &self.program.workers[self.place.0].tasks[self.place.1]
     }
 
-    /// In this task, and once more in all of its kind.
+    /// Adds the change in this task, and again in all of its kind.
     fn push(&mut self, class: &str, what: &str, change: Change) {
         let mut changed = self.task().clone();
         change.apply(&mut changed);
@@ -282,7 +282,7 @@ impl Mutants<'_, '_, '_> {
         }
     }
 
-    /// What to put in place of a word.
+    /// Replacement values of a word.
     fn values(&self, word: u32) -> BTreeSet<u32> {
         let near = [word.wrapping_add(1), word.wrapping_sub(1), word ^ 2, word / 2];
         let mut values = BTreeSet::from([word.wrapping_mul(2), 0, 1, 8, 32, u32::MAX]);
@@ -329,7 +329,7 @@ impl Mutants<'_, '_, '_> {
         }
     }
 
-    /// What could stand in place of an access: nothing, buffers of the same kind and size, and any other.
+    /// Replacements of an access: nothing, buffers of the same kind and size, and any other.
     fn others(&self, buffer: Option<BufferId>) -> Vec<(String, Option<BufferId>)> {
         let buffers = &self.program.buffers;
         let at = |index: usize| BufferId(index as u32);

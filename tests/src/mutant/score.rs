@@ -1,4 +1,4 @@
-//! What became of mutants, by class.
+//! Outcomes of mutants, by class.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -7,14 +7,14 @@ use ir::DType;
 use reference_vm::compare::{Agreement, Disagreement, Reference, What};
 use search::Rejection;
 
-/// How a mutant ended.
+/// The fate of a mutant.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fate {
-    /// It did not lower or verify; the rule that it broke.
+    /// It did not lower or verify, with the broken rule.
     Verify(String),
     /// It trapped, got stuck, or could not be bound.
     Trapped(String),
-    /// The gate refused what it computed.
+    /// The gate refused its results.
     Gate {
         /// What differed.
         by: &'static str,
@@ -57,22 +57,22 @@ impl Fate {
     }
 }
 
-/// A mutant that was judged.
+/// The outcome of a mutant.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// The model.
     pub base: String,
     /// Its element type.
     pub dtype: DType,
-    /// What is scored together.
+    /// The class for scoring.
     pub class: String,
-    /// What was done, and where.
+    /// The mutation and its place.
     pub what: String,
-    /// How it ended.
+    /// Its fate.
     pub fate: Fate,
-    /// What it does to the logits, in changes of the worst honest schedule; none if it cannot be run.
+    /// Its change of the logits, relative to that of the worst correct schedule; `None` if it cannot be run.
     pub change: Option<f64>,
-    /// It changes no more than rounding could.
+    /// Its change is small enough to be rounding.
     pub equivalent: bool,
 }
 
@@ -87,7 +87,7 @@ impl Outcome {
 /// Mutants of one class.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Count {
-    /// Those that change no more than rounding could, whatever the gate said.
+    /// Mutants whose change is small enough to be rounding, whatever the gate's verdict.
     pub equivalent: usize,
     /// Of the others: refused by `verify`.
     pub verify: usize,
@@ -97,7 +97,7 @@ pub struct Count {
     pub gate: [usize; 5],
     /// Passed.
     pub survived: usize,
-    /// The least difference that was refused, in tolerances.
+    /// The least refused difference, in tolerances.
     pub weakest: Option<f64>,
 }
 
@@ -110,7 +110,7 @@ impl Count {
         self.killed() + self.survived
     }
 
-    /// Those of them that trapped or were refused by the gate.
+    /// Mutants among these that trapped or were refused by the gate.
     #[must_use]
     pub fn killed(&self) -> usize {
         self.trapped + self.gate.iter().sum::<usize>()
@@ -158,8 +158,8 @@ impl Score {
         score
     }
 
-    /// A table for `docs/explanation/trust.md`: by class, those that trapped or that the gate refused, of those
-    /// that ran and change the output.
+    /// A table for `docs/explanation/trust.md`: by class, the mutants that trapped or were refused by the gate, and the
+    /// total that ran and change the output.
     #[must_use]
     pub fn table(&self) -> String {
         let mut classes: BTreeMap<&str, BTreeMap<&str, &Count>> = BTreeMap::new();
@@ -195,7 +195,7 @@ impl Score {
         text
     }
 
-    /// The survivors, one a line.
+    /// The survivors, one per line.
     #[must_use]
     pub fn report(&self) -> String {
         let line = |o: &Outcome| {

@@ -12,7 +12,7 @@ use super::blame::reads;
 use super::{Base, Mistake, Mutant};
 use crate::rng::Rng;
 
-/// Weights of which some tensors are others.
+/// Weights with some tensors replaced.
 pub(super) struct Patched<'b> {
     base: &'b dyn Weights,
     tensors: BTreeMap<TensorId, Vec<u8>>,
@@ -25,7 +25,7 @@ impl Weights for Patched<'_> {
 }
 
 impl Patched<'_> {
-    /// Whether a task has to do with what is not as it should be.
+    /// Whether a task uses a changed part.
     pub(super) fn touch(&self, base: &Base, program: &Program, task: &Task, graph: &Graph) -> bool {
         let right = base.graph();
         let layer = usize::from(task.layer);
@@ -44,7 +44,7 @@ impl Patched<'_> {
     }
 }
 
-/// Where mutants of a model are collected.
+/// A collection of mutants of a model.
 struct Mutants<'b> {
     base: &'b Base,
     rng: Rng,
@@ -106,7 +106,7 @@ impl<'b> Mutants<'b> {
         self.list.push(Mutant { class: class.to_owned(), what, schedule, mistake });
     }
 
-    /// A tensor with other values, unless they are the same once stored.
+    /// Replaces a tensor's values, unless the stored values are the same.
     fn values(&mut self, class: &str, id: TensorId, what: &str, values: &[f32]) {
         let graph = self.base.graph();
         let tensor = graph.tensor(id);
@@ -128,7 +128,7 @@ impl<'b> Mutants<'b> {
         decode(self.base.graph(), self.base.weights(), id)
     }
 
-    /// From one element to all of them.
+    /// Changes of a matrix, from one element to all.
     fn matrix(&mut self, class: &str, id: TensorId, rows: usize, cols: usize) {
         let stored = self.stored(id);
         let is_embed = id == self.base.graph().embed && !self.base.graph().tied();
@@ -190,7 +190,7 @@ impl<'b> Mutants<'b> {
         edit("all zero", &|v| v.fill(0.0));
     }
 
-    /// Tensors of one shape taken for each other: within a layer, and between the first two.
+    /// Swaps tensors of one shape: within a layer, and between the first two.
     fn swapped_tensors(&mut self) {
         let graph = self.base.graph();
         let mut pairs = Vec::new();
@@ -227,7 +227,7 @@ impl<'b> Mutants<'b> {
         }
     }
 
-    /// Which query head goes with which key/value head.
+    /// Changes the mapping of query heads to key/value heads.
     fn heads(&mut self) {
         let graph = self.base.graph();
         let (heads, kv_heads) = (graph.heads as usize, graph.kv_heads as usize);

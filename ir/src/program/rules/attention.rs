@@ -1,4 +1,4 @@
-//! Attention: every split of every head once, caches by layer, and merges that know what was split how.
+//! Attention rules: every split of every head exactly once, one cache per layer, and merges that match the splits.
 //!
 //! Relies on sound tasks.
 
@@ -13,7 +13,7 @@ use crate::violation::{At, Rule, Violations};
 
 use super::{buffer_name, tasks};
 
-/// What all attention tasks of a layer must share.
+/// Parameters that all attention tasks of a layer must have in common.
 #[derive(Clone, Copy, PartialEq)]
 struct Shape {
     splits: u32,
@@ -79,7 +79,7 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<BufferId, Group
     groups
 }
 
-/// Every (head, split) exactly once.
+/// Checks that every (head, split) occurs exactly once.
 fn splits(program: &Program, cache: BufferId, group: &Group, found: &mut Violations) {
     let mut parts = group.parts.clone();
     parts.sort_unstable();
@@ -93,7 +93,7 @@ fn splits(program: &Program, cache: BufferId, group: &Group, found: &mut Violati
     let expected = u64::from(program.dims.kv_heads) * u64::from(group.shape.splits);
     let missing = expected.saturating_sub(parts.len() as u64);
     if missing > 0 {
-        // Parts are in range, so the first hole is where the sorted list leaves the full one.
+        // Parts are in range, so the first gap is where the sorted list departs from the full one.
         let full = (0..program.dims.kv_heads)
             .flat_map(|head| (0..group.shape.splits).map(move |split| (head, split)));
         let hole = full
@@ -107,7 +107,7 @@ fn splits(program: &Program, cache: BufferId, group: &Group, found: &mut Violati
     }
 }
 
-/// One cache a layer.
+/// Checks that there is one cache per layer.
 fn caches(program: &Program, found: &mut Violations) {
     let mut seen: FxHashMap<u32, BufferId> = FxHashMap::default();
     for (index, buffer) in program.buffers.iter().enumerate() {
@@ -124,7 +124,7 @@ fn caches(program: &Program, found: &mut Violations) {
     }
 }
 
-/// The splits that a task merges, if it does.
+/// The split parameters of a merge; `None` if the task does not merge.
 fn merged(task: &Task) -> Option<(u32, u32, u32)> {
     match task.opcode {
         Opcode::Matvec => {
@@ -139,7 +139,8 @@ fn merged(task: &Task) -> Option<(u32, u32, u32)> {
     }
 }
 
-/// Partials are written by the attention of one layer and read by merges that compute the same active splits.
+/// Checks that partials are written by the attention of one layer and read by merges that compute the same active
+/// splits.
 fn merges(program: &Program, groups: &BTreeMap<BufferId, Group>, found: &mut Violations) {
     let mut wrong = |at: &At, detail| found.push(Rule::KSplit, at.clone(), detail);
     let mut partials: FxHashMap<BufferId, (BufferId, &Shape)> = FxHashMap::default();

@@ -1,4 +1,4 @@
-//! Buffers: kind and source agree, words are those of the source, arena bytes lie in the arena.
+//! Buffer rules: kind and source agree, the word count is that of the source, arena bytes lie in the arena.
 
 use abi::BufferKind;
 
@@ -24,7 +24,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     apart(program, found);
 }
 
-/// A word of one buffer must not look like a word of another that somebody waits for.
+/// Checks that buffers do not overlap where a word of one could be mistaken for a polled word of another.
 fn apart(program: &Program, found: &mut Violations) {
     let buffers = program.buffers.iter().zip(0..).filter(|(buffer, _)| buffer.arena_bytes() > 0);
     let mut buffers: Vec<(u64, u64, BufferId)> = buffers
@@ -33,7 +33,7 @@ fn apart(program: &Program, found: &mut Violations) {
         })
         .collect();
     buffers.sort_unstable();
-    // The buffer that reaches farthest so far.
+    // The buffer with the greatest end so far.
     let mut reach: Option<(u64, BufferId)> = None;
     for (start, end, buffer) in buffers {
         if let Some((_, other)) = reach.filter(|&(far, _)| far > start) {

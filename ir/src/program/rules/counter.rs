@@ -1,4 +1,5 @@
-//! Counters: every wait can be over, and is for all arrivals. A wait for some of several arrivals says nothing about which ones.
+//! Counter rules: every wait can be satisfied, and is for all arrivals. After a wait for some of several arrivals it is
+//! unknown which ones have arrived.
 
 use crate::id::CounterId;
 use crate::program::{Program, Wait};

@@ -1,12 +1,14 @@
-//! Sizes, dimensions and the weight ring. Nothing later allocates or loops by a number that is not bounded here.
+//! Limit rules: sizes, dimensions and the weight ring. Later code allocates and loops only by numbers that are bounded
+//! here.
 
 use crate::program::Program;
 use crate::violation::{At, Rule, Violations};
 
-/// Bytes of the activation arena. A generous bound: the arena of a 70B model is a few megabytes.
+/// Most bytes of the activation arena. A generous bound: the arena of a 70B model is a few megabytes.
 const ARENA_BYTES_MAX: u64 = 1 << 32;
 
-/// Words of clocks that `verify` is willing to hold: `tasks * workers`. Sixteen times those of a 70B program on 132 workers.
+/// Most words of clocks that `verify` allocates: `tasks * workers`. Sixteen times those of a 70B program on 132
+/// workers.
 const CLOCK_WORDS_MAX: u64 = 1 << 27;
 
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) {

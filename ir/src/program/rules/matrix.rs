@@ -1,14 +1,15 @@
-//! Packed matrices: row maps that cannot overflow, dimensions that are the model's.
+//! Matrix rules: row maps that cannot overflow, and dimensions that are the model's.
 
 use crate::id::MatrixId;
 use crate::program::stream::uncountable;
 use crate::program::{Matrix, Program, RowMap};
 use crate::violation::{At, Rule, Violations};
 
-/// Parts of a row map: q, k and v are three.
+/// Most parts of a row map; q, k and v are three.
 const PARTS_MAX: usize = 16;
 
-/// Rows of the map, or why it has none. What it accepts, [`RowMap::rows`] computes without overflow.
+/// The number of rows of the map, or the reason why it is malformed. For an accepted map [`RowMap::rows`] does not
+/// overflow.
 pub(super) fn map_rows(map: &RowMap) -> Result<u32, String> {
     if map.parts.is_empty() || map.parts.len() > PARTS_MAX {
         return Err(format!(

@@ -1,5 +1,5 @@
-//! The program rules, one family a file, each rule a function. `verify` calls them in stages; a family may rely on what the stages
-//! before it proved, and says so.
+//! The program rules: one family per file, each rule a function. `verify` runs them in stages. A family may rely on
+//! what earlier stages proved, and its comment states that.
 
 pub(super) mod attention;
 pub(super) mod buffer;
@@ -24,7 +24,7 @@ pub(super) fn tasks(program: &Program) -> impl Iterator<Item = (At, &Task)> {
     })
 }
 
-/// A buffer as it is spoken of: `s3 (layers.0.h)`.
+/// A buffer's name in messages: `s3 (layers.0.h)`.
 pub(super) fn buffer_name(program: &Program, buffer: BufferId) -> String {
     match program.buffers.get(buffer.index()) {
         Some(s) => format!("{buffer} ({})", s.name),

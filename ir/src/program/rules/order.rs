@@ -1,14 +1,16 @@
-//! The order of tasks within a step, as vector clocks: what has happened, in the sense of the memory model, before what.
+//! The order of tasks within a step, as vector clocks: happens-before in the sense of the memory model.
 //!
-//! **What orders.** The queue of a worker, and counters: whoever signals has released all that its worker did and knew before. A flag-in-data
-//! hand-off orders nothing beside its own words. Value and tag of those arrive together, but the store is relaxed, and what else the
-//! writer did may become visible later or never win (`tests/src/explore/models/transitive.rs` has each shape with an execution that goes
-//! wrong). So clocks pass along queues and counters; edges of flag-in-data buffers count when we look for cycles and for a sequence to
-//! check in, and a read of flag-in-data words needs no order, for it waits for its words themselves.
+//! **What orders.** Worker queues and counters do: a signal releases everything that its worker did or had acquired
+//! before. A flag-in-data hand-off orders nothing besides its own words. Value and tag of those arrive together, but
+//! the store is relaxed, and the writer's other stores may become visible later or never win
+//! (`tests/src/explore/models/transitive.rs` has each shape with an execution that goes wrong). So clocks propagate
+//! along queues and counters only. Edges of flag-in-data buffers are used to find cycles and a sequence to check in. A
+//! read of flag-in-data words needs no order, because it polls those words itself.
 //!
-//! **Neighbours.** The warps of a worker meet at a block barrier inside every task, in front of a task that waits and behind one that
-//! signals. Stores may come behind the barrier inside, loads before it. So a task and the next one in its queue are in order only
-//! if one of them brings a barrier between them; with a task in between, its own barrier does.
+//! **Neighbours.** The warps of a worker meet at a block barrier inside every task, in front of a task that waits, and
+//! behind one that signals. Stores may come after the barrier inside, and loads before it. So a task and the next one
+//! in its queue are ordered only if one of them adds a barrier between them; with a task in between, that task's own
+//! barrier orders them.
 
 use std::collections::VecDeque;
 
@@ -22,11 +24,11 @@ use crate::violation::{At, Rule, Violations};
 use super::words::Writes;
 use super::{at, buffer_name, tasks};
 
-/// Edges of flag-in-data reads, and rows of clocks, that `verify` is willing to hold. A 70B program has a hundredth of them.
+/// Most flag-in-data edges, and rows of clocks, that `verify` allocates. A 70B program has a hundredth of them.
 const EDGES_MAX: usize = 1 << 26;
 const CLOCK_WORDS_MAX: usize = 1 << 28;
 
-/// Tasks that a printed cycle names.
+/// Most tasks in a printed cycle.
 const CYCLE_SHOWN_MAX: usize = 12;
 
 /// The order of a program's tasks. Tasks are numbered worker by worker, in queue order.
@@ -34,7 +36,7 @@ const CYCLE_SHOWN_MAX: usize = 12;
 pub struct Order {
     workers: usize,
     places: Vec<(u32, u32)>,
-    /// Tasks with no block barrier between them and the one in front in their queue.
+    /// Tasks with no block barrier between them and the preceding task of their queue.
     unparted: Vec<bool>,
     sequence: Vec<u32>,
     clocks: Clocks,
@@ -57,19 +59,19 @@ impl Order {
         self.places.len()
     }
 
-    /// Whether there is no task.
+    /// Whether there are no tasks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()
     }
 
-    /// The tasks in an order in which one worker could run them all.
+    /// The tasks in an order in which a single worker could run them all.
     #[must_use]
     pub fn sequence(&self) -> &[u32] {
         &self.sequence
     }
 
-    /// Worker and index in its queue.
+    /// Worker, and index in its queue.
     #[must_use]
     pub fn place(&self, task: u32) -> (WorkerId, u32) {
         let (worker, index) = self.places[task as usize];
@@ -84,7 +86,7 @@ impl Order {
         self.released_to(a, b) && !(neighbours && self.unparted[b as usize])
     }
 
-    /// Whether all of `a` happens before whatever `b` releases.
+    /// Whether all accesses of `a` happen before everything that `b` releases.
     #[must_use]
     pub fn released_to(&self, a: u32, b: u32) -> bool {
         let (worker, index) = self.places[a as usize];
@@ -103,8 +105,8 @@ struct Edge {
     flag_in_data: bool,
 }
 
-/// Edges out of tasks and joins, by source. Queue order is not among them. A join is a counter, or a range of a flag-in-data buffer that several
-/// tasks read, which has no clock.
+/// Outgoing edges of tasks and joins, by source, without queue order. A join is a counter, or a range of a flag-in-data
+/// buffer that several tasks read; the latter has no clock.
 struct Edges {
     starts: Vec<u32>,
     list: Vec<Edge>,
@@ -134,7 +136,8 @@ impl Edges {
     }
 }
 
-/// One row of clocks per task and counter: of each worker, how many tasks happen before it or are it.
+/// One row of clocks per task and counter: for each worker, the number of its tasks that happen before this one, itself
+/// included.
 #[derive(Clone, Debug)]
 struct Clocks {
     width: usize,
@@ -168,7 +171,7 @@ fn flag_in_data(program: &Program, region: &Region) -> bool {
     program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
 }
 
-/// Finds the order and checks it. Relies on every word being written once.
+/// Computes the order and checks it. Relies on every word being written once.
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Option<Order> {
     let writes = Writes::new(program);
     let graph = match Graph::new(program, &writes) {
@@ -183,8 +186,8 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Op
     Some(order)
 }
 
-/// One `sample`, after everything else: it releases the next step, which must find all that this one has stored (keys and values among it) and
-/// no worker that is still in it.
+/// Checks that there is one `sample` and that it comes after everything else. It releases the next step, which must see
+/// every store of this one (keys and values among them) and find no worker still in it.
 fn last(program: &Program, order: &Order, found: &mut Violations) {
     let samples: Vec<u32> = tasks(program)
         .zip(0..)
@@ -279,7 +282,7 @@ impl Graph {
         Ok(())
     }
 
-    /// Kahn's algorithm, with the clocks pushed along the edges.
+    /// Kahn's algorithm, propagating clocks along the edges.
     fn sort(self, program: &Program, found: &mut Violations) -> Option<Order> {
         let mut order = self.unsorted(program, found)?;
         let edges = Edges::new(self.nodes, &self.pairs);
@@ -344,7 +347,7 @@ impl Graph {
         })
     }
 
-    /// One cycle among the nodes that never became ready, told task by task.
+    /// One cycle among the nodes that never became ready, described task by task.
     fn cycle(&self, program: &Program, order: &Order, waiting: &[u32]) -> String {
         let stuck = |node: usize| waiting[node] > 0;
         let mut before: Vec<Option<u32>> = vec![None; self.nodes];
@@ -358,7 +361,7 @@ impl Graph {
                 before[edge.to as usize] = Some(*from);
             }
         }
-        // Every stuck node has a stuck predecessor, so walking back from any of them ends in a cycle.
+        // Every stuck node has a stuck predecessor, so a backward walk from any of them ends in a cycle.
         let Some(start) = (0..self.nodes).find(|&node| stuck(node)) else {
             return "a cycle".into();
         };
@@ -407,7 +410,7 @@ impl Graph {
 }
 
 impl Order {
-    /// Takes `edge`, and `node`'s clock with it if the edge orders memory.
+    /// Consumes `edge`, and merges `node`'s clock if the edge orders memory.
     fn pass(&mut self, node: u32, edge: Edge, waiting: &mut [u32], ready: &mut VecDeque<u32>) {
         let (from, to) = (node as usize, edge.to as usize);
         if !edge.flag_in_data {

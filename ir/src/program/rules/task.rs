@@ -1,6 +1,7 @@
-//! Each task by itself: the buffers that its op needs, and parameters that agree with buffers, matrices and dimensions.
+//! Task rules, each task by itself: the buffers that its op needs, and parameters that agree with buffers, matrices and
+//! dimensions.
 //!
-//! Relies on sound limits, matrices and buffers. Everything later relies on this: regions lie inside their buffers.
+//! Relies on valid limits, matrices and buffers. Everything later relies on this: regions lie inside their buffers.
 
 use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Params,
@@ -38,7 +39,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     }
 }
 
-/// Every id is in range, and so is the layer.
+/// Checks that every id is in range, and so is the layer.
 fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     let mut wrong = |rule, detail| found.push(rule, at.clone(), detail);
     for buffer in named(task).filter(|buffer| buffer.index() >= program.buffers.len()) {
@@ -57,7 +58,7 @@ fn ids(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     }
 }
 
-/// No region is empty or reaches outside its buffer.
+/// Checks that no region is empty or reaches outside its buffer.
 fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
     let touched = accesses(program, task);
     for region in touched.reads.iter().chain(&touched.writes) {
@@ -74,7 +75,7 @@ fn bounds(program: &Program, task: &Task, at: &At, found: &mut Violations) {
 }
 
 const ACTIVATION: &[BufferKind] = &[BufferKind::Plain, BufferKind::FlagInData];
-/// A candidate holds a row, which leaves no room for a tag.
+/// A candidate holds a row number, which leaves no bits for a tag.
 const CANDIDATES: &[BufferKind] = &[BufferKind::Plain];
 const VECTOR: &[BufferKind] = &[BufferKind::Plain, BufferKind::FlagInData, BufferKind::Embedding];
 const CONSTANT: &[BufferKind] = &[BufferKind::Constant];
@@ -123,7 +124,7 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// A buffer that must be there, of one of these kinds.
+    /// Requires a buffer of one of these kinds.
     fn buffer(
         &mut self,
         what: &str,
@@ -151,7 +152,7 @@ impl<'a> Op<'a> {
         self.buffer(what, self.task.writes[index], kinds)
     }
 
-    /// A buffer of exactly this many words. An embedding stands for one row.
+    /// Requires a buffer of exactly this many words. An embedding counts as one row.
     fn words(&mut self, what: &str, buffer: Option<&Buffer>, words: u64) {
         let Some(buffer) = buffer else { return };
         let have = if buffer.kind == BufferKind::Embedding {
@@ -174,7 +175,7 @@ impl<'a> Op<'a> {
         self.words(what, buffer, words);
     }
 
-    /// The buffers from these places on are not used.
+    /// Requires that the buffers from these places on are unused.
     fn none(&mut self, reads: &[usize], writes: &[usize]) {
         let op = self.task.opcode.info().name;
         for &index in reads.iter().filter(|&&index| self.task.reads[index].is_some()) {
@@ -185,7 +186,7 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// What attention and its two merges share.
+    /// Checks the parameters common to attention and its two merges.
     fn splits(&mut self, head_dim: u32, splits: u32, kv_block: u32) {
         self.equal("head_dim", head_dim, self.program.dims.head_dim);
         if !(1..=abi::SPLITS_MAX).contains(&splits) {

@@ -1,6 +1,6 @@
 //! Each word of a buffer is written exactly once per step, and every read is ordered after that write.
 //!
-//! Relies on sound tasks: regions lie inside their buffers.
+//! Relies on valid tasks: regions lie inside their buffers.
 
 use abi::BufferKind;
 
@@ -11,25 +11,25 @@ use crate::violation::{At, Rule, Violations};
 use super::order::Order;
 use super::{buffer_name, tasks};
 
-/// Runs of words that tasks touch, all together.
+/// Most runs of words that tasks access, in total.
 const REGIONS_MAX: usize = 1 << 22;
 
-/// Pairs of a read and a write that `verify` is willing to look at. A 70B program has a hundredth of them.
+/// Most pairs of a read and a write that `verify` examines. A 70B program has a hundredth of them.
 const PAIRS_MAX: usize = 1 << 28;
 
-/// Pairs without order that are told; a wait that is missing in one place gives many.
+/// Most unordered pairs that are reported; one missing wait gives many.
 const UNORDERED_MAX: usize = 64;
 
 /// A task that reads what another one writes, with no happens-before between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unordered {
-    /// The one that writes: worker and index in its queue.
+    /// The writer: worker, and index in its queue.
     pub writer: (WorkerId, u32),
-    /// The one that reads.
+    /// The reader.
     pub reader: (WorkerId, u32),
     /// The buffer.
     pub buffer: BufferId,
-    /// First word of it that both touch.
+    /// First word of the buffer that both access.
     pub start: u32,
     /// One past the last.
     pub end: u32,
@@ -64,13 +64,13 @@ impl Writes {
         writes[first..].iter().take_while(move |write| write.start < region.end).copied()
     }
 
-    /// Tasks that write some word of the region. No word is written twice, so these are neighbours.
+    /// Tasks that write some word of the region. No word is written twice, so these are neighbours in the list.
     pub(super) fn writers(&self, region: Region) -> impl Iterator<Item = u32> + '_ {
         self.writes_in(region).map(|write| write.task)
     }
 }
 
-/// Every word of each buffer that tasks use is written, and by one task.
+/// Checks that every word of each buffer in use is written, by exactly one task.
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     let mut used = vec![false; program.buffers.len()];
     let mut regions = 0;
@@ -88,7 +88,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     let places: Vec<At> = tasks(program).map(|(at, _)| at).collect();
     for ((writes, buffer), used) in Writes::new(program).0.iter().zip(0..).zip(used) {
         let buffer = BufferId(buffer);
-        // What is appended to a cache is the business of the attention rules.
+        // Writes to a cache are checked by the attention rules.
         if used && program.buffers[buffer.index()].kind != BufferKind::KvCache {
             twice(program, buffer, writes, &places, found);
             covered(program, buffer, writes, found);
@@ -125,7 +125,8 @@ fn covered(program: &Program, buffer: BufferId, writes: &[Write], found: &mut Vi
     }
 }
 
-/// Every read is ordered after the writes that it reads; a reader of flag-in-data words polls these words themselves.
+/// Checks that every read is ordered after the writes that it reads. A reader of flag-in-data words polls these words
+/// itself.
 pub(in crate::program) fn check_order(program: &Program, order: &Order, found: &mut Violations) {
     let places: Vec<At> = tasks(program).map(|(at, _)| at).collect();
     let looked = unordered_reads(program, order, |reader, write, region| {
@@ -159,8 +160,8 @@ pub(in crate::program) fn unordered(program: &Program, order: &Order) -> Vec<Uno
     pairs
 }
 
-/// Calls `tell` with each read that is not ordered after its first such writer, in the order in which one worker would come to the
-/// readers. Gives the number of pairs that were looked at; after [`PAIRS_MAX`] it stops.
+/// Calls `tell` with each read that is not ordered after its first such writer, in an order in which a single worker
+/// would reach the readers. Returns the number of pairs examined; stops after [`PAIRS_MAX`].
 fn unordered_reads(
     program: &Program,
     order: &Order,

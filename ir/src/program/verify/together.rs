@@ -1,13 +1,15 @@
-//! Programs that sessions may run side by side, each in a sequence of its own.
+//! Programs that sessions may run as a batch, one sequence per session.
 //!
-//! Every task does the work of all sequences, sequence after sequence, before it signals. Sequences share queues, counters and weights, and nothing that is
-//! written: each has activations, logits and a session of its own. So that short contexts do not queue up on the few workers of split 0, sequence
-//! `l` runs, in the task of split `s` of `n`, split `(s + l) % n`: the rotated program.
+//! Every task does the work of all sequences, one after the other, before it signals. Sequences share queues, counters
+//! and weights, but nothing that is written: each has its own activations, logits and session. In the task of split `s`
+//! of `n`, sequence `l` runs split `(s + l) % n`: the rotated program. So short contexts do not all queue up on the few
+//! workers of split 0.
 //!
-//! **Why a verified program verifies in every rotation.** Queues and counters are shared. Of the hand-offs only those of attention change
-//! their writers, within a head; every word is still written once, and whoever reads a head's partials reads those of all its splits
-//! (`K-SPLIT`), so it waits for the same tasks whichever sequence it is in. For the same reason all sequences come to an end when one does. What is
-//! left to check is what the kernel of several sequences asks beside the proof: [`Together::new`].
+//! **Why a verified program verifies in every rotation.** Queues and counters are shared. Only the hand-offs of
+//! attention change their writers, within a head. Every word is still written once, and a reader of a head's partials
+//! reads those of all its splits (`K-SPLIT`), so it waits for the same tasks in every sequence. For the same reason all
+//! sequences end when one does. The kernel of several sequences has requirements besides the proof; [`Together::new`]
+//! checks these.
 
 use abi::{AttentionParams, BufferKind, Epilogue, Opcode, Params, Prologue};
 
@@ -18,7 +20,7 @@ use crate::program::stream::uncountable;
 use crate::program::{Program, Task};
 use crate::violation::{At, Rule, Violations};
 
-/// What sequence `seq` of a batch runs: the program with the splits of each head's keys dealt to its tasks anew.
+/// The program of sequence `seq` of a batch: the splits of each head's keys are rotated among its tasks.
 #[must_use]
 fn rotated(program: &Program, seq: u32) -> Program {
     let mut program = program.clone();
@@ -31,7 +33,7 @@ fn rotated(program: &Program, seq: u32) -> Program {
     program
 }
 
-/// A program that so many sequences may share. Only [`Together::new`] makes one.
+/// A program that this many sequences may share. Only [`Together::new`] makes one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Together {
     program: Verified<Program>,
@@ -39,7 +41,7 @@ pub struct Together {
 }
 
 impl Together {
-    /// Checks what a kernel of so many sequences asks of a program.
+    /// Checks the requirements of a kernel with this many sequences.
     ///
     /// # Errors
     /// All violations.
@@ -48,7 +50,7 @@ impl Together {
         Ok(Self { program, seqs })
     }
 
-    /// Sequences that may share it.
+    /// Number of sequences that may share it.
     #[must_use]
     pub fn seqs(&self) -> u32 {
         self.seqs
@@ -60,14 +62,14 @@ impl Together {
         &self.program
     }
 
-    /// The program of a sequence, if there is such a sequence.
+    /// The program of a sequence, if the sequence exists.
     #[must_use]
     pub fn seq(&self, seq: u32) -> Option<Verified<Program>> {
         (seq < self.seqs).then(|| Verified(rotated(&self.program, seq)))
     }
 }
 
-/// What a kernel of so many sequences asks of a verified program.
+/// Checks what a kernel with this many sequences requires of a verified program.
 ///
 /// # Errors
 /// All violations.
@@ -92,7 +94,8 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
-/// A kernel of several sequences keeps what is multiplied as it is in halves of 16 bits: every task takes the words of a buffer for the same.
+/// Checks that all tasks use one form for the words of a buffer. A kernel of several sequences stores unmodified inputs
+/// of products as 16-bit halves.
 fn one_form(program: &Program, found: &mut Violations) {
     let mut forms = vec![None; program.buffers.len()];
     let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
@@ -108,9 +111,9 @@ fn one_form(program: &Program, found: &mut Violations) {
     }
 }
 
-/// The buffers of a task, and whether it takes the words of each for halves (`input_write` in buffer.cuh).
+/// The buffers of a task, and whether it reads or writes each as halves (`input_write` in buffer.cuh).
 fn forms_of(task: &Task) -> Vec<(BufferId, bool)> {
-    // Of the first input and of the first output.
+    // Whether the first input and the first output are halves.
     let (read, written) = match task.op() {
         Params::Matvec(p) => {
             (p.prologue == Prologue::Copy as u32, p.epilogue == Epilogue::SiluMul as u32)

@@ -1,5 +1,4 @@
-//! Programs by hand: the simplest way to run a graph on a few workers, with every kind of edge and
-//! fusion.
+//! Programs made by hand: the simplest way to run a graph on a few workers, with every kind of hand-off and fusion.
 
 use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Opcode,
@@ -10,17 +9,17 @@ use ir::program::{
 };
 use ir::{BufferId, CounterId, Graph, Layer, Linear, MatrixId, TensorId};
 
-/// How to run a graph.
+/// Options of a program.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub(super) workers: usize,
-    /// Every edge but those after attention is flag-in-data words instead of counters.
+    /// Every hand-off but those after attention uses flag-in-data words instead of counters.
     pub(super) flag_in_data: bool,
     pub(super) splits: u32,
     pub(super) kv_block: u32,
-    /// The o projection merges by itself.
+    /// The o projection merges the splits itself.
     pub(super) fuse_merge: bool,
-    /// The first layer reads the embedding by itself.
+    /// The first layer reads the embedding itself.
     pub(super) fuse_embed: bool,
     pub(super) capacity: u32,
 }
@@ -39,7 +38,7 @@ impl Default for Plan {
     }
 }
 
-/// What a matvec does besides multiplying.
+/// The buffers and options of a matvec besides its matrix.
 #[derive(Clone, Copy, Default)]
 struct Around {
     x: Option<BufferId>,
@@ -57,7 +56,7 @@ struct Builder<'a> {
     turn: usize,
 }
 
-/// The program of `graph` by `plan`.
+/// The program of `graph` with these options.
 pub(super) fn program(graph: &Graph, plan: Plan) -> Program {
     let program = Program {
         model: graph.name.clone(),
@@ -107,7 +106,7 @@ impl Builder<'_> {
         let logits = self.buffer("logits", BufferKind::Logits, graph.vocab, BufferSource::Scratch);
         let tiles = self.program.matrices[lm_head.index()].tiles();
         let candidates = tiles.min(self.plan.workers as u32);
-        let pairs = self.activation("candidates", candidates * 2, false); // rows leave no room for a tag
+        let pairs = self.activation("candidates", candidates * 2, false); // rows leave no bits for a tag
         let around = Around { x: Some(x), norm: Some(norm), ..Around::default() };
         let params =
             MatvecParams { epilogue: Epilogue::Logits as u32, ..bytemuck::Zeroable::zeroed() };
@@ -278,7 +277,7 @@ impl Builder<'_> {
         out
     }
 
-    /// Deals the tiles of a matrix to the workers, in contiguous shares.
+    /// Assigns the tiles of a matrix to the workers, in contiguous ranges.
     fn matvec(
         &mut self,
         layer: u16,
@@ -319,8 +318,8 @@ impl Builder<'_> {
         self.phase(tasks, params.epilogue != Epilogue::Logits as u32);
     }
 
-    /// Deals tasks to workers in turn. Each waits for all of the last phase; `may_tag` says that
-    /// readers may poll the data instead.
+    /// Assigns tasks to workers in turn. Each waits for all of the last phase; `may_tag` allows readers to poll the
+    /// data instead.
     fn phase(&mut self, mut tasks: Vec<Task>, may_tag: bool) {
         let counted = !(self.plan.flag_in_data && may_tag) && tasks[0].opcode != Opcode::Sample;
         let signal = counted.then(|| {

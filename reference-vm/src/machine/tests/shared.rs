@@ -1,11 +1,11 @@
-//! Machines that share products: the same bits and the same faults as one that computes everything.
+//! Machines that share products give the same bits and the same faults as one that computes everything.
 
 use super::*;
 use crate::products::Products;
 
 const POSITIONS: u32 = 8;
 
-/// What a run shows, bit for bit: its outputs and caches, or how it stopped.
+/// The observable result of a run, bit for bit: its outputs and caches, or how it stopped.
 #[derive(Debug, PartialEq)]
 enum Shown {
     Finished { logits: Vec<Vec<u32>>, tokens: Vec<u32>, caches: Vec<Vec<u32>> },
@@ -67,8 +67,8 @@ fn a_memo_without_room_changes_nothing_either() {
     assert!(products.bytes() <= 1 << 10);
 }
 
-/// Every edit of a program, with all products of the right program at hand, ends as it does without:
-/// in the same trap, in the same wrong bits, or stuck at the same place.
+/// Every edit of a program gives the same result with all products of the original program cached as without: the same
+/// trap, the same wrong bits, or stuck at the same place.
 #[test]
 fn a_wrong_program_is_as_wrong_with_every_product_known() {
     let model = &models()[0];

@@ -1,26 +1,27 @@
-//! The ring under an attention task: `tile_take`, `attend`, `write_partials` and the end of `op_attention`. Warps walk the stages as
-//! everywhere, but they meet in the middle, and what a warp has not passed by then nobody gets another wrap of.
+//! The ring under an attention task: `tile_take`, `attend`, `write_partials` and the end of `op_attention`. Warps walk
+//! the stages as in other ops, but they meet at a barrier in the middle. Stages that a warp has not passed by then
+//! cannot be refilled.
 
 use super::super::{Model, Op, Order, Source, Word};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
-    /// Everything that is left is passed behind the meeting, also what the ring cannot hold.
+    /// All remaining stages are passed after the meeting, even those beyond the ring's capacity.
     AllBehind,
-    /// One stage less than the ring cannot hold is passed in front of the meeting.
+    /// One stage too few beyond the ring's capacity is passed before the meeting.
     OneShort,
-    /// Only warps that have keys pass what the ring cannot hold.
+    /// Only warps with keys pass the stages beyond the ring's capacity.
     IdleWait,
-    /// The ring is taken to be one stage larger than it is.
+    /// The ring is assumed to be one stage larger than it is.
     LargerRing,
-    /// Everything is passed in front of the meeting, and the fence for the new value stays behind it.
+    /// Everything is passed before the meeting, but the fence for the new value comes after it.
     AllInFront,
-    /// No fence behind the meeting.
+    /// No fence after the meeting.
     NotGivenBack,
-    /// The warps do not meet before one reads what all have left.
+    /// The warps do not meet before one reads the results of all.
     NoMeeting,
     /// They do not meet again before the scratch is overwritten.
     NoSecondMeeting,
@@ -33,8 +34,8 @@ struct Shape {
     warps: usize,
     /// Tiles of keys; each warp takes one of every two blocks of `warps / 2`.
     tiles: usize,
-    /// Tiles of keys or of values in a stage; 0 if one stage has a whole block with its values. A stage is one word here, so no two warps may
-    /// have tiles in the stage that the new value goes to: they have rows of their own there.
+    /// Tiles of keys or of values in a stage; 0 if one stage has a whole block with its values. A stage is one word here,
+    /// so no two warps may have tiles in the stage that the new value goes to: on the device they have separate rows.
     of_stage: usize,
     /// Times that the task goes over its keys.
     rounds: usize,
@@ -73,7 +74,7 @@ impl Shape {
     }
 }
 
-/// A warp's walk: which stage of the run it is at.
+/// A warp's progress through the stages of the run.
 struct Walk<'a> {
     stage: &'a [Word],
     full: &'a [usize],
@@ -83,7 +84,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// The stage where the walk is.
+    /// The stage at the walk's position.
     fn here(&self) -> Word {
         self.stage[self.at % self.stage.len()]
     }
@@ -104,7 +105,7 @@ impl Walk<'_> {
         }
     }
 
-    /// What the loader has brought to the stage where the walk is.
+    /// Reads the copied data of the stage at the walk's position.
     fn read(&mut self) -> Word {
         let word = self.land();
         self.ops.push(Op::Read(word, Order::Relaxed, self.at as u32 + 1));
@@ -112,7 +113,7 @@ impl Walk<'_> {
     }
 }
 
-/// A new value, as no copy brings it.
+/// A new value, which no copy produces.
 const FRESH: u32 = 100;
 
 /// One round of a warp over the keys, up to the meeting.
@@ -168,7 +169,7 @@ fn warp_of(s: Shape, bug: Bug, warp: usize, scratch: &[Word], walk: &mut Walk<'_
     }
 }
 
-/// `loader_run`: it knows nothing of the meeting.
+/// `loader_run`: it is independent of the meeting.
 fn loader(s: Shape, stage: &[Word], full: &[usize], empty: &[usize]) -> Vec<Op> {
     let mut ops = Vec::new();
     for chunk in 0..s.rounds * s.of_task() + s.behind {
@@ -205,7 +206,7 @@ fn task(s: Shape, bug: Bug) -> Model {
 const HANGS: &str = "nobody goes on";
 const READS: &str = "should read";
 
-/// The rule as it is, for rings that hold the keys of a task and rings that do not.
+/// The correct protocol, for rings that hold all keys of a task and rings that do not.
 fn as_it_is() -> Vec<Case> {
     let of = |stages, warps, tiles, of_stage, rounds, behind| Shape {
         stages,
@@ -245,7 +246,7 @@ fn as_it_is() -> Vec<Case> {
     .collect()
 }
 
-/// The rule and its bugs.
+/// The protocol and its bugs.
 #[must_use]
 pub fn cases() -> Vec<Case> {
     // Two stages of 8 KB with heads of 128: a stage holds one tile of keys, and a task of two tiles has four.

@@ -1,12 +1,12 @@
 //! Counters and the step word: `counter_signal`, `wait_counter`, `word_publish`, `wait_action` of the device.
 //!
-//! Three producers of two threads each store, meet, and signal; a consumer of two threads waits, meets, and loads; then it publishes
-//! the next step, in which all is repeated over the same words.
+//! Three producers of two threads each store, meet, and signal. A consumer of two threads waits, meets, and loads; then
+//! it publishes the next step, in which all is repeated over the same words.
 
 use super::super::{Model, Op, Order, Until};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,

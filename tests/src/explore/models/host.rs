@@ -1,10 +1,10 @@
-//! The host ring: `RingHost::publish` and `poll_completion` with `poller_run` and `post_completion`, over several laps of a ring of three,
-//! and the token that the sampling worker leaves in host memory.
+//! The host ring: `RingHost::publish` and `poll_completion` with `poller_run` and `post_completion`, over several wraps
+//! of a ring of three, and the token that the sampling worker stores in host memory.
 
 use super::super::{Model, Op, Order, Until};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
@@ -13,7 +13,7 @@ enum Bug {
     SequenceFirst,
     /// Publishes although the ring is full.
     Overrun,
-    /// The sequence says only that there is something.
+    /// The sequence word only tells that there is an entry, not which wrap.
     NoLap,
     RelaxedCompletion,
     RelaxedCompletionTake,
@@ -23,7 +23,7 @@ enum Bug {
 const ENTRIES: usize = 3;
 const COMMANDS: usize = 10;
 
-/// What is stored for command `i`: nonzero, and different each time.
+/// The payload of command `i`: nonzero, and different each time.
 fn value(i: usize) -> u32 {
     i as u32 + 1
 }
@@ -78,8 +78,8 @@ fn ring(bug: Bug) -> Model {
     m
 }
 
-/// `finish_step`: the token into host memory, then `done`, which the poller passes on. `[publish, fence]` are what may be missing:
-/// the release of the worker, the acquire of the poller.
+/// `finish_step`: stores the token in host memory, then `done`, which the poller forwards. `[publish, fence]` may be
+/// missing: the release of the worker, the acquire of the poller.
 fn token(relaxed_done: bool, no_fence: bool) -> Model {
     let mut m = Model::default();
     let (token, done, completed) = (m.word("token"), m.word("done"), m.word("completed"));

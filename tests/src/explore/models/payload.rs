@@ -1,12 +1,12 @@
 //! Flag-in-data words: `word_write` and `vec4s_wait` of the device. Value and tag are one word, stored and loaded relaxed.
 //!
-//! A producer writes two words in every step, two readers wait for both by their tags; the step ends with a counter and begins with
-//! the step word, as always.
+//! A producer writes two words in every step, and two readers wait for both by their tags. The step ends with a counter
+//! and begins with the step word, as always.
 
 use super::super::{Model, Op, Order, Until};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
@@ -16,11 +16,11 @@ enum Bug {
     TagApartFirst,
     /// The tag is a word of its own, released, and loaded without an acquire.
     TagApartNoAcquire,
-    /// A tag of so few bits that the next step has it again.
+    /// A tag with so few bits that it repeats in the next step.
     ShortTag,
-    /// Some steps do not write the word, until its tag comes round again.
+    /// Some steps do not write the word, until its tag repeats.
     SkipsSteps,
-    /// The reader does not look at the tag.
+    /// The reader does not check the tag.
     NoPoll,
 }
 
@@ -31,7 +31,7 @@ fn tag(epoch: u32) -> u32 {
     (epoch * abi::TAG_RUNS) & MASK
 }
 
-/// A word with a value that no other step has.
+/// A word whose value is unique to this step.
 pub(super) fn word(epoch: u32) -> u32 {
     (epoch * 100) << abi::TAG_BITS | tag(epoch)
 }
@@ -41,7 +41,7 @@ pub(super) fn wait(at: usize, epoch: u32) -> Op {
     Op::PollFor(at, Until::Masked(MASK, tag(epoch)), word(epoch))
 }
 
-/// The end of a step and the begin of the next, for the thread that samples and for another.
+/// The end of a step and the beginning of the next, for the sampling thread and for another.
 pub(super) struct Steps {
     end: usize,
     go: usize,
@@ -53,7 +53,7 @@ impl Steps {
         Self { end: m.word("end"), go: m.word("go"), others }
     }
 
-    /// The thread that samples has all arrivals and publishes the next step.
+    /// The sampling thread waits for all arrivals and publishes the next step.
     pub(super) fn sample(&self, epoch: u32) -> [Op; 3] {
         let all = Until::AtLeast(epoch * self.others);
         [
@@ -63,7 +63,7 @@ impl Steps {
         ]
     }
 
-    /// Another thread signals that it is done, and waits for the next step.
+    /// Another thread signals its end, and waits for the next step.
     pub(super) fn done(&self, epoch: u32) -> [Op; 4] {
         [
             Op::Fence,
@@ -79,7 +79,7 @@ fn model(bug: Bug) -> Model {
     let words = [m.word("word0"), m.word("word1")];
     let steps = Steps::new(&mut m, 2);
     let short = 1;
-    // Enough for the tags to come round.
+    // Enough steps for the tags to repeat.
     let round = (MASK + 1) / abi::TAG_RUNS;
     let (mut producer, mut reader) = (Vec::new(), Vec::new());
     for epoch in 1..=round + 2 {

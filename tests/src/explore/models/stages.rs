@@ -1,27 +1,28 @@
-//! The ring of stages: `loader_claim`, `loader_issue`, `cursor_land`, `cursor_next`, and what keys and values add to it.
+//! The ring of stages: `loader_claim`, `loader_issue`, `cursor_land`, `cursor_next`, and their additions for keys and
+//! values.
 
 use super::super::{Model, Op, Order, Source, Until};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
     /// Refills a stage without waiting until it is free.
     Overrun,
-    /// Counts one arrival less than there are warps.
+    /// Expects one arrival less than there are warps.
     PartialEmpty,
-    /// The loader's first wrap parity is the other one.
+    /// The loader's first parity is inverted.
     LoaderParity,
-    /// A warp's first parity is the other one: a wrap ahead.
+    /// A warp's first parity is inverted: a wrap ahead.
     WarpParity,
-    /// A warp frees stages that it multiplies nothing of without having seen them land.
+    /// A warp frees stages that it does not multiply without having waited for their arrival.
     SkipsArrival,
     /// A warp frees the stage before it has read it.
     EarlyFree,
     /// Reads without waiting.
     NoArrival,
-    /// The count of bytes is announced behind the copy.
+    /// The byte count is announced after the copy.
     LateExpect,
 }
 
@@ -33,7 +34,7 @@ struct Shape {
     warps: usize,
 }
 
-/// Mirrors the loader's bookkeeping (stage, parity, oldest, oldest_parity, lapped), which depends on nothing that happens.
+/// Mirrors the loader's state (stage, parity, oldest, oldest_parity, lapped), which does not depend on timing.
 fn loader(s: Shape, bug: Bug, stage: &[usize], full: &[usize], empty: &[usize]) -> Vec<Op> {
     let mut ops = Vec::new();
     let (mut oldest, mut in_flight) = (0, 0);
@@ -90,13 +91,13 @@ fn ring(s: Shape, bug: Bug) -> Model {
     m
 }
 
-/// What is wrong with keys and values.
+/// A bug in the handling of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KeysBug {
     None,
     /// `loader_keys` does not wait for the step.
     NoBegun,
-    /// No fence between what the step word brought and the announcement to the loader.
+    /// No fence between the read of the step word and the announcement to the loader.
     NoBlockFence,
     /// No `copies_see_stores`.
     NoProxyFence,
@@ -104,8 +105,9 @@ enum KeysBug {
     NotGivenBack,
 }
 
-/// A worker stores a row of the cache and ends the step; another begins the next, tells its loader, which copies the row; a warp puts
-/// its own row in its place, frees the stage, and the next copy comes.
+/// A worker stores a row of the cache and ends the step. Another worker begins the next step and announces it to its
+/// loader, which copies the row. A warp replaces the row in the stage by its own, frees the stage, and the next copy
+/// arrives.
 fn keys(bug: KeysBug) -> Model {
     let mut m = Model::default();
     let (row, go, started, stage) =

@@ -1,13 +1,14 @@
 //! Switching programs: `Resident::load` and `switch`, `run_load_program`, `wait_action`, `adopt_program`.
 //!
-//! Programs lie in places; two here. The host writes the next one into the place that is not current, the poller announces it, every
-//! worker adopts it, and only then is the other place free. Two workers of two threads each, three switches, so that each place is used
-//! again under a worker that could still be on it.
+//! Programs are stored in places; there are two here. The host writes the next program into the place that is not
+//! current, the poller announces it, and every worker adopts it; only then is the other place free. The model has two
+//! workers of two threads each and three switches, so that each place is reused while a worker could still be reading
+//! it.
 
 use super::super::{Model, Op, Order, Until};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
@@ -22,7 +23,7 @@ enum Bug {
     NoMeetingAfterGo,
     /// Completed while a worker is still on the old program.
     PartialSwitch,
-    /// What is waited for does not grow from switch to switch.
+    /// The awaited count does not grow from switch to switch.
     CountOfOne,
     /// A worker counts itself before it has adopted.
     CountedEarly,
@@ -35,7 +36,7 @@ enum Bug {
 const WORKERS: u32 = 2;
 const SWITCHES: u32 = 3;
 
-/// What the table of the program of a switch holds; the first program's is what memory begins with.
+/// The contents of the program table of a switch; memory starts with the first program's.
 fn table(switch: u32) -> u32 {
     switch * 10
 }
@@ -59,7 +60,7 @@ fn host(places: [usize; 2], command: usize, completed: usize, bug: Bug) -> Vec<O
     ops
 }
 
-/// Words of the device: pointer, go, switched.
+/// The poller. Words of the device: pointer, go, switched.
 fn poller(
     [pointer, go, switched]: [usize; 3],
     command: usize,
@@ -87,7 +88,7 @@ fn poller(
     ops
 }
 
-/// Thread 0 waits and counts, thread 1 reads: the old program until then, the pointer, the new program.
+/// Thread 0 waits and counts. Thread 1 reads: the old program until then, the pointer, the new program.
 fn worker(
     m: &mut Model,
     w: u32,

@@ -1,4 +1,4 @@
-//! What a flag-in-data hand-off does not order: everything but its own words.
+//! Shows what a flag-in-data hand-off does not order: everything but its own words.
 //!
 //! Each shape is a small program: workers, tasks, hand-offs. `verify` must refuse those that fail here and accept those that hold;
 //! `tests/filetests/verify/formal` has them as programs.
@@ -7,7 +7,7 @@ use super::super::{Model, Op, Order, Until};
 use super::payload::{Steps, wait, word};
 use super::{Case, Unless};
 
-/// How one worker tells another.
+/// The kind of a hand-off between two workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Handoff {
     Counter,
@@ -25,7 +25,8 @@ fn handoff(kind: Handoff, at: usize) -> (Vec<Op>, Vec<Op>) {
     }
 }
 
-/// A worker stores a plain word (its part of the residual), then hands something else over; the reader loads the plain word.
+/// A worker stores a plain word (its part of the residual), then hands something else over; the reader loads the plain
+/// word.
 fn plain_word(kind: Handoff) -> Model {
     let mut m = Model::default();
     let (plain, at) = (m.word("residual"), m.word("handoff"));
@@ -35,7 +36,7 @@ fn plain_word(kind: Handoff) -> Model {
     m
 }
 
-/// The same over a third worker, which has acquired what the first released, and hands on by `kind`.
+/// The same over a third worker, which has acquired what the first released, and hands over by `kind`.
 fn plain_word_over_three(kind: Handoff) -> Model {
     let mut m = Model::default();
     let (plain, counter, at) = (m.word("residual"), m.word("counter"), m.word("handoff"));
@@ -47,8 +48,8 @@ fn plain_word_over_three(kind: Handoff) -> Model {
     m
 }
 
-/// A row of the key/value cache, stored without a signal of its own, is loaded by another worker in the next step. Between them
-/// the end of the step, of which the worker that stored tells by a tag alone, or by a counter.
+/// A row of the key/value cache, stored without its own signal, is loaded by another worker in the next step. In
+/// between is the end of the step, which the storing worker reports by a tag alone, or by a counter.
 fn cache_row(kind: Handoff) -> Model {
     let mut m = Model::default();
     let (row, partials) = (m.word("cache row"), m.word("partials"));

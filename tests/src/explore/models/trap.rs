@@ -1,12 +1,13 @@
-//! How a device gives up: `trap`, `watchdog_check`, `fault`, the poller's waits and `RingHost::wait_completion`.
+//! Traps of the device: `trap`, `watchdog_check`, `fault`, the poller's waits and `RingHost::wait_completion`.
 //!
-//! Two workers miss their deadline at the same time; a third one waits for what will never come. One of the two writes the report, all
-//! leave, and the host reads a whole report of one worker, whichever way it hears of the trap.
+//! Two workers miss their deadline at the same time; a third one waits for a signal that never comes. One of the two
+//! writes the report, all workers leave, and the host reads a complete report of one worker, however it learns of the
+//! trap.
 
 use super::super::{Model, Op, Order, Until, Word};
 use super::{Case, Unless};
 
-/// What is wrong.
+/// A bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
@@ -16,21 +17,21 @@ enum Bug {
     RelaxedFlag,
     /// The host loads `valid` relaxed.
     RelaxedLook,
-    /// Whoever traps writes a report.
+    /// Every trapping worker writes a report.
     NoClaim,
     /// The host takes the report as soon as the command has completed.
     ReportNotAwaited,
-    /// A worker that traps tells its own threads alone.
+    /// A trapping worker signals only its own threads.
     NoAbort,
-    /// A watchdog that does not look at the abort word.
+    /// A watchdog that does not check the abort word.
     DeafWatchdog,
-    /// A wait that does not look at its worker's `dead`.
+    /// A wait that does not check its worker's `dead`.
     DeafWait,
-    /// A poller that waits for the end of the command alone.
+    /// A poller that waits only for the end of the command.
     DeafPoller,
 }
 
-/// Until `word` is set, or `other` is unless this wait is deaf to it.
+/// Polls until `word` is set, or, unless `deaf`, until `other` is.
 fn until(word: Word, other: Word, deaf: bool) -> Op {
     if deaf {
         Op::Poll(word, Order::Relaxed, Until::AtLeast(1))
@@ -39,7 +40,7 @@ fn until(word: Word, other: Word, deaf: bool) -> Op {
     }
 }
 
-/// Words of the report and of those who leave.
+/// Words of the report and of the exit protocol.
 struct Words {
     reporter: Word,
     code: Word,
@@ -64,7 +65,7 @@ impl Words {
         }
     }
 
-    /// `trap`: the first reporter writes what it knows, here its own number; all abort.
+    /// `trap`: the first reporter writes its report, here its own number; all abort.
     fn trap(&self, number: u32, bug: Bug) -> Vec<Op> {
         let order = if bug == Bug::RelaxedFlag { Order::Relaxed } else { Order::Release };
         let flag = Op::Write(self.valid, order, 1);
@@ -80,7 +81,8 @@ impl Words {
         ops
     }
 
-    /// `wait_completion` and what follows: a completion that says trap, or the report itself; then the whole of it, and the end.
+    /// `wait_completion` and its sequel: receives a completion with a trap, or the report itself; then reads the
+    /// complete report, and ends.
     fn host(&self, workers: u32, bug: Bug) -> Vec<Op> {
         let order = if bug == Bug::RelaxedLook { Order::Relaxed } else { Order::Acquire };
         let report = if bug == Bug::ReportNotAwaited {
@@ -112,7 +114,7 @@ impl Words {
     }
 }
 
-/// Two deadlines pass at once.
+/// Two deadlines expire at once.
 fn deadlines(bug: Bug) -> Model {
     let mut m = Model::default();
     let words = Words::new(&mut m);
@@ -130,7 +132,7 @@ fn deadlines(bug: Bug) -> Model {
     m
 }
 
-/// The host gives up: the poller sees it, traps for all, and the host hears of that.
+/// The host aborts: the poller sees it, traps for all, and the host receives the trap.
 fn given_up(bug: Bug) -> Model {
     let mut m = Model::default();
     let words = Words::new(&mut m);
@@ -146,7 +148,8 @@ fn given_up(bug: Bug) -> Model {
     m
 }
 
-/// `fault`: a consumer tells its watchdog what it found. `[first, second]`: the fences that are missing; `early`: the code comes first.
+/// `fault`: a consumer reports its fault to its watchdog. `[first, second]`: missing fences; `early`: the code comes
+/// first.
 fn fault([first, second]: [bool; 2], early: bool) -> Model {
     let mut m = Model::default();
     let (object, code) = (m.word("fault's object"), m.word("fault's code"));

@@ -1,20 +1,22 @@
-//! Weights that land while the kernel runs: `Stream::write_value`, `weight_stream_wait`, `poller_wait_embedding`, `poller_abandoned`.
+//! Streamed weight loading while the kernel runs: `Stream::write_value`, `weight_stream_wait`, `poller_wait_embedding`,
+//! `poller_abandoned`.
 //!
-//! Two pieces land one after the other and `watermark` counts them; a loader copies each into a stage once it is there. Or a read fails: whoever waits is let
-//! through, and the poller, which looks behind the step, must not take the answer for good. Then the rest lands after all.
+//! Two pieces arrive one after the other and `watermark` counts them; a loader copies each into a stage once it has
+//! arrived. Or a read fails: waiting threads are released, and the poller, which checks after the step, must not accept
+//! the answer. Then the rest arrives after all.
 
 use super::super::{Model, Op, Order, Source, Until, Word};
 use super::{Case, Unless};
 
-/// In place of a count: no more will come; everything is there.
+/// Values in place of a count. `ABANDONED`: no more will come; `ALL`: everything has arrived.
 const ABANDONED: u32 = 8;
 const ALL: u32 = 9;
 
-/// What is wrong with a piece on its way.
+/// A bug in the arrival of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
-    /// The word is written without a fence in front (`CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`).
+    /// The word is written without a preceding fence (`CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`).
     NoBarrier,
     /// The word is written before the copy.
     SaidFirst,
@@ -22,15 +24,16 @@ enum Bug {
     NoWait,
     /// The loader waits for the piece before its own.
     OneShort,
-    /// No `acquire_release_fence` behind the wait.
+    /// No `acquire_release_fence` after the wait.
     NoAcquire,
-    /// No `copies_see_stores` behind it.
+    /// No `copies_see_stores` after it.
     NoProxyFence,
-    /// The loader keeps "the first is there" as "all are there".
+    /// The loader caches "the first has arrived" as "all have arrived".
     KeepsTooMuch,
 }
 
-/// The copy stream brings two pieces; the loader needs both, the second one twice (a step later it does not ask again).
+/// The copy stream brings two pieces; the loader needs both, and the second one twice (a step later it does not check
+/// again).
 fn lands(bug: Bug) -> Model {
     let mut m = Model::default();
     let pieces = [m.word("piece 1"), m.word("piece 2")];
@@ -70,25 +73,26 @@ fn lands(bug: Bug) -> Model {
     m
 }
 
-/// What is wrong when a read fails.
+/// A bug in the handling of a failed read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FaultBug {
     None,
-    /// Nobody is told.
+    /// The failure is not reported.
     NobodyTold,
-    /// The loader goes on without a fence: what it saw is not passed on with the stage.
+    /// The loader continues without a fence: its view is not passed on with the stage.
     NoFence,
-    /// The poller looks before the step instead of behind it.
+    /// The poller checks before the step instead of after it.
     LooksBefore,
-    /// The poller's look behind the step is not ordered behind it.
+    /// The poller's check after the step is not ordered after it.
     NoAcquire,
     /// The loader runs ahead into the next step while the rest is abandoned.
     RunsAhead,
-    /// The rest lands, and the word says so first.
+    /// The rest arrives, but the word is written first.
     SaidFirst,
 }
 
-/// A read fails in the first step. The host hears of the fault, brings in the rest and sends the second step, whose stage must hold what arrived.
+/// A read fails in the first step. The host receives the fault, loads the rest and sends the second step, whose stage
+/// must hold the arrived data.
 fn fails(bug: FaultBug) -> Model {
     let mut m = Model::default();
     let (piece, watermark) = (m.word("piece"), m.word("arrived"));
@@ -97,7 +101,7 @@ fn fails(bug: FaultBug) -> Model {
     let full = [m.barrier("full0", 1), m.barrier("full1", 1)];
     let mut host = vec![Op::Write(watermark, Order::Relaxed, 1)];
     host.unless(bug == FaultBug::NobodyTold, Op::Write(watermark, Order::Relaxed, ABANDONED));
-    // Only a fault lets it go on; a token that comes of nothing would be another answer.
+    // Only a fault lets it continue; a token without data would be another answer.
     host.push(Op::PollFor(answer, Until::AtLeast(1), 2));
     let rest = [
         Op::Write(piece, Order::Relaxed, 11),
@@ -129,7 +133,8 @@ fn fails(bug: FaultBug) -> Model {
             Op::Read(stages[1], Order::Relaxed, 11),
         ],
     );
-    // The poller posts a fault (2) if it reads that the rest was abandoned. Reading anything else there is the failure that is looked for.
+    // The poller posts a fault (2) if it reads that the rest was abandoned. Reading anything else there is the failure
+    // under test.
     let wait = [Op::Poll(done, Order::Relaxed, Until::AtLeast(1)), Op::Fence];
     let look = Op::Read(watermark, Order::Relaxed, ABANDONED);
     let mut poller = Vec::new();
@@ -146,7 +151,7 @@ fn fails(bug: FaultBug) -> Model {
     m
 }
 
-/// Everything, with what must be found.
+/// All models, with their expected results.
 #[must_use]
 pub fn cases() -> Vec<Case> {
     let mut all = vec![Case::holds("weight streaming", lands(Bug::None))];

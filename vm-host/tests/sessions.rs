@@ -290,8 +290,8 @@ fn a_faulty_session_is_faulted_alone() {
 
 /// Limit in microseconds that sampling may add to a token, whatever the settings: the goal that was set before any measurement.
 const AIM_US: f64 = 40.0;
-/// What is expected of those that ask little: microseconds for a choice of a large vocabulary, and for each time that the other workers are asked (decision 023): eight trips
-/// to L2 of 0.7 and code that is cold; what is left is the asking worker's seeking.
+/// Expected cost of cheap settings, in microseconds: for sampling from a large vocabulary, and per request to the other workers (decision 023:
+/// eight trips to L2 of 0.7 and cold code). The rest is the requesting worker's search.
 const BUDGET_US: f64 = 15.0;
 const QUESTION_US: f64 = 10.0;
 

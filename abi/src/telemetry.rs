@@ -147,29 +147,29 @@ wire_struct! {
         pub activity_ns: u64,
         ///         /// Time spent so far, by `Activity`, without the current one.
         pub spent_ns: [u64; 8],
-        /// The command under way: positions, at most.
+        /// The current command: positions, at most.
         pub command_positions: u32,
         /// Its first position.
         pub command_first: u32,
-        /// Time from taking a command up to completing it, by the device's clock.
+        /// Time from starting a command to completing it, by the device's clock.
         pub device_running_ns: u64,
-        /// Time from completing a command to taking up the next one, by the device's clock.
+        /// Time from completing a command to starting the next one, by the device's clock.
         pub device_idle_ns: u64,
-        /// Steps, by their time: eight buckets an octave from 16.4 microseconds on; the last one has no end.
+        /// Histogram of step times: eight buckets per octave from 16.4 microseconds on; the last one has no end.
         pub steps: [u64; 128],
         /// Sum of the times of these steps.
         pub steps_ns: u64,
         /// Bytes of weights that a step reads.
         pub step_bytes: u64,
-        /// Bytes per second that were measured on the card; zero if there is none.
+        /// Measured bandwidth of the card in bytes per second; zero if it was not measured.
         pub bandwidth: u64,
         /// Bytes of weights and caches on the device.
         pub resident_bytes: u64,
-        /// Bytes of weights that are to be there.
+        /// Bytes of weights that must arrive.
         pub weights_bytes: u64,
         /// Bytes of weights that have arrived.
         pub arrived_bytes: u64,
-        /// Bytes that loaders asked for, weights, keys and values.
+        /// Bytes that loaders requested: weights, keys and values.
         pub streamed_bytes: u64,
         /// Bytes copied to the device.
         pub uploaded_bytes: u64,
@@ -179,17 +179,17 @@ wire_struct! {
         pub launches: u64,
         /// Programs loaded.
         pub loads: u64,
-        /// Workers that are suspected now: no progress for longer than the limit while a step is under way.
+        /// Workers that are suspected now: no progress for longer than the limit while a step is running.
         pub suspected: u32,
         /// The first of them.
         pub suspect: u32,
-        /// Times that the suspicion arose.
+        /// Times that a worker became suspected.
         pub suspicions: u64,
         /// Pages of keys and values on the device.
         pub kv_pages: u32,
-        /// Of these, those that sequences have.
+        /// Pages of these that sequences have.
         pub kv_held: u32,
-        /// Those that sequences have or were promised.
+        /// Pages that sequences have or were promised.
         pub kv_promised: u32,
         /// Zero.
         pub reserved: u32,
@@ -206,7 +206,7 @@ wire_struct! {
     /// A sequence in its place.
     amk_telemetry_session align(64) size(64)
     pub struct SessionWords {
-        /// Its number among all that were opened, from one; zero if the place is free.
+        /// Number among all opened sequences, from one; zero if the place is free.
         pub serial: u64,
         /// 0 low, 1 normal, 2 high.
         pub priority: u32,
@@ -228,7 +228,7 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// A worker as the watching thread saw it: its worker heartbeat, and since when it has not moved.
+    /// A worker as the monitor thread saw it: its heartbeat, and since when it has not changed.
     amk_telemetry_worker align(64) size(64)
     pub struct WorkerWords {
         /// As in `WorkerHeartbeat`.
@@ -255,9 +255,9 @@ wire_struct! {
         pub need: u32,
         /// Nonzero while it is suspected.
         pub suspected: u32,
-        /// When its progress was last seen to change, or the step to be over.
+        /// When its progress was last seen to change, or its step to have ended.
         pub moved_ns: u64,
-        /// When it was last seen to beat.
+        /// When its heartbeat was last seen to change.
         pub beat_ns: u64,
     }
 }
@@ -267,7 +267,7 @@ pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
 pub const TELEMETRY_VERSION: u32 = 2;
 
-/// The parts of the page, for its documentation. They are the host's: the device's header has the worker heartbeat alone.
+/// The parts of the page, for its documentation. They are host-only: the device's header has only the heartbeat.
 #[must_use]
 pub fn telemetry_structs() -> Vec<StructLayout> {
     vec![Telemetry::LAYOUT, SessionWords::LAYOUT, WorkerWords::LAYOUT]

@@ -243,7 +243,7 @@ fn load_nvrtc() -> Result<(), HostError> {
         for folder in nvrtc_folders() {
             preload(&folder);
         }
-        // SAFETY: only asks the dynamic loader whether the library can be opened.
+        // SAFETY: only checks with the dynamic loader whether the library can be opened.
         if unsafe { sys::is_culib_present() } {
             return Ok(());
         }

@@ -51,7 +51,7 @@ pub(crate) struct Device(sys::CUdevice);
 impl Device {
     /// Initialises the driver, and finds the device with this ordinal.
     pub(crate) fn at(ordinal: u32) -> Result<Self, HostError> {
-        // SAFETY: only asks the dynamic loader whether the library can be opened. Without this check cudarc panics.
+        // SAFETY: only checks with the dynamic loader whether the library can be opened. Without this check cudarc panics.
         if !unsafe { sys::is_culib_present() } {
             return Err(HostError::NoDriver);
         }

@@ -78,7 +78,7 @@ mod tests {
         let entry = opcode::Read::new(fd, byte.as_mut_ptr(), 1).build();
         // SAFETY: the byte and the pipe live until the completion has been taken, below.
         unsafe { ring.submission().push(&entry) }.expect("room");
-        // SAFETY: asks for this thread's own handle.
+        // SAFETY: obtains this thread's own handle.
         let waiting = unsafe { libc::pthread_self() };
         let sender = std::thread::spawn(move || {
             for _ in 0..20 {

@@ -44,7 +44,7 @@ impl IoBuffer {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the pages are initialised and ours; nothing reads into a buffer that somebody holds by value.
+        // SAFETY: the pages are initialised and ours; no read fills a buffer that is held by value.
         unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
     }
 

@@ -144,7 +144,7 @@ unsafe impl Target for Memory {
         if self.broken {
             return Err(HostError::Driver { call: "copy", message: "no".into() });
         }
-        // SAFETY: packed, and nobody packs into it before it is given back.
+        // SAFETY: packed, and no thread packs into it before it is given back.
         let from = unsafe { std::slice::from_raw_parts(from.pointer(), bytes) };
         self.matrices[matrix][offset as usize..][..bytes].copy_from_slice(from);
         Ok(())

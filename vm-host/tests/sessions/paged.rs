@@ -148,7 +148,7 @@ fn pages_that_were_anothers_leave_no_trace() {
     let going_on = feed(&mut machine, 0, LENGTH, &other[..10]);
     machine.end_session(0).expect("it ends");
     assert_eq!(machine.pages().promised, 0);
-    // In pages of the long session, whose keys and values are in their rows from the first on.
+    // In pages of the long session, whose keys and values lie after the first rows.
     assert_eq!(differs(&feed(&mut machine, 1, 0, &short), &fresh), None);
     machine.end_session(1).expect("it ends");
     feed(&mut machine, 2, 0, &other);

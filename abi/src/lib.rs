@@ -1,8 +1,8 @@
 //! Everything that crosses the boundary between host and device, and nothing else.
 //!
 //! Opcodes, task parameters, wire structs, limits, trap codes and ring states are declared here **once**. The C header that the
-//! device compiles ([`c_header`]) is generated from the same tables, so the two sides cannot drift: every struct's size and every
-//! field's offset is asserted on both sides, and [`abi_hash`] is compared at boot with what the compiled kernel reports.
+//! device compiles ([`c_header`]) is generated from the same tables, so the two sides cannot drift: every struct's size is asserted on
+//! both sides, every field's offset in a test, and [`abi_hash`] is compared at boot with the hash that the compiled kernel reports.
 //!
 //! **Promises.** Little-endian, `repr(C)`, no padding, reserved words are zero. This crate holds layout, never policy.
 

@@ -1,6 +1,6 @@
 //! The generated C header: committed, accepted by a C++ compiler, and rejected after any edit that moves a field.
 //!
-//! A missing compiler fails these tests. `AMK_NO_CXX=1` says that this is known, and skips what needs one.
+//! A missing compiler fails these tests. `AMK_NO_CXX=1` declares that it is missing, and skips what needs one.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -45,7 +45,7 @@ fn compiler() -> Option<String> {
     None
 }
 
-/// Compiles text without output; the errors.
+/// Compiles text without output; returns the errors.
 fn compile(compiler: &str, text: &str, name: &str) -> Result<(), String> {
     let file = std::env::temp_dir().join(format!("amk-abi-{}-{name}.cc", std::process::id()));
     std::fs::write(&file, text).expect("a temporary file can be written");
@@ -73,7 +73,7 @@ fn header_compiles() {
     }
 }
 
-/// A struct of the header: its text, split into what is before, the field lines and what is after.
+/// A struct of the header, split into the text before, the field lines and the text after.
 struct Struct<'a> {
     name: &'a str,
     open: &'a str,
@@ -198,7 +198,7 @@ fn every_moved_field_is_rejected() {
     println!("{} edits of the header, all rejected", names.len());
 }
 
-/// Stored programs and bundles hold this number: who changes it must measure the shipped schedules again, and write the new one here.
+/// Stored programs and bundles hold this number. If it changes, measure the shipped schedules again, and write the new one here.
 #[test]
 fn programs_keep_their_language() {
     assert_eq!(abi::program_hash(), 0x43f3_85d9_fa81_648b, "{:#x}", abi::program_hash());

@@ -1,4 +1,4 @@
-//! What happens once, before any kernel is resident: the handshake, the memory, the constants, the ceiling of the card.
+//! Boot, before any kernel is resident: the handshake, the memory, the constants, the checks of residency.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,24 +16,24 @@ use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
 use crate::sampling::SamplingMemory;
 use crate::weight_stream::Streaming;
 
-/// What a machine is booted for.
+/// Options of a boot.
 #[derive(Clone, Debug)]
 pub struct BootOptions {
     /// The GPU.
     pub card: Card,
     /// Sessions with a key/value cache of their own.
     pub sessions: u32,
-    /// The pages that their caches are made of.
+    /// Pages for their caches.
     pub kv_pool: KvPool,
     /// Rows of logits that a command may keep.
     pub logits_rows: u32,
     /// Device memory for each loaded program's tables and activations.
     pub program_bytes: u64,
-    /// Task records that the traced kernel variant may leave.
+    /// Task records for the traced kernel variant.
     pub records: u32,
-    /// How long a worker may wait inside a step before it reports and the kernel leaves.
+    /// How long a worker may wait inside a step before it traps and the kernel leaves.
     pub deadline: Duration,
-    /// Weights come while the kernel is already resident; without it they are all there before it is launched.
+    /// Weights are streamed while the kernel is resident; without it they are all loaded before the launch.
     pub streaming: Option<Streaming>,
 }
 
@@ -52,7 +52,7 @@ impl Default for BootOptions {
     }
 }
 
-/// Refuses a grid that cannot be resident at once, before it is launched: its workers would wait for workers that never start.
+/// Refuses a grid that cannot be resident at once, before its launch: its workers would wait for workers that never start.
 pub(crate) fn check_residency(
     requested: u32,
     per_multiprocessor: u32,
@@ -67,10 +67,10 @@ pub(crate) fn check_residency(
     Ok(())
 }
 
-/// What caches that take what fits leave to others: the memory of prompts in chunks comes with the first of them.
+/// Memory that caches sized to fit leave free: prompts in chunks allocate theirs later.
 const SPARE_BYTES: u64 = 2 << 30;
 
-/// How many pages the caches are to have, page zero not counted. What does not fit is refused before anything is allocated.
+/// Number of pages of the caches, without page zero. What does not fit is refused before anything is allocated.
 pub(crate) fn check_memory(
     program: &Program,
     options: &BootOptions,
@@ -98,7 +98,7 @@ fn logits_bytes(options: &BootOptions, seqs: u32, vocab: u32) -> u64 {
     u64::from(seqs) * u64::from(options.logits_rows) * u64::from(vocab) * 4
 }
 
-/// The layout handshake: the compiled kernel must be of this build's header, whose assertions hold sizes and offsets.
+/// The layout handshake: the compiled kernel must be built with this build's header, whose assertions check sizes.
 pub(crate) fn probe_abi(module: &Module, stream: &Stream) -> Result<(), HostError> {
     let out = HostBuffer::zeroed(size_of::<u64>())?;
     let mut address = out.device;

@@ -1,4 +1,4 @@
-//! A GPU as a value: which one, what it is, what is free on it, how fast it reads.
+//! A GPU as a value: its ordinal, properties, free memory and bandwidth.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
 use crate::error::HostError;
 use crate::memory::DeviceBuffer;
 
-/// The build whose bandwidth kernel is used; any would do.
+/// The build whose bandwidth kernel is used; any other would do.
 const PROBE_VARIANT: Variant = Variant {
     dtype: abi::DType::Bf16,
     head_dim: 64,
@@ -24,20 +24,20 @@ const PROBE_VARIANT: Variant = Variant {
     first_task: 0,
 };
 
-/// A GPU, by its number as the driver counts them. The default is the first one.
+/// A GPU, by the driver's ordinal. The default is the first one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Card {
     ordinal: u32,
 }
 
 impl Card {
-    /// The GPU with this number, whether or not there is one.
+    /// The GPU with this ordinal, whether or not it exists.
     #[must_use]
     pub const fn new(ordinal: u32) -> Self {
         Self { ordinal }
     }
 
-    /// What it is. Nothing is allocated on it and no context made, so another process may own it.
+    /// Its properties. Nothing is allocated on it and no context made, so another process may own it.
     ///
     /// # Errors
     /// If there is no driver, or no such GPU.
@@ -45,20 +45,20 @@ impl Card {
         Device::at(self.ordinal)?.info()
     }
 
-    /// Its memory that is free, in bytes, this process's context not counted.
+    /// Free memory in bytes, not counting this process's context.
     ///
     /// # Errors
-    /// If there is no driver or no such GPU, or it lets nobody in.
+    /// If there is no driver or no such GPU, or it accepts no new context.
     pub fn free_memory(self) -> Result<u64, HostError> {
         self.context()?.free_bytes()
     }
 
-    /// Its primary context, current on this thread.
+    /// Makes its primary context current on this thread.
     pub(crate) fn context(self) -> Result<Arc<Context>, HostError> {
         Context::new(Device::at(self.ordinal)?)
     }
 
-    /// Bytes per second that bulk copies read on it: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
+    /// Bandwidth of bulk copies in bytes per second: the median of `runs` sweeps over scratch memory far larger than the L2 cache.
     /// No kernel of ours may be resident.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Card {
     }
 }
 
-/// What there is for a GPU's architecture.
+/// Looks up the kernels for a GPU's architecture.
 pub(crate) fn arch(info: &DeviceInfo) -> Result<&'static Architecture, HostError> {
     let (major, minor) = info.capability;
     let unknown = || HostError::Architecture { name: info.name.clone(), major, minor };

@@ -1,4 +1,4 @@
-//! NVRTC: the device source to a cubin, cached by everything that it depends on.
+//! NVRTC: compiles the device source to a cubin, cached by everything that it depends on.
 
 use std::ffi::{CStr, CString};
 use std::path::{Path, PathBuf};
@@ -27,12 +27,12 @@ pub struct Cubin {
     pub cached: bool,
 }
 
-/// What the assembler said of one kernel.
+/// The assembler's report on one kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resources {
     /// Entry point.
     pub kernel: String,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
     /// Bytes of registers spilled to local memory, stores and loads together.
     pub spills: u32,
@@ -40,7 +40,7 @@ pub struct Resources {
     pub stack: u32,
 }
 
-/// The variant that a schedule's kernel knobs and a model's shapes ask for.
+/// The variant for a schedule's kernel knobs and a model's shapes.
 #[must_use]
 pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     Variant {
@@ -58,9 +58,9 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     }
 }
 
-/// Bit n: tiles of some matrix of the model are taken in parts of n units per warp. Bit 0: some warp has less of some part than the loop
-/// for it takes for granted elsewhere. The loops of other parts are not compiled; the widths of the model's vectors are those of its
-/// matrices.
+/// Warp fragments to compile. Bit n: tiles of some matrix of the model are taken in fragments of n units per warp. Bit 0: some warp has a
+/// shorter fragment than the loop for its size assumes elsewhere. Loops for other sizes are not compiled; the widths of the model's vectors
+/// are those of its matrices.
 fn share_mask(graph: &Graph) -> u32 {
     [graph.hidden, graph.heads * graph.head_dim, graph.ffn]
         .into_iter()
@@ -81,7 +81,7 @@ pub fn options(variant: &Variant, arch: &str) -> Vec<String> {
     all_options(arch, variant.defines())
 }
 
-/// The row of an architecture. One without kernels gets the first row: it is never compiled, but needs ids.
+/// The row of an architecture. An unsupported one gets the first row: it is never compiled, but needs ids.
 fn row(arch: &str) -> &'static Architecture {
     Architecture::named(arch).unwrap_or(&ARCHITECTURES[0])
 }
@@ -92,14 +92,14 @@ fn all_options(arch: &str, defines: Vec<String>) -> Vec<String> {
         "-std=c++17".into(),
         "--ptxas-options=-v".into(),
         "-lineinfo".into(),
-        "--device-as-default-execution-space".into(), // lambdas are the device's
+        "--device-as-default-execution-space".into(), // lambdas are device code
     ];
     options.extend(row(arch).defines());
     options.extend(defines);
     options
 }
 
-/// Device sources as one text: those that this build holds, or the files of `$AMK_KERNEL_DIR` (a copy of the `vm-device` folder), so that
+/// Device sources as one text: those embedded in this build, or the files of `$AMK_KERNEL_DIR` (a copy of the `vm-device` folder), so that
 /// work on the kernel needs no new build of the host.
 fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostError> {
     let dir = std::env::var_os("AMK_KERNEL_DIR").map(PathBuf::from);
@@ -121,7 +121,7 @@ fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostEr
     Ok(text)
 }
 
-/// The id that [`compile`] gives: a function of source, options and architecture alone, so it is known without a compiler.
+/// The id that [`compile`] returns: it depends only on source, options and architecture, so it is known without a compiler.
 #[must_use]
 pub fn kernel_id(variant: &Variant, arch: &str) -> String {
     build_id(&unit(row(arch).sources.iter()).unwrap_or_default(), &options(variant, arch))
@@ -209,7 +209,7 @@ fn read_cached(file: &Path, id: &str) -> Option<Cubin> {
     })
 }
 
-/// Failing to cache is not failing to compile: errors are dropped on purpose.
+/// Failing to cache is not failing to compile: errors are ignored on purpose.
 fn write_cached(file: &Path, image: &[u8], log: &str) {
     let mut rest = (image.len() as u64).to_le_bytes().to_vec();
     rest.extend_from_slice(image);
@@ -236,14 +236,14 @@ fn nvrtc_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Loads NVRTC once, by absolute path where one of the folders has it: its soname then satisfies cudarc's search.
+/// Loads NVRTC once, by absolute path if one of the folders has it: its soname then satisfies cudarc's search.
 fn load_nvrtc() -> Result<(), HostError> {
     static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
     let loaded = LOADED.get_or_init(|| {
         for folder in nvrtc_folders() {
             preload(&folder);
         }
-        // SAFETY: only asks the dynamic loader whether the library can be opened.
+        // SAFETY: only checks with the dynamic loader whether the library can be opened.
         if unsafe { sys::is_culib_present() } {
             return Ok(());
         }
@@ -332,7 +332,7 @@ pub fn resources(log: &str) -> Vec<Resources> {
         before.split_whitespace().last().and_then(|word| word.parse().ok()).unwrap_or_default()
     };
     let mut found: Vec<Resources> = Vec::new();
-    let mut current = String::new(); // the function that the next numbers are of: a kernel, or one that it calls
+    let mut current = String::new(); // the function that the next numbers belong to: a kernel, or one that it calls
     for line in log.lines() {
         let name =
             |marker: &str| line.split(marker).nth(1).map(|rest| rest.trim_matches('\'').to_owned());

@@ -1,4 +1,4 @@
-//! The few driver calls that we make, each checked. Raw handles live here and in `memory`; nothing else sees them.
+//! Checked wrappers of the few driver calls that we make. Raw handles stay here and in `memory`.
 
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::error::HostError;
 
-/// What a driver call gave, or which one failed and why.
+/// The result of a driver call, or which one failed and why.
 pub(crate) fn called<T>(call: &'static str, made: Result<T, DriverError>) -> Result<T, HostError> {
     made.map_err(|error| {
         let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
@@ -16,7 +16,7 @@ pub(crate) fn called<T>(call: &'static str, made: Result<T, DriverError>) -> Res
     })
 }
 
-/// Whether what was asked about is over; that it is not is no failure.
+/// Whether the queried work is done; "not ready" is not a failure.
 fn over(call: &'static str, made: Result<(), DriverError>) -> Result<bool, HostError> {
     match made {
         Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
@@ -24,7 +24,7 @@ fn over(call: &'static str, made: Result<(), DriverError>) -> Result<bool, HostE
     }
 }
 
-/// What is known of the device, for reports and comparability.
+/// Properties of the device, for reports and comparability.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceInfo {
     /// Marketing name.
@@ -45,13 +45,13 @@ pub struct DeviceInfo {
     pub memory_bytes: u64,
 }
 
-/// A device. Looking at it makes no context, so it takes no memory there and nobody sees this process on it.
+/// A device. Querying it makes no context, so it takes no memory there and this process is not listed on it.
 pub(crate) struct Device(sys::CUdevice);
 
 impl Device {
-    /// Initialises the driver, and finds the device of a number.
+    /// Initialises the driver, and finds the device with this ordinal.
     pub(crate) fn at(ordinal: u32) -> Result<Self, HostError> {
-        // SAFETY: only asks the dynamic loader whether the library can be opened. Without this check cudarc panics.
+        // SAFETY: only checks with the dynamic loader whether the library can be opened. Without this check cudarc panics.
         if !unsafe { sys::is_culib_present() } {
             return Err(HostError::NoDriver);
         }
@@ -180,7 +180,7 @@ impl Stream {
         called("cuMemcpyDtoHAsync", made.result())
     }
 
-    /// Writes a word of device memory behind everything in this stream, a fence of the whole system in front: whoever sees the word sees
+    /// Writes a word of device memory after everything in this stream, with a system-wide fence before it: a reader that sees the word sees
     /// what was copied before. No kernel is involved.
     pub(crate) fn write_value(&self, target: u64, value: u32) -> Result<(), HostError> {
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
@@ -234,7 +234,7 @@ impl Event {
         called("cuEventSynchronize", unsafe { result::event::synchronize(self.0) })
     }
 
-    /// Whether what was recorded is over. Does not wait.
+    /// Whether the recorded work is done. Does not wait.
     pub(crate) fn is_reached(&self) -> Result<bool, HostError> {
         // SAFETY: the event is live.
         over("cuEventQuery", unsafe { result::event::query(self.0) })
@@ -255,7 +255,7 @@ impl Drop for Event {
     }
 }
 
-/// A loaded image. Its functions are looked up at once: a lookup behind a resident kernel may wait for it.
+/// A loaded image. Its functions are looked up at once: a lookup while a kernel is resident may wait for it.
 pub(crate) struct Module {
     handle: sys::CUmodule,
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The C++ compiler, or none where the environment says that there need be none.
+/// The C++ compiler, or `None` if the environment excuses its absence.
 pub(crate) fn compiler() -> Option<String> {
     let name = std::env::var("CXX").unwrap_or_else(|_| "g++".into());
     let asked = Command::new(&name).arg("--version").stdout(Stdio::null()).status();
@@ -15,8 +15,8 @@ pub(crate) fn compiler() -> Option<String> {
     None
 }
 
-/// What `tests/emulated/<program>.cpp` prints with these device sources in front of it, given `input` as a file. `spoil` replaces a text
-/// of the sources by another: a mistake that the test must notice.
+/// Output of `tests/emulated/<program>.cpp`, compiled after these device sources, given `input` as a file. `spoil` replaces a text of the
+/// sources by another: a mutation that the test must detect.
 pub(crate) fn run(
     compiler: &str,
     program: &str,
@@ -53,7 +53,7 @@ pub(crate) fn run(
     }
 }
 
-/// Tasks that run where the numbers start at `first`.
+/// Runs tasks whose numbers start at `first`.
 #[test]
 fn the_task_prefetcher_never_overruns_its_consumers_where_the_numbers_wrap() {
     let Some(compiler) = compiler() else { return };
@@ -66,7 +66,7 @@ fn the_task_prefetcher_never_overruns_its_consumers_where_the_numbers_wrap() {
     }
     let near_wrap = 0_u32.wrapping_sub(32);
     for (from, to) in [
-        // The guard as it once was: open for the first six tasks, and again behind the wrap.
+        // The former guard: open for the first six tasks, and again after the wrap.
         ("next - done <= STAGED - 3", "next - done <= STAGED - 3 || next < STAGED - 2"),
         ("(int32_t)(staged - number) > 0", "staged > number"),
         ("next - done <= STAGED - 3", "next <= done + STAGED - 3"),

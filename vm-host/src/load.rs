@@ -1,4 +1,4 @@
-//! A verified program to device tables. Addresses are patched in here and nowhere else.
+//! Translates a verified program to device tables. This is the only place that patches addresses.
 
 use std::collections::BTreeMap;
 
@@ -11,22 +11,22 @@ use vm_device::Variant;
 use crate::error::HostError;
 use crate::pages::PageLayout;
 
-/// Bytes between two counters: one sector each, so that polls of one do not disturb another.
+/// Bytes between two counters: one sector each, so that polls of one do not slow down accesses to another.
 const COUNTER_BYTES: u64 = 32;
 
 /// Device addresses of everything that does not depend on the schedule.
 pub(crate) struct Residents {
     /// Of each packed matrix, by `MatrixId`.
     pub(crate) matrices: Vec<u64>,
-    /// Of each packed matrix: units that land before its first.
+    /// Units that arrive before the first of each packed matrix.
     pub(crate) weight_stream_starts: Vec<u32>,
-    /// The matrices that they hold, to refuse a program of another model.
+    /// The packed matrices, to refuse a program of another model.
     pub(crate) matrix_table: Vec<ir::program::Matrix>,
     /// Constants by the tensors that they are made of.
     pub(crate) constants: BTreeMap<String, u64>,
     /// Rotary cosines and sines, `[kv_capacity][head_dim / 2][2]`.
     pub(crate) rope: u64,
-    /// Key/value caches by layer: where page zero is.
+    /// Key/value caches by layer: address of page zero.
     pub(crate) caches: Vec<u64>,
     pub(crate) layout: PageLayout,
     /// Pages that sessions can have.
@@ -40,7 +40,7 @@ pub(crate) struct Residents {
     pub(crate) seqs: u32,
 }
 
-/// Names a constant by its content, the same for every program of a model.
+/// Identifies a constant by its content, the same for every program of a model.
 pub(crate) fn constant_key(map: &RowMap) -> String {
     format!(
         "{:?}",
@@ -82,14 +82,14 @@ pub(crate) fn rope_table(inv_freq: &[f32], positions: u32) -> Vec<f32> {
     table
 }
 
-/// A program as bytes for a region of device memory that starts at `base`: the header first, then its tables; behind them the
-/// counters, to be zeroed, and the activation arena, to be poisoned: a word that is read before it is written must be seen.
+/// A program's image for a region of device memory at `base`: the header first, then its tables. After them come the counters, to be
+/// zeroed, and the activation arena, to be poisoned so that reading a word before it is written is detected.
 pub(crate) struct Image {
     /// Header and tables.
     pub(crate) bytes: Vec<u8>,
-    /// Bytes behind them that must be zero: the counters.
+    /// Bytes after them that must be zero: the counters.
     pub(crate) zeroed: u64,
-    /// Bytes behind those to be filled with ones, which is not a number as an f32 and no tag.
+    /// Bytes after those to be filled with ones, which is NaN as an f32 and no valid tag.
     pub(crate) poisoned: u64,
 }
 
@@ -161,8 +161,8 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
     Ok(())
 }
 
-/// Refuses a program for a kernel that was compiled for other attention: whether queries and keys are normalised is compiled in, so a task
-/// that disagrees would read its norm from nowhere, or leave it out.
+/// Refuses a program if the kernel was compiled for another attention: whether queries and keys are normalised is compiled in, so a task
+/// that disagrees would read its norm from nowhere, or omit it.
 pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), HostError> {
     let group = program.dims.heads / program.dims.kv_heads.max(1);
     if (program.dims.head_dim, group) != (variant.head_dim, variant.group) {
@@ -218,19 +218,19 @@ fn seq_bytes(program: &Program) -> Result<u32, HostError> {
     })
 }
 
-/// How a worker's shared memory is divided.
+/// Layout of a worker's shared memory.
 #[derive(Debug, PartialEq, Eq)]
 struct Room {
     stages: u32,
     x_bytes: u32,
 }
 
-/// Stages that a ring must have: one to be multiplied while another lands.
+/// Least number of stages of a ring: one to be multiplied while another is filled.
 const STAGES_MIN: u32 = 2;
 
 impl Room {
-    /// A schedule's ring fits beside the activations of one sequence, since `validate` says so. Those of several may be more: then the ring has as
-    /// many stages as there is room for, which changes how far the stream runs ahead and nothing else.
+    /// A schedule's ring fits beside the activations of one sequence, which `validate` checks. Those of several may be larger: then the ring has as
+    /// many stages as fit, which changes only how far the stream runs ahead.
     fn new(program: &Program, seqs: u32, shared_bytes: u32) -> Result<Self, HostError> {
         let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
         let (x_bytes, least) = match seqs {
@@ -307,7 +307,7 @@ fn wire_load(
     }
 }
 
-/// Where page zero of a layer's keys and values is.
+/// Address of page zero of a layer's keys and values.
 fn cache(program: &Program, buffer: BufferId, residents: &Residents) -> u64 {
     let BufferSource::KvCache { layer } = program.buffers[buffer.index()].source else {
         unreachable!("attention of a verified program is over a cache");

@@ -1,7 +1,7 @@
-//! Ways to make a running device wait for what never comes: for tests of those who must notice. Compiled with the feature `faults`
-//! only, which nothing but tests asks for.
+//! Faults that make a running device wait forever, for tests of the code that must notice. Compiled only with the feature `faults`, which
+//! only tests enable.
 //!
-//! Programs are spoiled on the device, behind the proof that they were verified: nothing here makes a `Verified<Program>`.
+//! Programs are spoiled on the device, after their verification: nothing here makes a `Verified<Program>`.
 
 use abi::{NONE, ProgramHeader, Queue, Task};
 use ir::program::{Program, Verified};
@@ -9,7 +9,7 @@ use ir::program::{Program, Verified};
 use crate::error::HostError;
 use crate::machine::Resident;
 
-/// What goes wrong.
+/// The kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// A task does not signal the counter that others wait for.
@@ -20,11 +20,11 @@ pub enum Fault {
     WrongThreshold,
     /// A worker's load list is empty, and its tasks wait for bytes.
     StuckLoader,
-    /// A command is lost: the device waits for one entry of the ring, the host writes the next.
+    /// A command is lost: the device waits for one entry of the ring, while the host writes the next.
     LostCommand,
     /// Every word of the ring that the host can write is overwritten.
     ScribbledRing,
-    /// The tasks are at an address that nobody has.
+    /// The tasks are at an unmapped address.
     BadAddress,
 }
 
@@ -42,10 +42,10 @@ impl Fault {
 }
 
 impl Resident {
-    /// Makes the next command meet a fault. A program is loaded beside the current one, spoiled there and switched to.
+    /// Makes the next command meet a fault: loads a program beside the current one, spoils it there and switches to it.
     ///
     /// # Errors
-    /// If that fails, or the program has nothing that can go wrong so.
+    /// If that fails, or the fault does not apply to the program.
     pub fn spoil(&mut self, program: &Verified<Program>, fault: Fault) -> Result<(), HostError> {
         match fault {
             Fault::LostCommand => self.idle().memory.ring.lose_one(),
@@ -94,17 +94,17 @@ impl Resident {
     }
 }
 
-/// The tables of a program, as the device has them.
+/// The tables of a program, as on the device.
 struct Tables {
     tasks: Vec<Task>,
     queues: Vec<Queue>,
 }
 
 impl Tables {
-    /// Makes one edit. Nothing if there is no place for it.
+    /// Makes one edit. Returns `None` if no place in the program fits.
     fn spoil(&mut self, fault: Fault) -> Option<()> {
         let tasks = &self.tasks;
-        // A counter that is waited for, and who signals it.
+        // A counter that is waited for, and the task that signals it.
         let waits = |task: &Task| task.wait_len > 0;
         let waiter = tasks.iter().position(waits)?;
         let counter = tasks[waiter].wait_counter[0];

@@ -1,4 +1,4 @@
-//! Faults on a real device. Without one these tests say `skipped`; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! Faults on a real device. Without one these tests print `skipped`; with `AMK_REQUIRE_DEVICE=1` that is a failure.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::pages::CACHE_POISON;
 
 const DEADLINE: Duration = Duration::from_millis(300);
 
-/// A booted toy with its program, or nothing if there is no device.
+/// A booted toy with its program, or `None` if there is no device.
 fn toy() -> Option<(Model, Verified<Program>, Variant, Idle)> {
     let info = match crate::Card::default().info() {
         Ok(info) => info,
@@ -39,7 +39,7 @@ fn toy() -> Option<(Model, Verified<Program>, Variant, Idle)> {
     Some((model, program, variant, idle))
 }
 
-/// Sets the current program's counters back by half their range, so that no wait for one is ever over.
+/// Sets the current program's counters back by half their range, so that no wait for one ever ends.
 fn lose_signals(machine: &mut Resident, program: &Program) {
     let place = machine.current.place;
     let idle = machine.idle();
@@ -117,7 +117,7 @@ fn a_poisoned_session_holds_nothing() {
     machine.stop().expect("it stops");
 }
 
-/// What the host never sends: positions for which a session has no pages.
+/// A command that the host never sends: positions for which a session has no pages.
 #[test]
 fn a_command_for_positions_without_pages_is_refused_by_the_device() {
     let Some((_model, program, variant, idle)) = toy() else { return };
@@ -157,10 +157,10 @@ fn caches(machine: &mut Resident) -> Vec<u8> {
     all
 }
 
-/// Set in the process that is to lose its device.
+/// Set in the process that will lose its device.
 const DIES: &str = "AMK_TEST_DIES";
 
-/// An exception takes the process's context with it, so it is met in a process of its own.
+/// An exception destroys the process's context, so it is provoked in a child process.
 #[test]
 fn a_kernel_that_dies_is_reported_before_any_limit() {
     if std::env::var_os(DIES).is_some() {
@@ -179,7 +179,7 @@ fn a_kernel_that_dies_is_reported_before_any_limit() {
     assert!(output.status.success(), "{said}");
 }
 
-/// Sends the workers after tasks at an address that nobody has.
+/// Makes the workers read tasks at an unmapped address.
 fn die() {
     let Some((_model, program, variant, idle)) = toy() else { return };
     let mut machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
@@ -213,7 +213,7 @@ fn die() {
     assert!(machine.stop().is_err(), "the context is gone");
 }
 
-/// What is copied into fresh memory stays: zeroing it is over, though it is done in a stream that ours do not wait for.
+/// Data copied into fresh memory is not overwritten: its zeroing is complete, although it runs on a stream that ours do not wait for.
 #[test]
 fn fresh_memory_keeps_what_is_copied_in_at_once() {
     const BYTES: u64 = 1 << 30; // takes a card some 300 us to zero
@@ -222,7 +222,7 @@ fn fresh_memory_keeps_what_is_copied_in_at_once() {
         let buffer = DeviceBuffer::zeroed(BYTES).expect("memory");
         let (copied, end) = ([0xa5; 4096], buffer.address + BYTES - 4096);
         idle.memory.copier.upload(end, &copied).expect("a copy");
-        std::thread::sleep(Duration::from_millis(5)); // whatever is still under way elsewhere comes to its end
+        std::thread::sleep(Duration::from_millis(5)); // lets any work still running elsewhere finish
         let mut kept = [0; 4096];
         idle.memory.copier.download(end, &mut kept).expect("a copy");
         assert!(kept == copied, "round {round}: {:x?} ...", &kept[..8]);

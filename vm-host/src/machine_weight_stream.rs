@@ -1,4 +1,4 @@
-//! What a running machine does with weights that land meanwhile: says how far they are, compares them with their files.
+//! Weights that arrive while the machine runs: reports their progress, compares them with their files.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -18,33 +18,33 @@ use crate::memory::{Copier, DeviceBuffer};
 use crate::ring::RingHost;
 use crate::weight_stream::{LoadReport, Plan, WeightStream};
 
-/// How weights came in while the kernel was resident.
+/// How weights were loaded while the kernel was resident.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct WeightStreamReport {
-    /// What was read, how fast and from where.
+    /// Bytes, speed and method of the reads.
     #[serde(flatten)]
     pub load: LoadReport,
     /// Times that a worker's loader waited for weights.
     pub waits: u32,
-    /// Seconds of all those waits together, over all workers.
+    /// Total seconds of those waits, over all workers.
     pub waited_s: f64,
 }
 
-/// A tensor on the device beside the same in its file.
+/// A tensor on the device compared with its file.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TensorCheck {
     /// Its name.
     pub tensor: String,
     /// Bytes.
     pub bytes: u64,
-    /// blake3 of what is on the device.
+    /// blake3 of the bytes on the device.
     pub device: String,
-    /// blake3 of what is in the file.
+    /// blake3 of the bytes in the file.
     pub file: String,
 }
 
 impl TensorCheck {
-    /// Whether they are the same.
+    /// Whether they are equal.
     #[must_use]
     pub fn equal(&self) -> bool {
         self.device == self.file
@@ -52,14 +52,14 @@ impl TensorCheck {
 }
 
 impl Idle {
-    /// Waits until all weights are there: kernels that are not the resident one do not know how to wait for them.
+    /// Waits until all weights have arrived: only the resident kernel can wait for them itself.
     pub(super) fn weights_here(&self) -> Result<(), HostError> {
         self.weight_stream.as_ref().map_or(Ok(()), WeightStream::wait)
     }
 }
 
 impl Resident {
-    /// How the weights came in, and who waited for them.
+    /// How the weights were loaded, and how long workers waited for them.
     ///
     /// # Errors
     /// If a copy fails.
@@ -71,7 +71,7 @@ impl Resident {
         Ok(WeightStreamReport { load: idle.load_report(), waits, waited_s })
     }
 
-    /// Compares every matrix on the device with its file, tensor by tensor. Takes as long as copying them all back.
+    /// Compares every matrix on the device with its file, tensor by tensor. Takes as long as copying all of them back.
     ///
     /// # Errors
     /// If a copy fails.
@@ -105,7 +105,7 @@ impl Resident {
 pub(super) const WEIGHT_STREAM_COUNTS: u64 =
     (offset_of!(abi::WeightStream, reserved) - offset_of!(abi::WeightStream, waits)) as u64;
 
-/// The order in which weights stream in, and what the device is to know of it: how far they are, or that they are all there.
+/// The order in which weights are streamed, and the device's initial watermark: how far they are, or that all have arrived.
 pub(super) fn place_weight_stream(
     program: &Program,
     options: &BootOptions,
@@ -125,7 +125,7 @@ pub(super) fn place_weight_stream(
     let weight_stream = abi::WeightStream {
         watermark: if options.streaming.is_some() { 0 } else { abi::WATERMARK_ALL },
         embedding: embeddings.max().unwrap_or(0),
-        // The host gives up after two limits: the device must not be first.
+        // The host gives up after two limits: the device must not give up first.
         patience: (limit.as_nanos() * 4 / options.deadline.as_nanos().max(1) + 2) as u32,
         ..abi::WeightStream::default()
     };
@@ -133,7 +133,7 @@ pub(super) fn place_weight_stream(
     Ok((plan, block))
 }
 
-/// Waits for a command. One that waits for weights may take as long as they do, which their weight streaming bounds.
+/// Waits for a command. If it waits for weights, it may take as long as they do, for which the weight stream has its own limit.
 pub(super) fn wait_for_answer(
     ring: &mut RingHost,
     kernel: &Stream,
@@ -161,7 +161,7 @@ fn rows_by_tensor(matrix: &Matrix) -> BTreeMap<TensorId, Vec<u32>> {
     all
 }
 
-/// blake3 of packed rows as they lie in their file.
+/// blake3 of packed rows in the layout of their file.
 fn unpacked_hash(matrix: &Matrix, packed: &[u8], rows: &[u32]) -> String {
     let row_bytes = matrix.format.row_bytes(matrix.cols);
     let tile_bytes = (matrix.units_per_tile() * abi::UNIT_BYTES) as usize;

@@ -1,5 +1,5 @@
-//! Weights that land while the kernel is resident, on a real device: the same bytes and tokens as loaded before, and every way to fail.
-//! Without a device these tests say `skipped`; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! Weights that arrive while the kernel is resident, on a real device: the same bytes and tokens as when loaded before, and every failure.
+//! Without a device these tests print `skipped`; with `AMK_REQUIRE_DEVICE=1` that is a failure.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::weight_stream::{ReadBy, Streaming};
 
 const DEADLINE: Duration = Duration::from_millis(300);
 const LIMIT: Duration = Duration::from_millis(1000);
-/// Of each piece: longer than a step, so that every layer is waited for.
+/// Delay per piece: longer than a step, so that every layer is waited for.
 const SLOW: Duration = Duration::from_millis(60);
 const PROMPT: [u32; 5] = [1, 2, 3, 4, 5];
 const TOKENS: u32 = 8;
@@ -76,7 +76,7 @@ impl Subject {
         idle.launch(self.variant, &self.program).unwrap_or_else(|e| panic!("{}", e.1))
     }
 
-    /// Bytes of all matrices as they are on the device.
+    /// Bytes of all matrices on the device.
     fn packed(&self, machine: &mut Resident) -> Vec<Vec<u8>> {
         let idle = machine.idle();
         let residents = &idle.memory.residents;
@@ -92,7 +92,7 @@ impl Subject {
         machine.decode(0, 0, &PROMPT, TOKENS, &[], true)
     }
 
-    /// What a machine with all weights there from the beginning answers.
+    /// The answer of a machine whose weights are all loaded before the launch.
     fn expected(&self) -> (Vec<u32>, Vec<Vec<f32>>, Vec<Vec<u8>>) {
         let mut machine = self.resident(None, &|source| source);
         let tokens = Self::decode(&mut machine).expect("it decodes").tokens;
@@ -141,7 +141,7 @@ fn decoding_begins_before_the_weights_are_there_and_answers_the_same() {
             let (graph, weights) = (&subject.model.graph, &*subject.model.weights);
             let checks = machine.check_weights(graph, weights).expect("a comparison");
             assert!(checks.iter().all(TensorCheck::equal) && checks.len() > 10, "{checks:?}");
-            // Once everything is there nobody waits.
+            // Once everything has arrived there are no waits.
             let second = Subject::decode(&mut machine).expect("it decodes");
             assert_eq!(second.tokens, tokens);
             assert_eq!(machine.weight_stream_report().expect("a report").waits, report.waits);

@@ -28,7 +28,7 @@ impl DeviceBuffer {
         }
         let address = called("cuMemAlloc", made)?;
         let buffer = Self { address, bytes };
-        // The memset does not wait, and our streams do not wait for it: what is copied in next must not be zeroed then.
+        // The memset is asynchronous, and our streams do not wait for it: it must not zero what is copied in next.
         // SAFETY: the range was just allocated; null is the legacy stream, in which the memset is.
         unsafe {
             called("cuMemsetD8", result::memset_d8_sync(address, 0, bytes as usize))?;
@@ -45,7 +45,7 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Page-locked host memory that the device can address too. Cached, not write-combined: the host reads it.
+/// Page-locked host memory that the device can address too. Cached, not write-combined, because the host reads it.
 pub(crate) struct HostBuffer {
     host: *mut u8,
     /// The device's address of the same bytes.
@@ -76,33 +76,33 @@ impl HostBuffer {
         Ok(Self { host: host.cast(), device, bytes, _raw: PhantomData })
     }
 
-    /// The first byte. The device may write behind it, so no reference to the contents is ever made.
+    /// The first byte. The device may write to the buffer, so no reference to its contents is ever made.
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.host
     }
 
-    /// Copies `bytes` in at `offset`. The device is not reading that range.
+    /// Copies `bytes` in at `offset`. The device must not be reading that range.
     pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) {
         let place = self.range(offset, bytes.len());
         // SAFETY: in range; the caller promises that the device is not reading it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     }
 
-    /// Copies `out.len()` bytes from `offset`. The device is not writing that range.
+    /// Copies `out.len()` bytes from `offset`. The device must not be writing that range.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
         let place = self.range(offset, out.len());
         // SAFETY: in range; the caller promises that the device is not writing it.
         unsafe { std::ptr::copy_nonoverlapping(place, out.as_mut_ptr(), out.len()) };
     }
 
-    /// Where a range of so many bytes begins, which lies within the buffer.
+    /// Address of a range of this many bytes, checked to lie within the buffer.
     fn range(&self, offset: usize, bytes: usize) -> *mut u8 {
         let fits = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
         assert!(fits, "{bytes} bytes at {offset} of {}", self.bytes);
         self.host.wrapping_add(offset)
     }
 
-    /// So many words from `offset`, as [`read`](Self::read).
+    /// Reads this many words from `offset`, as [`read`](Self::read).
     pub(crate) fn read_words(&self, offset: usize, count: usize) -> Vec<u32> {
         let mut bytes = vec![0; count * 4];
         self.read(offset, &mut bytes);
@@ -117,17 +117,17 @@ impl Drop for HostBuffer {
     }
 }
 
-/// Bytes of one copy of a fill.
+/// Bytes per copy of a fill.
 const FILL_BYTES: usize = 4 << 20;
 
-/// Copies to and from the device through a page-locked buffer, in pieces. Safe beside a resident kernel: it only waits for its own stream.
+/// Copies to and from the device through a page-locked buffer, in pieces. Safe while a kernel is resident: it only waits for its own stream.
 pub(crate) struct Copier {
     stream: Stream,
     bounce: HostBuffer,
 }
 
 impl Copier {
-    /// With a buffer of so many bytes. Never called while a kernel is resident.
+    /// With a buffer of this many bytes. Never called while a kernel is resident.
     pub(crate) fn new(bytes: usize) -> Result<Self, HostError> {
         Ok(Self { stream: Stream::new()?, bounce: HostBuffer::zeroed(bytes)? })
     }
@@ -136,7 +136,7 @@ impl Copier {
         upload(&self.stream, &mut self.bounce, target, bytes)
     }
 
-    /// The same behind everything in another stream.
+    /// The same, ordered after everything in another stream.
     pub(crate) fn upload_behind(
         &mut self,
         stream: &Stream,
@@ -146,12 +146,12 @@ impl Copier {
         upload(stream, &mut self.bounce, target, bytes)
     }
 
-    /// Fills device memory by copies of a filled buffer: a memset may be a kernel, which a resident kernel leaves no room for.
+    /// Fills device memory by copies of a filled buffer: a memset may be a kernel, for which a resident kernel leaves no room.
     pub(crate) fn fill(&mut self, target: u64, bytes: u64, value: u8) -> Result<(), HostError> {
         self.fill_all(std::iter::once(target), bytes, value)
     }
 
-    /// Fills several ranges of so many bytes each, and waits once.
+    /// Fills several ranges of this many bytes each, and waits once.
     pub(crate) fn fill_all(
         &mut self,
         targets: impl Iterator<Item = u64>,
@@ -180,7 +180,7 @@ impl Copier {
         Ok(())
     }
 
-    /// So many values from an address on.
+    /// Reads this many values from an address on.
     pub(crate) fn values<T: bytemuck::Pod>(
         &self,
         source: u64,
@@ -191,7 +191,7 @@ impl Copier {
         Ok(values)
     }
 
-    /// Copies rows of numbers out, each into memory of its own.
+    /// Reads rows of numbers, each into a vector of its own.
     pub(crate) fn rows(
         &self,
         source: u64,
@@ -206,7 +206,7 @@ impl Copier {
         Ok(out)
     }
 
-    /// Copies as many rows of numbers out as `out` holds.
+    /// Reads as many rows of numbers as `out` holds.
     pub(crate) fn rows_into(
         &self,
         source: u64,
@@ -217,7 +217,7 @@ impl Copier {
         self.each_piece(source, &mut rows, len, |row, copy| copy(row))
     }
 
-    /// Rows in pieces: as many at a time as the bounce buffer holds, at least one. From there all cores copy.
+    /// Reads rows in pieces: as many at a time as the bounce buffer holds, at least one. All cores copy from there.
     fn each_piece<R: Send>(
         &self,
         source: u64,
@@ -239,7 +239,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Brings so many bytes into the bounce buffer.
+    /// Copies this many bytes into the bounce buffer.
     fn copy_out(&self, source: u64, bytes: usize) -> Result<(), HostError> {
         self.stream.copy_out(self.bounce.pointer(), source, bytes)?;
         self.stream.synchronize()

@@ -1,5 +1,5 @@
-//! What NVML says of a card: who uses it, its clocks and its driver. The library comes with the driver and is loaded at run time; where it
-//! is missing, or a container hides what is outside, nothing is known.
+//! NVML queries for a card: the processes on it, its clocks and its driver. The library comes with the driver and is loaded at run time. Where
+//! it is missing, or a container hides what is outside, nothing is known.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -9,7 +9,7 @@ use nvml_wrapper::enum_wrappers::device::Clock;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
-/// Reasons for clocks below the highest that slow a measurement down. An idle card and clocks that somebody set are none.
+/// Clock throttle reasons that slow a measurement down. An idle card and clocks that were set on purpose are not among them.
 const REASONS: [(ThrottleReasons, &str); 6] = [
     (ThrottleReasons::SW_POWER_CAP, "power cap"),
     (ThrottleReasons::HW_SLOWDOWN, "hardware slowdown"),
@@ -26,7 +26,7 @@ pub struct CardClocks {
     pub sm_mhz: u32,
     /// Of the memory.
     pub memory_mhz: u32,
-    /// What holds them down, in words.
+    /// Throttle reasons, as text.
     pub throttled: Vec<&'static str>,
 }
 
@@ -36,8 +36,8 @@ fn nvml() -> Option<&'static Nvml> {
     NVML.get_or_init(|| Nvml::init().ok()).as_ref()
 }
 
-/// Asks about the device with this id (of [`DeviceInfo`](crate::DeviceInfo)). Devices stay open once they were asked about: a reading is to
-/// cost microseconds.
+/// Queries the device with this id (of [`DeviceInfo`](crate::DeviceInfo)). Devices stay open after their first query, so that a reading costs
+/// microseconds.
 fn ask<T>(
     uuid: &str,
     question: impl FnOnce(&Device<'static>) -> Result<T, NvmlError>,
@@ -49,18 +49,18 @@ fn ask<T>(
     question(device.as_ref()?).ok()
 }
 
-/// Numbers of the processes that have a context on the device with this id, this one included if it has. Nothing if NVML cannot say. Inside
-/// a container numbers may be those of the host, and processes of others may be missing.
+/// Ids of the processes that have a context on the device with this id, including this one if it has. `None` if NVML cannot tell. Inside a
+/// container the ids may be those of the host, and processes of others may be missing.
 #[must_use]
 pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
-    // Drivers before 510 have the second version of the call only.
+    // Drivers before 510 have only the second version of the call.
     let processes = ask(uuid, |device| {
         device.running_compute_processes().or_else(|_| device.running_compute_processes_v2())
     });
     Some(processes?.into_iter().map(|process| process.pid).collect())
 }
 
-/// The clocks of the device with this id; nothing if NVML cannot say.
+/// The clocks of the device with this id; `None` if NVML cannot tell.
 #[must_use]
 pub fn card_clocks(uuid: &str) -> Option<CardClocks> {
     ask(uuid, |device| {
@@ -72,7 +72,7 @@ pub fn card_clocks(uuid: &str) -> Option<CardClocks> {
     })
 }
 
-/// The highest clocks of the device with this id, of its multiprocessors and its memory, in megahertz; nothing if NVML cannot say.
+/// The highest clocks of the device with this id, of its multiprocessors and its memory, in megahertz; `None` if NVML cannot tell.
 #[must_use]
 pub fn max_clocks(uuid: &str) -> Option<(u32, u32)> {
     ask(uuid, |device| {
@@ -80,7 +80,7 @@ pub fn max_clocks(uuid: &str) -> Option<(u32, u32)> {
     })
 }
 
-/// Version of the kernel driver, such as `580.159.04`; nothing if NVML cannot say.
+/// Version of the kernel driver, such as `580.159.04`; `None` if NVML cannot tell.
 #[must_use]
 pub fn driver_version() -> Option<String> {
     nvml()?.sys_driver_version().ok()
@@ -90,7 +90,7 @@ fn words(reasons: ThrottleReasons) -> Vec<&'static str> {
     REASONS.iter().filter(|(reason, _)| reasons.contains(*reason)).map(|&(_, word)| word).collect()
 }
 
-/// How NVML and `CUDA_VISIBLE_DEVICES` name the device with this id: `GPU-` and five groups; nothing if it is no id.
+/// The device with this id as NVML and `CUDA_VISIBLE_DEVICES` name it: `GPU-` and five groups; `None` if it is no id.
 #[must_use]
 pub fn visible_name(uuid: &str) -> Option<String> {
     if uuid.len() != 32 || !uuid.bytes().all(|byte| byte.is_ascii_hexdigit()) {

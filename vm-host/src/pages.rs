@@ -1,8 +1,8 @@
-//! Pages of the key/value cache: which session has which, and where they lie.
+//! Pages of the key/value cache: their allocation to sessions, and their layout.
 //!
-//! The cache of a layer is `[pages][2][kv_heads][KV_PAGE][head_dim]`. A session has a row of page numbers, in the order of its positions; the
-//! rows lie in device memory, and the kernel finds keys and values through them ([decision 021](../../docs/decisions/021-paged-key-value-caches.md)).
-//! All pages are there before the launch; between two commands of a session its row grows, and at its end the pages are given back.
+//! The cache of a layer is `[pages][2][kv_heads][KV_PAGE][head_dim]`. A session has a row of page numbers, in the order of its positions. The
+//! rows are in device memory, and the kernel finds keys and values through them ([decision 021](../../docs/decisions/021-paged-key-value-caches.md)).
+//! All pages are allocated before the launch. Between two commands of a session its row grows; at its end its pages are returned.
 
 use abi::{KV_ELEMENT_BYTES, KV_PAGE, KV_PAGES_MAX};
 use ir::program::{BufferSource, Program};
@@ -15,65 +15,65 @@ mod tables;
 pub(crate) use tables::CACHE_POISON;
 pub(crate) use tables::PageTables;
 
-/// How large the pool of pages is from which the sessions of a machine draw.
+/// Size of the page pool that the sessions of a machine share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum KvPool {
     /// Every session can have its full capacity.
     #[default]
     Full,
-    /// As the former if that fits, else what fits.
+    /// The same if that fits, else as many as fit.
     Fitting,
-    /// So many positions of all sessions together, rounded up to whole pages.
+    /// This many positions of all sessions together, rounded up to whole pages.
     Positions(u64),
 }
 
-/// There are not so many pages.
+/// Error: too few pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{wanted} more pages of {KV_PAGE} positions for session {session}; {unpromised} of {pages} are not promised to others: end a session, or set more aside (--kv-pool)"
 )]
 pub struct NoPages {
-    /// Who asked.
+    /// The requesting session.
     pub session: u32,
-    /// For how many more.
+    /// Additional pages requested.
     pub wanted: u32,
-    /// That nobody was promised.
+    /// Pages that are not promised.
     pub unpromised: u32,
-    /// That there are.
+    /// Pages in total.
     pub pages: u32,
 }
 
-/// What a pool holds at a moment.
+/// Occupancy of a pool at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Occupancy {
     /// Pages that sessions can have.
     pub pages: u32,
-    /// In which positions of some session lie.
+    /// Pages that hold positions of some session.
     pub held: u32,
-    /// Promised to sessions, those that they hold included.
+    /// Pages promised to sessions, including those that they hold.
     pub promised: u32,
 }
 
-/// Pages that so many positions take.
+/// Pages needed for this many positions.
 #[must_use]
 pub fn pages_of(positions: u32) -> u32 {
     positions.div_ceil(KV_PAGE)
 }
 
-/// What one session has.
+/// Pages of one session.
 #[derive(Clone, Debug, Default)]
 struct Share {
     /// In the order of its positions.
     held: Vec<u32>,
-    /// How many it may have without asking again; never fewer than it holds.
+    /// Number of pages that it may have without a new promise; never less than it holds.
     promised: u32,
 }
 
-/// The pages of a machine. A page is one session's or nobody's, and what was promised can be had: the promises are never more than the
-/// pages, so that a session that was let in never waits in the middle for another's end.
+/// The pages of a machine. A page belongs to one session or is free. Promises never exceed the pages, so that an admitted session never
+/// waits for another's end.
 #[derive(Clone, Debug)]
 pub struct PagePool {
-    /// Those of nobody; the last is the next to be given.
+    /// Free pages; the last is allocated next.
     free: Vec<u32>,
     shares: Vec<Share>,
     pages: u32,
@@ -81,7 +81,7 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// For so many sessions, with so many pages beside page zero, which is nobody's.
+    /// For `sessions` sessions, with `pages` pages besides page zero, which belongs to no session.
     #[must_use]
     pub fn new(sessions: u32, pages: u32) -> Self {
         let pages = pages.min(KV_PAGES_MAX - 1);
@@ -89,10 +89,10 @@ impl PagePool {
         Self { free: (1..=pages).rev().collect(), shares, pages, promised: 0 }
     }
 
-    /// Promises a session pages for its first so many positions. It keeps what it was promised before.
+    /// Promises a session pages for its first `positions` positions. It keeps what it was promised before.
     ///
     /// # Errors
-    /// If that is more than nobody was promised; then nothing has changed.
+    /// If too few pages are unpromised; then nothing has changed.
     pub fn promise(&mut self, session: u32, positions: u32) -> Result<(), NoPages> {
         let (pages, unpromised) = (self.pages, self.pages - self.promised);
         let Some(share) = self.shares.get_mut(session as usize) else {
@@ -107,7 +107,7 @@ impl PagePool {
         Ok(())
     }
 
-    /// Gives a session the pages that its first so many positions lack, promising them if they were not. How many there were before.
+    /// Allocates the pages that a session's first positions lack, promising them if they were not. Returns how many it had before.
     ///
     /// # Errors
     /// As [`promise`](Self::promise).
@@ -116,12 +116,12 @@ impl PagePool {
         let held = &mut self.shares[session as usize].held;
         let before = held.len();
         let lacking = (pages_of(positions) as usize).saturating_sub(before);
-        let rest = self.free.len() - lacking; // what is promised is there
+        let rest = self.free.len() - lacking; // promised pages are always available
         held.extend(self.free.drain(rest..).rev());
         Ok(before)
     }
 
-    /// Takes back what a session has, and what it was promised.
+    /// Takes back a session's pages and promises.
     pub fn release(&mut self, session: u32) {
         if let Some(share) = self.shares.get_mut(session as usize) {
             self.promised -= share.promised;
@@ -136,7 +136,7 @@ impl PagePool {
         self.shares.get(session as usize).map_or(&[], |share| &share.held)
     }
 
-    /// How full it is.
+    /// Its occupancy.
     #[must_use]
     pub fn occupancy(&self) -> Occupancy {
         let held = self.pages - self.free.len() as u32;
@@ -144,7 +144,7 @@ impl PagePool {
     }
 }
 
-/// How a layer's cache lies in its pages. The device's half is pages.cuh.
+/// Layout of a layer's cache in its pages. The device's half is pages.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageLayout {
     pub(crate) kv_heads: u32,
@@ -174,7 +174,7 @@ impl PageLayout {
 }
 
 /// Words of a session's row: a page for each part of the capacity, and one that is always zero, since a block that begins in the middle of
-/// the last page is copied in whole tiles. Whole lines of 16 bytes, which the loader takes at once.
+/// the last page is copied in whole tiles. Rounded up to lines of 16 bytes, which the loader copies at once.
 pub(crate) fn row_words(capacity: u32) -> u32 {
     (pages_of(capacity) + 1).next_multiple_of(8)
 }
@@ -187,11 +187,11 @@ pub(crate) fn page_bytes(program: &Program) -> u64 {
     layers * PageLayout::new(program.dims.kv_heads, program.dims.head_dim).page_bytes()
 }
 
-/// Pages that a pool is to have, page zero not counted, for so many sessions of a capacity. `room` is how many fit into memory, `spare` how many of
-/// them are left alone if they need not be taken.
+/// Size of a pool, without page zero, for `sessions` sessions of a capacity. `room` is how many pages fit into memory, `spare` how many of
+/// them stay free unless they are needed.
 ///
 /// # Errors
-/// With how many it would take, if they do not fit.
+/// The number of pages needed, if they do not fit.
 pub(crate) fn pool_pages(
     pool: KvPool,
     (sessions, capacity): (u32, u32),

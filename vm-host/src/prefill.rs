@@ -1,8 +1,8 @@
-//! A prompt in chunks: matrix products over many tokens by ordinary kernels, while no kernel is resident.
+//! Prompts in chunks: matrix products over many tokens by ordinary kernels, while no kernel is resident.
 //!
-//! The kernels read what the resident kernel reads, packed weights, constants, rotary table, and append keys and values to the same caches in the
-//! same form, so whoever decodes next goes on from there. Of the last layer nothing is needed behind its keys and values, but for the
-//! tile of tokens whose logits are asked for. Decision 019.
+//! The kernels read the same packed weights, constants and rotary table as the resident kernel, and append keys and values to the same caches
+//! in the same form, so a later decode continues from there. After the last layer's keys and values, only the tile of tokens whose logits are
+//! requested is computed. Decision 019.
 
 use std::time::{Duration, Instant};
 
@@ -23,41 +23,41 @@ mod plan;
 pub(crate) use cached::unpacked;
 use plan::{LayerPlan, Lookup, Packed, Plan};
 
-/// Tokens of a chunk: more make the products no faster, and take more memory.
+/// Tokens per chunk: more make the products no faster, and take more memory.
 const CHUNK_TOKENS: u32 = 2048;
-/// Tokens that every form of the matrix products and of the attention takes in whole blocks.
+/// Token granule: a multiple of the block of every form of the matrix products and of the attention.
 const BLOCK_TOKENS: u32 = 128;
-/// Threads of a block of the attention: a warp has 16 of its tokens.
+/// Threads per block of the attention: a warp has 16 of its tokens.
 const ATTEND_THREADS: u32 = ATTEND_TOKENS * 2;
 /// Columns of a unit of 16-bit elements.
 const UNIT_COLS: u32 = abi::UNIT_ROW_BYTES / 2;
 /// Bytes of an element of queries, keys and values.
 const HALF_BYTES: u32 = 2;
-/// How long a chunk may take. It takes milliseconds; nothing in it waits for anything.
+/// Limit for one chunk. It takes milliseconds; nothing in it waits.
 const CHUNK_LIMIT: Duration = Duration::from_secs(20);
 
-/// The form of a block of the matrix products.
+/// Block shape of the matrix products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GemmShape {
-    /// Whichever is likely the fastest for the matrix and the number of tokens.
+    /// The one that is likely the fastest for the matrix and the number of tokens.
     #[default]
     Auto,
-    /// 128 tokens by 256 rows, with products of whole warpgroups.
+    /// 128 tokens by 256 rows, with warpgroup products.
     Group,
-    /// 64 tokens by 64 rows, with products of warps, four blocks a multiprocessor.
+    /// 64 tokens by 64 rows, with warp products, four blocks per multiprocessor.
     Small,
 }
 
-/// How a prompt is run in chunks.
+/// Options for running a prompt in chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillOptions {
-    /// 16-bit halves that a vector is multiplied as: 1 or 2.
+    /// Number of 16-bit halves into which a vector is split for multiplication: 1 or 2.
     pub vector_halves: u32,
-    /// Blocks of the matrix products.
+    /// Block shape of the matrix products.
     pub shape: GemmShape,
-    /// Tokens of a chunk at most; a multiple of 128.
+    /// Tokens per chunk at most; a multiple of 128.
     pub chunk: u32,
-    /// Time every kernel. It takes longer then.
+    /// Time every kernel. This slows the run down.
     pub profile: bool,
 }
 
@@ -67,33 +67,33 @@ impl Default for PrefillOptions {
     }
 }
 
-/// What all launches of a kernel took.
+/// Total of all launches of a kernel.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct KernelTime {
-    /// Which.
+    /// Name of the kernel.
     pub kernel: &'static str,
-    /// How often.
+    /// Number of launches.
     pub launches: u32,
-    /// Microseconds, all together.
+    /// Microseconds in total.
     pub us: f64,
-    /// Multiplications and additions that the model asks for.
+    /// Multiplications and additions that the model requires.
     pub flop: f64,
 }
 
-/// A prompt that was run.
+/// Result of running a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefilled {
-    /// Chunks that it took.
+    /// Number of chunks.
     pub chunks: u32,
     /// Microseconds from the first kernel to the last, by the device's events.
     pub device_us: f64,
-    /// Multiplications and additions that the model asks for.
+    /// Multiplications and additions that the model requires.
     pub flop: f64,
     /// By kernel, if they were timed.
     pub kernels: Vec<KernelTime>,
 }
 
-/// Why prompts of a model cannot be run in chunks, if they cannot.
+/// The reason why a model's prompts cannot be run in chunks, or `None` if they can.
 #[must_use]
 pub fn prefill_refused(graph: &Graph) -> Option<String> {
     (graph.dtype == DType::F32).then(|| {
@@ -111,7 +111,7 @@ struct Kernels {
     small: [Function; 3],
 }
 
-/// What becomes of a matrix's products; the order of `Kernels::group`.
+/// What is done with a matrix's products; in the order of `Kernels::group`.
 #[derive(Clone, Copy)]
 enum Finish {
     Store,
@@ -154,8 +154,8 @@ struct GemmBlock {
     rows: u32,
     stages: u32,
     threads: u32,
-    /// Microseconds that a unit of columns takes a multiprocessor with so many of its blocks beside each other, from one to as many as fit: measured on an
-    /// H200 (docs/explanation/performance.md). Only how they compare matters.
+    /// Microseconds that a multiprocessor takes for a unit of columns with this many blocks side by side, from one to as many as fit: measured
+    /// on an H200 (docs/explanation/performance.md). Only their ratios matter.
     us: &'static [f64],
 }
 
@@ -178,12 +178,12 @@ impl GemmBlock {
         tokens.div_ceil(self.tokens) * (tiles * abi::UNIT_ROWS).div_ceil(self.rows)
     }
 
-    /// Blocks that a multiprocessor holds.
+    /// Blocks that fit on a multiprocessor.
     fn beside(&self) -> u32 {
         self.us.len() as u32
     }
 
-    /// Microseconds of a unit of a matrix's columns: rounds over all multiprocessors, the last of which may have fewer blocks each.
+    /// Estimated microseconds for a unit of a matrix's columns: rounds over all multiprocessors; in the last each may have fewer blocks.
     fn cost(&self, tokens: u32, tiles: u32, sms: u32) -> f64 {
         let blocks = self.count(tokens, tiles);
         let (full, rest) = (blocks / (self.beside() * sms), blocks % (self.beside() * sms));
@@ -192,12 +192,12 @@ impl GemmBlock {
     }
 }
 
-/// Bytes of shared memory of a block of the attention: keys and values, twice.
+/// Bytes of shared memory per block of the attention: keys and values, double-buffered.
 fn attend_shared(head_dim: u32) -> u32 {
     2 * 2 * ATTEND_KEYS * head_dim * HALF_BYTES
 }
 
-/// The form that is likely the fastest for a matrix, unless one is asked for.
+/// The shape that is likely the fastest for a matrix, unless one is requested.
 fn choose(asked: GemmShape, tokens: u32, tiles: u32, sms: u32) -> GemmShape {
     let cost = |shape| gemm_block(shape).cost(tokens, tiles, sms);
     match asked {
@@ -233,18 +233,18 @@ pub(crate) struct Prefill {
     eps: f32,
     scale: f32,
     sms: u32,
-    _module: Module, // dropped last: the kernels are its
+    _module: Module, // dropped last: the kernels belong to it
 }
 
-/// One run: what is being put into a stream.
+/// State of one run: what has been enqueued on a stream.
 struct Run<'a> {
     prefill: &'a Prefill,
     stream: &'a Stream,
     shape: GemmShape,
-    /// Of kernels that are timed: name, flop, begin and end.
+    /// Timed kernels: name, flop, begin and end.
     marks: Option<Vec<(&'static str, f64, Event, Event)>>,
     flop: f64,
-    /// Where the session's row of pages is.
+    /// Address of the session's row of pages.
     pages: u64,
 }
 
@@ -299,14 +299,14 @@ impl Prefill {
         })
     }
 
-    /// Whether it is what these options ask for.
+    /// Whether it was built with these options.
     pub(crate) fn serves(&self, graph: &Graph, options: &PrefillOptions) -> bool {
         self.variant == variant(graph, options)
             && self.chunk == chunk_tokens(options.chunk, self.plan.capacity)
     }
 
-    /// Runs `tokens` from `start` of a session: their keys and values into its pages and, with `logits`, the last one's logits into the first row of
-    /// those. The request was checked, and the session has pages for it.
+    /// Runs `tokens` from `start` of a session: their keys and values go to its pages and, with `logits`, the last one's logits to the first row of
+    /// logits. The request was checked, and the session has pages for it.
     pub(crate) fn run(
         &self,
         stream: &Stream,
@@ -360,13 +360,13 @@ fn variant(graph: &Graph, options: &PrefillOptions) -> PrefillVariant {
     }
 }
 
-/// Tokens of a chunk: whole blocks, and no more than the cache can hold.
+/// Tokens per chunk: whole blocks, and no more than the cache can hold.
 fn chunk_tokens(asked: u32, capacity: u32) -> u32 {
     let blocks = |tokens: u32| tokens.next_multiple_of(BLOCK_TOKENS);
     blocks(asked.max(1)).min(blocks(capacity))
 }
 
-/// Waits for what is in the stream, which ends by itself.
+/// Waits for all work on the stream, which ends by itself.
 fn wait(stream: &Stream) -> Result<(), HostError> {
     let began = Instant::now();
     while !stream.is_done()? {
@@ -378,7 +378,7 @@ fn wait(stream: &Stream) -> Result<(), HostError> {
     Ok(())
 }
 
-/// Adds up by kernel, in the order of their first launches.
+/// Sums per kernel, in the order of their first launches.
 fn times(marks: Vec<(&'static str, f64, Event, Event)>) -> Result<Vec<KernelTime>, HostError> {
     let mut all: Vec<KernelTime> = Vec::new();
     for (kernel, flop, begin, end) in marks {
@@ -394,7 +394,7 @@ fn times(marks: Vec<(&'static str, f64, Event, Event)>) -> Result<Vec<KernelTime
     Ok(all)
 }
 
-/// Which tokens of a chunk a kernel goes over.
+/// The tokens of a chunk that a kernel processes.
 #[derive(Clone, Copy)]
 struct Rows {
     first: u32, // a multiple of 128
@@ -402,7 +402,7 @@ struct Rows {
 }
 
 impl Run<'_> {
-    /// Launches a kernel. Each value is one parameter of it, in the order of its declaration; the low bytes count.
+    /// Launches a kernel. Each value is one of its parameters, in the order of its declaration; the low bytes are used.
     fn launch(
         &mut self,
         name: &'static str,
@@ -437,7 +437,7 @@ impl Run<'_> {
             if index == last && !logits {
                 return Ok(());
             }
-            // Behind the last keys and values only the last token counts.
+            // After the last keys and values, only the last token is needed.
             let first = (count - 1) / BLOCK_TOKENS * BLOCK_TOKENS;
             let rows = if index == last { Rows { first, count: count - first } } else { all };
             self.attention(layer, start, rows)?;
@@ -449,7 +449,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Of a layer what is behind its attention.
+    /// The part of a layer after its attention.
     fn mlp(&mut self, layer: &LayerPlan, rows: Rows) -> Result<(), HostError> {
         let Buffers { residual, normed, attended, hidden, .. } = &self.prefill.buffers;
         let (attended, hidden) = (attended.address, hidden.address);
@@ -459,12 +459,12 @@ impl Run<'_> {
         self.gemm("down", Finish::Residual, &layer.down, hidden, residual.address, rows)
     }
 
-    /// Words of a row of the residual stream.
+    /// Words per row of the residual stream.
     fn stride(&self) -> u32 {
         self.prefill.hidden.next_multiple_of(abi::UNIT_ROWS)
     }
 
-    /// Address of the vector of a token, the first of its tile.
+    /// Address of a token's vector; the token is the first of its tile.
     fn vector(&self, buffer: u64, token: u32, units: u32) -> u64 {
         buffer + u64::from(token / abi::UNIT_ROWS) * u64::from(units) * self.prefill.unit_bytes
     }
@@ -496,7 +496,7 @@ impl Run<'_> {
         self.launch("norm", 0.0, &kernels.norm, (rows.count, PREFILL_THREADS, 0), &mut values)
     }
 
-    /// Vectors of `x` times a matrix, into rows or, for the hidden layer, vectors.
+    /// Multiplies the vectors of `x` by a matrix, into rows or, for the hidden layer, vectors.
     fn gemm(
         &mut self,
         name: &'static str,
@@ -564,7 +564,7 @@ impl Run<'_> {
 
     fn attention(&mut self, layer: &LayerPlan, start: u32, rows: Rows) -> Result<(), HostError> {
         let Prefill { kernels, buffers, variant, heads, kv_heads, .. } = self.prefill;
-        let q_bytes = heads * variant.head_dim * 2 * HALF_BYTES; // of a token
+        let q_bytes = heads * variant.head_dim * 2 * HALF_BYTES; // per token
         let grid = rows.count.div_ceil(ATTEND_TOKENS) * heads;
         let units = layer.o.units;
         let mut values = [
@@ -588,7 +588,7 @@ impl Run<'_> {
         self.launch("attention", flop, &kernels.attention, place, &mut values)
     }
 
-    /// Logits of the last of `rows`.
+    /// Logits of the last token of `rows`.
     fn logits(&mut self, rows: Rows) -> Result<(), HostError> {
         let Prefill { kernels, buffers, plan, vocab, hidden, sms, .. } = self.prefill;
         self.norm(plan.final_norm, rows)?;
@@ -611,7 +611,7 @@ impl Run<'_> {
 mod tests {
     use super::*;
 
-    /// The choice at what was measured, where one form was at least 10 % faster than the other.
+    /// The estimate picks the faster shape wherever a measurement showed at least 10 % difference.
     #[test]
     fn the_form_that_was_measured_to_be_faster_is_chosen() {
         use GemmShape::{Auto, Group, Small};

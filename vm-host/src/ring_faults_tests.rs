@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use super::{RingHost, STATUS};
 
 impl RingHost {
-    /// As if the next entry had been overwritten before the device saw it.
+    /// Skips an entry, as if it had been overwritten before the device saw it.
     pub(crate) fn lose_one(&mut self) {
         self.tail = self.tail.wrapping_add(1);
     }

@@ -1,4 +1,4 @@
-//! The host's half of the ring: laps, a full ring, silence, traps, a dead kernel; and every execution beside a device, with `loom`.
+//! The host's half of the ring: wraps, a full ring, silence, traps, a dead kernel; and every execution beside a device, with `loom`.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn ring() -> (Vec<u128>, RingHost) {
     (block, ring)
 }
 
-/// Plays the device: answers the oldest submission.
+/// Acts as the device: answers the oldest submission.
 fn answer(ring: &RingHost, index: u32, token: u32) {
     let entry = COMPLETIONS + (index % RING_ENTRIES) as usize * size_of::<Completion>();
     let words: [u32; 16] = bytemuck::cast(Completion { token, ..Completion::default() });
@@ -89,7 +89,7 @@ fn a_dead_kernel_is_reported_at_once() {
 fn what_a_kernel_said_before_it_left_counts() {
     let (_block, mut ring) = ring();
     assert!(ring.publish(&Submission::default()).is_ok());
-    // It answers between the last look and the question.
+    // The device answers between the last poll and the query.
     let twin = RingHost { words: Mapped(ring.words.0), tail: 0, seen: 0 };
     let gone = || {
         answer(&twin, 0, 7);
@@ -105,7 +105,7 @@ fn what_a_kernel_said_before_it_left_counts() {
     assert!(matches!(trapped, Err(HostError::Trapped(_))));
 }
 
-/// What a host asks of a command under way names that command, once, and is no answer.
+/// A preemption request names the running command, once, and is no answer.
 #[test]
 fn a_command_is_asked_to_yield() {
     let (_block, mut ring) = ring();
@@ -161,7 +161,7 @@ mod every_execution {
 
     use super::*;
 
-    /// Orders that are left out on one side or the other.
+    /// Orderings that are weakened on one side or the other.
     #[derive(Clone, Copy, Default)]
     struct Broken {
         publish: bool,
@@ -171,7 +171,7 @@ mod every_execution {
         sequence_first: bool,
     }
 
-    /// Words of two entries and the status block, as `loom` sees them. Release and acquire become relaxed where `weak` says so.
+    /// Words of two entries and the status block, as `loom` sees them. Release and acquire become relaxed as `weak` requests.
     #[derive(Clone)]
     struct Modelled {
         words: Arc<HashMap<usize, AtomicU32>>,
@@ -190,7 +190,7 @@ mod every_execution {
         }
     }
 
-    /// The first command: the second one begins another wrap.
+    /// The first command; the second one begins another wrap.
     const FIRST: u32 = 2 * RING_ENTRIES - 1;
     const COMMANDS: u32 = 2;
 

@@ -1,5 +1,5 @@
-//! What the device holds to choose tokens with: for each session its settings, the set of its tokens, its biases; and one list, since one
-//! step runs at a time.
+//! Device memory for sampling: per session its settings, the set of its tokens and its biases; and one list in total, since one step runs at a
+//! time.
 
 use abi::{
     BIAS_MAX, Bias, CONSUMER_WARPS, LISTED_BYTES, SAMPLED_VOCAB_MAX, SAMPLER_ALIGN, SAMPLER_BYTES,
@@ -10,22 +10,22 @@ use ir::sampling::Sampling;
 use crate::error::HostError;
 use crate::memory::{Copier, DeviceBuffer};
 
-/// Tokens that the threads of a worker go over at once: four each.
+/// Tokens that the threads of a worker process at once: four each.
 const LIST_STEP: u64 = CONSUMER_WARPS as u64 * 32 * 4;
 
-/// What the host knows of a session.
+/// The host's state of a session.
 #[derive(Clone, Copy, Debug, Default)]
 struct Told {
-    /// What lies in device memory, but for the tokens seen; none before the first settings.
+    /// Settings in device memory, except the tokens seen; `None` before the first settings.
     settings: Option<SessionSampling>,
-    /// The set of tokens cannot be relied on: it is to be made anew.
+    /// The set of tokens may be wrong and must be rebuilt.
     anew: bool,
 }
 
 pub(crate) struct SamplingMemory {
-    /// Of each session; behind them what the workers have in common when they choose.
+    /// Settings of the sessions, then the cooperative sampler's memory.
     settings: DeviceBuffer,
-    /// Of each session: a bit for each token that was there, then one for each that has a bias.
+    /// Per session: a bit for each token that has occurred, then one for each that has a bias.
     sets: DeviceBuffer,
     biases: DeviceBuffer,
     list: DeviceBuffer,
@@ -40,7 +40,7 @@ fn set_bytes(vocab: u32) -> u64 {
     (u64::from(vocab).div_ceil(32) * 4).next_multiple_of(16)
 }
 
-/// Bytes of a list of the whole vocabulary: each thread's part has room for the most tokens that a thread can have.
+/// Bytes of a list of the whole vocabulary: each thread's part has room for the most tokens that a thread can hold.
 fn list_bytes(vocab: u32) -> u64 {
     u64::from(vocab).next_multiple_of(LIST_STEP) * u64::from(LISTED_BYTES)
 }
@@ -50,7 +50,7 @@ fn changed_bytes(vocab: u32) -> u64 {
     (u64::from(vocab) * 4).next_multiple_of(16)
 }
 
-/// Settings as the device takes them; addresses and lengths are the caller's.
+/// Settings as the device takes them; the caller fills in addresses and lengths.
 pub(crate) fn wire(sampling: &Sampling) -> SessionSampling {
     let fixed = sampling.fixed();
     SessionSampling {
@@ -75,7 +75,7 @@ impl SamplingMemory {
         u64::from(sessions) * session + shared + list_bytes(vocab) + changed_bytes(vocab)
     }
 
-    /// For so many sessions, and the rows of logits at an address. No kernel is resident.
+    /// For `sessions` sessions, and the rows of logits at an address. No kernel is resident.
     pub(crate) fn new(sessions: u32, vocab: u32, logits: u64) -> Result<Self, HostError> {
         let of_each = |bytes: u64| DeviceBuffer::zeroed(u64::from(sessions) * bytes);
         Ok(Self {
@@ -97,7 +97,7 @@ impl SamplingMemory {
         self.settings.address
     }
 
-    /// Writes a session's settings. No command of the session is under way.
+    /// Writes a session's settings. No command of the session is running.
     pub(crate) fn set(
         &mut self,
         copier: &mut Copier,
@@ -149,7 +149,7 @@ impl SamplingMemory {
         Ok(())
     }
 
-    /// A request is about to be sampled: has the set of tokens made anew where it may hold others than the sequence's.
+    /// Called before a sampled request: marks the set of tokens for a rebuild if it may differ from the sequence's tokens.
     pub(crate) fn uses(
         &mut self,
         copier: &mut Copier,
@@ -171,7 +171,7 @@ impl SamplingMemory {
         Ok(())
     }
 
-    /// A request of the session is not sampled: what it runs may replace tokens that are in the set.
+    /// Called before a request that is not sampled: what it runs may replace tokens that are in the set.
     pub(crate) fn passes_by(&mut self, session: u32) {
         if let Some(told) = self.told.get_mut(session as usize) {
             told.anew = true;

@@ -1,13 +1,13 @@
-//! Waiting for io_uring.
+//! Interruptible waits for io_uring.
 
 use std::io::{Error, Result};
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, types};
 
-/// Submits what is queued and waits until a completion is there or the limit has passed. A signal that interrupts the wait (EINTR: Ctrl-Z
-/// and `fg`, a debugger, a profiler) does not end it: neither one that the kernel reports, nor one that it hides behind the number of
-/// entries that it took.
+/// Submits what is queued and waits for a completion, at most until the limit. A signal that interrupts the wait (EINTR: Ctrl-Z and `fg`, a
+/// debugger, a profiler) does not end it: neither one that the kernel reports, nor one that it hides behind the number of entries that it
+/// took.
 pub(crate) fn submit_and_wait(ring: &mut IoUring, limit: Duration) -> Result<()> {
     let start = Instant::now();
     loop {
@@ -25,7 +25,7 @@ pub(crate) fn submit_and_wait(ring: &mut IoUring, limit: Duration) -> Result<()>
     }
 }
 
-/// Submits what is queued, again if a signal interrupts it.
+/// Submits what is queued; retries if a signal interrupts it.
 pub(crate) fn submit(ring: &mut IoUring) -> Result<()> {
     loop {
         match ring.submit() {
@@ -54,7 +54,7 @@ mod tests {
         HANDLED.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Handles SIGUSR2 without restarting what it interrupts.
+    /// Handles SIGUSR2 without restarting the interrupted system call.
     fn handle_signal() {
         // SAFETY: all zeroes is a valid `sigaction`; the handler only adds to an atomic.
         let installed = unsafe {
@@ -78,7 +78,7 @@ mod tests {
         let entry = opcode::Read::new(fd, byte.as_mut_ptr(), 1).build();
         // SAFETY: the byte and the pipe live until the completion has been taken, below.
         unsafe { ring.submission().push(&entry) }.expect("room");
-        // SAFETY: asks for this thread's own handle.
+        // SAFETY: obtains this thread's own handle.
         let waiting = unsafe { libc::pthread_self() };
         let sender = std::thread::spawn(move || {
             for _ in 0..20 {

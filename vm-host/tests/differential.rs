@@ -1,9 +1,9 @@
 //! The megakernel against stored logits, on a real device.
 //!
-//! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. Run from the
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. Run from the
 //! repository root, or with cargo. Under a tool that makes the kernel a hundred times slower, `AMK_TEST_MODELS` (names, separated by
-//! commas) chooses some of the models, `AMK_TEST_DEADLINE_S` says how long a worker may wait, and `AMK_TEST_POSITIONS` has the first
-//! positions run, once, instead of all of them and the tokens that follow, twice.
+//! commas) selects some of the models, `AMK_TEST_DEADLINE_S` sets how long a worker may wait, and `AMK_TEST_POSITIONS` runs only that
+//! many first positions, once, instead of all of them and the tokens that follow, twice.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use device::device;
 const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
-/// Schedules that between them take every path of the kernel.
+/// Schedules that together cover every path of the kernel.
 const SCHEDULES: [(&str, &str); 10] = [
     ("neutral", "{}"),
     ("fused", r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}}"#),
@@ -44,7 +44,7 @@ const SCHEDULES: [(&str, &str); 10] = [
         r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
             "sm_assignment": "byte_balance"}"#,
     ),
-    // A worker without a task in the phase between has nothing but the flag-in-data input to order the plain residual by.
+    // Only the flag-in-data input orders the plain residual for a worker without a task in the phase between.
     (
         "plain residual",
         r#"{"sync": {"embed": "counter", "qkv": "flag_in_data", "attention": "flag_in_data", "o_proj": "counter", "gate_up": "flag_in_data", "down": "counter"},
@@ -58,7 +58,7 @@ const SCHEDULES: [(&str, &str); 10] = [
             "sm_assignment": "carry"}"#,
     ),
     (
-        // The smallest there is. With longer heads than these models have it holds less than a block of keys: stage `rings` of .ci/device.
+        // The smallest ring. With longer heads than these models have it holds less than a block of keys: stage `rings` of .ci/device.
         "smallest ring",
         r#"{"pipeline": {"stages": 2, "stage_bytes": 8192, "in_flight_bytes": 8192, "in_flight_before_wait_bytes": 8192}, "tiling": {"attention": {"kv_split": 1}}}"#,
     ),
@@ -77,7 +77,7 @@ fn golden_dir() -> PathBuf {
     }
 }
 
-/// The models to test: all, or those that are asked for.
+/// The models to test: all, or those that are requested.
 fn chosen() -> Vec<&'static str> {
     let Ok(names) = std::env::var("AMK_TEST_MODELS") else { return GOLDEN.to_vec() };
     let known = |name: &str| GOLDEN.into_iter().find(|golden| *golden == name);
@@ -87,19 +87,19 @@ fn chosen() -> Vec<&'static str> {
     chosen.collect()
 }
 
-/// A number from the environment, if it is there.
+/// A number from the environment, if it is set.
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|error| panic!("{name}: {text:?}: {error}")))
 }
 
-/// The kernel that a program runs on: of one sequence, or of `AMK_TEST_BATCH`, which must say the same of a plain decode.
+/// The kernel of a program: for one sequence, or for `AMK_TEST_BATCH`, which must give the same results for a plain decode.
 fn kernel_variant(kernel: &ir::KernelConfig, graph: &ir::Graph) -> vm_device::Variant {
     let seqs = number("AMK_TEST_BATCH").unwrap_or(1) as u32;
     vm_device::Variant { seqs, ..vm_host::variant(kernel, graph) }
 }
 
-/// How a device is booted here.
+/// Boot options of these tests.
 fn boot_options() -> BootOptions {
     let options = BootOptions { logits_rows: 80, sessions: 2, ..BootOptions::default() };
     match number("AMK_TEST_DEADLINE_S") {
@@ -152,7 +152,7 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
-/// Runs what is resident, in one session and in another, and compares every logit, and every token that follows.
+/// Runs the resident program, in one session and in another, and compares every logit and every token that follows.
 fn check_program(machine: &mut Resident, golden: &Golden, name: &str, schedule: &str) {
     let some = number("AMK_TEST_POSITIONS").map(|n| (n as usize).clamp(1, golden.tokens.len()));
     let (tokens, follow, repeats) = match some {
@@ -188,14 +188,14 @@ fn first_greatest(row: &[f32]) -> u32 {
     row.iter().enumerate().fold(0, better) as u32
 }
 
-/// What the device chose behind each position of the prompt, where the next token was forced, is what its own logits say.
+/// After each position of the prompt, where the next token was forced, the device's choice matches its own logits.
 fn check_choices(decoded: &vm_host::Decoded, logits: &[f32], positions: usize, what: &str) {
     let vocab = logits.len() / positions;
     let likeliest: Vec<u32> = logits.chunks(vocab).map(first_greatest).collect();
     assert_eq!(decoded.chosen[..positions], likeliest, "{what}: chosen");
 }
 
-/// One model under every schedule: launched anew only when the kernel variant changes, else switched by a ring command.
+/// One model under every schedule: launched again only when the kernel variant changes, else switched by a ring command.
 fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     let dir = golden_dir().join(name);
     let model = model::import(&dir).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -250,8 +250,8 @@ fn logits_and_tokens_are_those_of_the_golden_models() {
     }
 }
 
-/// A large vocabulary gives each worker several groups of tiles of the last product behind each other. Once, threads without a row took
-/// part in the choice from the second group on: the logits were right and the token was not theirs.
+/// With a large vocabulary each worker has several consecutive groups of tiles in the last product. A past bug: threads without a row took
+/// part in the argmax from the second group on, so the logits were right and the token was not theirs.
 #[test]
 fn the_choice_among_many_rows_is_that_of_the_logits() {
     let Some(info) = device() else { return };
@@ -271,7 +271,7 @@ fn the_choice_among_many_rows_is_that_of_the_logits() {
     machine.stop().expect("it stops");
 }
 
-/// A task's number wraps at 2^32, after hours of decoding. Once, the task prefetcher ran over its consumers there.
+/// Task numbers wrap at 2^32, after hours of decoding. A past bug: the task prefetcher overtook its consumers there.
 #[test]
 fn tasks_go_on_where_their_numbers_wrap() {
     let Some(info) = device() else { return };
@@ -295,7 +295,7 @@ fn tasks_go_on_where_their_numbers_wrap() {
     }
 }
 
-/// Tiles whose length no power of two divides: parts of 38 and 37 units, and parts that leave the last warps a unit less.
+/// Tiles whose length is no multiple of a power of two: parts of 38 and 37 units, and parts that leave the last warps one unit less.
 #[test]
 fn odd_widths_compute_what_the_graph_says() {
     let Some(info) = device() else { return };
@@ -339,7 +339,7 @@ fn odd_widths_compute_what_the_graph_says() {
     }
 }
 
-/// What runs on the device here is every op that programs are made of. Needs no device.
+/// The programs that run on the device here cover every op. Needs no device.
 #[test]
 fn every_op_is_covered() {
     let target = Target::by_name("h200").expect("a known target");
@@ -356,7 +356,7 @@ fn every_op_is_covered() {
             }
         }
         eprintln!("{name:18} tasks by op over {} schedules: {tasks:?}", SCHEDULES.len());
-        // Lowering never writes a `nop`: there is nothing that it could do wrong.
+        // Lowering never emits a `nop`, and it does nothing.
         let expected = Opcode::ALL.iter().filter(|op| **op != Opcode::Nop);
         let missing: Vec<&str> =
             expected.map(|op| op.info().name).filter(|op| !tasks.contains_key(op)).collect();

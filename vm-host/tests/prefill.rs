@@ -1,8 +1,8 @@
-//! Prompts in chunks against the same prompts token by token, on a real device: logits, keys, values, what is generated next, and times.
+//! Prompts in chunks against the same prompts token by token, on a real device: logits, keys, values, the tokens generated next, and times.
 //!
-//! Without a device the tests that need one say `skipped` and pass; with `AMK_REQUIRE_DEVICE=1` that is a failure. Presets with real shapes
-//! are run if `AMK_PREFILL_PRESETS` names them (separated by commas); `AMK_PREFILL_EVAL` says up to how many tokens the graph is evaluated
-//! beside them, `AMK_TEST_DEADLINE_S` how long a worker of the resident kernel may wait. Every problem is collected, so that one run shows all.
+//! Without a device the tests that need one print `skipped` and pass; with `AMK_REQUIRE_DEVICE=1` that is a failure. Presets with real shapes
+//! run if `AMK_PREFILL_PRESETS` names them (separated by commas). `AMK_PREFILL_EVAL` sets the longest prompt for which the graph is evaluated
+//! too, `AMK_TEST_DEADLINE_S` how long a worker of the resident kernel may wait. Every problem is collected, so that one run shows all.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -23,14 +23,14 @@ const GOLDEN: [&str; 5] =
 /// Lengths of prompts: within a tile, across tiles and blocks, more than a chunk of 128.
 const SHORT: [usize; 8] = [1, 2, 7, 48, 64, 65, 129, 200];
 const LONG: [usize; 8] = [1, 2, 7, 64, 129, 500, 1000, 2048];
-/// Of logits, against the evaluated graph: what the gate of a search allows, and against token by token, where both have errors.
+/// Tolerance of logits: against the evaluated graph, the gate's of a search; and against token by token, where both have errors.
 const LOGITS_MAX: f64 = 5e-3;
 /// Greatest difference of keys or values over the greatest of them. A rounding to f16 alone is 4.9e-4.
 const CACHE_MAX: f64 = 5e-3;
-/// Repetitions of what is timed.
+/// Repetitions of a timed run.
 const REPEATS: usize = 10;
 const SHAPES: [GemmShape; 2] = [GemmShape::Group, GemmShape::Small];
-/// Tokens that are generated behind a prompt.
+/// Tokens generated after a prompt.
 const FOLLOW: u32 = 24;
 
 fn golden(name: &str) -> Model {
@@ -60,7 +60,7 @@ fn tokens(count: usize, vocab: u32) -> Vec<u32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Greatest difference over the greatest value; what is no number is as wrong as can be.
+/// Greatest difference over the greatest value; infinite for NaN.
 fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     assert_eq!(expected.len(), actual.len());
     let scale = expected.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
@@ -71,7 +71,7 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
-/// Length of the difference over the length of what is expected.
+/// Norm of the difference over the norm of the expected vector.
 fn relative(expected: &[f32], actual: &[f32]) -> f64 {
     let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let both = expected.iter().zip(actual);
@@ -96,7 +96,7 @@ struct Bench {
     problems: Vec<String>,
 }
 
-/// What token by token gave.
+/// Results of token by token.
 struct Steps {
     logits: Vec<Vec<f32>>,
     caches: Vec<(Vec<f32>, Vec<f32>)>,
@@ -145,7 +145,7 @@ impl Bench {
         }
     }
 
-    /// The prompt token by token in session 0, logits behind each length.
+    /// Runs the prompt token by token in session 0; returns the logits after each length.
     fn steps(&mut self, idle: Idle) -> (Idle, Steps) {
         let mut machine = self.launch(idle);
         let (mut logits, mut done) = (Vec::new(), 0);
@@ -173,7 +173,7 @@ impl Bench {
         (idle, Steps { logits, caches })
     }
 
-    /// The graph's logits behind each length that is not longer than `most`.
+    /// The graph's logits after each length up to `most`.
     fn evaluated(&self, most: usize) -> Vec<Vec<f32>> {
         let lengths: Vec<usize> = self.lengths.iter().copied().filter(|&n| n <= most).collect();
         let Some(&end) = lengths.last() else { return Vec::new() };
@@ -248,7 +248,7 @@ impl Bench {
         ));
     }
 
-    /// Where the time of a prompt goes.
+    /// Breakdown of a prompt's time by kernel.
     fn profile(&mut self, idle: &mut Idle, name: &str, length: usize, options: PrefillOptions) {
         let prompt = self.tokens[..length].to_vec();
         let options = PrefillOptions { profile: true, ..options };
@@ -264,7 +264,7 @@ impl Bench {
         }
     }
 
-    /// The tokens that follow a prompt in a session, each the greatest of its logits, and how close the closest call was.
+    /// The tokens that follow a prompt in a session, each the greatest of its logits, and the smallest margin of a choice.
     fn greedy(machine: &mut Resident, session: u32, last: u32, position: u32) -> Vec<(u32, f64)> {
         let (mut token, mut all) = (last, Vec::new());
         for position in (position..).take(FOLLOW as usize) {
@@ -278,7 +278,7 @@ impl Bench {
         all
     }
 
-    /// What is generated behind a prompt that was run in chunks, and behind the same prompt token by token, which session 0 still holds.
+    /// Tokens generated after a prompt that was run in chunks, and after the same prompt token by token, which session 0 still holds.
     fn follow(&mut self, mut idle: Idle, length: usize) -> Idle {
         let head = self.tokens[..length - 1].to_vec();
         let (last, position) = (self.tokens[length - 1], length as u32 - 1);
@@ -345,8 +345,8 @@ fn chunks_of_golden_models_are_as_good_as_steps() {
     check(&problems);
 }
 
-/// The chunk kernels alone, no kernel resident: what runs under compute-sanitizer. With one half of each vector the error is beyond the bound,
-/// so the bound can tell.
+/// The chunk kernels alone, with no kernel resident: this test runs under compute-sanitizer. With one half of each vector the error exceeds the
+/// bound, which shows that the bound detects it.
 #[test]
 fn chunks_alone() {
     let Some(info) = device() else { return };

@@ -1,7 +1,8 @@
-//! The device's choice of a token against `ir::sampling`: the same token from the same row, settings, tokens, seed and position.
+//! The device's sampling against `ir::sampling`: the same token from the same row, settings, tokens, seed and position.
 //!
-//! `sampling.cuh` and `cooperative_sampler.cuh` are compiled as host C++ and run on emulated threads (`emulated/`), so that their logic is tried where there is no card. A
-//! missing compiler fails these tests; `AMK_NO_CXX=1` says that this is known. Where there is a card and nvcc, the same cases run there.
+//! `sampling.cuh` and `cooperative_sampler.cuh` are compiled as host C++ and run on emulated threads (`emulated/`), so that their logic is
+//! tested without a card. A missing compiler fails these tests; `AMK_NO_CXX=1` declares that it is missing. With a card and nvcc, the same
+//! cases run there.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ use rand::{RngExt, SeedableRng};
 mod device;
 use device::device;
 
-/// A choice to make.
+/// A token to sample.
 struct Case {
     row: Vec<f32>,
     tokens: Vec<u32>,
@@ -46,7 +47,7 @@ impl Case {
             greedy: u32::from(self.sampling.is_greedy()),
             ..SessionSampling::default()
         };
-        // What the tasks before it leave: the highest logit that is a number, and the first token that has it.
+        // Output of the preceding tasks: the highest logit that is a number, and the first token that has it.
         let candidate = self.row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let first = self.row.iter().position(|logit| *logit == candidate);
         let first = first.map_or(abi::NONE, |token| token as u32);
@@ -79,12 +80,12 @@ impl Case {
     }
 }
 
-/// A row of some shape: steep, flat, of few values, with what is not a number, with infinities.
+/// A row of some shape: steep, flat, of few values, with NaN, with infinities.
 fn row(random: &mut Xoshiro256PlusPlus, vocab: usize) -> Vec<f32> {
     let steep = [0.0, 0.02, 0.5, 3.0, 12.0, 200.0][random.random_range(0..6)];
     let shape = random.random_range(0..8);
     let mut logit = || {
-        // The sum of a few is as good as a bell.
+        // The sum of a few uniform numbers approximates a normal distribution.
         let bell = (0..4).map(|_| random.random_range(-1.0_f32..1.0)).sum::<f32>() * steep;
         match (shape, random.random_range(0..16)) {
             (1, 0) => f32::NAN,
@@ -140,14 +141,14 @@ fn cases(seed: u64, small: usize, large: usize) -> Vec<Case> {
     all
 }
 
-/// What the program that chooses is made of, beside the device's source and the wire format. On a card there is no repository.
+/// Files of the test program, besides the device's source and the wire format. On a card there is no repository.
 const FILES: [(&str, &str); 3] = [
     ("simt.hpp", include_str!("emulated/simt.hpp")),
     ("card.hpp", include_str!("emulated/card.hpp")),
     ("sampling.cpp", include_str!("emulated/sampling.cpp")),
 ];
 
-/// A compiler, or nothing if its absence is excused.
+/// A compiler, or `None` if its absence is excused.
 fn compiler(name: &str, excuse: bool) -> Option<String> {
     let works = Command::new(name)
         .arg("--version")
@@ -170,7 +171,7 @@ fn cxx() -> Option<String> {
     compiler(&name, std::env::var_os("AMK_NO_CXX").is_some())
 }
 
-/// A folder that goes with its value.
+/// A folder that is deleted when dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -187,10 +188,10 @@ impl Drop for Scratch {
     }
 }
 
-/// The device's files that choose, and what they are made of.
+/// The device's sampling files, and those that they need.
 type Sources = [(&'static str, String); 2];
 
-/// Builds the program that chooses, from these sources of the device.
+/// Builds the test program from these sources of the device.
 fn build(scratch: &Scratch, compiler: &str, flags: &[&str], sources: &Sources) -> PathBuf {
     let header = abi::c_header();
     let of_device = sources.iter().map(|(name, text)| (*name, &**text));
@@ -214,7 +215,7 @@ fn build(scratch: &Scratch, compiler: &str, flags: &[&str], sources: &Sources) -
 
 const HOST_FLAGS: [&str; 3] = ["-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas"];
 
-/// What the program prints for a file of cases: a number a line.
+/// The program's output for a file of cases: a number per line.
 fn answers(scratch: &Scratch, binary: &Path, input: &[u8]) -> Vec<u64> {
     let file = scratch.0.join("cases");
     std::fs::write(&file, input).expect("the cases can be written");
@@ -226,7 +227,7 @@ fn answers(scratch: &Scratch, binary: &Path, input: &[u8]) -> Vec<u64> {
     said.lines().map(|line| line.parse().unwrap_or_else(|_| panic!("{line}"))).collect()
 }
 
-/// The cases in which another token is chosen.
+/// The cases in which the two tokens differ.
 fn wrong(scratch: &Scratch, binary: &Path, cases: &[Case], repeats: u32) -> Vec<String> {
     let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes(repeats)).collect();
     let got = answers(scratch, binary, &input);
@@ -247,7 +248,7 @@ fn sources() -> Sources {
     })
 }
 
-/// The same, with so short a list that even small rows are too long for it: what is kept of them is weighed where it lies.
+/// The same, with a list so short that even small rows exceed it: the tokens that pass are weighed in the row.
 fn sources_of_long_rows() -> Sources {
     let (is, short) = ("LIST_WISH = 2048", "LIST_WISH = 16");
     let sources = sources();
@@ -255,7 +256,7 @@ fn sources_of_long_rows() -> Sources {
     sources.map(|(name, text)| (name, text.replace(is, short)))
 }
 
-/// Builds the device's sources for so many workers of so many warps, and gives the cases in which another token is chosen.
+/// Builds the device's sources for this many workers and warps, and returns the cases in which the two tokens differ.
 fn emulated(
     cxx: &str,
     name: &str,
@@ -270,7 +271,7 @@ fn emulated(
     wrong(&scratch, &binary, cases, 0)
 }
 
-/// Whatever the number of workers and threads.
+/// The token does not depend on the number of workers and threads.
 #[test]
 fn emulated_threads_choose_what_the_definition_chooses() {
     let Some(cxx) = cxx() else { return };
@@ -288,7 +289,7 @@ fn emulated_threads_choose_what_the_definition_chooses() {
     }
 }
 
-/// What a slip in the device's arithmetic looks like to these cases.
+/// Mutations of the device's arithmetic are detected by these cases.
 #[test]
 fn deliberate_mistakes_are_found() {
     let Some(cxx) = cxx() else { return };
@@ -325,7 +326,7 @@ fn deliberate_mistakes_are_found() {
     });
 }
 
-/// The same cases on a card, by a kernel of their own; and what a choice takes of the largest vocabularies.
+/// The same cases on a card, by a separate kernel; and the time of sampling from the largest vocabularies.
 #[test]
 fn a_card_chooses_what_the_definition_chooses() {
     let Some(_) = device() else { return };
@@ -342,7 +343,7 @@ fn a_card_chooses_what_the_definition_chooses() {
     assert!(found.is_empty(), "{} wrong\n{}", found.len(), found.join("\n"));
 }
 
-/// Rows of 128 256 logits, much like those of language models: a few likely tokens and a long tail.
+/// Rows of 128 256 logits, similar to those of language models: a few likely tokens and a long tail.
 fn timed_cases() -> Vec<Case> {
     let mut random = Xoshiro256PlusPlus::seed_from_u64(17);
     let vocab = 128_256;

@@ -1,6 +1,6 @@
 //! Sampling and yielding on the resident kernel, on a real device.
 //!
-//! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use device::device;
 
 const CAPACITY: u32 = 512;
 
-/// A running machine for a preset, or nothing if there is no device.
+/// A running machine for a preset, or `None` if there is no device.
 fn machine(preset: &str, sessions: u32, logits_rows: u32) -> Option<(Resident, u32)> {
     let info = device()?;
     let model = model::preset(preset).expect("a preset");
@@ -56,7 +56,7 @@ fn settings(random: &mut Xoshiro256PlusPlus, vocab: u32) -> Sampling {
     }
 }
 
-/// What the definition chooses from the rows that the device computed.
+/// The tokens that the definition samples from the device's logits.
 fn expected(sampling: &Sampling, rows: &[Vec<f32>], tokens: &[u32], prompt: usize) -> Vec<u32> {
     let mut seen = Seen::default();
     seen.extend(tokens[..prompt].iter().copied());
@@ -64,13 +64,13 @@ fn expected(sampling: &Sampling, rows: &[Vec<f32>], tokens: &[u32], prompt: usiz
     for (row, position) in rows[prompt - 1..].iter().zip(prompt as u32..) {
         let next = sampling.choose(row, &seen, position).unwrap_or(abi::NONE);
         chosen.push(next);
-        // What the device chose goes on the record, so that one difference is one.
+        // Continues with the device's token, so that one difference is counted once.
         seen.extend(tokens.get(position as usize).copied());
     }
     chosen
 }
 
-/// What is chosen behind a forced position, greedily from the candidates of all workers, is the highest logit.
+/// After a forced position, the greedy choice from the candidates of all workers is the highest logit.
 fn check_candidates(rows: &[Vec<f32>], chosen: &[u32], round: u32) {
     for (at, (row, chosen)) in rows.iter().zip(chosen).enumerate() {
         let highest = Sampling::default().choose(row, &Seen::default(), 0);
@@ -78,7 +78,7 @@ fn check_candidates(rows: &[Vec<f32>], chosen: &[u32], round: u32) {
     }
 }
 
-/// Random settings, prompts and seeds, over one session that begins anew each time and another that goes on.
+/// Random settings, prompts and seeds, in one session that begins anew each time and another that continues.
 #[test]
 fn the_kernel_chooses_what_the_definition_chooses() {
     for (preset, rounds) in [("toy-2l", 120), ("smollm2-135m", 60)] {
@@ -165,7 +165,7 @@ fn the_kernel_draws_as_often_as_it_should() {
             keep
         });
         let kept: f64 = ranked.iter().map(|(_, odds)| odds).sum();
-        // What is expected less than five times is counted together.
+        // Outcomes expected fewer than five times are counted together.
         let (mut statistic, mut cells, mut rest) = (0.0, 0.0, (0.0, 0.0));
         for (token, odds) in &ranked {
             let (want, got) = (odds / kept * f64::from(DRAWS), f64::from(counts[*token]));
@@ -192,8 +192,8 @@ fn the_kernel_draws_as_often_as_it_should() {
     machine.stop().expect("it stops");
 }
 
-/// Runs a request to its end in as many commands as it takes. `preempt` is asked as in `run`. Gives the tokens, the commands, and the longest
-/// time from a yes to the end of the command.
+/// Runs a request to its end in as many commands as it takes. `preempt` is called as in `run`. Returns the tokens, the commands, and the longest
+/// time from its returning true to the end of the command.
 fn in_pieces(
     machine: &mut Resident,
     whole: &Request<'_>,
@@ -257,13 +257,13 @@ fn a_command_yields_and_goes_on_with_the_same_tokens() {
         eprintln!(
             "sampled {sampled}: a step {step:?}; {commands} commands, {longest:?} at most from asking to the end"
         );
-        // A step, a look of the poller, and what the host's thread is kept waiting by others.
+        // A step, a poll of the poller, and delays of the host's thread by others.
         assert!(longest < step * 2 + Duration::from_millis(2), "{longest:?}");
     }
     machine.stop().expect("it stops");
 }
 
-/// What is wrong with a session ends its commands, and nobody else's.
+/// An error in a session ends that session's commands only.
 #[test]
 fn a_faulty_session_is_faulted_alone() {
     let Some((mut machine, vocab)) = machine("toy-2l", 2, 4) else { return };
@@ -288,14 +288,14 @@ fn a_faulty_session_is_faulted_alone() {
     machine.stop().expect("it stops");
 }
 
-/// Microseconds that a choice may add to a token, whatever it is asked for: the aim that was set before anything was measured.
+/// Limit in microseconds that sampling may add to a token, whatever the settings: the goal that was set before any measurement.
 const AIM_US: f64 = 40.0;
-/// What is expected of those that ask little: microseconds for a choice of a large vocabulary, and for each time that the other workers are asked (decision 023): eight trips
-/// to L2 of 0.7 and code that is cold; what is left is the asking worker's seeking.
+/// Expected cost of cheap settings, in microseconds: for sampling from a large vocabulary, and per request to the other workers (decision 023:
+/// eight trips to L2 of 0.7 and cold code). The rest is the requesting worker's search.
 const BUDGET_US: f64 = 15.0;
 const QUESTION_US: f64 = 10.0;
 
-/// What sampling adds to a token, by the device's clock.
+/// Time that sampling adds to a token, by the device's clock.
 #[test]
 fn the_price_of_a_choice() {
     let Some((mut machine, vocab)) = machine("llama-3.2-1b", 1, 4) else { return };
@@ -345,11 +345,11 @@ fn the_price_of_a_choice() {
     machine.stop().expect("it stops");
 }
 
-/// A session on its way: what it was asked for, what it has said.
+/// A session in progress: its request and its tokens so far.
 struct Speaker {
     sampling: Sampling,
     generate: u32,
-    /// Its client goes after so many tokens.
+    /// Its client disconnects after this many tokens.
     goes: u32,
     feed: Vec<u32>,
     position: u32,
@@ -372,7 +372,7 @@ impl Speaker {
         self.said.len() as u32 >= self.goes
     }
 
-    /// A turn of at most `slice` new tokens.
+    /// Runs a turn of at most `slice` new tokens.
     fn turn(
         &mut self,
         machine: &mut Resident,
@@ -400,8 +400,8 @@ impl Speaker {
     }
 }
 
-/// Sixteen sessions of all settings in random turns that yield at random: each says what it says alone. Some go early, one asks for what
-/// is not there between the turns of the others.
+/// Sixteen sessions with all kinds of settings take random turns that yield at random: each gets the tokens that it gets alone. Some leave
+/// early, and one makes invalid requests between the turns of the others.
 #[test]
 fn sessions_beside_each_other_say_what_each_says_alone() {
     const SESSIONS: u32 = 16;

@@ -1,6 +1,6 @@
 //! Batches on a real device: each session of a batch gets what it gets alone.
 //!
-//! Without a device every test here says `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
 
 use std::path::PathBuf;
 
@@ -53,7 +53,7 @@ fn golden(name: &str) -> Model {
     model::import(&root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// A machine that runs so many sequences of a model.
+/// A machine that runs this many sequences of a model.
 fn machine(
     model: &Model,
     info: &vm_host::DeviceInfo,
@@ -81,7 +81,7 @@ fn machine(
     machine
 }
 
-/// A session: its prompt, and what it generates alone with the logits of that.
+/// A session: its prompt, and the tokens and logits that it generates alone.
 struct Session {
     prompt: Vec<u32>,
     tokens: Vec<u32>,
@@ -92,7 +92,7 @@ fn prompt(session: u32, length: u32, vocab: u32) -> Vec<u32> {
     (0..length).map(|i| (i * 131 + session * 977 + 7) % vocab).collect()
 }
 
-/// The prompt but its last token, on caches that hold nothing else.
+/// Runs the prompt except its last token, on caches that hold nothing else.
 fn fill(machine: &mut Resident, session: u32, prompt: &[u32]) {
     machine.poison_session(session).expect("poison");
     if prompt.len() > 1 {
@@ -126,7 +126,7 @@ fn together(machine: &mut Resident, seqs: &[Sequence], keep_logits: bool) -> Bat
     machine.run_together(&batch, &mut || false).expect("it runs together")
 }
 
-/// Greatest difference over the greatest expected value; infinite for what is not a number.
+/// Greatest difference over the greatest expected value; infinite for NaN.
 fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     let scale = expected.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
     let differences = expected
@@ -136,8 +136,8 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
     differences.fold(0.0, f64::max) / scale
 }
 
-/// Runs these sessions in one batch and compares every logit and token with what they gave alone. To the bit: a sequence's sums have the order
-/// that a plain decode's have in the same kernel, and nothing of one sequence is added to another's.
+/// Runs these sessions in one batch and compares every logit and token with those of each alone. Bit for bit: a sequence's sums have the same
+/// order as a plain decode's in the same kernel, and nothing of one sequence is added to another's.
 fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], what: &str) {
     let seqs: Vec<Sequence> =
         chosen.iter().map(|&session| seq(session, &sessions[session as usize])).collect();
@@ -174,7 +174,7 @@ fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], wha
     assert!(wrong.is_empty(), "{what}:\n{}", wrong.join("\n"));
 }
 
-/// Sequences at positions far apart, with prompts of their own, in batches of every size, in sequences that are not the sessions' numbers.
+/// Sequences at positions far apart, with different prompts, in batches of every size, with sequence numbers other than the sessions'.
 fn check_model(model: &Model, schedule: (&str, &str), lengths: &[u32], capacity: u32, seqs: u32) {
     let Some(info) = device() else { return };
     let what = format!("{}, {}, kernel of {seqs}", model.graph.name, schedule.0);
@@ -213,13 +213,13 @@ fn sequences_may_be_a_thousand_positions_apart() {
     }
 }
 
-/// A sequence's words carry the lowest bits of an epoch. Once, sequences that had sat out took those of their last step for new ones.
+/// A sequence's words carry the lowest bits of an epoch. A past bug: sequences that had skipped steps took the words of their last step for new.
 #[test]
 fn sequences_that_sat_out_read_nothing_old() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
     for steps in 1..=9 {
         check_batch(&mut machine, &sessions, &[4, 1, 6, 0, 7, 2, 5], "before");
-        // `fill` runs a number of steps of its own: those of the first prompt are none.
+        // `fill` runs steps itself: those of the first prompt must be none.
         let tokens = vec![3; steps];
         machine.decode(8, 0, &tokens, 0, &[], false).expect("some plain steps");
         let seqs: Vec<Sequence> =
@@ -232,7 +232,7 @@ fn sequences_that_sat_out_read_nothing_old() {
     machine.stop().expect("it stops");
 }
 
-/// A model of some size, with many rows of logits, and all shares of a warp.
+/// A model of some size, with many rows of logits, and all warp fragment sizes.
 #[test]
 fn sessions_of_a_real_model_get_what_they_get_alone() {
     let Some(model) = device().map(|_| model::preset("smollm2-135m").expect("a preset")) else {
@@ -295,7 +295,7 @@ fn a_batch_that_cannot_be_is_refused_and_the_next_one_runs() {
     machine.stop().expect("it stops");
 }
 
-/// The sixth token of a session, if none of the sessions has it earlier: a batch with it as stop token ends there.
+/// The sixth token of a session, if none of the sessions generates it earlier: a batch with it as stop token ends there.
 #[test]
 fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
     let Some((mut machine, sessions, vocab)) = prepared() else { return };
@@ -316,7 +316,7 @@ fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
         let expected = if stopped { Ending::Stop } else { Ending::Length };
         assert_eq!(seq.ending, expected, "sequence {index}");
     }
-    // Those that could have gone on do, in a smaller batch and then alone.
+    // Sequences that could continue do, in a smaller batch and then alone.
     let rest: Vec<usize> = (0..8).filter(|s| done.seqs[*s].ending == Ending::Length).collect();
     assert!(rest.len() < 8 && rest.len() > 1, "{rest:?}");
     let on = |s: &usize| Sequence {
@@ -361,7 +361,7 @@ fn a_batch_yields_and_goes_on_with_the_same_tokens() {
     machine.stop().expect("it stops");
 }
 
-/// Sequences 2 and 5 draw, with settings of their own; the others are greedy. Each says what it says alone.
+/// Sequences 2 and 5 sample, each with its own settings; the others are greedy. Each gets the tokens that it gets alone.
 #[test]
 fn some_sequences_sample_and_the_others_do_not() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
@@ -400,7 +400,7 @@ fn some_sequences_sample_and_the_others_do_not() {
     machine.stop().expect("it stops");
 }
 
-/// A session whose every token is banned ends with no token, and takes nobody with it.
+/// A session whose every token is banned ends with no token, and ends no other session.
 #[test]
 fn a_sequence_without_a_token_ends_alone() {
     let Some((mut machine, sessions, vocab)) = prepared() else { return };
@@ -421,7 +421,7 @@ fn a_sequence_without_a_token_ends_alone() {
     machine.stop().expect("it stops");
 }
 
-/// The shipped schedule of llama-3.2-1b for a context of 128, its attention in so many splits.
+/// The shipped schedule of llama-3.2-1b for a context of 128, with its attention in this many splits.
 fn shipped(splits: u32) -> String {
     format!(
         r#"{{"pipeline": {{"stage_bytes": 32768, "stages": 5, "in_flight_bytes": 98304, "in_flight_before_wait_bytes": 32768}},
@@ -433,7 +433,7 @@ fn shipped(splits: u32) -> String {
     )
 }
 
-/// Microseconds of a step of so many sessions at a context of 128, the median of 16 commands.
+/// Microseconds per step of this many sessions at a context of 128, the median of 16 commands.
 fn step_us(machine: &mut Resident, sessions: u32) -> f64 {
     const STEPS: u32 = 24;
     let seqs: Vec<Sequence> = (0..sessions)
@@ -452,7 +452,7 @@ fn step_us(machine: &mut Resident, sessions: u32) -> f64 {
     f64::midpoint(us[7], us[8])
 }
 
-/// What a pass over the weights that several sessions share costs: a step of eight takes at most half as long again as a step of one.
+/// Cost of a pass over the weights that several sessions share: a step of eight takes at most 1.5 times as long as a step of one.
 #[test]
 fn a_step_of_eight_sessions_takes_at_most_half_as_long_again() {
     let Some(info) = device() else { return };

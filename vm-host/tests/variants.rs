@@ -1,7 +1,7 @@
-//! Every kernel variant that the schedule space can produce compiles for `sm_90a`, none spills or needs a stack, and no two are the
-//! same machine code: a knob that changes nothing would be a knob to search for nothing.
+//! Every kernel variant that the schedule space can produce compiles for `sm_90a`, none spills or needs a stack, and no two have the
+//! same machine code: a knob without effect would be searched for nothing.
 //!
-//! NVRTC needs no GPU. Without NVRTC every test here says `skipped` and passes; with `AMK_REQUIRE_NVRTC=1` that is a failure.
+//! NVRTC needs no GPU. Without NVRTC every test here prints `skipped` and passes; with `AMK_REQUIRE_NVRTC=1` that is a failure.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -16,7 +16,7 @@ use vm_host::Resources;
 
 const ARCH: &str = vm_device::ARCHITECTURES[0].name;
 
-/// One model for each element type of the weights.
+/// One model per element type of the weights.
 const MODELS: [&str; 3] = ["llama-tied-f32", "mistral-f16", "qwen2-bias-bf16"];
 
 /// The kernel knobs.
@@ -34,20 +34,20 @@ const HEADS: [(u32, u32, bool, u32); 8] = [
     (128, 2, true, WIDE_SPILLS),
     (128, 4, false, WIDE_SPILLS),
 ];
-/// Matrices of real models: their heads above, the widths of their vectors, and which shares they take.
+/// Matrices of real models: their heads above, the widths of their vectors, and their warp fragment sizes.
 const MATRICES: [(usize, [u32; 3], u32); 4] = [
     (3, [576, 576, 1536], 1 << 3 | 1 << 6),
     (4, [2048, 2048, 8192], 1 << 8),
     (6, [1024, 2048, 3072], 1 << 4 | 1 << 6 | 1 << 8),
     (7, [4096, 4096, 14336], 1 << 8),
 ];
-/// Registers of a thread at launch that `LAUNCH_REGISTERS` of `worker.cuh` counts on.
+/// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
-/// Kernels of the unit for prompt chunks.
+/// Number of kernels for prompt chunks.
 const PREFILL_KERNELS: usize = 11;
 const WIDE_SPILLS: u32 = 192;
 const TRACE_SPILLS: u32 = 32;
-/// Of kernels of several sequences, whose vectors take 64 registers of a thread: the one of 8 sequences for llama-3.2-1b spills 652. What that costs was not measured.
+/// Kernels of several sequences, whose vectors take 64 registers per thread: the one of 8 sequences for llama-3.2-1b spills 652. The cost was not measured.
 const BATCH_SPILLS: u32 = 800;
 
 /// Whether there is a compiler.
@@ -72,7 +72,7 @@ fn target() -> Target {
     Target::by_name("h200").expect("a known target")
 }
 
-/// The legal configs that differ from the default in these knobs only.
+/// The legal configs that differ from the default only in these knobs.
 fn configs(graph: &Graph, target: &Target, knobs: &[Knob]) -> Vec<ScheduleConfig> {
     let mut found = vec![ScheduleConfig::default()];
     for &knob in knobs {
@@ -90,14 +90,14 @@ fn configs(graph: &Graph, target: &Target, knobs: &[Knob]) -> Vec<ScheduleConfig
     found
 }
 
-/// What compiling a variant gave.
+/// Result of compiling a variant.
 #[derive(Clone, Default)]
 struct Built {
     image: Vec<u8>,
     kernels: Vec<Resources>,
 }
 
-/// Compiles all variants, as many at once as there are cores. In the order of `variants`.
+/// Compiles all variants, as many at once as there are cores. Results are in the order of `variants`.
 fn compile_all(variants: &[Variant]) -> Vec<Built> {
     let next = AtomicUsize::new(0);
     let results = Mutex::new(vec![Built::default(); variants.len()]);
@@ -108,7 +108,7 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(variant) = variants.get(index) else { break };
-                    // No cache: what is tested is the compiler's answer, not the cache's.
+                    // No cache: the test is of the compiler's answer, not the cache's.
                     let cubin = vm_host::compile(variant, ARCH, None)
                         .unwrap_or_else(|error| panic!("{variant:?}: {error}"));
                     let kernels = vm_host::resources(&cubin.log);
@@ -132,7 +132,7 @@ fn name(variant: &Variant) -> String {
 /// Bytes of registers that a variant may spill.
 fn spills_allowed(variant: &Variant) -> u32 {
     if variant.trace {
-        return TRACE_SPILLS; // its times are for taking a step apart, and no build that is timed has them
+        return TRACE_SPILLS; // its times serve to analyse a step, and no build that is timed has them
     }
     if variant.seqs > 1 {
         return BATCH_SPILLS;
@@ -141,7 +141,7 @@ fn spills_allowed(variant: &Variant) -> u32 {
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills)
 }
 
-/// Prints the table and fails on whatever spills or has a stack, and on a knob that leaves the machine code as it was.
+/// Prints the table and fails on any spill or stack, and on a knob that leaves the machine code unchanged.
 fn check(variants: &[Variant]) {
     let mut problems = Vec::new();
     let mut images: HashMap<Vec<u8>, &Variant> = HashMap::new();
@@ -153,13 +153,13 @@ fn check(variants: &[Variant]) {
             panic!("{}: the assembler said nothing of amk_megakernel: {kernels:?}", name(variant));
         };
         eprintln!("{}: {:3} registers", name(variant), main.registers);
-        // The register file holds 65536 words, handed out to a warp in blocks of 256.
+        // The register file holds 65536 words, allocated to a warp in blocks of 256.
         let words =
             (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * (main.registers * 32).next_multiple_of(256);
         if words > 65536 {
             problems.push(format!("{}: {words} registers a block", name(variant)));
         }
-        // `setmaxnreg` can only move what the launch hands out. With fewer, consumers would wait for registers forever, and nothing traps.
+        // `setmaxnreg` can only move what the launch allocated. With fewer, consumers would wait for registers forever, without a trap.
         if main.registers != LAUNCH_REGISTERS {
             problems.push(format!("{}: {} registers per thread", name(variant), main.registers));
         }
@@ -239,7 +239,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
             assert_eq!(kernels.len(), PREFILL_KERNELS, "{variant:?}: {kernels:?}");
             let bad = |kernel: &&Resources| kernel.spills > 0 || kernel.stack > 0;
             problems.extend(kernels.iter().filter(bad).map(|k| format!("{variant:?}: {k:?}")));
-            // What the assembler says of products of warpgroups that wait for each other.
+            // The assembler's message about warpgroup products (wgmma) that it serialised.
             if cubin.log.contains("serialized") {
                 problems.push(format!("{variant:?}: {}", cubin.log));
             }

@@ -1,4 +1,4 @@
-//! The rows of page numbers in device memory, and what is known of the pages' contents.
+//! The rows of page numbers in device memory, and which pages hold poison.
 
 use std::ops::Range;
 
@@ -6,28 +6,28 @@ use super::{PagePool, row_words};
 use crate::error::HostError;
 use crate::memory::{Copier, DeviceBuffer};
 
-/// What pages are poisoned with: an f16 far from any key or value, yet finite, since the copies of a tile bring rows behind the last key,
+/// Value that poisons pages: an f16 far from any key or value, yet finite, since the copies of a tile include rows after the last key,
 /// which are multiplied by zero.
 pub(crate) const CACHE_POISON: u8 = 0x77;
 
-/// The pages of a machine and what the device is told of them.
+/// The pages of a machine, with the state of the device's tables.
 pub(crate) struct PageTables {
     pub(crate) pool: PagePool,
-    /// A row for each session, and a line that the loader may ask for behind the last.
+    /// A row per session, and after the last a line that the loader may read.
     rows: DeviceBuffer,
     stride: u32,
-    /// Of each layer, where page zero is.
+    /// Address of page zero, per layer.
     caches: Vec<u64>,
     page_bytes: u64,
-    /// Of each page: it may hold something else than poison.
+    /// Per page: it may hold something other than poison.
     used: Vec<bool>,
-    /// Of each session: its pages are poisoned before they are its.
+    /// Per session: its pages are poisoned before it gets them.
     poisons: Vec<bool>,
-    /// Of each session: how many pages the device was told of, if it was told since they were others.
+    /// Per session: how many pages the device's row has, if it is current.
     told: Vec<Option<usize>>,
 }
 
-/// Runs of pages that lie one behind the other.
+/// Merges pages into contiguous runs.
 fn runs(mut pages: Vec<u32>) -> Vec<Range<u32>> {
     pages.sort_unstable();
     let mut runs: Vec<Range<u32>> = Vec::new();
@@ -40,19 +40,19 @@ fn runs(mut pages: Vec<u32>) -> Vec<Range<u32>> {
     runs
 }
 
-/// Which of a session's pages hold something else than poison, from its `first` on. Those before it hold what the session has computed.
+/// A session's pages from its `first` on that hold something other than poison. Those before it hold what the session has computed.
 fn unpoisoned(held: &[u32], first: usize, used: &[bool]) -> Vec<u32> {
     let new = held.get(first..).unwrap_or_default().iter().copied();
     new.filter(|&page| used[page as usize]).collect()
 }
 
 impl PageTables {
-    /// Bytes of the rows of so many sessions.
+    /// Bytes of the rows of this many sessions.
     pub(crate) fn bytes(sessions: u32, capacity: u32) -> u64 {
         u64::from(sessions * row_words(capacity)) * 2 + 16
     }
 
-    /// For pages that are allocated. No kernel is resident.
+    /// For allocated pages. No kernel is resident.
     pub(crate) fn new(
         pool: PagePool,
         (sessions, capacity): (u32, u32),
@@ -89,8 +89,8 @@ impl PageTables {
         self.caches[layer as usize] + u64::from(page) * self.page_bytes
     }
 
-    /// A command of the session is about to use positions from `start` up to `end`: it has pages for them then, and the device knows. No command
-    /// of the session is under way.
+    /// Prepares a command of the session that uses positions from `start` up to `end`: allocates their pages and updates the device's row. No
+    /// command of the session is running.
     pub(crate) fn before(
         &mut self,
         copier: &mut Copier,
@@ -113,11 +113,11 @@ impl PageTables {
         Ok(())
     }
 
-    /// Writes a session's row: its pages, and zeros behind them.
+    /// Writes a session's row: its pages, then zeros.
     fn tell(&mut self, copier: &mut Copier, session: u32) -> Result<(), HostError> {
         let mut words = vec![0_u16; self.stride as usize];
         for (word, &page) in words.iter_mut().zip(self.pool.held(session)) {
-            *word = page as u16; // of fewer than KV_PAGES_MAX
+            *word = page as u16; // page numbers are below KV_PAGES_MAX
         }
         self.told[session as usize] = None;
         copier.upload(self.row(session), bytemuck::cast_slice(&words))?;
@@ -125,7 +125,7 @@ impl PageTables {
         Ok(())
     }
 
-    /// The session is over: others may have its pages, and its row names none.
+    /// Ends a session: others may have its pages, and its row is cleared.
     pub(crate) fn release(&mut self, copier: &mut Copier, session: u32) -> Result<(), HostError> {
         self.pool.release(session);
         let Some(poisons) = self.poisons.get_mut(session as usize) else { return Ok(()) };
@@ -136,13 +136,13 @@ impl PageTables {
         self.tell(copier, session)
     }
 
-    /// Fills the session's pages that hold something else with poison, and from now on those that it gets.
+    /// Poisons the session's pages that hold something else, and from now on those that it gets.
     pub(crate) fn poison(&mut self, copier: &mut Copier, session: u32) -> Result<(), HostError> {
         self.poisons[session as usize] = true;
         self.fill(copier, session, 0)
     }
 
-    /// Fills those of a session's pages with poison that hold something else, from its `first` on.
+    /// Poisons a session's pages from its `first` on that hold something else.
     fn fill(&mut self, copier: &mut Copier, session: u32, first: usize) -> Result<(), HostError> {
         for run in runs(unpoisoned(self.pool.held(session), first, &self.used)) {
             let bytes = u64::from(run.end - run.start) * self.page_bytes;

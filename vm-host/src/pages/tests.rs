@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What may be asked of a pool.
+/// Operations on a pool.
 #[derive(Clone, Copy, Debug)]
 enum Call {
     Promise(u32, u32),
@@ -24,7 +24,7 @@ fn calls(sessions: u32) -> impl Strategy<Value = Vec<Call>> {
     proptest::collection::vec(call, 0..120)
 }
 
-/// Nobody's pages and those of all sessions are all that there are, each once, and promises hold.
+/// Free pages and those of all sessions are all pages, each once, and promises hold.
 fn check(pool: &PagePool, sessions: u32) {
     let mut owners = BTreeMap::new();
     for session in 0..sessions {
@@ -118,14 +118,14 @@ fn pools_are_as_large_as_they_are_asked_to_be() {
     assert_eq!((row_words(1), row_words(7 * KV_PAGE), row_words(8 * KV_PAGE)), (8, 8, 16));
 }
 
-/// Where the device's source puts rows, for heads of so many elements.
+/// Addresses that the device's source gives to rows, for heads of this many elements.
 fn device_says(compiler: &str, head_dim: u32, spoil: Option<(&str, &str)>, asked: &str) -> String {
     let sources = ["amk_abi.h", "keys.cuh", "pages.cuh"];
     let define = format!("-DAMK_HEAD_DIM={head_dim}");
     crate::emulated::run(compiler, "pages", (&sources, &[define]), spoil, asked)
 }
 
-/// What pages.cpp is asked, and what it is to say: of runs of keys in sessions with pages in any order, each copy that the loader makes.
+/// The input of pages.cpp and its expected output: for runs of keys in sessions with pages in any order, each copy that the loader makes.
 fn copies(layout: PageLayout) -> (String, String) {
     use rand::{RngExt, SeedableRng};
     use std::fmt::Write as _;
@@ -159,7 +159,7 @@ fn copies(layout: PageLayout) -> (String, String) {
         let first = random.random_range(0..end);
         let head = u64::from(random.random_range(0..kv_heads) * layout.head_bytes());
         let _ = writeln!(asked, "{session} {first} {} {head}", end - first);
-        // Row by row, from the definition: whole tiles, zero's page behind the last.
+        // Row by row, from the definition: whole tiles, and page zero after the last page.
         for block in (first..end).step_by(KV_PAGE as usize) {
             let rows = (end - block).min(KV_PAGE).next_multiple_of(32);
             for position in block..block + rows {
@@ -185,7 +185,7 @@ fn the_device_finds_rows_where_the_host_puts_them() {
         }
         assert_eq!(got.lines().count(), said.lines().count());
     }
-    // Mistakes that it would find.
+    // Mutations that it must detect.
     let (asked, said) = copies(PageLayout::new(3, 16));
     let same = |got: &str| got.lines().map(str::trim).eq(said.lines().map(str::trim));
     for (from, to) in [

@@ -1,12 +1,12 @@
-//! Keys and values as the caches hold them.
+//! Decodes keys and values from the layout of the caches.
 
 use abi::KV_PAGE;
 
 use super::HALF_BYTES;
 use crate::pages::PageLayout;
 
-/// The keys and values of `positions` positions out of the bytes of a session's pages in a layer: rows of f16, the 16-byte chunks of a row
-/// permuted by its position (`row_swizzle` of keys.cuh). As `[positions][kv_heads * head_dim]` each.
+/// Extracts the keys and values of `positions` positions from the bytes of a session's pages in a layer: rows of f16, the 16-byte chunks of a
+/// row permuted by its position (`row_swizzle` of keys.cuh). Returns `[positions][kv_heads * head_dim]` each.
 pub(crate) fn unpacked(bytes: &[u8], layout: PageLayout, positions: u32) -> (Vec<f32>, Vec<f32>) {
     let PageLayout { kv_heads, row_bytes } = layout;
     let head_dim = row_bytes / HALF_BYTES;
@@ -31,7 +31,7 @@ pub(crate) fn unpacked(bytes: &[u8], layout: PageLayout, positions: u32) -> (Vec
     (rows(0), rows(kv_heads))
 }
 
-/// What chunk c of a row is exchanged with: as `row_swizzle` of keys.cuh.
+/// XOR mask of a row's chunks, as `row_swizzle` of keys.cuh.
 fn row_swizzle(position: u32, head_dim: u32) -> u32 {
     let chunks = head_dim * HALF_BYTES / 16;
     if chunks < 8 {

@@ -1,4 +1,4 @@
-//! Where a model's matrices, constants and caches are on the device: matrices by id, constants by the tensors that they are made of.
+//! Device addresses of a model's matrices, constants and caches: matrices by id, constants by the tensors that they are made of.
 
 use ir::program::{PackedLayer, PackedMatrix, PackedModel, RowMap};
 use ir::{Graph, TensorId};
@@ -31,7 +31,7 @@ pub(super) struct LayerPlan {
     pub(super) window: u32,
 }
 
-/// Where everything is.
+/// All addresses.
 pub(super) struct Plan {
     pub(super) embed: Packed,
     pub(super) layers: Vec<LayerPlan>,
@@ -42,7 +42,7 @@ pub(super) struct Plan {
     pub(super) capacity: u32,
 }
 
-/// What graph and device memory have in common.
+/// Finds a graph's tensors in device memory.
 pub(super) struct Lookup<'a> {
     pub(super) graph: &'a Graph,
     pub(super) residents: &'a Residents,

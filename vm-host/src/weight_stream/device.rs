@@ -1,4 +1,4 @@
-//! Copies that land on the device, on a stream of their own, with `watermark` raised behind them.
+//! Copies to the device on a separate stream, which raises `watermark` after them.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::weight_stream::memory::Staging;
 use crate::weight_stream::pipeline::{SLOTS, Target};
 use crate::weight_stream::plan::Plan;
 
-/// The device's end of a weight streaming: all that it needs is allocated before a kernel is resident.
+/// The device's end of a weight stream. Everything that it needs is allocated before a kernel is resident.
 pub(crate) struct DeviceTarget {
     context: Arc<Context>,
     stream: Stream,

@@ -1,4 +1,4 @@
-//! Weights that are in memory already: packed by all processors and copied, with no kernel resident.
+//! Loads weights that are in memory already: packed by all processors and copied, with no kernel resident.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ use crate::weight_stream::pipeline::{SLOTS, Target};
 use crate::weight_stream::plan::{Plan, pack};
 use crate::weight_stream::{LoadReport, wait_until};
 
-/// How long the copy of a piece may take.
+/// Limit for the copy of a piece.
 const COPY_LIMIT: Duration = Duration::from_secs(10);
 
-/// Brings all weights to the target. Half of the parts of its staging memory are packed into while the other half is copied from.
+/// Copies all weights to the target. Half of its staging memory is packed into while the other half is copied from.
 pub(crate) fn land<T: Target>(
     plan: &Plan,
     weights: &dyn Weights,

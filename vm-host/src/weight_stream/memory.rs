@@ -1,4 +1,4 @@
-//! Memory that weights pass through on the host.
+//! Host memory that weights pass through.
 
 use std::marker::PhantomData;
 
@@ -9,7 +9,7 @@ use crate::weight_stream::source::ALIGN;
 pub(crate) struct IoBuffer {
     start: *mut u8,
     bytes: usize,
-    /// Its number among those that were registered.
+    /// Its index among the registered buffers.
     pub(crate) index: u16,
     _raw: PhantomData<*mut u8>,
 }
@@ -34,7 +34,7 @@ impl IoBuffer {
         Self { start, bytes: layout.size(), index, _raw: PhantomData }
     }
 
-    /// For a reader in the system's kernel.
+    /// For reads by the operating system (io_uring).
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.start
     }
@@ -44,7 +44,7 @@ impl IoBuffer {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the pages are initialised and ours; nothing reads into a buffer that somebody holds by value.
+        // SAFETY: the pages are initialised and ours; no read fills a buffer that is held by value.
         unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
     }
 
@@ -61,7 +61,7 @@ impl Drop for IoBuffer {
     }
 }
 
-/// A part of the page-locked memory that packed pieces are copied from. It does not keep that memory: the target does, which outlives all
+/// A part of the page-locked memory that packed pieces are copied from. It does not own that memory: the target does, which outlives all
 /// packing (`pipeline::Gate`).
 #[derive(Debug)]
 pub(crate) struct Staging {
@@ -74,10 +74,10 @@ pub(crate) struct Staging {
 unsafe impl Send for Staging {}
 
 impl Staging {
-    /// Parts of so many bytes of the memory at `base`.
+    /// Parts of this many bytes of the memory at `base`.
     ///
     /// # Safety
-    /// The memory holds them all and is used through them only, while the gate of the pipeline is open.
+    /// The memory holds all of them and is used only through them, while the gate of the pipeline is open.
     pub(crate) unsafe fn parts(base: *mut u8, bytes: usize, count: usize) -> Vec<Self> {
         (0..count)
             // SAFETY: within the memory, as the caller promises.
@@ -89,10 +89,10 @@ impl Staging {
         self.start
     }
 
-    /// To be packed into.
+    /// The bytes, to pack into.
     ///
     /// # Safety
-    /// The memory is still there, and no copy from it is under way.
+    /// The memory still exists, and no copy from it is in flight.
     pub(crate) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: the caller's promise; one owner at a time.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }

@@ -1,5 +1,5 @@
-//! Brings weights to the device, before a kernel is launched or while it is resident: from files through packing threads, in the order in
-//! which a step needs them, or out of memory. docs/explanation/runtime.md, "Streamed weight loading".
+//! Streams weights to the device, before a kernel is launched or while it is resident: from files through packing threads, in the order in
+//! which a step needs them, or from memory. docs/explanation/runtime.md, "Streamed weight loading".
 
 mod device;
 mod in_memory;
@@ -26,14 +26,14 @@ pub(crate) use source::Source;
 use source::{Files, Threads};
 use uring::Uring;
 
-/// Threads that pack, and that read where io_uring does not.
+/// Number of threads that pack, and of threads that read where io_uring is not used.
 const CREW_MAX: usize = 8;
-/// How long nothing may come before the launch.
+/// Limit without any arrival, before the launch.
 const READ_LIMIT: Duration = Duration::from_secs(60);
-/// How long a stopped weight streaming may take to notice.
+/// Limit for a stopped weight stream to end.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
-/// How the weights came in.
+/// How the weights were loaded.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct LoadReport {
     /// Bytes of stored tensors that were read.
@@ -42,28 +42,28 @@ pub struct LoadReport {
     pub seconds: f64,
     /// How they were read: `io_uring` or `pread` and in which way, or `memory`.
     pub source: String,
-    /// Why io_uring was not used, where it was wanted.
+    /// Why io_uring was not used, if it was wanted.
     pub fallback: Option<String>,
 }
 
 /// Where weights are read from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReadBy {
-    /// Through the page cache what it holds, else by io_uring past it, else by threads.
+    /// What the page cache holds through it; else by io_uring past it; else by threads.
     #[default]
     Auto,
-    /// By io_uring, past the page cache where the file system can.
+    /// By io_uring, past the page cache if the file system supports it.
     IoUring,
     /// By threads with `pread`, through the page cache.
     Pread,
 }
 
-/// How weights are to be brought in while the kernel runs.
+/// How weights are streamed while the kernel runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Streaming {
     /// Where they are read from.
     pub read_by: ReadBy,
-    /// How long nothing may come before they are given up.
+    /// Limit without any arrival, after which the rest is abandoned.
     pub limit: Duration,
 }
 
@@ -73,12 +73,12 @@ impl Default for Streaming {
     }
 }
 
-/// How far it has come, for everybody to see.
+/// Progress, readable from any thread.
 #[derive(Debug)]
 pub(crate) struct Progress {
     began: Instant,
     bytes: AtomicU64,
-    /// Packed bytes on the device. Whoever looks on from another thread keeps it.
+    /// Packed bytes on the device. A monitor on another thread keeps a reference.
     packed: Arc<AtomicU64>,
     state: Mutex<State>,
 }
@@ -89,7 +89,7 @@ struct State {
     seconds: f64,
 }
 
-/// Why weights will not come.
+/// The reason why the rest of the weights will not arrive.
 #[derive(Clone, Debug)]
 struct Failure {
     path: String,
@@ -107,13 +107,13 @@ impl Progress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A piece is on its way behind those before it: so many bytes of files, so many packed.
+    /// A piece is in flight after those before it: this many bytes of files, this many packed.
     pub(crate) fn watermark(&self, bytes: u64, packed: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.packed.fetch_add(packed, Ordering::Relaxed);
     }
 
-    /// No more weights will come: they are all there, or there is a reason.
+    /// No more weights will arrive: all have, or there is a reason.
     pub(crate) fn end(&self, result: Result<(), HostError>) {
         let over = result.map_err(|error| {
             if let HostError::Weights { path, message } = error {
@@ -126,7 +126,7 @@ impl Progress {
         state.over = Some(over);
     }
 
-    /// Not even that could be said to the device: its own patience ends the wait.
+    // The device cannot be notified either: its own patience ends the wait.
     pub(crate) fn unreachable(&self, error: &HostError) {
         if let Some(Err(failure)) = &mut self.state().over {
             failure.message += &format!("; and the device could not be told: {error}");
@@ -134,20 +134,20 @@ impl Progress {
     }
 }
 
-/// Weights on their way to a target.
+/// A weight stream in progress.
 pub(crate) struct WeightStream<T: Target = DeviceTarget> {
     progress: Arc<Progress>,
     cancel: Arc<AtomicBool>,
     source: String,
     fallback: Option<String>,
-    /// Until it has ended: it gives the target back, with the first piece that has not arrived.
+    /// Until it has ended: it returns the target, with the first piece that has not arrived.
     thread: Option<JoinHandle<(T, usize)>>,
 }
 
-/// What a weight streaming's source is read through: nothing, but for tests.
+/// Wrapper of a weight stream's source: the identity, except in tests.
 pub(crate) type Through<'a> = &'a dyn Fn(Box<dyn Source>) -> Box<dyn Source>;
 
-/// Brings in all weights of the plan before a kernel is launched.
+/// Loads all weights of the plan before a kernel is launched.
 pub(crate) fn land_before_launch<T: Target>(
     plan: Arc<Plan>,
     weights: &dyn Weights,
@@ -163,7 +163,7 @@ pub(crate) fn land_before_launch<T: Target>(
 }
 
 impl<T: Target> WeightStream<T> {
-    /// Starts. The plan's packed matrices go to the target.
+    /// Starts streaming the plan's packed matrices to the target.
     pub(crate) fn start(
         plan: Arc<Plan>,
         weights: &dyn Weights,
@@ -210,18 +210,18 @@ impl<T: Target> WeightStream<T> {
         self.progress.state().over.is_none()
     }
 
-    /// Until no more weights will come.
+    /// Waits until no more weights will arrive.
     ///
     /// # Errors
-    /// Why they have not all come.
+    /// The reason why some have not arrived.
     pub(crate) fn wait(&self) -> Result<(), HostError> {
         while self.under_way() {
-            std::thread::sleep(Duration::from_micros(200)); // the weight streaming bounds it
+            std::thread::sleep(Duration::from_micros(200)); // the weight stream has its own limit
         }
         self.failure().map_or(Ok(()), Err)
     }
 
-    /// Packed bytes on the device, for whoever looks on from another thread.
+    /// Packed bytes on the device, for monitors on other threads.
     pub(crate) fn packed(&self) -> Arc<AtomicU64> {
         self.progress.packed.clone()
     }
@@ -249,8 +249,8 @@ impl<T: Target> WeightStream<T> {
         }
     }
 
-    /// Ends it and gives the target back, with the first piece that has not arrived. Nothing if its thread does not end, which keeps all that it
-    /// uses.
+    /// Ends it and returns the target, with the first piece that has not arrived. `None` if its thread does not end; that thread then keeps
+    /// everything that it uses.
     pub(crate) fn end(&mut self) -> Option<(T, usize)> {
         self.cancel.store(true, Ordering::Relaxed);
         let limit = Instant::now() + STOP_LIMIT;
@@ -289,7 +289,7 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(CREW_MAX)
 }
 
-/// The source that is asked for, or the best there is; and why it is not io_uring where that was meant.
+/// The requested source, or the best available one; and why it is not io_uring where that was meant.
 fn choose(
     files: &Arc<Files>,
     buffers: &[IoBuffer],

@@ -1,4 +1,4 @@
-//! The threads that bring weights in: one that reads, a crew that packs, and one that copies and says how far it has come.
+//! The threads that stream weights: a reader, a crew of packers, and the lander, which copies and raises the watermark.
 //!
 //! ```text
 //!          free slots                                   in stream order
@@ -6,8 +6,8 @@
 //!   └► reader ─ start, next ─► crew ─ pack ─► lander ─ copy, arrived ┘
 //! ```
 //!
-//! A slot (a buffer to read into, a part of the page-locked memory to pack into) is handed out in stream order and given back once its copy is
-//! over. So the piece that has to land next always has one, and nothing can be stuck behind it.
+//! A slot (a buffer to read into, a part of the page-locked memory to pack into) is handed out in stream order and returned when its copy is
+//! done. So the next piece in order always has one, and nothing can be stuck behind it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,21 +21,21 @@ use crate::weight_stream::memory::{IoBuffer, Staging};
 use crate::weight_stream::plan::{Plan, pack};
 use crate::weight_stream::source::{Extent, Files, Job, Source};
 
-/// Pieces on their way at once.
+/// Pieces in flight at once.
 pub(crate) const SLOTS: usize = 16;
-/// How often the lander looks up when nothing arrives.
+/// How often the lander checks for copies while nothing arrives.
 const TICK: Duration = Duration::from_micros(200);
 
-/// Where pieces land: the device, or memory in tests.
+/// Destination of pieces: the device, or memory in tests.
 ///
 /// # Safety
-/// `staging` gives memory that lives as long as the target and that nobody else uses.
+/// `staging` returns memory that lives as long as the target and has no other user.
 pub(crate) unsafe trait Target: Send + 'static {
-    /// So many bytes of page-locked memory, set aside before.
+    /// This many bytes of page-locked memory, allocated before.
     fn staging(&self, bytes: usize) -> *mut u8;
-    /// Called first, on the thread that will call the others.
+    /// Called first, on the thread that calls the other methods.
     fn enter(&mut self) -> Result<(), HostError>;
-    /// Starts the copy of a packed piece to a byte of a matrix.
+    /// Starts the copy of a packed piece to a byte offset of a matrix.
     fn copy(
         &mut self,
         matrix: usize,
@@ -43,31 +43,31 @@ pub(crate) unsafe trait Target: Send + 'static {
         from: &Staging,
         bytes: usize,
     ) -> Result<(), HostError>;
-    /// Writes `watermark` behind every copy started so far, then marks the end of this slot's.
+    /// Writes `watermark` after every copy started so far, then records the end of this slot's.
     fn watermark(&mut self, value: u32, slot: usize) -> Result<(), HostError>;
-    /// Whether the slot's copy is over.
+    /// Whether the slot's copy has completed.
     fn copied(&mut self, slot: usize) -> Result<bool, HostError>;
 }
 
-/// What a piece passes through.
+/// Buffers that a piece passes through.
 struct Slot {
     io: IoBuffer,
     staging: Staging,
 }
 
-/// A piece whose bytes are here.
+/// A piece whose bytes have been read.
 struct Read {
     job: Job,
     staging: Staging,
 }
 
-/// What the lander hears.
+/// Messages to the lander.
 enum Message {
     Packed { piece: usize, slot: Slot },
     Failed(HostError),
 }
 
-/// Open while packed pieces may be written: whoever closes it knows that nobody writes any more.
+/// Open while packed pieces may be written: after closing it, no thread writes any more.
 #[derive(Clone)]
 struct Gate(Arc<RwLock<bool>>);
 
@@ -86,17 +86,17 @@ impl Gate {
     }
 }
 
-/// What is to land, and how long to wait for it.
+/// The plan, and the limit of a wait for it.
 pub(crate) struct Order {
     pub(crate) plan: Arc<Plan>,
     pub(crate) files: Arc<Files>,
-    /// How long nothing may come.
+    /// Limit without any arrival.
     pub(crate) limit: Duration,
     pub(crate) crew: usize,
 }
 
-/// Lands everything; returns the first piece that did not land. Runs where it is called; the other threads end by themselves. When
-/// something fails, `watermark` says that no more will come.
+/// Streams everything; returns the first piece that did not arrive. Runs on the calling thread; the other threads end by themselves. On a
+/// failure, `watermark` is set to abandoned.
 pub(crate) fn land<T: Target>(
     order: &Order,
     source: Box<dyn Source>,
@@ -113,7 +113,7 @@ pub(crate) fn land<T: Target>(
         lander(order, target, progress, cancel, &free, &messages, &mut next)
     });
     gate.close();
-    // The reason is known before anybody is let through.
+    // The reason is stored before waiting readers continue.
     let failed = result.is_err();
     progress.end(result);
     if failed && let Err(error) = target.watermark(abi::WATERMARK_ABANDONED, SLOTS) {
@@ -144,7 +144,7 @@ fn start(
     let (files, limit) = (order.files.clone(), order.limit);
     spawn("weights-order", move || {
         if let Err(error) = reader(&files.extents, source, &slots, &read, limit) {
-            let _ = tell.send(Message::Failed(error)); // nobody listens if it was cancelled
+            let _ = tell.send(Message::Failed(error)); // the receiver is gone if the stream was cancelled
         }
     })?;
     Ok((free, messages))
@@ -162,7 +162,7 @@ fn gone() -> HostError {
     HostError::Request("a thread that brings weights in is gone".into())
 }
 
-/// Asks for pieces in stream order, as many at once as there are slots, and passes on what comes.
+/// The reader: requests pieces in stream order, as many at once as there are slots, and passes on those that arrive.
 fn reader(
     extents: &[Vec<Extent>],
     mut source: Box<dyn Source>,
@@ -174,7 +174,7 @@ fn reader(
     let mut ask = 0..extents.len();
     loop {
         while !ask.is_empty() {
-            // With nothing under way there is nothing else to wait for; slots stop coming when the lander is gone.
+            // With no read in flight there is nothing else to wait for; slots stop coming when the lander is gone.
             let slot = match slots.try_recv() {
                 Ok(slot) => slot,
                 Err(TryRecvError::Empty) if under_way.is_empty() => match slots.recv() {
@@ -207,7 +207,7 @@ fn reader(
     }
 }
 
-/// One of those who pack. Ends when nothing more is read.
+/// A packer of the crew. Ends when nothing more is read.
 fn crew(plan: &Plan, reads: &Mutex<Receiver<Read>>, tell: &Sender<Message>, gate: &Gate) {
     loop {
         let next = reads.lock().map(|reads| reads.recv());
@@ -236,7 +236,7 @@ fn crew(plan: &Plan, reads: &Mutex<Receiver<Read>>, tell: &Sender<Message>, gate
     }
 }
 
-/// Copies pieces in stream order and says how far it has come.
+/// The lander: copies pieces in stream order and raises the watermark.
 fn lander<T: Target>(
     order: &Order,
     target: &mut T,
@@ -271,7 +271,7 @@ fn lander<T: Target>(
             Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        // Twice the reader's patience: it knows better what does not answer.
+        // Twice the reader's patience: the reader can report better which read does not return.
         if last.elapsed() > order.limit * 2 {
             return Err(HostError::Weights {
                 path: "weights".into(),

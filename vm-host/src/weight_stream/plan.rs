@@ -1,15 +1,15 @@
-//! In which order packed matrices land, in which pieces, and how a piece is packed.
+//! The order in which packed matrices are streamed, their division into pieces, and the packing of a piece.
 
 use ir::TensorId;
 use ir::program::Matrix;
 
 use crate::error::HostError;
 
-/// Bytes of a packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
+/// Bytes per packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
 const PIECE_BYTES: u64 = 4 << 20;
 const UNIT: usize = abi::UNIT_BYTES as usize;
 
-/// Rows of a stored tensor that lie one behind the other in its file.
+/// Consecutive rows of a stored tensor in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TensorRows {
     pub(crate) tensor: TensorId,
@@ -17,7 +17,7 @@ pub(crate) struct TensorRows {
     pub(crate) rows: u32,
 }
 
-/// Whole tiles of a packed matrix, one behind the other on the device.
+/// Consecutive whole tiles of a packed matrix on the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) matrix: usize,
@@ -25,7 +25,7 @@ pub(crate) struct Piece {
     pub(crate) tiles: u32,
     /// Units that have arrived, in stream order, once this piece has.
     pub(crate) end: u32,
-    /// Where its rows come from, each tensor once.
+    /// Its source rows, each tensor once.
     pub(crate) reads: Vec<TensorRows>,
 }
 
@@ -34,12 +34,12 @@ pub(crate) struct Piece {
 pub(crate) struct Plan {
     pub(crate) matrices: Vec<Matrix>,
     pub(crate) pieces: Vec<Piece>,
-    /// Of each matrix: units that land before its first.
+    /// Per matrix: units that arrive before its first.
     pub(crate) starts: Vec<u32>,
 }
 
 impl Plan {
-    /// Cuts the matrices of a program.
+    /// Divides the matrices of a program into pieces.
     pub(crate) fn new(matrices: &[Matrix]) -> Result<Self, HostError> {
         let units: u64 = matrices.iter().map(Matrix::units).sum();
         if units >= u64::from(abi::WATERMARK_ABANDONED) {
@@ -79,7 +79,7 @@ impl Plan {
         units * u64::from(abi::UNIT_BYTES)
     }
 
-    /// What `watermark` is to say once piece `index` is on the device.
+    /// The value of `watermark` once piece `index` is on the device.
     pub(crate) fn watermark_behind(&self, index: usize) -> u32 {
         if index + 1 == self.pieces.len() { abi::WATERMARK_ALL } else { self.pieces[index].end }
     }
@@ -89,7 +89,7 @@ impl Plan {
     }
 }
 
-/// The rows that some tiles hold, by tensor. A map never goes back, so those of a tensor are one run.
+/// The source rows of some tiles, by tensor. A map never goes back, so those of a tensor are one run.
 fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
     let mut reads: Vec<TensorRows> = Vec::new();
     let last = ((tile0 + tiles) * abi::UNIT_ROWS).min(matrix.rows());
@@ -102,7 +102,7 @@ fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
     reads
 }
 
-/// Packs tiles. `row` gives a stored row; what there is none of is zero.
+/// Packs tiles. `row` returns a stored row; missing rows are zero.
 pub(crate) fn pack<'a>(
     matrix: &Matrix,
     piece: &Piece,

@@ -1,4 +1,4 @@
-//! Where stored bytes come from: files, read past the page cache by io_uring or through it by threads.
+//! Sources of stored bytes: files, read past the page cache by io_uring or through it by threads.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,10 +15,10 @@ use crate::error::HostError;
 use crate::weight_stream::memory::IoBuffer;
 use crate::weight_stream::plan::{Piece, Plan};
 
-/// What reads past the page cache are aligned to: offset, length and address.
+/// Alignment of reads past the page cache: offset, length and address.
 pub(crate) const ALIGN: usize = 4096;
 
-/// Bytes of a file that a piece needs, and where they are to be in its buffer: at the same place of a page as in the file.
+/// Bytes of a file that a piece needs, and their place in its buffer: at the same offset within a page as in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) file: usize,
@@ -28,7 +28,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Bytes in front of the wanted ones in their page.
+    /// Bytes before the wanted ones in their page.
     pub(crate) fn lead(&self) -> usize {
         self.at % ALIGN
     }
@@ -41,17 +41,17 @@ pub(crate) struct Job {
     pub(crate) buffer: IoBuffer,
 }
 
-/// Reads pieces, several at once and in any order. Scripted ones stand in for broken disks in tests.
+/// Reads pieces, several at once and in any order. Tests use scripted ones to simulate broken disks.
 pub(crate) trait Source: Send {
-    /// Such as `io_uring`.
+    /// Name, such as `io_uring`.
     fn name(&self) -> String;
-    /// Asks for a piece. Does not wait.
+    /// Requests a piece. Does not wait.
     fn start(&mut self, job: Job) -> Result<(), HostError>;
-    /// The next piece that is here, or what kept one from coming. Nothing if none came within the limit.
+    /// The next piece that has been read, or the error that prevented one. `None` if none arrived within the limit.
     fn next(&mut self, limit: Duration) -> Option<Result<Job, HostError>>;
 }
 
-/// What tells whether a file is still the one that was opened.
+/// Identifies the file that was opened, to detect a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     device: u64,
@@ -72,7 +72,7 @@ impl Identity {
 pub(crate) struct WeightFile {
     pub(crate) path: PathBuf,
     pub(crate) file: File,
-    /// The same, opened to be read past the page cache, where its file system can.
+    /// The same, opened for reads past the page cache if its file system supports them.
     pub(crate) direct: Option<File>,
     identity: Identity,
 }
@@ -89,7 +89,7 @@ impl WeightFile {
         failed(&self.path, message)
     }
 
-    /// The file is what it was when it was opened. A write that keeps length and time of the last change is not seen.
+    /// Checks that the file has not changed since it was opened. A write that keeps length and modification time is not detected.
     pub(crate) fn check(&self) -> Result<(), HostError> {
         let now = Identity::of(&self.file).map_err(|e| self.error(&e.to_string()))?;
         if now.bytes < self.identity.bytes {
@@ -104,7 +104,7 @@ impl WeightFile {
         Ok(())
     }
 
-    /// Fewer bytes came than were asked for.
+    /// Error: fewer bytes were read than requested.
     pub(crate) fn short(&self, extent: &Extent, got: usize) -> HostError {
         self.error(&format!(
             "the file ends {} bytes early: {} were wanted at {}; was it truncated?",
@@ -119,7 +119,7 @@ fn failed(path: &std::path::Path, message: &str) -> HostError {
     HostError::Weights { path: path.display().to_string(), message: message.to_owned() }
 }
 
-/// All files of a model's weights, and which bytes of them each piece needs.
+/// All files of a model's weights, and the bytes of them that each piece needs.
 #[derive(Debug)]
 pub(crate) struct Files {
     pub(crate) files: Vec<WeightFile>,
@@ -127,7 +127,7 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    /// Opens the files and finds every piece in them. Nothing if some tensor is not in a file.
+    /// Opens the files and locates every piece in them. `None` if some tensor is not in a file.
     pub(crate) fn open(plan: &Plan, weights: &dyn Weights) -> Result<Option<Self>, HostError> {
         let mut all = Self { files: Vec::new(), extents: Vec::new() };
         for piece in &plan.pieces {
@@ -145,7 +145,7 @@ impl Files {
     ) -> Result<Option<Vec<Extent>>, HostError> {
         let matrix = &plan.matrices[piece.matrix];
         let row_bytes = matrix.format.row_bytes(matrix.cols);
-        let mut page = 0; // of the buffer
+        let mut page = 0; // page of the buffer
         let mut extents = Vec::with_capacity(piece.reads.len());
         for read in &piece.reads {
             let Some(range) = weights.file_range(read.tensor) else { return Ok(None) };
@@ -203,7 +203,7 @@ impl Files {
     }
 }
 
-/// Whether a byte of a file can be had without the disk.
+/// Whether a byte of a file is in the page cache.
 fn resident(file: &File, offset: u64) -> bool {
     let mut byte = 0_u8;
     let vector = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
@@ -222,7 +222,7 @@ pub(crate) struct Threads {
 }
 
 impl Threads {
-    /// Starts so many threads. They end when the source is dropped; one that a read never comes back to stays behind.
+    /// Starts this many threads. They end when the source is dropped, except one whose read never returns.
     pub(crate) fn new(files: &Arc<Files>, threads: usize, direct: bool) -> Result<Self, HostError> {
         let (ask, jobs) = channel::<Job>();
         let (answer, answers) = channel();
@@ -273,7 +273,7 @@ fn read(files: &Files, mut job: Job, direct: bool) -> Result<Job, HostError> {
         while got < wanted {
             match file.read_at(&mut place[got..], extent.offset - lead as u64 + got as u64) {
                 Ok(0) => return Err(of.short(extent, got.saturating_sub(lead))),
-                // Past the page cache an odd length is the file's end.
+                // Past the page cache an odd length is the end of the file.
                 Ok(n) if direct && got + n < wanted && n % ALIGN != 0 => {
                     return Err(of.short(extent, (got + n).saturating_sub(lead)));
                 }
@@ -289,7 +289,7 @@ fn read(files: &Files, mut job: Job, direct: bool) -> Result<Job, HostError> {
     Ok(job)
 }
 
-/// The files that a piece is read from.
+/// The files of a piece.
 pub(crate) fn unique(extents: &[Extent]) -> impl Iterator<Item = usize> + '_ {
     let first = |index: usize| !extents[..index].iter().any(|e| e.file == extents[index].file);
     (0..extents.len()).filter(move |&index| first(index)).map(|index| extents[index].file)

@@ -1,4 +1,4 @@
-//! Weight streaming without a device: the packed bytes, their order, and everything that can go wrong on the way.
+//! Weight streaming without a device: the packed bytes, their order, and every failure on the way.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -15,7 +15,7 @@ use crate::weight_stream::plan::{Piece, TensorRows, pack};
 const GOLDEN: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
-/// The packed matrix, element by element: units of 8 rows by 64 bytes, and of 16-bit columns bits 2 and 3 of the number change places.
+/// The packed matrix, element by element: units of 8 rows by 64 bytes; in 16-bit columns, bits 2 and 3 of the column number are swapped.
 fn packed_by_definition(matrix: &Matrix, weights: &dyn Weights) -> Vec<u8> {
     let mut packed = vec![0; matrix.bytes() as usize];
     let element = matrix.format.stored().bytes();
@@ -68,7 +68,7 @@ fn weights_in_memory_land_as_those_of_files_do() {
     }
 }
 
-/// Long for a disk, short for a test.
+/// A limit that is long for a disk, short for a test.
 const LIMIT: Duration = Duration::from_millis(300);
 
 fn golden(name: &str) -> Model {
@@ -104,14 +104,14 @@ fn lowered(model: &Model) -> Verified<Program> {
     lower::lower(&config, &model.graph, &target, options).expect("it lowers")
 }
 
-/// Memory as a target. What is not arrived is poison.
+/// Memory as a target. Bytes that have not arrived are poison.
 struct Memory {
     staging: Vec<u8>,
     matrices: Vec<Vec<u8>>,
     said: Vec<u32>,
-    /// The last of it, for those who look meanwhile.
+    /// The latest watermark, for concurrent readers.
     watermark: Arc<AtomicU32>,
-    /// Whether the device takes copies.
+    /// Whether the device accepts copies.
     broken: bool,
 }
 
@@ -144,7 +144,7 @@ unsafe impl Target for Memory {
         if self.broken {
             return Err(HostError::Driver { call: "copy", message: "no".into() });
         }
-        // SAFETY: packed, and nobody packs into it before it is given back.
+        // SAFETY: packed, and no thread packs into it before it is given back.
         let from = unsafe { std::slice::from_raw_parts(from.pointer(), bytes) };
         self.matrices[matrix][offset as usize..][..bytes].copy_from_slice(from);
         Ok(())
@@ -173,7 +173,7 @@ fn land(
         .expect("it starts")
 }
 
-/// Waits for the end; fails if it takes longer than it may.
+/// Waits for the end; fails if it exceeds its limit.
 fn ended(weight_stream: &mut WeightStream<Memory>, at_most: Duration) -> (Memory, usize) {
     let start = Instant::now();
     while weight_stream.under_way() {
@@ -209,7 +209,7 @@ fn every_source_lands_what_the_kernel_would_have_packed() {
     }
 }
 
-/// From now on the kernel refuses io_uring to this thread and those that it starts, as a container's profile does.
+/// Makes the operating system refuse io_uring to this thread and those that it starts from now on, as a container's profile does.
 fn refuse_io_uring() {
     let word = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
     let errno = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
@@ -229,7 +229,7 @@ fn refuse_io_uring() {
     assert!(done, "no filter for system calls: {}", std::io::Error::last_os_error());
 }
 
-/// Where io_uring is refused, threads read the same bytes, and the report says why.
+/// If io_uring is refused, threads read the same bytes, and the report gives the reason.
 #[test]
 fn where_io_uring_is_refused_threads_read_instead() {
     let refused = std::thread::spawn(|| {
@@ -324,7 +324,7 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
             }
             let expected = packed_by_definition(&matrix, &weights);
             assert!(packed == expected, "{dtype:?} of {cols} columns, {:?}", matrix.map);
-            // The comparison can fail: the same bytes of another tile.
+            // The comparison detects a difference: the same bytes of another tile.
             let shifted = Piece { tile0: 1, tiles: 1, reads: vec![], ..plan.pieces[0].clone() };
             let mut other = vec![0; matrix.units_per_tile() as usize * 512];
             pack(
@@ -354,7 +354,7 @@ fn pieces_of_large_matrices_are_cut_at_tiles() {
     assert_eq!(plan.watermark_behind(7), abi::WATERMARK_ALL);
 }
 
-/// Something went wrong: the reason is known, the device was told, what arrived before is there, and it took no longer than it may.
+/// After a failure the reason is known, the device was notified, what arrived before is there, and it took no longer than it may.
 fn assert_failed(
     name: &str,
     weight_stream: &mut WeightStream<Memory>,
@@ -408,7 +408,7 @@ fn a_disk_that_does_not_answer_is_given_up_in_time() {
     let mut hangs = land(&model, ReadBy::IoUring, LIMIT, &scripted((2, Mishap::Hangs)));
     assert_failed("hangs", &mut hangs, "whoever reads them hangs", LIMIT * 4);
     assert!(start.elapsed() >= LIMIT * 2);
-    // Nothing came at all.
+    // Nothing arrived at all.
     let mut dead = land(&model, ReadBy::IoUring, LIMIT, &scripted((0, Mishap::Silent)));
     assert_eq!(assert_failed("dead", &mut dead, "does not answer", LIMIT * 2), 0);
 }
@@ -445,7 +445,7 @@ fn a_stopped_stream_ends_at_once() {
     );
 }
 
-/// The file that a copied model has.
+/// The file of a copied model.
 fn weights_file(dir: &Path) -> PathBuf {
     dir.join("model.safetensors")
 }
@@ -478,7 +478,7 @@ fn files_that_change_meanwhile_are_noticed() {
         eprintln!("truncated: {next} pieces, {failure}");
         assert!(failure.contains("was cut from") || failure.contains("bytes early"), "{failure}");
         assert!(began.load(Ordering::Relaxed));
-        // A file that was short from the beginning does not even start; the mapping of the whole one is not touched.
+        // A file that was short from the beginning is refused at the start; the mapping of the whole one is not touched.
         let plan = Arc::new(plan(&model));
         let target = Memory::new(&plan);
         let short = WeightStream::start(
@@ -503,14 +503,14 @@ fn weights_that_are_in_no_file_are_refused() {
     assert!(refused.is_some_and(|e| e.to_string().contains("export the model first")));
 }
 
-/// Where a command on the reference VM got to.
+/// Progress of a command on the reference VM.
 #[derive(Debug, PartialEq, Eq)]
 enum Ended {
     Done(Vec<u32>),
     Fault(Option<sessions::Why>),
 }
 
-/// Runs one command under the scheduler while weights stream in: a turn goes on to the first layer that is not there. Says how often it waited.
+/// Runs one command under the scheduler while weights stream in: a turn continues to the first layer that has not arrived. Returns the number of waits.
 fn run_while_streaming(
     model: &Model,
     weight_stream: &WeightStream<Memory>,

@@ -12,17 +12,17 @@ use crate::uring;
 use crate::weight_stream::memory::IoBuffer;
 use crate::weight_stream::source::{ALIGN, Extent, Files, Job, Source, unique};
 
-/// Reads of one piece at most: a matrix has at most three parts, and a map may name more.
+/// Reads per piece at most: a matrix has at most three parts, and a map may name more.
 const PARTS: usize = 8;
 
-/// A read that is under way: of which extent, and how far it has come. Counted from the first byte of the first page.
+/// A read in flight: its extent, and how far it has come, counted from the first byte of the first page.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     extent: usize,
     got: usize,
 }
 
-/// A piece whose reads are under way.
+/// A piece with reads in flight.
 struct Open {
     job: Job,
     left: usize,
@@ -36,15 +36,15 @@ pub(crate) struct Uring {
     open: HashMap<usize, Open>,
     parts: HashMap<u64, (usize, Part)>,
     serial: u64,
-    /// The first in stream order is given out first.
+    /// Completed pieces; the first in stream order is handed out first.
     finished: BTreeMap<usize, Job>,
 }
 
 impl Uring {
-    /// Sets a ring up for these buffers.
+    /// Creates a ring for these buffers.
     ///
     /// # Errors
-    /// Why io_uring is refused here.
+    /// The reason why io_uring is refused here.
     pub(crate) fn new(
         files: &Arc<Files>,
         buffers: &[IoBuffer],
@@ -119,7 +119,7 @@ impl Uring {
         let got = part.got + result as usize;
         let lead = if self.direct { extent.lead() } else { 0 };
         if got < lead + extent.bytes {
-            // Past the page cache an odd length is the file's end.
+            // Past the page cache an odd length is the end of the file.
             if result == 0 || (self.direct && !(result as usize).is_multiple_of(ALIGN)) {
                 return Err(file.short(&extent, got.saturating_sub(lead)));
             }
@@ -137,7 +137,7 @@ impl Uring {
         Ok(())
     }
 
-    /// Takes what has ended, waiting for at least one read or until the limit.
+    /// Collects completed reads, waiting for at least one or until the limit.
     fn reap(&mut self, limit: Duration) -> Result<bool, HostError> {
         let error = |e: std::io::Error| HostError::Weights {
             path: "io_uring".into(),
@@ -189,7 +189,7 @@ impl Source for Uring {
 }
 
 impl Drop for Uring {
-    /// Reads that were asked for must not land in freed memory: what does not come back at once keeps its ring and its buffers for good.
+    /// Pending reads must not write to freed memory: if they do not complete at once, the ring and its buffers are leaked.
     fn drop(&mut self) {
         let patience = std::time::Instant::now() + Duration::from_millis(200);
         while !self.parts.is_empty() && std::time::Instant::now() < patience {

@@ -2,8 +2,8 @@
 
 use vm_host::{DeviceInfo, HostError};
 
-/// The device, or nothing where there is none: the test says so and passes, unless `AMK_REQUIRE_DEVICE` is set. One that does not answer as it
-/// should is a failure in any case.
+/// The device, or `None` if there is none: the test prints so and passes, unless `AMK_REQUIRE_DEVICE` is set. A device that does not answer
+/// properly is always a failure.
 pub(crate) fn device() -> Option<DeviceInfo> {
     match vm_host::Card::default().info() {
         Ok(info) => Some(info),

@@ -1,4 +1,4 @@
-// What sampling.cuh and cooperative_sampler.cuh need of the other device files, for a build by nvcc: the same instructions as sync.cuh and stage.cuh have.
+// The parts of other device files that sampling.cuh and cooperative_sampler.cuh need, for nvcc: the same instructions as sync.cuh and stage.cuh.
 #pragma once
 #include <algorithm>
 #include <cstdint>

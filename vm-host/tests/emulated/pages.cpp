@@ -1,5 +1,5 @@
-// The addresses of pages.cuh as host C++: prints where the loader's copies of runs of keys come from, row by row. What it is asked is in a file:
-// the tables, then a run a line (session, first key, keys, bytes of the head). Compiled by vm-host/src/pages/tests.rs.
+// The addresses of pages.cuh as host C++: prints the source addresses of the loader's copies of runs of keys, row by row. The input file has
+// the tables, then one run per line (session, first key, keys, bytes of the head). Compiled by vm-host/src/pages/tests.rs.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -15,7 +15,7 @@ struct uint4 {
 inline uint32_t __fdividef(float a, float b) { return (uint32_t)(a / b); }
 inline int __clz(uint32_t v) { return v == 0 ? 32 : __builtin_clz(v); }
 inline uint32_t load_relaxed(uint32_t const* p) { return *p; }
-// Shared memory is the one PageLines of this program; what is asked for is there at once, but is looked at only after `wait`.
+// Shared memory is the single PageLines of this program. A copy takes effect at once, but is read only after `wait`.
 extern char* shared_memory;
 inline uint32_t shared_address(void const* p) { return (uint32_t)((char const*)p - shared_memory); }
 struct Copy {
@@ -72,7 +72,7 @@ int main(int, char** names) {
     for (uint32_t at = 0; at < count; at += BLOCK_KEYS) {
       lines_ahead(lines, (uint64_t)tables, key + at);
       uint32_t const rows = block_stages(count - at < BLOCK_KEYS ? count - at : BLOCK_KEYS, 1u << 14).copied;
-      for (uint32_t i = 0; i < rows; ++i) { // each by itself and all at once: the tables say the same
+      for (uint32_t i = 0; i < rows; ++i) { // each by itself and all at once: the tables must agree
         if (page_kept(lines, key + at + i) != page_ask((uint64_t)tables, key + at + i)) {
           return 3;
         }

@@ -1,4 +1,4 @@
-// Reads cases from the file that is named, and prints the token that cooperative_sampler.cuh chooses in each. Compiled by tests/sampling.rs.
+// Reads cases from the given file, and prints the token that cooperative_sampler.cuh picks in each. Compiled by tests/sampling.rs.
 #ifdef __CUDACC__
 #include "card.hpp"
 #else
@@ -6,7 +6,7 @@
 #endif
 #include "amk_abi.h"
 
-// What the two files need of the other device files.
+// The parts of other device files that the two files need.
 struct Best {
   float value;
   uint32_t row;
@@ -49,15 +49,15 @@ static std::vector<float> row;
 static Case now;
 
 #ifdef __CUDACC__
-// The same on a card: one worker asks, the others help; and how long it takes.
+// The same on a card: one worker sends requests, the others help; also measures the time.
 __global__ void __launch_bounds__(AMK_WARPS * 32) choose(Case const* now, float const* row, CooperativeSampler* choice, uint32_t* chosen, uint32_t repeats, uint64_t* ns) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)memory;
   Worker const w = {&shared, memory + sizeof(Shared) / 128 * 128 + 128, threadIdx.x};
   SamplerScratch& d = *(SamplerScratch*)&shared.part;
   bool const asked = now->settings.penalty != 1.f || now->settings.bias_len != 0 || now->candidate > GREATEST_F32 ||
-                     (now->settings.greedy == 0 && now->candidate >= -GREATEST_F32); // else nobody is woken
-  uint32_t const asker = now->vocab % gridDim.x; // any of them
+                     (now->settings.greedy == 0 && now->candidate >= -GREATEST_F32); // else no helper is woken
+  uint32_t const asker = now->vocab % gridDim.x; // any worker
   uint32_t token = 0;
   for (uint32_t i = 0; i < repeats; ++i) {
     if (blockIdx.x != asker) {
@@ -136,7 +136,7 @@ static uint32_t run(std::vector<uint32_t>& seen, std::vector<uint32_t>& biased, 
 static Shared shared[WORKERS];
 static CooperativeSampler choice;
 static std::vector<uint4> near_memory[WORKERS];
-static uint32_t chosen[THREADS_OF_WORKER], number; // of what was asked for last, before this case
+static uint32_t chosen[THREADS_OF_WORKER], number; // number of the last request before this case
 
 static void choose(uint32_t worker, uint32_t thread) {
   Worker const w = {&shared[worker], (char*)near_memory[worker].data(), thread};
@@ -144,7 +144,7 @@ static void choose(uint32_t worker, uint32_t thread) {
   uint32_t const asker = now.vocab % WORKERS;
   if (worker != asker) {
     bool const asked = now.settings.penalty != 1.f || now.settings.bias_len != 0 || now.candidate > GREATEST_F32 ||
-                       (now.settings.greedy == 0 && now.candidate >= -GREATEST_F32); // else nobody is woken
+                       (now.settings.greedy == 0 && now.candidate >= -GREATEST_F32); // else no helper is woken
     if (asked) {
       sampler_help(w, &choice, &now.settings, now.vocab, worker, WORKERS, number);
     }

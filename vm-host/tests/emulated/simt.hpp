@@ -1,6 +1,6 @@
-// The threads of some workers on one CPU thread: each is a fiber that runs until its next barrier, exchange with its warp, or turn of a wait.
-// Enough of CUDA for sampling.cuh and cooperative_sampler.cuh, which are compiled as they are. No memory order is tried here: a fiber sees what those
-// before it have stored.
+// Emulates the threads of some workers on one CPU thread: each is a fiber that runs until its next barrier, warp exchange, or turn of a wait.
+// It covers the part of CUDA that sampling.cuh and cooperative_sampler.cuh use; they are compiled unchanged. Memory order is not tested: a
+// fiber sees what those before it have stored.
 #pragma once
 #include <cfenv>
 #include <cmath>
@@ -18,11 +18,11 @@
 #ifndef AMK_WARPS // any number of them
 #define AMK_WARPS 8
 #endif
-#ifndef WORKERS // one asks, the others help
+#ifndef WORKERS // one sends requests, the others help
 #define WORKERS 4
 #endif
 constexpr uint32_t THREADS_OF_WORKER = AMK_WARPS * 32, ALL_THREADS = WORKERS * THREADS_OF_WORKER;
-constexpr uint32_t WARPS = WORKERS * AMK_WARPS, GROUPS = WARPS + WORKERS; // whose threads meet: warps, then workers
+constexpr uint32_t WARPS = WORKERS * AMK_WARPS, GROUPS = WARPS + WORKERS; // groups of threads that meet: warps, then workers
 constexpr uint32_t STACK = 128u << 10;
 
 struct uint4 {
@@ -66,7 +66,7 @@ struct Fibers {
 };
 inline Fibers fibers;
 inline void next_fiber() { swapcontext(&fibers.of[fibers.running], &fibers.home); }
-// Until all of a group are here.
+// Waits until all threads of a group have arrived.
 inline void meet(uint32_t group) {
   uint32_t const round = fibers.round[group];
   if (++fibers.waiting[group] == fibers.size[group]) {
@@ -151,7 +151,7 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
   meet(warp);
   return sum;
 }
-// Each lane adds a bit of its own.
+// Ballot: each lane adds its own bit.
 inline uint32_t __ballot_sync(uint32_t mask, bool v) { return __reduce_add_sync(mask, (uint32_t)v << fibers.running % 32); }
 inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }
 

@@ -1,6 +1,6 @@
 // The task prefetcher and its consumers as host C++, with the device's own comparisons (tasks.cuh): the prefetcher stages as far ahead as it
 // may, the consumers run one task at a time. Prints the number of the first task that ran with another's record, or "right".
-// Compiled by vm-host/src/emulated.rs.
+// Compiled by vm-host/src/emulated_tests.rs.
 #include <cstdint>
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-//! Sessions on pages: whatever pages a session has, whoever had them before and in whatever order they are, it says the same.
+//! Sessions on pages: a session's results do not depend on which pages it has, their order, or who had them before.
 
 use ir::Target;
 use model::Model;
@@ -13,7 +13,7 @@ const ROWS: u32 = 512;
 /// Positions of a sequence: three pages and a part of the fourth.
 const LENGTH: usize = 3 * abi::KV_PAGE as usize + 21;
 
-/// Splits that begin in the middle of a page, and blocks that a stage holds as a whole or not.
+/// Splits that begin in the middle of a page, and blocks that fit in a stage or not.
 const SCHEDULES: [(&str, &str); 4] = [
     ("neutral", "{}"),
     ("blocks of 32", r#"{"tiling": {"attention": {"kv_split": 4, "kv_block": 32}}}"#),
@@ -52,7 +52,7 @@ fn tokens(random: &mut Xoshiro256PlusPlus, vocab: u32, count: usize) -> Vec<u32>
     (0..count).map(|_| random.random_range(0..vocab)).collect()
 }
 
-/// Runs tokens at the next positions of a session; the logits of each as bits.
+/// Runs tokens at the next positions of a session; returns the logits of each as bits.
 fn feed(machine: &mut Resident, session: u32, position: usize, tokens: &[u32]) -> Vec<Vec<u32>> {
     let done = machine.decode(session, position as u32, tokens, 1, &[], true);
     let steps = done.unwrap_or_else(|error| panic!("session {session}: {error}")).steps;
@@ -60,7 +60,7 @@ fn feed(machine: &mut Resident, session: u32, position: usize, tokens: &[u32]) -
     rows.into_iter().map(|row| row.into_iter().map(f32::to_bits).collect()).collect()
 }
 
-/// Where two sequences of rows differ first.
+/// The first difference between two sequences of rows.
 fn differs(got: &[Vec<u32>], want: &[Vec<u32>]) -> Option<String> {
     let at = got.iter().zip(want).position(|(got, want)| got != want)?;
     let column = got[at].iter().zip(&want[at]).position(|(got, want)| got != want)?;
@@ -68,7 +68,7 @@ fn differs(got: &[Vec<u32>], want: &[Vec<u32>]) -> Option<String> {
     Some(format!("position {at}, logit {column}: {} instead of {}", value(got), value(want)))
 }
 
-/// Three sequences side by side in pieces, beside a fourth session that comes and goes, so that their pages interleave.
+/// Three sequences run side by side in pieces, beside a fourth session that comes and goes, so that their pages interleave.
 fn interleaved(
     machine: &mut Resident,
     sequences: &[Vec<u32>],
@@ -93,7 +93,7 @@ fn interleaved(
     rows
 }
 
-/// The same bits from pages in order and from pages in any order, with splits, blocks and stages of all sorts and with a sliding window.
+/// Pages in order and in any order give the same bits, with splits, blocks and stages of all kinds and with a sliding window.
 #[test]
 fn pages_in_any_order_give_the_same_bits() {
     let Some(info) = device() else { return };
@@ -126,7 +126,7 @@ fn pages_in_any_order_give_the_same_bits() {
     }
 }
 
-/// A pool that is full refuses a session and harms no other; what is given back is taken again, and nothing of who had it is left in it.
+/// A full pool refuses a session and harms no other. Returned pages are allocated again, and hold nothing of their former session.
 #[test]
 fn pages_that_were_anothers_leave_no_trace() {
     let Some(info) = device() else { return };
@@ -148,7 +148,7 @@ fn pages_that_were_anothers_leave_no_trace() {
     let going_on = feed(&mut machine, 0, LENGTH, &other[..10]);
     machine.end_session(0).expect("it ends");
     assert_eq!(machine.pages().promised, 0);
-    // In pages of the long one, behind whose first rows lie its keys and values.
+    // In pages of the long session, whose keys and values lie after the first rows.
     assert_eq!(differs(&feed(&mut machine, 1, 0, &short), &fresh), None);
     machine.end_session(1).expect("it ends");
     feed(&mut machine, 2, 0, &other);
@@ -166,7 +166,7 @@ fn pages_that_were_anothers_leave_no_trace() {
     machine.stop().expect("it stops");
 }
 
-/// Prompts in chunks write to the pages that steps read, whatever their order.
+/// Prompts in chunks write to the pages that steps read, in any order.
 #[test]
 fn chunks_find_scattered_pages() {
     let Some(info) = device() else { return };
@@ -174,7 +174,7 @@ fn chunks_find_scattered_pages() {
     let mut machine = machine(&info, &model, "{}", (CAPACITY, 3, KvPool::Full));
     let mut random = Xoshiro256PlusPlus::seed_from_u64(6);
     let sequence = tokens(&mut random, model.graph.vocab, LENGTH);
-    // Pages go back in another order than they were given, so those of session 2 are not in order.
+    // Pages are returned in another order than they were allocated, so those of session 2 are out of order.
     for session in [0, 1, 0, 1, 0] {
         let from = machine.session_pages(session).len() * abi::KV_PAGE as usize;
         feed(&mut machine, session, from, &vec![1; 128]);
@@ -204,7 +204,7 @@ fn chunks_find_scattered_pages() {
     assert!(held[0].1 == held[1].1, "keys or values depend on where they lie: {orders:?}");
 }
 
-/// A step takes as long from pages in any order as from pages in order.
+/// A step takes the same time with pages in any order as with pages in order.
 #[test]
 fn the_price_of_scattered_pages() {
     const CONTEXT: u32 = 2048;

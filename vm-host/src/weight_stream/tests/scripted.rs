@@ -1,22 +1,22 @@
-//! A source that goes wrong on request.
+//! A source that fails on request.
 
 use std::time::Duration;
 
 use super::source::{Job, Source};
 use crate::error::HostError;
 
-/// What happens instead of a piece.
+/// The failure that replaces a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mishap {
     /// The disk reports an error.
     Eio,
-    /// No answer comes.
+    /// No answer arrives.
     Silent,
-    /// Whoever asks does not come back.
+    /// The call never returns.
     Hangs,
 }
 
-/// Reads through another source, every piece asked for and handed on so much later, and from some piece on not at all.
+/// Wraps another source: delays every request and every piece, and from some piece on fails.
 pub(crate) struct Scripted {
     pub(crate) inner: Box<dyn Source>,
     pub(crate) asked: Duration,

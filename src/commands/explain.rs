@@ -52,7 +52,7 @@ impl Entry {
 
     /// Whether one of the words that its name is made of is this one.
     fn has_word(&self, asked: &str) -> bool {
-        let mut words = self.name.split(|c: char| !c.is_alphanumeric() && c != '_');
+        let mut words = self.name.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '-');
         words.any(|word| word.eq_ignore_ascii_case(asked))
     }
 }

@@ -67,7 +67,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         report::say(&format!("  {name:20} {value:.5}{end}"));
     }
     report::document(&json!({
-        "schema": "amk.calibrate.v1",
+        "schema": "amk.calibrate.v2",
         "samples": args.samples,
         "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>(),
         "rates": rates,

@@ -148,7 +148,7 @@ pub(crate) enum Command {
         In the terminal: q ends, p pauses. docs/reference/telemetry.md says what the figures mean."
     )]
     Top(TopArgs),
-    /// Measures us per token and accuracy, and other engines for comparison. Without a GPU it predicts, and says so.
+    /// Measures us per token and accuracy, of other engines too. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
@@ -174,7 +174,7 @@ pub(crate) enum Command {
         it is timed. Every row is written before the next schedule runs; Ctrl-C ends the random sample with exit code 130."
     )]
     Sample(SampleArgs),
-    /// Records measured grids of schedules, on which strategies are compared without a GPU.
+    /// Records measured grids of schedules: strategies are compared on them without a GPU.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
@@ -213,13 +213,13 @@ pub(crate) enum Command {
         amk interpret toy.amk --model toy --tokens 5,6,7"
     )]
     Interpret(InterpretArgs),
-    /// Runs one task of a program again on its original inputs, and compares the result with the expected values.
+    /// Reruns one task of a program: on its original inputs, beside the expected values.
     #[command(after_help = "Examples:\n  amk rerun --model toy --task 0:1 --position 3\n  \
         amk rerun --model toy --program toy.amk --tokens 5,6,7 --position 2 --task 17:0\n\n\
         A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong.\n\
         With --device cuda the GPU runs the whole step, and the words are those that the task left in its buffers.")]
     Rerun(RerunArgs),
-    /// Writes a model as a Hugging Face folder that other engines can load.
+    /// Writes a model as a Hugging Face folder: other engines can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
     /// Rewrites a schedule, a grid, measured rows or a run of the version before in today's names.
@@ -243,7 +243,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk report runs/0001\n  amk report runs --out night.html\n\nThe page has no script and fetches nothing. A ledger that does not hold is shown as such."
     )]
     Report(ReportArgs),
-    /// Serves the commands that an agent needs as MCP tools, on standard input and output.
+    /// Serves the commands that an agent needs as MCP tools: on standard input and output.
     #[command(
         after_help = "Examples:\n  amk mcp                           (started by an MCP client; HARNESS.md has the registration)\n\n\
         Standard output carries JSON-RPC only. The server ends when standard input does; a search under way ends after its trial."

@@ -1,8 +1,8 @@
 //! The compatibility promise to programs that read our documents: a field that a schema id ever had stays there under
 //! that id, with the same type.
 //!
-//! `tests/schemas.json` has the fields of every document. New ones are added with `BLESS=1 cargo test -p amk --test cli
-//! schemas`; a field that is gone or has another type needs a new id, and blessing does not remove it.
+//! `tests/schemas.json` has the fields of every document. New ones are added with
+//! `BLESS=1 cargo test -p amk --test cli schemas`; a field that is gone or has another type needs a new id, and blessing does not remove it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};

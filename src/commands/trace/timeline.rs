@@ -1,7 +1,7 @@
 //! One step of every worker in whole nanoseconds: where each of them went, and which task was waited for.
 //!
-//! A worker's time is split at the marks of its tasks, so nothing is counted twice and nothing is left out: `bound +
-//! excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
+//! A worker's time is split at the marks of its tasks, so nothing is counted twice and nothing is left out:
+//! `bound + excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -1,18 +1,18 @@
-//! Panics, which are bugs of ours: what the last one said, for the line that reports it.
+//! Panics: every panic is a bug in amk. Keeps the last panic message for the line that reports it.
 
 use std::sync::Mutex;
 
-/// What the last panic said. Some are caught on the way: those that a hostile file causes in a library.
+/// The last panic message. Some panics are caught on the way: those that a hostile file causes in a library.
 static PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// What the last panic said, as a line that asks for a report.
+/// The last panic message as a line that asks the user to report the bug.
 pub(crate) fn last_panic() -> String {
     let what = PANIC.lock().map(|what| what.clone()).unwrap_or_default();
     let version = env!("CARGO_PKG_VERSION");
     format!("this is a bug in amk {version}, please report it with the command: {what}")
 }
 
-/// Keeps what a panic says for whoever ends the process.
+/// Installs a hook that stores the panic message; the code that ends the process reports it.
 pub(crate) fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
         let what = info
@@ -32,7 +32,7 @@ pub(crate) fn install_panic_hook() {
 mod tests {
     use super::*;
 
-    /// The process that panics is this test again.
+    /// Set in the child process, which runs this test again and panics.
     const CHILD: &str = "AMK_TEST_PANICS";
 
     #[test]

@@ -1,5 +1,5 @@
-//! Commands and flags, declared once. Those that agents also call as tools are read from JSON too, and describe themselves by a schema
-//! ([`crate::mcp`]): the sentence beside a flag is the sentence in the schema.
+//! Commands and flags, declared once. Commands that agents also call as tools are also deserialized from JSON and
+//! publish a schema ([`crate::mcp`]): the help text of a flag is its description in the schema.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ pub(crate) use gpu::*;
 pub(crate) use help::command;
 pub(crate) use runs::*;
 
-/// What `amk` says when it is given nothing to do.
+/// What `amk` prints when it is run without arguments.
 pub(crate) const FIRST_STEPS: &str = "\
 amk turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
 
@@ -62,21 +62,21 @@ everything for people goes to standard error. `amk COMMAND --help` has examples.
 #[derive(Debug, Parser)]
 #[command(name = "amk", version, about, after_help = EXIT_CODES, max_term_width = 110)]
 pub(crate) struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
     /// Print the answer as JSON on standard output, even on a terminal. Default: only if standard output is no terminal.
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Say nothing on standard error but why it failed.
+    /// Print nothing on standard error except the reason of a failure.
     #[arg(long, short, global = true, conflicts_with = "verbose")]
     pub(crate) quiet: bool,
-    /// Say on standard error what goes on inside: kernels compiled, programs loaded, launches. Twice: in more detail.
+    /// Log internals on standard error: kernels compiled, programs loaded, launches. Twice: in more detail.
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,
 }
 
-/// The verbs.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Says what this machine can do, what is missing and how to get it.
@@ -108,22 +108,22 @@ pub(crate) enum Command {
         ledgers are the record: a store can be made anew from them at any time."
     )]
     Corpus {
-        /// What to do with it.
+        /// The subcommand.
         #[command(subcommand)]
         command: CorpusCommand,
     },
-    /// Looks at searches that are on the disk.
+    /// Inspects, checks and compares searches on the disk.
     #[command(
         after_help = "Examples:\n  amk runs list\n  amk runs verify runs/0001 | jq '.runs[] | select(.holds | not)'\n\n\
         verify finds rows that were edited, removed, moved or cut off, and figures that do not follow from their samples. Exit code 4: one\n\
         does not hold; the report names the file, the line and what is wrong."
     )]
     Runs {
-        /// What to do with them.
+        /// The subcommand.
         #[command(subcommand)]
         command: RunsCommand,
     },
-    /// Continues a prompt, greedily or by drawing.
+    /// Continues a prompt, by greedy decoding or sampling.
     #[command(
         after_help = "Examples:\n  amk generate --model DIR --prompt \"The sky is\" --max-new-tokens 40\n  \
         amk generate --model DIR --prompt \"What is 2 + 2?\" --chat\n  \
@@ -134,7 +134,7 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
-    /// Serves a model over HTTP as OpenAI's completions and chat APIs do.
+    /// Serves a model over HTTP with OpenAI's completions and chat APIs.
     #[command(
         after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n\n\
         Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most\n\
@@ -148,13 +148,13 @@ pub(crate) enum Command {
         In the terminal: q ends, p pauses. docs/reference/telemetry.md says what the figures mean."
     )]
     Top(TopArgs),
-    /// Measures us per token and accuracy, beside other engines. Without a GPU it predicts, and says so.
+    /// Measures us per token and accuracy, of other engines too. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
     )]
     Bench(BenchArgs),
-    /// Checks bundles: files with a schedule and the proof of what it reached. Written by `bench --bundle`; no GPU is needed.
+    /// Checks bundles: files with a schedule and the proof of its measured time. Written by `bench --bundle`; no GPU is needed.
     #[command(
         after_help = "Examples:\n  amk bundle corpus/schedules/h200/*/*.bundle.json\n  amk bundle mine.json --reference\n\n\
         Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not\n\
@@ -162,7 +162,7 @@ pub(crate) enum Command {
         shown with the build that it is of, and is no failure without --current."
     )]
     Bundle(BundleArgs),
-    /// Shows where the time of a step goes: by op, waiting, input, products and output.
+    /// Breaks down the time of a step: by op, waiting, input, products and output.
     #[command(
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
     )]
@@ -174,13 +174,13 @@ pub(crate) enum Command {
         it is timed. Every row is written before the next schedule runs; Ctrl-C ends the random sample with exit code 130."
     )]
     Sample(SampleArgs),
-    /// Records grids of schedules: strategies are compared on them without a GPU.
+    /// Records measured grids of schedules: strategies are compared on them without a GPU.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
     #[command(name = "grid")]
     MeasuredGrid {
-        /// What to do with them.
+        /// The subcommand.
         #[command(subcommand)]
         command: MeasuredGridCommand,
     },
@@ -213,13 +213,13 @@ pub(crate) enum Command {
         amk interpret toy.amk --model toy --tokens 5,6,7"
     )]
     Interpret(InterpretArgs),
-    /// Runs one task of a program again: on the inputs that it had, beside what belongs there.
+    /// Reruns one task of a program: on its original inputs, beside the expected values.
     #[command(after_help = "Examples:\n  amk rerun --model toy --task 0:1 --position 3\n  \
         amk rerun --model toy --program toy.amk --tokens 5,6,7 --position 2 --task 17:0\n\n\
         A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong.\n\
         With --device cuda the GPU runs the whole step, and the words are those that the task left in its buffers.")]
     Rerun(RerunArgs),
-    /// Writes a model as a Hugging Face folder: any other engine can load it.
+    /// Writes a model as a Hugging Face folder: other engines can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
     /// Rewrites files of the version before: schedules, grids, measured rows, runs.
@@ -228,7 +228,7 @@ pub(crate) enum Command {
         Only names change; schedules get new ids, and what was rewritten names its origin in `migrated_from`. A ledger that does not hold is refused."
     )]
     Migrate(MigrateArgs),
-    /// Says what a word means here: a knob, a rule, a trap, an exit code, a term.
+    /// Explains a word: a knob, a rule, a trap, an exit code, a term.
     #[command(
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
         amk explain counter_deadline\n  amk explain 5                     an exit code\n  amk explain \"flag-in-data word\""
@@ -243,24 +243,24 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk report runs/0001\n  amk report runs --out night.html\n\nThe page has no script and fetches nothing. A ledger that does not hold is shown as such."
     )]
     Report(ReportArgs),
-    /// Serves the verbs that an agent needs as MCP tools: on standard input and output.
+    /// Serves the commands that an agent needs as MCP tools: on standard input and output.
     #[command(
         after_help = "Examples:\n  amk mcp                           (started by an MCP client; HARNESS.md has the registration)\n\n\
         Standard output carries JSON-RPC only. The server ends when standard input does; a search under way ends after its trial."
     )]
     Mcp,
-    /// The process that drives the GPU for a search; started by `amk` itself.
+    /// Drives the GPU for a search; started by `amk` itself.
     #[command(hide = true)]
     DeviceChild(DeviceChildArgs),
-    /// The process that renders a chat template; started by `amk` itself.
+    /// Renders a chat template; started by `amk` itself.
     #[command(hide = true)]
     TemplateChild,
-    /// Prints the manual page, or writes those of all commands.
+    /// Prints the manual page, or writes the pages of all commands.
     #[command(
         after_help = "Examples:\n  amk man | man -l -\n  amk man --out ~/.local/share/man/man1\n\nPrints a page, not JSON; with --out a document that names the pages."
     )]
     Man {
-        /// A folder for the pages of all commands. It is made if it is not there.
+        /// The folder for the pages of all commands; created if missing.
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
@@ -290,7 +290,7 @@ pub(crate) enum DeviceChoice {
     Eval,
 }
 
-/// The model and where it is to run.
+/// The model and where it runs.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
@@ -302,7 +302,7 @@ pub(crate) struct ModelArgs {
     pub(crate) place: PlaceArgs,
 }
 
-/// Where a model is to run.
+/// Where a model runs.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct PlaceArgs {
     /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: the live device, else h200.
@@ -314,7 +314,7 @@ pub(crate) struct PlaceArgs {
     #[serde(default)]
     #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
     pub(crate) device: DeviceChoice,
-    /// Tokens that the key/value cache holds. Default: the model's positions, at most 4096.
+    /// Capacity of the key/value cache in tokens. Default: the model's positions, at most 4096.
     #[arg(long, value_name = "TOKENS")]
     #[schemars(range(min = 1))]
     pub(crate) kv_capacity: Option<u32>,
@@ -329,16 +329,16 @@ pub(crate) struct SharingArgs {
     pub(crate) shared_gpu: bool,
 }
 
-/// Arguments of `device-child`, which `amk` gives to itself.
+/// Arguments of `device-child`, which `amk` passes to itself.
 #[derive(Debug, Args)]
 pub(crate) struct DeviceChildArgs {
-    /// The model, as the parent was given it.
+    /// The model, as it was given to the parent.
     #[arg(long)]
     pub(crate) model: String,
-    /// The target, if the parent was given one.
+    /// The target, if one was given to the parent.
     #[arg(long)]
     pub(crate) target: Option<String>,
-    /// Tokens that the key/value cache holds.
+    /// Capacity of the key/value cache in tokens.
     #[arg(long)]
     pub(crate) kv_capacity: Option<u32>,
 }
@@ -348,7 +348,7 @@ pub(crate) struct ProposeArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub(crate) model: ModelArgs,
-    /// A search's ledger, whose incumbent is proposed instead of the rule-based default.
+    /// The ledger of a search: proposes its incumbent instead of the rule-based default.
     #[arg(long, value_name = "FILE")]
     pub(crate) ledger: Option<PathBuf>,
 }
@@ -364,11 +364,12 @@ pub(crate) struct EvaluateArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub(crate) config: ConfigArgs,
-    /// What the gate's tokens are drawn with.
+    /// Random seed of the gate's tokens.
     #[arg(long, default_value_t = 0)]
     #[serde(default)]
     pub(crate) seed: u64,
-    /// Then race the program so many times against a copy of itself, as a search would, and count what would be kept. Needs the GPU.
+    /// Also race the program TIMES times against a copy of itself, as a search would, and count how often the copy
+    /// would be kept. Needs the GPU.
     #[arg(long, value_name = "TIMES", value_parser = clap::value_parser!(u16).range(1..=4096))]
     #[serde(skip)]
     pub(crate) aa: Option<u16>,
@@ -400,18 +401,19 @@ pub(crate) struct LoopArgs {
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,
-    /// What proposals and the gate's tokens are drawn with. Default: 0, or the resumed search's.
+    /// Random seed of the proposals and the gate's tokens. Default: 0, or the resumed search's.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// Who proposes: random, hill-climb, tpe or prior (what the store knows comes first). Default: hill-climb, or the resumed search's.
+    /// The strategy: random, hill-climb, tpe or prior (moves that helped in the store come first). Default: hill-climb,
+    /// or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
-    /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A resumed search needs
-    /// it again: no command is taken from a ledger.
+    /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A
+    /// resumed search needs it again: a command is never read from a ledger.
     #[arg(long, value_name = "COMMAND", conflicts_with = "strategy")]
     #[serde(skip)]
     pub(crate) proposer: Option<String>,
-    /// The least gain worth keeping, in per cent. Default: 1 when measured, 0.1 when predicted.
+    /// The least gain worth keeping, in percent. Default: 1 when measured, 0.1 when predicted.
     #[arg(long, value_name = "PERCENT")]
     #[schemars(range(min = 0), extend("exclusiveMaximum" = 100))]
     pub(crate) min_gain: Option<f64>,
@@ -422,18 +424,18 @@ pub(crate) struct LoopArgs {
     /// Where the ledger, the table and the best schedule go. Default: a new folder in runs/.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
-    /// Where the table of trials goes. Default: OUT/results.tsv.
+    /// The file for the table of trials. Default: OUT/results.tsv.
     #[arg(long, value_name = "FILE")]
     #[serde(skip)]
     pub(crate) results: Option<PathBuf>,
-    /// The store that remembers what all searches found; `none`: no store. Default: store.sqlite beside OUT.
+    /// The store of the results of all searches; `none`: no store. Default: store.sqlite beside OUT.
     #[arg(long, value_name = "FILE|none")]
     pub(crate) store: Option<PathBuf>,
 }
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ExplainArgs {
-    /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: lists them all.
+    /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: list them all.
     pub(crate) name: Option<String>,
 }
 
@@ -446,13 +448,13 @@ pub(crate) struct DiffArgs {
         description = "A schedule (a config, any subset of one, or its file), a program (.amk, .amkp) or a run (the folder of a search, or its ledger.jsonl)."
     )]
     pub(crate) a: ConfigSource,
-    /// What it is compared with: another of the same kind.
+    /// The other side of the comparison, of the same kind.
     #[schemars(with = "serde_json::Value", extend("type" = ["object", "string"]))]
     pub(crate) b: ConfigSource,
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: Option<String>,
-    /// The GPU that they are lowered for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: h200.
+    /// The GPU to lower them for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: h200.
     #[arg(long, value_name = "GPU", requires = "model")]
     #[schemars(extend("enum" = target_names()))]
     pub(crate) target: Option<String>,
@@ -463,10 +465,10 @@ pub(crate) struct ReportArgs {
     /// Ledgers, folders of a search, or folders of such folders.
     #[arg(required = true, value_name = "RUN")]
     pub(crate) runs: Vec<PathBuf>,
-    /// The page to write. Default: report.html here.
+    /// The page to write. Default: report.html in the current folder.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
-    /// Write over a file that is there.
+    /// Overwrite an existing file.
     #[arg(long)]
     #[serde(skip)]
     pub(crate) force: bool,
@@ -496,7 +498,7 @@ pub(crate) struct GenerateArgs {
     /// The chat's system message.
     #[arg(long, requires = "chat", value_name = "TEXT")]
     pub(crate) system: Option<String>,
-    /// Tokens to generate at most.
+    /// The most tokens to generate.
     #[arg(long, default_value_t = 32, value_name = "N")]
     pub(crate) max_new_tokens: usize,
     /// Token ids that end the generation, separated by commas.
@@ -509,16 +511,16 @@ pub(crate) struct GenerateArgs {
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
-    /// Launch the kernel before the weights are there: each layer is run as soon as it has arrived.
+    /// Launch the kernel before the weights are loaded: each layer runs as soon as its weights have arrived.
     #[arg(long)]
     pub(crate) stream_weights: bool,
-    /// Where streamed weights are read from.
+    /// How streamed weights are read.
     #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
     pub(crate) read_weights_by: ReadByChoice,
-    /// Seconds without a byte after which streamed weights are given up.
+    /// Seconds without a byte after which streaming fails.
     #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
     pub(crate) weights_deadline: u64,
-    /// Compare every tensor on the GPU with its file afterwards.
+    /// Compare every tensor on the GPU with its file at the end.
     #[arg(long)]
     pub(crate) check_weights: bool,
 }
@@ -534,25 +536,25 @@ pub(crate) struct BenchArgs {
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,
-    /// What the prompt is drawn with.
+    /// Random seed of the prompt.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Other engines to measure in the same run, before ours. Default: all where the GPU is measured, else none.
+    /// Other engines to measure in the same run, before amk. Default: all if a GPU is measured, else none.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PEERS")]
     pub(crate) peers: Vec<PeerChoice>,
-    /// Seconds that each peer may take, its start and compilation included.
+    /// Time limit of each peer in seconds, its start and compilation included.
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     pub(crate) peer_timeout: u64,
     /// The model as a GGUF file, for llama.cpp.
     #[arg(long, value_name = "FILE")]
     pub(crate) gguf: Option<PathBuf>,
-    /// Write what was measured, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
+    /// Write the measurement, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
-    /// Time a prompt of so many tokens in chunks instead of decoding. Needs the GPU.
+    /// Time a prompt of this many tokens in chunks instead of decoding. Needs the GPU.
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
-    /// Time a step of so many sequences at once, beside that of one: 2, 4 or 8. Needs the GPU and 16-bit weights.
+    /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU and 16-bit weights.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
     pub(crate) sequences: Option<u32>,
 }
@@ -562,13 +564,13 @@ pub(crate) struct BundleArgs {
     /// Bundles, as `bench --bundle` writes them.
     #[arg(required = true, value_name = "FILE")]
     pub(crate) files: Vec<PathBuf>,
-    /// Where the model is. Default: the name that the bundle has.
+    /// The model. Default: the name in the bundle.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: Option<String>,
-    /// Run the program on the reference VM whatever the model's size.
+    /// Run the program on the reference VM, whatever the model's size.
     #[arg(long)]
     pub(crate) reference: bool,
-    /// Fail (exit code 1) where the kernel or the program that was measured is not this build's.
+    /// Fail (exit code 1) if the kernel or the program that was measured is not the one of this build.
     #[arg(long)]
     pub(crate) current: bool,
 }
@@ -579,7 +581,7 @@ pub(crate) struct BundleArgs {
 pub(crate) enum PeerChoice {
     /// None of them.
     None,
-    /// Each that is here.
+    /// Each one that is installed here.
     All,
     /// PyTorch, the plain step in a CUDA graph.
     TorchGraph,
@@ -597,23 +599,24 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// Where to listen; port 0 takes a free one. There is no authentication, so anything but loopback is for closed networks.
+    /// The address to listen on; port 0 takes a free one. There is no authentication, so anything but loopback is for closed networks.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
     pub(crate) addr: SocketAddr,
     /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.
     #[arg(long, value_name = "N")]
     pub(crate) sessions: Option<usize>,
-    /// Tokens of all sequences together that the key/value caches on the device have room for, in pages of 128: a request waits until its prompt
-    /// and its new tokens fit. Default: --sessions times --kv-capacity if that fits into the device's memory, else what fits.
+    /// Capacity in tokens of all key/value caches on the device together, in pages of 128: a request waits until its
+    /// prompt and its new tokens fit. Default: --sessions times --kv-capacity if that fits into the device's memory,
+    /// else what fits.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) kv_pool: Option<u64>,
-    /// Requests in the server, those that wait included; others are told to come back (429).
+    /// The most requests in the server, waiting ones included; others are refused with 429.
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,
-    /// Where to answer Prometheus, under /metrics; port 0 takes a free one. A listener of its own, which asks nobody who they are.
+    /// The address of the Prometheus endpoint, /metrics; port 0 takes a free one. It is a listener of its own without authentication.
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) metrics: Option<SocketAddr>,
-    /// A file for the same text, written anew now and then, whole each time.
+    /// A file for the same text, rewritten atomically at an interval.
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics_file: Option<PathBuf>,
     /// Seconds between two writes of that file.
@@ -621,25 +624,26 @@ pub(crate) struct ServeArgs {
     pub(crate) metrics_every: u32,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
-    /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8 where the weights have
-    /// 16 bits, but no more than --sessions. Eight clients then get over three times as many tokens, and a lone one waits longer for each
-    /// (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: half as long again and more). For a lone client say 1.
+    /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8
+    /// where the weights have 16 bits, but no more than --sessions. Eight clients then get over three times as many
+    /// tokens, and a lone one waits longer for each (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: over
+    /// 1.5 times as long). For a lone client use 1.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
     pub(crate) seqs: Option<u32>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// The process to look at. Default: the one that there is.
+    /// The process to show. Default: the one that started last.
     #[arg(long, value_name = "PID")]
     pub(crate) pid: Option<u32>,
-    /// Look twice, a moment apart, print one document and end.
+    /// Take two samples, a moment apart, print one document and end.
     #[arg(long)]
     pub(crate) once: bool,
-    /// Print JSON; only with --once, which prints a table for people without it.
+    /// Print JSON; only with --once, which prints a table otherwise.
     #[arg(long, requires = "once")]
     pub(crate) json: bool,
-    /// Milliseconds between two looks.
+    /// Milliseconds between two samples.
     #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
     pub(crate) every: u64,
 }
@@ -648,10 +652,10 @@ pub(crate) struct TopArgs {
 pub(crate) struct TraceArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// Schedules (JSON files) to time and to take apart, one after the other. Default: see --schedule.
+    /// Schedules (JSON files) to time and to trace, one after the other. Default: see --schedule.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Vec<ConfigSource>,
-    /// The schedule where no config is given: auto (the shipped one, else default), found, shipped, default (rule-based) or neutral.
+    /// The schedule if no config is given: auto (the shipped one, else default), found, shipped, default (rule-based) or neutral.
     #[arg(
         long,
         value_enum,
@@ -660,10 +664,11 @@ pub(crate) struct TraceArgs {
         hide_possible_values = true
     )]
     pub(crate) schedule: Option<ScheduleChoice>,
-    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: one track per worker, arrows from who was waited for, counters.
+    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: one track per worker, arrows
+    /// from producers, counters.
     #[arg(long, value_name = "FILE", alias = "chrome")]
     pub(crate) perfetto: Option<PathBuf>,
-    /// Write at most 6 KB of text on it: time by op and layer, the worst waits and who was waited for, bubbles.
+    /// Write a text digest of at most 6 KB: time by op and layer, the longest waits and their producers, bubbles.
     #[arg(long, value_name = "FILE")]
     pub(crate) digest: Option<PathBuf>,
     /// Tokens before the measured ones.
@@ -680,7 +685,7 @@ pub(crate) struct SampleArgs {
     /// Schedules to measure.
     #[arg(long, default_value_t = 200, value_name = "N")]
     pub(crate) count: usize,
-    /// What schedules and tokens are drawn with.
+    /// Random seed of the schedules and tokens.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Tokens before the timed ones.
@@ -729,10 +734,10 @@ pub(crate) struct InterpretArgs {
     /// The model that it was lowered from.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: String,
-    /// Token ids to feed, separated by commas. Default: the inputs of a search's gate, drawn with --seed.
+    /// Token ids to feed, separated by commas. Default: the inputs of a search's gate, sampled with --seed.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]
     pub(crate) tokens: Vec<u32>,
-    /// What the tokens are drawn with.
+    /// Random seed of the tokens.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
 }
@@ -757,7 +762,7 @@ pub(crate) struct MigrateArgs {
     pub(crate) out: PathBuf,
 }
 
-/// The targets that there are, and nothing, which is to take the default.
+/// The names of the targets, and `None` for the default.
 fn target_names() -> Vec<Option<&'static str>> {
     ir::Target::names().map(Some).chain([None]).collect()
 }

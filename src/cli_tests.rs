@@ -1,4 +1,4 @@
-//! The command line as its users meet it: the built binary, its documents, its exit codes, and what it says about bad input.
+//! The command line from the outside: the built binary, its documents, its exit codes, and its errors for bad input.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ mod serve;
 #[path = "top_tests.rs"]
 mod top;
 
-/// What one call of `amk` gave.
+/// The result of one call of `amk`.
 struct Ran {
     code: i32,
     stdout: String,
@@ -34,7 +34,7 @@ impl Ran {
             .unwrap_or_else(|e| panic!("{e}: {} / {}", self.stdout, self.stderr))
     }
 
-    /// Asserts the exit code, and for failures that the reason is one line that names every word.
+    /// Asserts the exit code, and for failures that the reason is one line that contains every word.
     #[track_caller]
     fn fails(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, code, "{} / {}", self.stdout, self.stderr);
@@ -128,12 +128,12 @@ fn every_command_has_help_with_examples() {
     assert!(amk(&["--version"]).stdout.starts_with("amk "));
 }
 
-/// The process that drives a GPU for a search is nobody's command.
+/// The process that drives a GPU for a search cannot be started by a user.
 #[test]
 fn a_device_process_serves_its_parent_and_nobody_else() {
     assert!(!amk(&["--help"]).stdout.contains("device-child"));
     amk(&["device-child", "--model", "toy"]).fails(2, &["started by `amk` itself", "socket"]);
-    // A parent that hangs up before it has said anything.
+    // A parent that hangs up before it has sent anything.
     let (parent, child) = std::os::unix::net::UnixStream::pair().unwrap();
     drop(parent);
     let mut command = command(Path::new("."), &["device-child", "--model", "toy"]);
@@ -281,7 +281,7 @@ fn bad_models_are_exit_2_and_name_the_place() {
     amk_in(dir.path(), &args).fails(2, &["--kv-capacity"]);
 }
 
-/// From a slow start, so that something is found.
+/// Starts from a slow schedule, so that the search finds an improvement.
 const LOOP: &[&str] =
     &["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--schedule", "neutral"];
 
@@ -360,13 +360,13 @@ fn a_resumed_search_equals_one_that_never_stopped() {
     search(dir.path(), &["--budget", "12", "--out", "cut"]).succeeds("amk.loop.v1");
     let cut = dir.path().join("cut/ledger.jsonl");
     let text = std::fs::read_to_string(&cut).unwrap();
-    // Header and five trials stay; the sixth was being written.
+    // The header and five trials stay; the sixth is cut in the middle of its line.
     let kept: usize = text.lines().take(6).map(|line| line.len() + 1).sum();
     std::fs::write(&cut, &text[..kept + 40]).unwrap();
     let fifth: Value = serde_json::from_str(text.lines().nth(5).unwrap()).unwrap();
     let head = format!("{{\"rows\":6,\"hash\":{}}}\n", fifth["hash"]);
     std::fs::write(cut.with_extension("head"), head).unwrap();
-    std::fs::remove_file(cut.with_file_name("manifest.json")).unwrap(); // it had not ended
+    std::fs::remove_file(cut.with_file_name("manifest.json")).unwrap(); // as in a run that has not ended
     let again = amk_in(dir.path(), &["loop", "--resume", "--out", "cut"]).succeeds("amk.loop.v1");
     assert_eq!(again["n_trials"], 12);
     let ids = |name: &str| -> Vec<String> {
@@ -561,7 +561,7 @@ fn prompts_need_the_right_tokenizer() {
         .fails(2, &["tokenizer.json", "another model"]);
 }
 
-/// The tokenizer's library panics on these; that is the file's fault and no bug of ours.
+/// The tokenizer's library panics on these files: that is the file's fault and must not be reported as a bug of amk.
 #[test]
 fn a_tokenizer_that_contradicts_itself_is_bad_input() {
     let dir = folder();
@@ -678,7 +678,7 @@ fn without_a_gpu_bench_predicts_and_says_so() {
     }
     let peers = document["peers"].as_array().unwrap();
     assert!(peers.iter().all(|peer| peer["absent"].is_string()) && peers.len() == 3);
-    // A context beyond the default cache has a cache that holds it.
+    // A context beyond the default cache makes the cache large enough.
     let deep = ["bench", "--model", "smollm2-135m", "--device", "cpu", "--context", "5000"];
     let document = amk(&deep).succeeds("amk.bench.v1");
     assert_eq!((&document["context"], &document["kv_capacity"]), (&5000.into(), &5032.into()));
@@ -750,7 +750,7 @@ fn the_manual_has_a_page_for_every_command() {
             std::fs::read_to_string(dir.path().join("pages").join(name)).unwrap().contains(".SH")
         );
     }
-    // The process that `amk` starts itself is nobody's command.
+    // The process that `amk` starts itself is not a command for users.
     assert!(!page.stdout.contains("device-child"), "{}", page.stdout);
 }
 

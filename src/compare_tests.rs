@@ -1,4 +1,4 @@
-//! `amk diff`, `amk report` and what is said of a program that goes wrong, on the built binary.
+//! `amk diff`, `amk report` and the diagnosis of a wrong program, on the built binary.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -79,7 +79,7 @@ fn schedules_are_compared_knob_by_knob() {
 #[test]
 fn programs_are_compared_task_by_task() {
     let dir = tempfile::tempdir().unwrap();
-    // From the neutral schedule, whose phases have a task for many workers each.
+    // From the neutral schedule, whose phases have one task for each of many workers.
     let lower = |name: &str, change: Value| {
         let mut config = json!(ir::ScheduleConfig::default());
         for (path, value) in change.as_object().unwrap() {
@@ -137,7 +137,7 @@ fn programs_are_compared_task_by_task() {
     assert!(refused["message"].as_str().unwrap().contains("a program and a schedule"), "{refused}");
 }
 
-/// A model whose name is an element, through a whole search.
+/// A whole search on a model whose name is an HTML element.
 #[test]
 fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     let dir = tempfile::tempdir().unwrap();
@@ -179,11 +179,11 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     }
     assert!(page.contains("predicted latency, us per token") && !page.contains("measured latency"));
     assert!(!page.contains("does not hold"));
-    // The page gives the commands that check it and do it again.
+    // The page gives the commands that check the search and repeat it.
     let command = page.lines().find(|line| line.starts_with("amk loop ")).unwrap();
     assert!(command.contains("--budget 5") && command.contains("--kv-capacity 16"), "{command}");
 
-    // A ledger that was tampered with is no search to report on.
+    // A tampered ledger is refused.
     let ledger = dir.path().join("<b>run/ledger.jsonl");
     let text = std::fs::read_to_string(&ledger).unwrap().replacen(
         "\"correct\":true",
@@ -203,7 +203,7 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let lower = ["lower", "--model", "toy-2l", "--kv-capacity", "32", "--device", "cpu"];
     document(&amk(&[&lower[..], &["-o", "right.amk"]].concat()), 0);
     let text = std::fs::read_to_string(dir.path().join("right.amk")).unwrap();
-    // Another scale in one layer: `verify` cannot know it.
+    // Another scale in one layer, which `verify` cannot detect.
     let edit = |line: &str| match line.contains("attention layer=1") {
         true => line.replacen("scale=0.25", "scale=0.5", 1),
         false => line.to_owned(),
@@ -224,7 +224,7 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let command = found["rerun"].as_str().unwrap();
     assert!(said.contains("first divergence: ") && said.contains(command), "{said}");
 
-    // The command is one line that runs as it is, and tells the task's words apart from what belongs there.
+    // The command is one line that runs as it is, and separates the task's words from the expected ones.
     let words: Vec<&str> = command.split_whitespace().collect();
     assert_eq!(words[0], "amk");
     let again = document(&amk(&words[1..]), 1);
@@ -234,7 +234,7 @@ fn the_first_task_that_goes_wrong_is_named_and_run_again() {
     let index = |document: &Value| document["index"].clone();
     let shown = again["words"].as_array().unwrap();
     assert!(shown.iter().any(|word| index(word) == index(&found)), "{again}");
-    // The same task of the right program, and tasks that there are not.
+    // The same task of the correct program, and tasks that do not exist.
     let right: Vec<&str> =
         words[1..].iter().map(|w| if *w == "wrong.amk" { "right.amk" } else { w }).collect();
     assert_eq!(document(&amk(&right), 0)["n_wrong"], 0);
@@ -256,7 +256,7 @@ fn a_saved_program_is_judged_as_strictly_as_a_search_judges() {
         let fed = right["tokens"].as_array().unwrap().len();
         assert_eq!((fed, right["next_tokens"].as_array().unwrap().len()), (144, 144));
 
-        // Errors of a hundred-thousandth, which no comparison of a few tokens within 2e-4 sees.
+        // Errors of 1e-5, which a comparison of a few tokens within 2e-4 does not detect.
         let text = std::fs::read_to_string(dir.path().join("right.amk")).unwrap();
         let edits: [(&str, &[(&str, &str)]); 5] = [
             (
@@ -280,7 +280,7 @@ fn a_saved_program_is_judged_as_strictly_as_a_search_judges() {
             assert_eq!(refused["correct"], false, "{name} of {model}: {refused}");
             assert_eq!(refused["first_divergence"]["class"], "wrong", "{name}: {refused}");
         }
-        // Tokens of one's own are compared within what rounding does to them.
+        // Tokens given on the command line are compared within the rounding bound.
         let few = ["interpret", "right.amk", "--model", model, "--tokens", "1,2,3,4,5,6,7,8,9,10"];
         assert_eq!(document(&amk(&few), 0)["scope"], "10 positions");
     }

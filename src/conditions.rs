@@ -1,8 +1,8 @@
-//! Where a measurement is made: what a reader of the number needs to know about this machine.
+//! The conditions of a measurement: the facts about this machine that a reader of the number needs.
 
 use search::{Conditions, DeviceInfo};
 
-/// What a device said when it was opened, and what this machine says.
+/// The conditions from the description of an opened device and of this machine.
 pub(crate) fn of(info: DeviceInfo) -> Conditions {
     let nvrtc = vm_host::nvrtc_version().ok().map(|(major, minor)| format!("{major}.{minor}"));
     let unknown = |found: Option<String>| found.unwrap_or_else(|| "unknown".to_owned());

@@ -1,4 +1,4 @@
-//! Where a schedule is read from: a file, standard input, or the caller's own arguments.
+//! The source of a schedule: a file, standard input, or the caller's arguments.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,15 +11,15 @@ use crate::files;
 
 const BYTES_MAX: u64 = 16 << 20;
 
-/// Answers of `amk` that hold a schedule, and the field that it is in.
+/// Documents of `amk` that hold a schedule, and its field.
 const ANSWERS: [(&str, &str); 2] =
     [("amk.propose.v1", "schedule_config"), ("amk.loop.v1", "best_config")];
 
-/// What `--config`, or a tool's `config`, names. Its schema is an object or a text and not the knobs' own: what is wrong inside a config is
-/// said by its rules, with legal values and a suggestion each.
+/// The argument `--config`, or a tool's `config`. Its schema is an object or a string and not the knobs' own: errors
+/// inside a config come from its rules, with legal values and a suggestion each.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ConfigSource {
-    /// Standard input, `-` on the command line. A tool's arguments cannot name it: there it carries the protocol.
+    /// Standard input, `-` on the command line. Not available to a tool: its standard input carries the protocol.
     Stdin,
     File(PathBuf),
     /// The config itself, as JSON text: a tool's argument, or JSON on the command line.
@@ -27,7 +27,7 @@ pub(crate) enum ConfigSource {
 }
 
 impl ConfigSource {
-    /// The config as text. Of an answer of `amk propose` or `amk loop` it is the schedule in it.
+    /// The config as text. In a document of `amk propose` or `amk loop` it is the schedule inside.
     pub(crate) fn text(&self) -> Result<String, Failure> {
         self.schedule(self.whole_text()?)
     }
@@ -43,7 +43,7 @@ impl ConfigSource {
         }
     }
 
-    /// The schedule in a document of ours. Any other text is the config, right or wrong.
+    /// The schedule in a document of amk; such a document without one is an error. Any other text is the config, valid or not.
     fn schedule(&self, text: String) -> Result<String, Failure> {
         let Ok(Value::Object(document)) = ir::schedule::unique_json(&text) else { return Ok(text) };
         let Some(schema) = document.get("schema").and_then(Value::as_str) else { return Ok(text) };
@@ -73,7 +73,7 @@ impl std::fmt::Display for ConfigSource {
     }
 }
 
-/// Whether somebody who writes this means JSON, right or wrong, and not a path.
+/// Whether an argument is meant as JSON, valid or not, and not as a path.
 fn is_json(text: &str) -> bool {
     text.trim_start().starts_with(['{', '['])
 }

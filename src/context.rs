@@ -1,4 +1,4 @@
-//! What the commands share: a loaded model, its target and the schedule that a file gives.
+//! The common input of the commands: a loaded model, its target and the schedule from a file.
 
 use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
@@ -14,13 +14,13 @@ use crate::failure::Failure;
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
 
-/// Tokens of the key/value cache when nothing else is said.
+/// Tokens of the key/value cache by default.
 const DEFAULT_KV_CAPACITY: u32 = 4096;
 
 /// Tokens of context at which latencies are predicted.
 const PREDICTED_POSITION: u32 = 128;
 
-/// A model and where it is to run.
+/// A model and where it runs.
 pub(crate) struct Context {
     pub(crate) model: Model,
     pub(crate) target: Target,
@@ -38,7 +38,7 @@ impl Context {
         Self::load(&args.model, &args.place)
     }
 
-    /// The same; a cache of no given size has room for so many tokens, as far as the model has positions.
+    /// The same; a cache without a given size gets room for `tokens`, limited by the model's positions.
     pub(crate) fn with_room(args: &ModelArgs, tokens: u32) -> Result<Self, Failure> {
         let mut context = Self::new(args)?;
         if args.place.kv_capacity.is_none() {
@@ -72,7 +72,7 @@ impl Context {
         positions_max(self.graph())
     }
 
-    /// Refuses a context behind which so many tokens cannot be timed: there are `most` positions.
+    /// Refuses a context after which `timed` tokens do not fit into `most` positions.
     pub(crate) fn check_timed(&self, tokens: u32, timed: u32, most: u32) -> Result<(), Failure> {
         if (1..=most.saturating_sub(timed)).contains(&tokens) {
             return Ok(());
@@ -83,7 +83,7 @@ impl Context {
         )))
     }
 
-    /// How programs are lowered here.
+    /// The options of lowering.
     pub(crate) fn lower_options(&self) -> lower::Options {
         lower::Options { kv_capacity: self.kv_capacity }
     }
@@ -101,7 +101,7 @@ impl Context {
         Ok(lower::lower(&valid, graph, target, self.lower_options())?)
     }
 
-    /// The gate of this model, on inputs of so many positions, or on those that the reference VM runs. What is expected is computed here.
+    /// The gate of this model, on this many positions, or on those of the reference VM. Computes the expected values.
     pub(crate) fn gate<'a>(
         &'a self,
         seed: u64,
@@ -116,7 +116,7 @@ impl Context {
         Ok(gate.with_context(self.predicted_at()))
     }
 
-    /// The graph of the model gives no values.
+    /// The error of a graph that cannot be evaluated.
     pub(crate) fn unevaluated(&self, error: impl std::fmt::Display) -> Failure {
         Failure::usage(format!("{} cannot be evaluated: {error}", self.graph().name))
     }
@@ -126,23 +126,23 @@ impl Context {
         self.kernel_id_of(kernel, 1)
     }
 
-    /// The same of the build that runs so many sequences at once.
+    /// The kernel build with a given batch size.
     pub(crate) fn kernel_id_of(&self, kernel: &KernelConfig, seqs: u32) -> String {
         let variant = vm_device::Variant { seqs, ..vm_host::variant(kernel, self.graph()) };
         vm_host::kernel_id(&variant, &self.target.arch)
     }
 
-    /// The schedule that a config's missing knobs are taken from.
+    /// The schedule that fills in a config's missing knobs.
     pub(crate) fn default_config(&self) -> ScheduleConfig {
         ir::schedule::default_config(self.graph(), &self.target)
     }
 
-    /// The named start of studies.
+    /// The neutral schedule.
     pub(crate) fn neutral_config(&self) -> ScheduleConfig {
         ir::schedule::neutral_config(self.graph(), &self.target)
     }
 
-    /// The schedule of a config. The inner error is a gate's no; unreadable files fail outright.
+    /// The schedule of a config. The inner error is a refusal by a gate; an unreadable file is an outer error.
     pub(crate) fn config(
         &self,
         source: &ConfigSource,
@@ -157,14 +157,14 @@ impl Context {
         }
     }
 
-    /// The schedule of a config, for the commands that have no verdict to put violations into.
+    /// The schedule of a config, for commands whose document has no place for violations.
     pub(crate) fn valid_config(&self, source: &ConfigSource) -> Result<ScheduleConfig, Failure> {
         self.config(source)?
             .map_err(|violations| Failure::refused(format!("{source}: {violations}")))
     }
 }
 
-/// Tokens of the key/value cache: those asked for, if the model has as many positions.
+/// Tokens of the key/value cache: the requested number, if the model has as many positions.
 pub(crate) fn kv_capacity(asked: Option<u32>, graph: &Graph) -> Result<u32, Failure> {
     let most = positions_max(graph);
     match asked {
@@ -184,7 +184,7 @@ fn positions_max(graph: &Graph) -> u32 {
 fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
     if let Some(name) = &place.target {
         let named = Target::by_name(name).map_err(|error| Failure::usage(error.to_string()))?;
-        // Cards of one name differ in size: the one that is here is what it is.
+        // Cards of one name differ in size: the live card's own data is used.
         let here = (place.device != DeviceChoice::Cpu).then(live_target).flatten();
         return Ok(here.filter(|here| here.name == named.name).unwrap_or(named));
     }

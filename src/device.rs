@@ -1,5 +1,5 @@
-//! The GPU: the only place where the command line meets the driver. Searches drive it in a process of its own (`device/child.rs`);
-//! commands that only run a program once drive it here.
+//! The GPU: the only place where the command line uses the driver. Searches drive it in a separate process
+//! (`device/child.rs`); commands that only run a program once drive it here.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -35,27 +35,27 @@ use builds::Builds;
 use probe::look;
 use weights::{Arrival, boot};
 
-/// Rows of logits set aside on the device: longer runs are read in pieces.
+/// Rows of logits allocated on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
-/// How long a worker may wait inside a step, unless a test says otherwise.
+/// How long a worker may wait inside a step, unless a test sets another limit.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// One for each side of a comparison; a server asks for more.
+/// One for each side of a comparison; a server sets more.
 const SESSIONS: u32 = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
 const SETTLE: usize = 2;
 
-/// Compilers that fill the cache; without a cache nothing could be handed over.
+/// Background compilers that fill the cache; none without a cache, which passes on their results.
 fn builds(arch: &str) -> Option<Builds<Variant>> {
     let (cache, arch) = (vm_host::default_cache()?, arch.to_owned());
     Some(Builds::new(move |variant: &Variant| {
-        // Whoever needs it compiles it again and gets the error.
+        // On an error the caller that needs the kernel compiles it again and gets the error.
         let _ = vm_host::compile(variant, &arch, Some(&cache));
     }))
 }
 
-/// Where the machine is in its life. `Absent` before the first program, and again if the kernel could not be ended.
+/// The state of the machine. `Absent` before the first program, and again if the kernel could not be stopped.
 enum Machine {
     Absent,
     Idle(Box<Idle>),
@@ -65,7 +65,7 @@ enum Machine {
 struct Prepared {
     program: Arc<Verified<Program>>,
     variant: Variant,
-    /// Where sessions may share it.
+    /// Set if sessions may share it.
     together: Option<Arc<Together>>,
     loaded: Option<Loaded>,
 }
@@ -74,35 +74,35 @@ struct Prepared {
 pub(crate) struct Gpu<'a> {
     context: &'a Context,
     info: vm_host::DeviceInfo,
-    /// As measured, where it is asked for.
+    /// Measured, if it was requested.
     bandwidth: Option<f64>,
     machine: Machine,
     programs: BTreeMap<u64, Prepared>,
     next: u64,
-    /// What is in each session's key/value cache: a program's, and the tokens that it was fed.
+    /// The contents of each session's key/value cache: the program, and the tokens that it was fed.
     sequences: [Option<(Handle, Vec<u32>)>; SESSIONS as usize],
     /// Sessions that the machine is booted for.
     sessions: u32,
-    /// The pages that they draw from.
+    /// The pages that sessions allocate from.
     kv_pool: KvPool,
-    /// The program that candidates are timed against, whose sequence is to stay.
+    /// The program that candidates are timed against; its sequence is kept.
     leading: Option<Handle>,
     costs: Costs,
     builds: Option<Builds<Variant>>,
-    /// Where to say what is being done, in a process of its own.
+    /// The status board, in a process of its own.
     board: Option<Board>,
-    /// The ring of the machine, for a thread beside this one.
+    /// The monitor handle of the machine, for the observing thread.
     monitor: SharedMonitor,
-    /// Where to say what was brought to the device.
+    /// The telemetry page for transfers to the device.
     page: Option<Publisher>,
-    /// A kernel did not leave, or took the context with it: only a new process gets the device back.
+    /// A kernel did not exit, or took the context with it: only a new process gets the device back.
     lost: bool,
     deadline: Duration,
-    /// How the weights come, and what was there when.
+    /// How the weights are loaded, and the times of their arrival.
     arrival: Arrival,
-    /// Tokens from which on a prompt is run in chunks.
+    /// The least number of tokens for which a prompt is run in chunks.
     chunks_from: Option<usize>,
-    /// Sessions that a command may run at once.
+    /// The most sessions that a command runs at once.
     seqs: u32,
 }
 
@@ -145,7 +145,7 @@ impl<'a> Gpu<'a> {
         *self.monitor.lock().unwrap_or_else(PoisonError::into_inner) = monitor;
     }
 
-    /// Ends the kernel. If it does not leave, the device is lost to this process.
+    /// Stops the kernel. If it does not exit, the device is lost to this process.
     fn stop(&mut self, running: Resident) -> Result<Idle, DeviceError> {
         self.enter(Phase::Stopping);
         let stopped = running.stop().map_err(|error| {
@@ -153,7 +153,7 @@ impl<'a> Gpu<'a> {
             let reason = format!("the kernel did not leave ({error})");
             DeviceError::Fault { reason }
         });
-        self.set_monitor(None); // what it said is not said of the next one
+        self.set_monitor(None); // the old kernel's monitor does not describe the next one
         stopped
     }
 }
@@ -171,7 +171,7 @@ impl Gpu<'_> {
         self.sequences.iter().position(holds).map(|session| session as u32)
     }
 
-    /// A session for a new sequence of a program: its own, an empty one, or that of a program which does not lead. It is empty then.
+    /// A session for a new sequence of a program: its own, an empty one, or that of a program other than the leading one. It is emptied.
     fn take_session(&mut self, handle: Handle) -> u32 {
         let of = |sequence: &Option<(Handle, Vec<u32>)>| sequence.as_ref().map(|(of, _)| *of);
         let find = |test: &dyn Fn(Option<Handle>) -> bool| {
@@ -190,7 +190,7 @@ impl Gpu<'_> {
         let (variant, program) = (prepared.variant, prepared.program.clone());
         let (mut had, together) = (prepared.loaded, prepared.together.clone());
         if !matches!(&self.machine, Machine::Running(running) if running.variant() == variant) {
-            // What is launched with is loaded for one session at a time.
+            // A launch loads the program for one session at a time.
             had = Some(self.launch(variant, &program)?).filter(|_| together.is_none());
         }
         let Machine::Running(running) = &mut self.machine else {
@@ -218,7 +218,7 @@ impl Gpu<'_> {
         Ok(running)
     }
 
-    /// The machine with no kernel resident, booted for a program if need be.
+    /// The machine with no kernel resident; boots it for a program if needed.
     fn idle(
         &mut self,
         program: &Verified<Program>,
@@ -241,7 +241,7 @@ impl Gpu<'_> {
         self.programs.get(&handle.0).ok_or_else(released)
     }
 
-    /// Launches a kernel with a program: on a machine that is booted for it if there is none.
+    /// Launches a kernel with a program; boots the machine if needed.
     fn launch(
         &mut self,
         variant: Variant,
@@ -270,7 +270,7 @@ impl Gpu<'_> {
         }
     }
 
-    /// After a fault: ends the kernel, so that the next program starts on a new launch. What is reported is the fault.
+    /// After a fault: stops the kernel, so that the next program starts on a new launch. Returns the fault.
     fn recover<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if matches!(
             result,
@@ -280,7 +280,7 @@ impl Gpu<'_> {
         ) && let Machine::Running(running) =
             std::mem::replace(&mut self.machine, Machine::Absent)
         {
-            // A step that was broken off may have left anything.
+            // An aborted step may have left anything in the caches.
             self.sequences = [const { None }; SESSIONS as usize];
             if let Ok(idle) = self.stop(*running) {
                 self.machine = Machine::Idle(Box::new(idle));
@@ -406,7 +406,7 @@ fn timed(call: impl FnOnce() -> Result<(), HostError>) -> Result<f64, DeviceErro
     Ok(began.elapsed().as_secs_f64())
 }
 
-/// The words of an activation buffer, as its readers find them: without tags.
+/// The words of an activation buffer as read by tasks: without tags.
 fn words_of(buffer: &Buffer, arena: &[u32]) -> Vec<f32> {
     let first = buffer.offset as usize / size_of::<u32>();
     let words = buffer.arena_bytes() as usize / size_of::<u32>();
@@ -415,7 +415,7 @@ fn words_of(buffer: &Buffer, arena: &[u32]) -> Vec<f32> {
     held.iter().map(|&word| f32::from_bits(word & !tag)).collect()
 }
 
-/// Why a device cannot be had, without a preface.
+/// Why a device cannot be used, without a preface.
 pub(crate) fn reason(error: &DeviceError) -> String {
     if let DeviceError::Unavailable { reason } = error {
         return reason.clone();
@@ -447,7 +447,7 @@ fn device_error(error: HostError) -> DeviceError {
         | HostError::AbiMismatch { .. }
         | HostError::NotCoResident { .. }
         | HostError::Weights { .. } => DeviceError::Unavailable { reason: error.to_string() },
-        // A process that lost its context cannot stop its machine either, which is found next.
+        // A process that lost its context cannot stop its machine either, which is detected next.
         HostError::Left | HostError::Died(_) | HostError::Driver { .. } | HostError::Request(_) => {
             DeviceError::Fault { reason: error.to_string() }
         }
@@ -579,13 +579,13 @@ impl Check {
         Self { remedy: Some(remedy.into()), ..self }
     }
 
-    /// What to do, if something is to be done.
+    /// The remedy, if there is one.
     pub(crate) fn to_do(&self) -> Option<&str> {
         self.remedy.as_deref().filter(|_| !self.ok)
     }
 }
 
-/// What driving a GPU needs, and whether it is here. Where all of it is, the bandwidth is measured too.
+/// The requirements for driving a GPU, and whether they are met. If all are, also measures the bandwidth.
 pub(crate) fn checks() -> Vec<Check> {
     let info = vm_host::Card::default().info();
     let nvrtc = vm_host::nvrtc_version();

@@ -1,4 +1,4 @@
-//! From a command to what does it.
+//! Dispatches a command to its implementation.
 
 use std::path::Path;
 
@@ -82,7 +82,7 @@ fn template() -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// The manual: one page on standard output, or a page for each command in a folder.
+/// Writes the manual: one page on standard output, or a page for each command in a folder.
 fn man(out: Option<&Path>) -> Outcome {
     let place = out.unwrap_or(Path::new("standard output"));
     let unwritable = Failure::cannot("write to", place, "name another folder");

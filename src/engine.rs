@@ -1,4 +1,4 @@
-//! What runs the model for `generate` and `serve`: sequences in places, tokens in, logits out.
+//! The engines that run the model for `generate` and `serve`: sequences in places, tokens in, logits out.
 
 use std::collections::BTreeMap;
 
@@ -16,15 +16,15 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::Failure;
 
-/// Prompt tokens of a turn where each takes a step.
+/// Prompt tokens per turn where each takes a step.
 pub(crate) const PROMPT_SLICE: u64 = 16;
-/// Prompt tokens of a turn where they are run in chunks: as long as some tens of steps.
+/// Prompt tokens per turn where they are run in chunks: as long as some tens of steps.
 const CHUNK_SLICE: u64 = 1024;
 
 /// Why tokens could not be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Broken {
-    /// This sequence is lost; the others are not touched.
+    /// This sequence is lost; the others are unaffected.
     Sequence(String),
     /// Every sequence is lost. New ones can begin.
     All(String),
@@ -32,18 +32,18 @@ pub(crate) enum Broken {
 
 /// Several sequences of one model.
 pub(crate) trait Engine {
-    /// Whether a sequence of so many positions could begin now. Not, if it has to wait until others end.
+    /// Whether a sequence of this many positions could begin now; false if it has to wait for others to end.
     fn has_room(&mut self, _positions: u64) -> bool {
         true
     }
 
-    /// Begins a sequence of at most so many positions in a place, instead of the one that was there.
+    /// Begins a sequence of at most this many positions in a place, replacing its previous one.
     fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken>;
 
-    /// Runs tokens at the next positions of a place's sequence; with `read`, gives the logits after the last of them.
+    /// Runs tokens at the next positions of a place's sequence; with `read`, returns the logits of the last one.
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken>;
 
-    /// The same with the logits after each of them.
+    /// The same with the logits of each token.
     fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
         tokens.iter().map(|token| self.feed(place, &[*token], true)).collect()
     }
@@ -56,18 +56,18 @@ pub(crate) trait Engine {
         None
     }
 
-    /// Prompt tokens of a turn: a long prompt yields between them.
+    /// Prompt tokens per turn: a long prompt yields between turns.
     fn prompt_slice(&self) -> u64 {
         PROMPT_SLICE
     }
 
-    /// Has the machine itself choose the tokens of a place's sequence. False if it cannot: then the host chooses, from rows.
+    /// Lets the machine sample the tokens of a place's sequence. False if it cannot: then the host samples from rows.
     fn choose_by(&mut self, _place: usize, _how: &How<'_>) -> Result<bool, Broken> {
         Ok(false)
     }
 
-    /// Runs tokens at the next positions of a sequence that the machine chooses for, then chooses at most `generate` and runs all but the
-    /// last. While it does, `preempt` is asked whether to end after the step under way.
+    /// Runs tokens at the next positions of a sequence for which the machine samples, then samples at most `generate`
+    /// tokens and runs all but the last. Meanwhile `preempt` is polled: if true, it ends after the current step.
     fn advance(
         &mut self,
         place: usize,
@@ -78,13 +78,13 @@ pub(crate) trait Engine {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
     }
 
-    /// Sequences that the machine runs at once where it chooses for them.
+    /// The batch size of the machine where it samples.
     fn seqs(&self) -> usize {
         1
     }
 
-    /// As [`advance`](Self::advance), for several sequences side by side, each with its next token: all run as many positions. A sequence that
-    /// cannot go on says why; the others are not touched.
+    /// As [`advance`](Self::advance), for several sequences at once, each with its next token: all run equally many
+    /// positions. A sequence that cannot continue returns an error; the others are unaffected.
     fn together(
         &mut self,
         _seqs: &[(usize, u32)],
@@ -97,11 +97,11 @@ pub(crate) trait Engine {
 
 pub(crate) struct How<'a> {
     pub(crate) sampling: &'a Sampling,
-    /// A token among these is the last.
+    /// Generation ends after any of these tokens.
     pub(crate) stop: &'a [u32],
 }
 
-/// What a machine did that chooses itself.
+/// The result of a machine that samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Advanced {
     pub(crate) chosen: Vec<u32>,
@@ -110,7 +110,7 @@ pub(crate) struct Advanced {
     pub(crate) stopped: bool,
 }
 
-/// Machines on the host, one for the sequence of each place.
+/// Machines on the host, one per place.
 struct Hosted<S, B, R> {
     begin: B,
     run: R,
@@ -192,7 +192,7 @@ where
     }
 }
 
-/// The resident kernel: `--device cuda`. It chooses itself, but where the host wants rows of logits.
+/// The resident kernel: `--device cuda`. It samples on the device, except where the host needs rows of logits.
 pub(crate) struct Megakernel<'a> {
     gpu: Gpu<'a>,
     program: Handle,
@@ -202,7 +202,7 @@ pub(crate) struct Megakernel<'a> {
 #[derive(Clone, Default)]
 struct Place {
     position: u32,
-    /// Whether tokens are chosen by settings that the device has.
+    /// Whether tokens are sampled with settings stored on the device.
     sampled: bool,
     stop: Vec<u32>,
 }
@@ -300,7 +300,7 @@ impl Engine for Megakernel<'_> {
             generate,
             stop: &held.stop,
             keep_logits: false,
-            // What is only read needs no choice.
+            // A request without generated tokens needs no sampling.
             sampled: held.sampled && generate > 0,
         };
         let done = self.gpu.command(self.program, &request, preempt)?;
@@ -327,8 +327,8 @@ impl Engine for Megakernel<'_> {
             stop.extend(held.stop.iter().filter(|token| !stop.contains(token)).collect::<Vec<_>>());
             asked.push(Sequence { session: place as u32, position, token, sampled });
         }
-        // A token that ends another sequence's text ends the batch, and is a token like any other here. Too many of them: each is looked for
-        // step by step.
+        // The stop tokens of all sequences end the batch; for the other sequences such a token is an ordinary one. If
+        // there are too many stop tokens, each step is checked on the host.
         let several = stop.len() <= abi::STOP_TOKENS_MAX;
         let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
         let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };

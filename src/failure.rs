@@ -1,4 +1,4 @@
-//! How a command can end, and the exit code that says so.
+//! The outcomes of a command, and their exit codes.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -10,7 +10,7 @@ use model::ModelError;
 use search::{DeviceError, Rejection};
 use vm_host::HostError;
 
-/// The exit codes. They are part of the interface: scripts and agents branch on them.
+/// The exit codes. They are part of the interface: scripts and agents depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::VariantArray)]
 pub(crate) enum Exit {
     Yes = 0,
@@ -33,7 +33,7 @@ impl Exit {
         self.words().0
     }
 
-    /// What it tells whoever called, and what to do.
+    /// The meaning for the caller, and what to do.
     pub(crate) fn sentence(self) -> &'static str {
         self.words().1
     }
@@ -79,7 +79,7 @@ impl From<Exit> for ExitCode {
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) exit: Exit,
-    /// What, where and what to do, in one line.
+    /// What, where and the remedy, in one line.
     pub(crate) message: String,
 }
 
@@ -104,7 +104,7 @@ impl Failure {
         Self { exit: Exit::Bug, message: message.into() }
     }
 
-    /// What could not be done with a path, and what to do about it.
+    /// A failed operation on a path, and the remedy.
     pub(crate) fn cannot<E: Display>(
         verb: &str,
         path: &Path,
@@ -113,7 +113,7 @@ impl Failure {
         move |error| Self::usage(format!("cannot {verb} {}: {error}; {remedy}", path.display()))
     }
 
-    /// `why` is what wants a GPU.
+    /// `why` names the option that needs a GPU.
     pub(crate) fn no_gpu(why: &str) -> Self {
         Self::missing(format!("{why}, and there is no GPU here: see `amk doctor`"))
     }
@@ -148,7 +148,7 @@ impl From<LowerError> for Failure {
     }
 }
 
-/// What keeps this machine from driving its GPU.
+/// Why this machine cannot drive its GPU.
 impl From<HostError> for Failure {
     fn from(error: HostError) -> Self {
         Self::missing(format!("capability missing: {error}"))
@@ -162,7 +162,7 @@ impl From<DeviceError> for Failure {
     }
 }
 
-/// Some ends are not the schedule's fault: a bug of ours, or a device that is gone.
+/// Rejections that are not the schedule's fault: a bug of amk, or a lost device.
 impl From<&Rejection> for Failure {
     fn from(dropped: &Rejection) -> Self {
         let fault = if let Rejection::Unloadable(error) = dropped {

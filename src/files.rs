@@ -1,4 +1,4 @@
-//! Saved programs (`.amk` is text, `.amkp` is binary), and files that appear whole or not at all.
+//! Saved programs (`.amk` is text, `.amkp` is binary), and atomic writes.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -24,7 +24,7 @@ fn is_binary(path: &Path) -> Result<bool, Failure> {
     }
 }
 
-/// Writes a program, whole or not at all.
+/// Writes a program atomically.
 pub(crate) fn save(program: &Program, path: &Path) -> Result<(), Failure> {
     let bytes = match is_binary(path)? {
         true => ir::text::save(program),
@@ -46,17 +46,17 @@ pub(crate) fn open(path: &Path) -> Result<Program, Failure> {
     ir::text::parse(&text).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
 }
 
-/// A path that was named cannot be read.
+/// The error for a named path that cannot be read.
 pub(crate) fn unreadable(path: &Path, error: impl std::fmt::Display) -> Failure {
     Failure::cannot("read", path, "check the path")(error)
 }
 
-/// The text of a file of at most so many bytes.
+/// The text of a file of at most `most` bytes.
 pub(crate) fn read_text(path: &Path, most: u64) -> Result<String, Failure> {
     corpus::files::read_text(path, most).map_err(|error| unreadable(path, error))
 }
 
-/// The text of whatever gives bytes, standard input or a pipe say: at most so many.
+/// The text of a reader, such as standard input or a pipe: at most `most` bytes.
 pub(crate) fn read_input(
     input: impl Read,
     name: &dyn std::fmt::Display,
@@ -71,23 +71,23 @@ pub(crate) fn read_input(
     String::from_utf8(bytes).map_err(|_| Failure::usage(format!("{name} is not UTF-8 text")))
 }
 
-/// What a JSON file of at most so many bytes holds.
+/// The contents of a JSON file of at most `most` bytes.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, most: u64) -> Result<T, Failure> {
     serde_json::from_str(&read_text(path, most)?).map_err(|error| unreadable(path, error))
 }
 
-/// Writes a file so that it appears complete or not at all.
+/// Writes a file atomically.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     write_with(path, |file| file.write_all(bytes))
 }
 
-/// The same with a value in JSON.
+/// The same with a value as JSON.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(value).unwrap_or_default() + "\n";
     write_whole(path, text.as_bytes())
 }
 
-/// The same, in parts.
+/// The same, with a callback that writes.
 pub(crate) fn write_with(
     path: &Path,
     write: impl FnOnce(&mut File) -> std::io::Result<()>,
@@ -98,7 +98,7 @@ pub(crate) fn write_with(
         return Err(refused(std::io::ErrorKind::IsADirectory.into()));
     }
     if path.exists() && !path.is_file() {
-        // A pipe or a device: there is nothing to rename over.
+        // A pipe or a device cannot be replaced by a rename: writes into it.
         let mut file = OpenOptions::new().write(true).open(path).map_err(refused)?;
         return write(&mut file).map_err(refused);
     }
@@ -112,7 +112,7 @@ pub(crate) fn write_with(
     })
 }
 
-/// Makes a folder so that it appears complete or not at all.
+/// Creates a folder atomically, with its contents.
 pub(crate) fn new_folder<T>(
     path: &Path,
     fill: impl FnOnce(&Path) -> Result<T, Failure>,
@@ -130,7 +130,7 @@ pub(crate) fn new_folder<T>(
 }
 
 fn partial_of(path: &Path) -> PathBuf {
-    /// Writers of one process differ too.
+    /// A counter makes the names unique within one process.
     static WRITTEN: AtomicU64 = AtomicU64::new(0);
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let mut name = path.as_os_str().to_owned();
@@ -138,28 +138,28 @@ fn partial_of(path: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// A saved program that holds.
+/// A saved program that passes verification.
 pub(crate) fn verified(path: &Path) -> Result<Verified<Program>, Failure> {
     ir::program::verify(open(path)?).map_err(|violations| {
         Failure::refused(format!("{} does not verify: {violations}", path.display()))
     })
 }
 
-/// A file of rows in JSON, each out of this process's hands before the next one is made.
+/// A file of rows in JSON; each row is flushed before the next one is made.
 pub(crate) struct Rows {
     path: PathBuf,
     file: File,
 }
 
 impl Rows {
-    /// A new file, which must not be there yet.
+    /// Creates a new file, which must not exist yet.
     pub(crate) fn create(path: &Path, remedy: &str) -> Result<Self, Failure> {
         let file = OpenOptions::new().write(true).create_new(true).open(path);
         let file = file.map_err(Failure::cannot("start", path, remedy))?;
         Ok(Self { path: path.to_owned(), file })
     }
 
-    /// One that is there, to go on with, and its text up to the last whole row: what a kill cut off is taken away.
+    /// Opens an existing file to continue it; returns its text up to the last complete row. A row cut off by a kill is removed.
     pub(crate) fn resume(path: &Path, most: u64) -> Result<(Self, String), Failure> {
         let mut text = read_text(path, most)?;
         text.truncate(text.rfind('\n').map_or(0, |end| end + 1));

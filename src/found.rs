@@ -1,8 +1,8 @@
 //! Schedules that searches on this machine measured and confirmed: one small JSON file each under the user's data folder.
 //!
-//! **Promises.** A file appears whole or not at all. What is read was written by anybody: it is bounded, parsed, and validated like any
-//! config, and what does not fit is left out with a word about it. A schedule of another kernel build is not used: its time was that
-//! kernel's.
+//! **Promises.** A file is written atomically. Its contents are untrusted: they are bounded, parsed, and validated like
+//! any config, and an entry that does not fit is skipped with a note. A schedule of another kernel build is not used:
+//! its time was that of the other kernel.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,7 @@ pub(crate) struct Entry {
     pub(crate) target: String,
     /// The GPU's full name.
     pub(crate) card: String,
-    /// Tokens of context that it was measured at.
+    /// Tokens of context at which it was measured.
     pub(crate) context: u32,
     /// The kernel build that it was measured with.
     pub(crate) kernel_id: String,
@@ -43,7 +43,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// An entry for a graph, made of what a search confirmed.
+    /// An entry for a graph, from a search's confirmation.
     pub(crate) fn new(
         context: &Context,
         card: &str,
@@ -64,7 +64,7 @@ impl Entry {
         }
     }
 
-    /// The file of everything that tells it from other entries.
+    /// The file name, made of every field that distinguishes entries.
     fn file_name(&self) -> String {
         let Dims { hidden, heads, kv_heads, head_dim, ffn, vocab, layers, dtype } = self.shape;
         let shape = [hidden, layers, heads, kv_heads, head_dim, ffn, vocab].map(|n| n.to_string());
@@ -94,7 +94,7 @@ pub(crate) fn folder() -> Option<PathBuf> {
     Some(named.or_else(base)?.join("schedules"))
 }
 
-/// Keeps an entry, unless a faster one of the same kind is there; its file.
+/// Saves an entry, unless a faster one of the same kind exists; returns its file.
 pub(crate) fn keep(folder: &Path, entry: &Entry) -> Result<PathBuf, Failure> {
     let path = folder.join(entry.file_name());
     if read(&path).is_ok_and(|held| held.latency_us <= entry.latency_us) {
@@ -106,7 +106,7 @@ pub(crate) fn keep(folder: &Path, entry: &Entry) -> Result<PathBuf, Failure> {
     Ok(path)
 }
 
-/// The found schedule for this graph, GPU and kernel whose context is nearest by ratio. What is left out is said.
+/// The found schedule for this graph, GPU and kernel whose context is nearest by ratio. Reports skipped entries.
 pub(crate) fn nearest(context: &Context, tokens: u32) -> Option<(ScheduleConfig, Entry)> {
     let (best, notes) = nearest_in(&folder()?, context, tokens);
     for note in notes {
@@ -115,7 +115,7 @@ pub(crate) fn nearest(context: &Context, tokens: u32) -> Option<(ScheduleConfig,
     best
 }
 
-/// The same in a folder, with what there is to say.
+/// The same in a given folder; returns the notes.
 pub(crate) fn nearest_in(
     folder: &Path,
     context: &Context,
@@ -153,7 +153,7 @@ pub(crate) fn nearest_in(
     (best, notes)
 }
 
-/// The schedule of an entry of this graph and GPU, if it is legal and of today's kernel.
+/// The schedule of an entry for this graph and GPU, if it is legal and of the current kernel.
 fn usable(context: &Context, entry: &Entry) -> Result<ScheduleConfig, String> {
     let text = entry.config.to_string();
     let config = *read_config(&text, context.graph(), &context.target)
@@ -168,7 +168,7 @@ fn usable(context: &Context, entry: &Entry) -> Result<ScheduleConfig, String> {
     Ok(config)
 }
 
-/// The entries of a folder, by name. None where there is no folder.
+/// The entries of a folder, sorted by name. Empty if there is no folder.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let json = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "json");

@@ -1,4 +1,4 @@
-//! Tests of the schedules that are kept on this machine.
+//! Tests of the schedules found on this machine.
 
 use super::*;
 use crate::cli::{DeviceChoice, PlaceArgs};
@@ -15,7 +15,7 @@ fn entry(context: &Context, tokens: u32, latency_us: f64) -> Entry {
     Entry::new(context, "NVIDIA H200", tokens, &config, latency_us)
 }
 
-/// An entry, which takes a card.
+/// An entry, which needs a card.
 pub(crate) fn document() -> serde_json::Value {
     serde_json::json!(entry(&toy("h200"), 16, 9.0))
 }

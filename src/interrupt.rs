@@ -1,13 +1,14 @@
-//! Ctrl-C during work whose finished parts are on the disk: it ends after the part that is under way.
+//! Ctrl-C during work whose finished parts are on the disk: the work ends after the current part.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::report;
 
-/// How often it came.
+/// The number of interrupts.
 static TIMES: AtomicU32 = AtomicU32::new(0);
 
-/// From here on Ctrl-C does not end the process. `then` runs each time, with whether it came before. `parts` are what is safe.
+/// From now on Ctrl-C does not end the process. Each one calls `then` with whether it is a repeated one. `parts` names
+/// the safe parts for the message.
 pub(crate) fn catch(parts: &str, then: impl Fn(bool) + Send + 'static) {
     let handler = move || then(TIMES.fetch_add(1, Ordering::SeqCst) > 0);
     if ctrlc::set_handler(handler).is_err() {

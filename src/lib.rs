@@ -1,7 +1,7 @@
 //! `amk` turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
 //!
-//! The application: it reads arguments and files, wires the device into `search`, prints one JSON document on stdout and everything for
-//! people on stderr. Decisions are made in the crates below it. [`main`] is the command line.
+//! The application: it reads arguments and files, connects the device to `search`, prints one JSON document on stdout
+//! and everything for people on stderr. Decisions are made in the crates below it. [`main`] is the command line.
 
 #![cfg_attr(
     not(feature = "full"),
@@ -43,29 +43,29 @@ use std::process::{Command, ExitCode};
 use clap::FromArgMatches as _;
 use failure::Failure;
 
-/// Most threads of a pool, whatever the environment asks for: the machines that this is for have some hundred cores.
+/// Most threads of a pool, whatever the environment sets: the target machines have some hundred cores.
 const THREADS_MAX: usize = 512;
 
-/// The command line: runs what the arguments of this process say.
+/// The command line: runs this process's arguments.
 #[must_use]
 pub fn main() -> ExitCode {
     bug::install_panic_hook();
     model::templates_run_in(template_child);
-    // A panic that nobody caught is our bug: one line that says so, and its own exit code.
+    // A panic that reaches this point is a bug in amk: one line that says so, and its own exit code.
     std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
         report::say_failure(&format!("amk: {}", bug::last_panic()));
         failure::Exit::Bug.into()
     })
 }
 
-/// This program again, whatever has become of its file, to render a chat template.
+/// This program again, even if its file was replaced, to render a chat template.
 fn template_child() -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("amk").arg("template-child");
     command
 }
 
-/// A pool of a hundred thousand threads never gets to work.
+/// Limits the threads of the global pool: one of a hundred thousand threads would never start working.
 fn limit_threads() {
     let asked = std::env::var("RAYON_NUM_THREADS").ok().and_then(|text| text.parse().ok());
     if asked.is_some_and(|threads: usize| threads > THREADS_MAX) {
@@ -73,7 +73,7 @@ fn limit_threads() {
             "note: RAYON_NUM_THREADS is more than {THREADS_MAX}, the most threads of a pool; {THREADS_MAX} are used"
         ));
         let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS_MAX);
-        // Nobody has made the pool before `main`.
+        // No pool exists before `main`.
         let _ = pool.build_global();
     }
 }
@@ -109,7 +109,7 @@ fn run() -> ExitCode {
     }
 }
 
-/// Refuses arguments that no JSON document can repeat, before anything runs.
+/// Refuses arguments that are not UTF-8 and could not be repeated in a JSON document, before anything runs.
 fn texts_only(arguments: impl Iterator<Item = OsString>) -> Result<(), Failure> {
     for argument in arguments.skip(1) {
         if argument.to_str().is_none() {

@@ -1,4 +1,4 @@
-//! `--verbose`: what the libraries log, as lines on standard error, above a progress line if there is one.
+//! `--verbose`: the libraries' log as lines on standard error, above a progress line if there is one.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -10,7 +10,7 @@ use crate::report;
 /// How often `--verbose` was given.
 static VERBOSE: AtomicU8 = AtomicU8::new(0);
 
-/// Shows what is logged from here on: nothing, what happens, or all details.
+/// Enables the log: nothing, events, or all details.
 pub(crate) fn begin(verbose: u8) {
     VERBOSE.store(verbose, Ordering::Relaxed);
     let level = match verbose {
@@ -20,16 +20,16 @@ pub(crate) fn begin(verbose: u8) {
     };
     let log =
         tracing_subscriber::fmt().with_max_level(level).with_ansi(false).with_writer(|| Lines);
-    // The first one counts: a second is asked for by nobody but tests.
+    // The first call wins: only tests call it twice.
     let _ = log.without_time().try_init();
 }
 
-/// The arguments that make a child of this process log as much.
+/// The arguments that give a child process the same verbosity.
 pub(crate) fn arguments() -> impl Iterator<Item = &'static str> {
     (0..VERBOSE.load(Ordering::Relaxed)).map(|_| "--verbose")
 }
 
-/// An event is written at once, as a line.
+/// A writer that prints each event at once, as a line.
 struct Lines;
 
 impl Write for Lines {

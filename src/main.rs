@@ -1,4 +1,4 @@
-//! The command line of `amk`; what it does is in the library.
+//! The command line of `amk`; the implementation is in the library.
 
 use std::process::ExitCode;
 

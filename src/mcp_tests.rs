@@ -1,5 +1,5 @@
-//! The MCP server as a client meets it: the built binary, and JSON-RPC line by line over its pipes. A client of another project drives it
-//! in `tests/mcp/client.py`.
+//! The MCP server from a client's side: the built binary, and JSON-RPC line by line over its pipes. A client of another
+//! project drives it in `tests/mcp/client.py`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// How long anything may take.
+/// The time limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A server and its pipes. Every line that it writes must be a JSON-RPC message.
@@ -17,13 +17,13 @@ struct Server {
     child: Child,
     input: Option<ChildStdin>,
     lines: Receiver<Value>,
-    /// What came while something else was waited for.
+    /// Messages received while waiting for another one.
     aside: Vec<Value>,
     id: u64,
 }
 
 impl Server {
-    /// A server that has been greeted.
+    /// Starts a server and completes the handshake.
     fn start(folder: &Path) -> Self {
         let mut server = Self::spawn(folder);
         let hello = json!({"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "transcript", "version": "1"}});
@@ -41,7 +41,7 @@ impl Server {
             .current_dir(folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // Never read: a server that says much there would stop.
+            // Never read: a server that writes much to it would block.
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -77,7 +77,7 @@ impl Server {
         self.lines.recv_timeout(PATIENCE).expect("the server is silent")
     }
 
-    /// The next message of a kind; others are put aside.
+    /// The next message of a kind; others are set aside.
     #[track_caller]
     fn until(&mut self, wanted: impl Fn(&Value) -> bool) -> Value {
         if let Some(place) = self.aside.iter().position(&wanted) {
@@ -122,7 +122,7 @@ impl Server {
         document
     }
 
-    /// A call that is refused: the error's document.
+    /// A refused call: the error's document.
     #[track_caller]
     fn refused(&mut self, tool: &str, arguments: Value) -> Value {
         let id = self.begin(tool, arguments);
@@ -131,7 +131,7 @@ impl Server {
         serde_json::from_str(result["content"][0]["text"].as_str().unwrap()).unwrap()
     }
 
-    /// Closes the input and waits for the end: its exit code, and how long it took.
+    /// Closes the input and waits for the end: returns its exit code, and how long it took.
     fn end(mut self) -> (Option<i32>, Duration) {
         let began = Instant::now();
         drop(self.input.take());
@@ -192,7 +192,7 @@ fn tools_and_resources_are_listed_and_read() {
         );
         assert!(tool["description"].as_str().unwrap().len() < 400, "{tool}");
     }
-    // A client puts the list into its model's context before anything is asked.
+    // A client puts the list into its model's context before the first request.
     let bytes = tools.to_string().len();
     assert!(bytes < 20_000, "tools/list has {bytes} bytes");
     let id = server.request("resources/list", json!({}));
@@ -289,7 +289,7 @@ fn wrong_arguments_are_an_error_that_says_all_of_it() {
         "target",
     ];
     assert_eq!(found, all);
-    // Nothing but the schedule is wrong: the verdict says so, with every violation, and it is an error.
+    // Only the schedule is wrong: the verdict reports it with every violation, and is an error.
     let illegal = json!({"config": {"pipeline": {"stages": 99, "stage": 1}, "kernel": {"poll_sleep_ns": "8"}}});
     let verdict = server.refused("evaluate", toy(illegal));
     assert_eq!(verdict["schema"], "amk.verdict.v2");
@@ -315,7 +315,7 @@ fn wrong_arguments_are_an_error_that_says_all_of_it() {
     assert_eq!(places(&error), ["paths", "paths"]);
     let error = server.refused("explain", json!({"name": "pipeline.stage"}));
     assert!(error["message"].as_str().unwrap().contains("pipeline.stages"), "{error}");
-    // What is no call of a tool is the protocol's error.
+    // An unknown tool is an error of the protocol.
     let id = server.begin("lop", json!({}));
     let answer = server.answer(id);
     assert!(answer["error"]["message"].as_str().unwrap().contains("loop"), "{answer}");
@@ -412,7 +412,7 @@ fn is_progress(message: &Value) -> bool {
     message["method"] == "notifications/progress"
 }
 
-/// While a search runs, others are answered, and what would disturb it is refused at once.
+/// While a search runs, other calls are answered, and those that would disturb it are refused at once.
 fn leaves_room(server: &mut Server, folder: &Path) {
     let ping = server.request("ping", json!({}));
     server.result(ping);
@@ -478,7 +478,7 @@ fn a_search_reports_leaves_room_is_cancelled_and_goes_on() {
         (&runs["runs"][0]["holds"], &runs["runs"][0]["trials"]),
         (&json!(true), &json!(done))
     );
-    // It goes on where it was, and ends by itself.
+    // A resumed search continues where it was, and ends by itself.
     let more = json!({"resume": true, "out": "night", "budget": done + 2});
     let found = server.call("loop", toy(more));
     assert_eq!((&found["n_trials"], &found["stopped_by"]), (&json!(done + 2), &json!("trials")));
@@ -525,7 +525,7 @@ fn a_search_is_sealed_kept_in_the_store_and_compared_with_another() {
         (&compared["schema"], &compared["comparable"]),
         (&json!("amk.compare.v1"), &json!(true))
     );
-    // What may not be compared is an answer with its reasons, and no error.
+    // Runs that are not comparable are an answer with reasons, not an error.
     let apart = server.call("compare", json!({"a": "runs/one", "b": "runs/other"}));
     assert_eq!(
         (&apart["better"], &apart["reasons"][0]["what"]),
@@ -572,12 +572,12 @@ fn the_end_of_the_input_ends_the_work() {
         .output()
         .unwrap();
     assert_eq!(verify.status.code(), Some(0));
-    // Nobody said anything.
+    // A client that sends nothing.
     let silent = Server::spawn(dir.path());
     assert_eq!(silent.end().0, Some(0));
 }
 
-/// A client that sends and never reads. What it does not take must neither stop the search nor keep the server alive.
+/// A client that sends and never reads must neither stop the search nor keep the server alive.
 #[test]
 fn a_client_that_does_not_read_stops_nothing() {
     let dir = folder();
@@ -599,7 +599,7 @@ fn a_client_that_does_not_read_stops_nothing() {
     .unwrap();
     writeln!(input, "{}", json!({"jsonrpc": "2.0", "method": "notifications/initialized"}))
         .unwrap();
-    // More than a pipe holds.
+    // More than the buffer of a pipe.
     for id in 1..=20 {
         let read = json!({"jsonrpc": "2.0", "id": id, "method": "resources/read", "params": {"uri": "amk://harness"}});
         writeln!(input, "{read}").unwrap();

@@ -1,5 +1,5 @@
-//! Other engines on this machine, measured side by side: each a child process with a time limit, on the same shapes, element type and
-//! context, and never while the device holds our kernel. What is absent is named with its reason, never left out in silence.
+//! Other engines on this machine, measured for comparison: each a child process with a time limit, on the same shapes,
+//! element type and context, and never while the device holds our kernel. An absent engine is listed with its reason.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{Read, Write};
@@ -16,23 +16,23 @@ use serde_json::{Value, json};
 use crate::cli::PeerChoice;
 use crate::device::Check;
 
-/// The step in PyTorch; it is given to the interpreter as text, so that there is nothing to install.
+/// The step in PyTorch, passed to the interpreter as text, so that there is nothing to install.
 const TORCH_STEP: &str = include_str!("peers/torch_step.py");
 
-/// Timed blocks of a peer, and the least that make a median.
+/// Timed blocks of a peer, and the fewest that make a median.
 const BLOCKS: usize = 9;
 const BLOCKS_MIN: usize = 5;
 
 /// Untimed blocks before them.
 const WARMUP: usize = 2;
 
-/// How often a running child is looked at.
+/// The polling interval of a running child.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How long the pipes of a child that has ended may stay open: a grandchild can hold them.
+/// How long the pipes may stay open after a child has ended: a grandchild can hold them.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// Longest part of a peer's own words that is passed on.
+/// The most characters of a peer's own message that are passed on.
 const WORDS_MAX: usize = 300;
 
 pub(crate) struct Ask<'a> {
@@ -40,9 +40,9 @@ pub(crate) struct Ask<'a> {
     /// Tokens before the measured ones.
     pub(crate) context: u32,
     pub(crate) tokens: u32,
-    /// What each peer may take, its start included.
+    /// The time limit of each peer, its start included.
     pub(crate) timeout: Duration,
-    /// The model as llama.cpp reads it.
+    /// The model for llama.cpp.
     pub(crate) gguf: Option<PathBuf>,
 }
 
@@ -50,16 +50,16 @@ pub(crate) struct Ask<'a> {
 pub(crate) struct Peer {
     pub(crate) name: &'static str,
     pub(crate) version: Option<String>,
-    /// Median over blocks, in microseconds per token.
+    /// Median over blocks, in µs per token.
     pub(crate) us_per_token: Option<f64>,
     /// Fastest and slowest block.
     pub(crate) interval: Option<[f64; 2]>,
     pub(crate) conditions: Vec<String>,
-    /// Why there is no number, and what would give one.
+    /// Why there is no number, and the remedy.
     pub(crate) absent: Option<String>,
 }
 
-/// What a peer that ran says of itself.
+/// The result of a peer that ran.
 struct Measured {
     version: String,
     blocks: Vec<f64>,
@@ -76,7 +76,7 @@ struct Torch {
     conditions: Vec<String>,
 }
 
-/// Looks for the peers without measuring them.
+/// Detects the peers without measuring them.
 pub(crate) fn look() -> [Check; 2] {
     let python = python();
     let found = |name, program: &OsStr, args: &[&str], missing: String| match runs(program, args) {
@@ -103,7 +103,7 @@ fn python() -> OsString {
     std::env::var_os("AMK_PYTHON").unwrap_or_else(|| "python3".into())
 }
 
-/// Measures the chosen peers, one after the other; the others are named.
+/// Measures the chosen peers, one after the other; the others are listed.
 pub(crate) fn measure(chosen: &[PeerChoice], ask: &Ask<'_>, say: impl Fn(&str)) -> Vec<Peer> {
     let all = [PeerChoice::TorchGraph, PeerChoice::TorchCompile, PeerChoice::LlamaCpp];
     let one = |peer: PeerChoice| {
@@ -218,7 +218,7 @@ fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {
     })
 }
 
-/// Runs a child to its end or its time limit and returns its standard output. It is never left behind.
+/// Runs a child to its end or its time limit and returns its standard output. The child is always reaped.
 fn run(
     mut command: Command,
     input: &str,
@@ -260,12 +260,12 @@ fn run(
     Err(format!("it failed ({status}): {}", shortened(last)))
 }
 
-/// All that a pipe gives, once it is closed.
+/// Everything written to a pipe, once it is closed.
 fn collected(pipe: Option<impl Read + Send + 'static>) -> mpsc::Receiver<String> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What was read before an error is all there is.
+        // After an error, the bytes read so far are the result.
         let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
         let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
     });

@@ -1,4 +1,4 @@
-//! `amk bench` beside other engines, which are scripts written here: what they answer, and every way in which they fail to.
+//! `amk bench` with other engines, which are scripts written here: their answers, and every way in which they fail.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-/// Runs a bench of the toy with these scripts first on the PATH and returns the document and what was said.
+/// Runs a bench of the toy with these scripts first on the PATH and returns the document and standard error.
 fn bench(scripts: &[(&str, &str)], more: &[&str]) -> (Value, String) {
     let folder = tempfile::tempdir().unwrap();
     for (name, script) in scripts {
@@ -60,7 +60,7 @@ fn a_peer_that_answers_is_a_median_with_its_spread() {
     assert_eq!(found["conditions"], serde_json::json!(["5 blocks", "CUDA graph"]));
     assert!(found["absent"].is_null());
     assert!(said.contains("12.0 us per token (10.0 to 14.0)"), "{said}");
-    // Nothing was measured on a GPU, so nothing is compared.
+    // Without a GPU measurement there is no comparison.
     assert!(!said.contains("x amk"), "{said}");
     let asked: Value = serde_json::from_slice(&std::fs::read(asked).unwrap()).unwrap();
     let shapes = ["hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "layers", "context"];
@@ -149,7 +149,7 @@ fn an_interpreter_that_is_missing_is_named() {
     is_absent(peer(&document, "torch-graph"), "/no/such/python is not there");
 }
 
-/// With PyTorch here, the step runs on the CPU: its shapes fit together and its positions are counted.
+/// If PyTorch is installed, the step runs on the CPU: its shapes fit together and its positions are counted.
 #[test]
 fn the_step_in_pytorch_runs() {
     let python = std::env::var("AMK_PYTHON").unwrap_or_else(|_| "python3".to_owned());

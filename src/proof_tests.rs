@@ -1,4 +1,4 @@
-//! Bundles, random sample and calibrations as users meet them: the built binary on a machine without a GPU.
+//! Bundles, samples and calibrations with the built binary on a machine without a GPU.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 const KV_CAPACITY: u32 = 64;
 
-/// Exit code, document and what was said.
+/// Exit code, document and standard error.
 fn amk(args: &[&str]) -> (i32, Value, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
     let output = command.args(args).stdin(Stdio::null()).output().unwrap();
@@ -19,7 +19,7 @@ fn amk(args: &[&str]) -> (i32, Value, String) {
     (output.status.code().unwrap_or(-1), document, said)
 }
 
-/// A bundle of the toy's neutral schedule, as a GPU would have left it.
+/// A bundle of the toy's neutral schedule, as a GPU would have produced it.
 fn bundle() -> Bundle {
     let graph = model::preset("toy").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
@@ -115,7 +115,7 @@ fn a_bundle_of_another_kernel_is_stale_which_fails_where_current_evidence_is_wan
     let (code, document, said) = amk(&["bundle", "--current", altered.to_str().unwrap()]);
     assert_eq!((code, &document["bundles"][0]["status"]), (4, &"altered".into()), "{said}");
     assert!(said.contains("interval"), "{said}");
-    // What is in a file cannot paint over what is said of it.
+    // Control characters in a file cannot alter the terminal output.
     let mut painted = bundle();
     painted.conditions.card = "NVIDIA H200\u{1b}[2J".to_owned();
     let painted = write(folder.path(), "painted.bundle.json", &painted.to_text());
@@ -190,7 +190,7 @@ fn what_must_be_measured_is_not_made_up() {
     assert!(!bundle.exists());
 }
 
-/// Rows whose times are what the model predicts, or the reverse of that.
+/// Rows whose times are the model's predictions, or with `reversed` 1000 over these, which reverses the ranking.
 fn rows(reversed: bool) -> String {
     let graph = model::preset("toy").unwrap().graph;
     let target = Target::by_name("h200").unwrap();

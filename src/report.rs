@@ -1,5 +1,5 @@
-//! What is printed: one JSON document on stdout, everything for people on stderr. A terminal gets the document only with `--json`: who
-//! reads there has the lines for people.
+//! Output: one JSON document on stdout, everything for people on stderr. A terminal gets the document only with
+//! `--json`, since people read the lines on stderr.
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
@@ -16,7 +16,7 @@ use crate::spinner;
 /// Whether `--json` was given.
 static JSON: AtomicBool = AtomicBool::new(false);
 
-/// What a command answers.
+/// The answer of a command.
 #[derive(Debug)]
 pub(crate) struct Answer<T> {
     pub(crate) document: T,
@@ -40,7 +40,7 @@ pub(crate) fn prints_documents() -> bool {
     JSON.load(Ordering::Relaxed) || !std::io::stdout().is_terminal()
 }
 
-/// Prints the command's one document: on one line, or indented on a terminal, which gets it only if `--json` was given.
+/// Prints the command's only document: on one line, or indented on a terminal, which gets it only with `--json`.
 pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
     if !prints_documents() {
         return Ok(());
@@ -66,20 +66,20 @@ pub(crate) fn text(text: &str) -> Result<(), Failure> {
 fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
     match writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
-        // The reader has seen enough.
+        // The reader closed the pipe.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         Err(error) => Err(Failure::usage(format!("cannot write to standard output: {error}"))),
     }
 }
 
-/// A line for people. A closed stderr is no reason to stop.
+/// Prints a line for people. A closed stderr is no reason to stop.
 pub(crate) fn say(line: &str) {
     if !spinner::is_quiet() {
         print_line(line);
     }
 }
 
-/// Why something failed: told with `--quiet` too.
+/// Prints the reason of a failure, even with `--quiet`.
 pub(crate) fn say_failure(line: &str) {
     if !spinner::is_silent() {
         print_line(line);
@@ -92,13 +92,13 @@ fn print_line(line: &str) {
     });
 }
 
-/// A text of several lines for people.
+/// Prints a text of several lines for people.
 pub(crate) fn say_text(text: &str) {
     text.lines().for_each(say);
 }
 
-/// A line as a terminal may be given it. Text of a file can hold control characters, which move the cursor and paint over what was said,
-/// and marks that turn the direction of writing: both are escaped.
+/// Makes a line safe for a terminal. Text from a file can hold control characters, which move the cursor and overwrite
+/// output, and marks that turn the direction of writing: both are escaped.
 pub(crate) fn plain(line: &str) -> Cow<'_, str> {
     if !line.contains(is_harmful) {
         return Cow::Borrowed(line);
@@ -110,7 +110,7 @@ pub(crate) fn plain(line: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// JSON as a terminal may be given it: `serde_json` escapes the control characters below the blank only.
+/// Makes JSON safe for a terminal: `serde_json` escapes only the control characters below the space.
 fn harmless_json(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -128,7 +128,7 @@ fn is_harmful(c: char) -> bool {
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Reports a failure on both channels.
+/// Reports a failure on stdout and stderr.
 pub(crate) fn fail(failure: &Failure) -> ExitCode {
     say_failure(&format!("amk: {}", failure.message.replace('\n', " | ")));
     let _ = document(&error_document(failure.exit, &failure.message));
@@ -151,7 +151,7 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if asked_for.contains(&error.kind()) {
         return Exit::Yes.into();
     }
-    // The parser failed, so it says nothing of the flag.
+    // The parser failed, so the parsed flag is not available.
     if std::env::args_os().any(|argument| argument == "--json") {
         json_wanted();
     }
@@ -165,17 +165,17 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     Exit::Usage.into()
 }
 
-/// The subcommands that a help page lists, one of which is missing.
+/// The subcommands in a help page, for an error about a missing one.
 fn subcommands(help: &str) -> String {
     let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     let listed = listed.take_while(|line| !line.is_empty());
-    // A description that goes on is indented deeper.
+    // The continuation of a description is indented deeper.
     let names = listed.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
     let names: Vec<&str> = names.filter_map(|line| line.split_whitespace().next()).collect();
     format!("a subcommand is missing: {}", names.join(", "))
 }
 
-/// What is wrong, all of it: the lists and tips of several lines too, on one line. The usage line and the pointer to the help are left out.
+/// The whole error on one line, including lists and tips of several lines, but without the usage line and the pointer to the help.
 fn usage_message(rendered: &str) -> String {
     let text = rendered.trim_start_matches("error: ");
     let is_said = |line: &&str| !line.starts_with("Usage:");
@@ -195,7 +195,7 @@ fn usage_message(rendered: &str) -> String {
     message
 }
 
-/// Two columns, aligned.
+/// Prints two aligned columns.
 pub(crate) fn table<N: AsRef<str>>(rows: &[(N, String)]) {
     let names = rows.iter().map(|(name, _)| name.as_ref());
     let width = names.clone().map(|name| name.chars().count()).max().unwrap_or(0);
@@ -204,7 +204,7 @@ pub(crate) fn table<N: AsRef<str>>(rows: &[(N, String)]) {
     }
 }
 
-/// A value as it is in words: a text without its quotes, a dash for nothing.
+/// A value as text: a string without its quotes, a dash for null.
 pub(crate) fn word(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => "-".to_owned(),

@@ -1,5 +1,5 @@
-//! `amk runs` and `amk corpus` as their users meet them: sealed runs, comparison, replay, trajectories, making room, and the store. On the
-//! built binary, without a GPU.
+//! `amk runs` and `amk corpus` with the built binary, without a GPU: sealed runs, comparison, replay, trajectories,
+//! garbage collection, and the store.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -14,7 +14,7 @@ mod hostile;
 /// A way to change a ledger: its header and its rows.
 type Forge = fn(&mut Value, &mut Vec<Value>);
 
-/// Exit code, document and what was said.
+/// Exit code, document and standard error.
 fn amk(folder: &Path, args: &[&str]) -> (i32, Value, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
     let output = command.args(args).current_dir(folder).stdin(Stdio::null()).output().unwrap();
@@ -30,7 +30,7 @@ fn succeeds(folder: &Path, args: &[&str], schema: &str) -> Value {
     document
 }
 
-/// A search of so many trials on the toy.
+/// Runs a search of `trials` trials on the toy.
 #[track_caller]
 fn search(folder: &Path, out: &str, more: &[&str]) -> Value {
     let args = ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu", "--out", out];
@@ -45,7 +45,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Writes a run's ledger anew, with right hashes and a right head, and without its seal.
+/// Rewrites a run's ledger with right hashes and a right tip record, and without its manifest.
 fn forge(run: &Path, edit: impl FnOnce(&mut Value, &mut Vec<Value>)) {
     let path = run.join("ledger.jsonl");
     let contents = corpus::read(&path).unwrap();
@@ -95,7 +95,7 @@ fn a_flipped_byte_in_any_file_of_a_run_is_found() {
         }
         std::fs::write(run.join(name), whole).unwrap();
     }
-    // The run before is part of the chain: another one in its place is found.
+    // The previous run is part of the chain, but its absence does not invalidate this run.
     std::fs::remove_dir_all(folder.path().join("runs/a")).unwrap();
     assert_eq!(amk(folder.path(), &["runs", "verify"]).0, 0, "a run that is gone is not its fault");
     let shown = succeeds(folder.path(), &["runs", "show", "runs/b"], "amk.run.v1");
@@ -326,7 +326,7 @@ fn the_store_is_filled_shown_exported_and_imported() {
     let again = ["corpus", "export", "--store", "parquet.sqlite", "--out", "third.jsonl"];
     succeeds(folder.path(), &again, "amk.corpus_export.v1");
     assert_eq!(text("all.jsonl"), text("third.jsonl"));
-    // An edited line, and one whose hash was made anew over a figure that does not follow.
+    // An edited line, and one with a new hash over a figure that does not follow.
     let forged = text("all.jsonl").replacen("\"outcome\":\"kept\"", "\"outcome\":\"fault\"", 1);
     std::fs::write(folder.path().join("forged.jsonl"), forged).unwrap();
     let import = ["corpus", "import", "forged.jsonl", "--store", "three.sqlite"];
@@ -341,7 +341,7 @@ fn the_store_is_filled_shown_exported_and_imported() {
     assert!(code == 2 && said.contains("corpus import"), "{said}");
 }
 
-/// What the documentation promises: other programs read the file as it is.
+/// A promise of the documentation: other programs can read the file directly.
 #[test]
 fn python_reads_the_store_while_a_search_writes_it() {
     let folder = folder();
@@ -360,7 +360,7 @@ fn python_reads_the_store_while_a_search_writes_it() {
     }
 }
 
-/// The schedules of a run's trials and where they came from.
+/// The schedules of a run's trials and their origins.
 fn proposals(run: &Path) -> Vec<(Value, Value)> {
     let contents = corpus::read(&run.join("ledger.jsonl")).unwrap();
     let trials = contents.records.iter().filter(|record| record["outcome"].is_string());
@@ -375,7 +375,7 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
     for strategy in ["random", "hill-climb", "tpe", "prior"] {
         let [whole, parts] = ["whole", "parts"].map(|kind| format!("{kind}/{strategy}"));
         let terms = ["--strategy", strategy, "--seed", "3", "--store", "store.sqlite"];
-        // What a search learns from the store is settled when it begins.
+        // The prior moves from the store are fixed when a search begins.
         std::fs::copy(at("store.sqlite"), at("before.sqlite")).unwrap();
         search(folder.path(), &whole, &[&terms[..], &["--budget", "14"]].concat());
         std::fs::copy(at("before.sqlite"), at("store.sqlite")).unwrap();
@@ -411,7 +411,7 @@ fn a_search_of_a_removed_strategy_is_read_but_not_resumed() {
     }
 }
 
-/// A search whose proposals are a command's; what was said, too.
+/// Runs a search with a proposer command; also returns standard error.
 fn proposed(folder: &Path, out: &str, budget: &str, command: &str) -> (Value, String) {
     let args = ["loop", "--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--budget"];
     let more = [budget, "--out", out, "--proposer", command];
@@ -423,7 +423,7 @@ fn proposed(folder: &Path, out: &str, budget: &str, command: &str) -> (Value, St
 #[test]
 fn a_command_outside_proposes_and_its_faults_end_the_search_cleanly() {
     let folder = folder();
-    // Three stages of 16 KB are illegal beside 64 KB in flight: refused, counted, and asked for again.
+    // Three stages of 16 KB are illegal with 64 KB in flight: refused, counted, and asked for again.
     let script = r#"n=2; while read -r line; do echo "$line" >> heard.jsonl; case "$line" in *'"ask"'*)
         n=$((n+1)); echo "{\"config\": {\"pipeline\": {\"stages\": $n, \"stage_bytes\": 16384}}}";; esac; done"#;
     let (document, _) = proposed(folder.path(), "runs/a", "4", script);

@@ -1,5 +1,5 @@
-//! Which schedule a command runs, and why: the one place that chooses between a config, what a search found here, what is shipped, and the
-//! rules that need no search.
+//! Which schedule a command runs, and why: the only place that chooses between a config, a schedule found here, a
+//! shipped one, and the rule-based default.
 
 use ir::program::Dims;
 use ir::schedule::{
@@ -15,15 +15,15 @@ use crate::failure::Failure;
 use crate::found::{self, Entry};
 use crate::report;
 
-/// Farthest context, as a ratio, for which a shipped schedule's own split of the keys is kept.
+/// Farthest context, as a ratio, for which a shipped schedule's own number of key splits is kept.
 const CONTEXT_RATIO_MAX: f64 = 4.0;
 
-/// What `auto` takes.
+/// The policy of `auto`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Auto {
-    /// The best for this machine, its own searches included: for what only has to be fast.
+    /// The best for this machine, including its own searches: for commands that only need speed.
     Fastest,
-    /// What every machine with this version of amk takes: for what proves a figure.
+    /// The same on every machine with this version of amk: for commands that prove a figure.
     Reproducible,
 }
 
@@ -37,12 +37,12 @@ pub(crate) enum ShapeMatch {
     Similar,
 }
 
-/// Where a schedule comes from.
+/// The source of a schedule.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct ScheduleSource {
     /// config, found, shipped, default or neutral.
     pub(crate) kind: &'static str,
-    /// The GPU that it was measured on; none for a rule or a config.
+    /// The GPU that it was measured on; none for the default or a config.
     pub(crate) target: Option<String>,
     /// Whether it is for this shape or for a similar one.
     pub(crate) shape: Option<ShapeMatch>,
@@ -50,20 +50,20 @@ pub(crate) struct ScheduleSource {
     pub(crate) context: Option<u32>,
     /// The kernel build that it was measured with.
     pub(crate) kernel: Option<String>,
-    /// Tokens of context that its keys are split for instead, where `context` is far away: then nobody measured it.
+    /// Tokens of context for which its keys are split instead, if `context` is far away: that schedule was never measured.
     pub(crate) split_for: Option<u32>,
     /// Why this one, in one line.
     pub(crate) why: String,
 }
 
-/// A legal schedule and where it comes from.
+/// A legal schedule and its source.
 #[derive(Clone, Debug)]
 pub(crate) struct Chosen {
     pub(crate) config: ScheduleConfig,
     pub(crate) source: ScheduleSource,
 }
 
-/// The schedule for so many tokens of context. It is said in one line.
+/// The schedule for `tokens` tokens of context. Prints the choice in one line.
 pub(crate) fn choose(
     context: &Context,
     args: &ConfigArgs,
@@ -77,7 +77,7 @@ pub(crate) fn choose(
     })
 }
 
-/// The same for commands whose answer can hold violations. The inner error is a gate's no; unreadable files fail outright.
+/// The same for commands whose answer can hold violations. The inner error is a refusal by a gate; an unreadable file is an outer error.
 pub(crate) fn judged(
     context: &Context,
     args: &ConfigArgs,
@@ -137,7 +137,7 @@ fn by_name(
     }
 }
 
-/// What `auto` takes where figures are proved, without a word.
+/// The choice of `auto` where figures are proved, without output.
 pub(crate) fn reproducible(context: &Context, tokens: u32) -> ScheduleConfig {
     let known = shipped(context, tokens);
     known.unwrap_or_else(|| default(context, tokens, "")).config
@@ -196,7 +196,7 @@ fn shipped(context: &Context, tokens: u32) -> Option<Chosen> {
     })
 }
 
-/// The kernel that a bundle was measured with.
+/// The kernel id in a bundle.
 fn kernel_of(bundle: &str) -> Option<String> {
     let bundle: serde_json::Value = serde_json::from_str(bundle).ok()?;
     Some(bundle.get("kernel_id")?.as_str()?.to_owned())
@@ -220,10 +220,11 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
     Some(Chosen { config, source })
 }
 
-/// The schedule with at least as many splits of the keys as there are sequences. One session at a short context is fastest with few: it has work for
-/// one or two, and each further one is a hand-off more. Sequences take their first splits on different workers (decision 022), so with a split for
-/// each of them eight sessions at a short context have eight times as many workers. There are no more splits than workers for them, and a
-/// value that makes the schedule illegal is passed over.
+/// The schedule with at least as many splits of the keys as there are sequences. One session at a short context is
+/// fastest with few splits: it has work for one or two, and each further one adds a hand-off. Sequences take their
+/// first splits on different workers (decision 022), so with one split per sequence eight sessions at a short context
+/// use eight times as many workers. There are at most as many splits as workers for them, and a value that makes the
+/// schedule illegal is skipped.
 pub(crate) fn spread(
     config: ScheduleConfig,
     graph: &Graph,

@@ -1,4 +1,4 @@
-//! Tests of which schedule is chosen, on models whose weights nobody reads.
+//! Tests of the schedule choice, on models whose weights are never read.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ fn taken(context: &Context, schedule: Option<ScheduleChoice>, tokens: u32) -> Ch
     chosen.unwrap_or_else(|failure| panic!("{}", failure.message))
 }
 
-/// A Hugging Face folder with the sizes of smollm2-135m and weights that take no room on the disk.
+/// A Hugging Face folder with the sizes of smollm2-135m and weights in a sparse file.
 fn downloaded(folder: &Path) {
     std::fs::create_dir(folder).unwrap();
     let config = json!({

@@ -1,4 +1,4 @@
-//! A sequence on an engine: its prompt is fed, and then a token is chosen and fed again and again, by the machine or here.
+//! A sequence on an engine: the prompt is fed, then tokens are sampled and fed back, by the machine or on the host.
 
 use abi::SequenceEnd;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
@@ -6,38 +6,38 @@ use sessions::Priority;
 
 use crate::engine::{Advanced, Broken, Engine, How};
 
-/// New tokens of a turn where the machine chooses them. It yields between turns, and within one to requests that come.
+/// New tokens per turn if the machine samples them. It yields between turns, and within one to arriving requests.
 pub(crate) const SLICE: usize = 16;
 
-/// What somebody wants of the model.
+/// A generation request.
 #[derive(Debug)]
 pub(crate) struct Work {
     pub(crate) prompt: Vec<u32>,
-    /// Tokens to generate at most.
+    /// The most tokens to generate.
     pub(crate) limit: u32,
     pub(crate) sampling: Sampling,
     /// Ids that end the text.
     pub(crate) stop: Vec<u32>,
-    /// How many likeliest tokens to report beside the chosen one's probability.
+    /// How many likeliest tokens to report with the log probability of the sampled one.
     pub(crate) logprobs: Option<usize>,
     pub(crate) priority: Priority,
 }
 
 impl Work {
-    /// Positions that it may take.
+    /// The most positions that it can take.
     pub(crate) fn positions(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.limit)
     }
 }
 
-/// How a text ends.
+/// Why a text ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Finish {
-    /// With a stop token, which was the last one.
+    /// The last token is a stop token.
     Stop,
-    /// As long as was asked for.
+    /// The requested length was reached.
     Length,
-    /// The machine failed at it.
+    /// The machine failed.
     Failed(String),
     Leaving,
 }
@@ -53,20 +53,20 @@ impl Finish {
     }
 }
 
-/// How far it is.
+/// The progress of a request.
 pub(crate) struct Sequence {
     pub(crate) work: Work,
     pub(crate) fed: usize,
-    /// Tokens that were chosen; the last one is not fed yet.
+    /// Sampled tokens; the last one is not fed yet.
     pub(crate) chosen: Vec<u32>,
     seen: Seen,
-    /// Whether the machine chooses, not the host.
+    /// Whether the machine samples, not the host.
     pub(crate) chosen_there: bool,
-    /// The logits of every position, if they are to be kept: then the host chooses.
+    /// The logits of every position, if they are kept: then the host samples.
     pub(crate) rows: Option<Vec<Vec<f32>>>,
 }
 
-/// Who is told of tokens.
+/// A callback for each token.
 pub(crate) type Tell<'a> = &'a mut dyn FnMut(u32, Option<Logprobs>);
 
 impl Sequence {
@@ -76,10 +76,10 @@ impl Sequence {
         Self { work, fed: 0, chosen: Vec::new(), seen, chosen_there: false, rows: None }
     }
 
-    /// Begins it in a place, and finds out who chooses.
+    /// Begins the sequence in a place, and determines whether the machine samples.
     pub(crate) fn begin(&mut self, engine: &mut dyn Engine, place: usize) -> Result<(), Broken> {
         engine.begin(place, self.work.positions())?;
-        // Probabilities are the host's to compute, from rows.
+        // Log probabilities are computed on the host, from rows.
         if self.work.logprobs.is_none() && self.rows.is_none() {
             let how = How { sampling: &self.work.sampling, stop: &self.work.stop };
             self.chosen_there = engine.choose_by(place, &how)?;
@@ -87,7 +87,7 @@ impl Sequence {
         Ok(())
     }
 
-    /// What to feed next, at most `most` tokens.
+    /// The tokens to feed next, at most `most`.
     pub(crate) fn next(&self, most: u64) -> Vec<u32> {
         match self.work.prompt.get(self.fed..) {
             Some(rest) if !rest.is_empty() => rest[..rest.len().min(most as usize)].to_vec(),
@@ -95,7 +95,8 @@ impl Sequence {
         }
     }
 
-    /// A turn of `most` positions: a piece of the prompt, or new tokens. How many were run, and whether that was all.
+    /// A turn of `most` positions: a piece of the prompt, or new tokens. Returns the number of positions run, and the
+    /// ending if the text has ended.
     pub(crate) fn turn(
         &mut self,
         engine: &mut dyn Engine,
@@ -128,7 +129,7 @@ impl Sequence {
         Ok((tokens.len(), finish))
     }
 
-    /// Chooses from a row; tells of it, and says whether that was the last.
+    /// Samples from a row and reports the token; returns the ending if it was the last.
     fn choose(&mut self, logits: &[f32], tell: Tell<'_>) -> Result<Option<Finish>, String> {
         let work = &self.work;
         let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
@@ -141,7 +142,7 @@ impl Sequence {
         Ok(self.finish(stopped))
     }
 
-    /// Takes over what the machine chose.
+    /// Records the tokens that the machine sampled.
     pub(crate) fn took(&mut self, done: Advanced, tell: Tell<'_>) -> Option<Finish> {
         self.fed += done.ran;
         for id in done.chosen {
@@ -151,7 +152,7 @@ impl Sequence {
         self.finish(done.stopped)
     }
 
-    /// Whether the last token was the last.
+    /// The ending, if the last token ends the text.
     fn finish(&self, stopped: bool) -> Option<Finish> {
         let full = self.chosen.len() >= self.work.limit as usize;
         match (stopped, full) {

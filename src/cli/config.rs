@@ -15,7 +15,7 @@ use crate::failure::Failure;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ScheduleChoice {
-    /// The best that is known: found (`generate` and `serve` only), else shipped, else default.
+    /// The best known schedule: found (`generate` and `serve` only), else shipped, else default.
     Auto,
     /// What `loop` measured and confirmed on this machine for this shape and GPU.
     Found,
@@ -53,7 +53,7 @@ pub(crate) struct ConfigArgs {
     pub(crate) schedule: Option<ScheduleChoice>,
 }
 
-/// One task of a program again, on the inputs that it had.
+/// Reruns one task of a program on its original inputs.
 #[derive(Debug, Args)]
 pub(crate) struct RerunArgs {
     #[command(flatten)]
@@ -71,52 +71,52 @@ pub(crate) struct RerunArgs {
     /// The position at which it runs. Default: the first.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) position: usize,
-    /// What the gate's tokens are drawn with.
+    /// Random seed of the gate's tokens.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Token ids from position 0 on instead of the gate's, separated by commas.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]
     pub(crate) tokens: Vec<u32>,
-    /// Words to print: wrong ones first.
+    /// How many words to print; wrong ones come first.
     #[arg(long, default_value_t = 8, value_name = "N")]
     pub(crate) words: usize,
 }
 
-/// A task by worker and index.
+/// Parses a task: worker and index.
 fn task(text: &str) -> Result<(u32, u32), String> {
     let parts = text.split_once(':');
     let parts = parts.and_then(|(worker, task)| Some((worker.parse().ok()?, task.parse().ok()?)));
     parts.ok_or_else(|| "give the worker and the index of the task, such as 17:3".to_owned())
 }
 
-/// Wrong flags that are named; a long list of biases can be wrong a thousand times.
+/// The most wrong flags that are named: a long list of biases can be wrong a thousand times.
 const PROBLEMS_MAX: usize = 8;
 
-/// How tokens are chosen. The default is greedy.
+/// How tokens are sampled. The default is greedy.
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
-    /// What logits are divided by before a token is drawn; 0 takes the likeliest.
+    /// The temperature: logits are divided by it before a token is sampled; 0 is greedy.
     #[arg(long, default_value_t = 0.0, value_name = "T", allow_negative_numbers = true)]
     pub(crate) temperature: f32,
-    /// Draw from the likeliest N tokens; 0: all.
+    /// Sample from the N likeliest tokens; 0: all.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) top_k: u32,
-    /// Draw from the likeliest tokens that together have this probability.
+    /// Sample from the likeliest tokens whose probabilities add up to P.
     #[arg(long, default_value_t = 1.0, value_name = "P", allow_negative_numbers = true)]
     pub(crate) top_p: f32,
-    /// Draw from tokens with at least this share of the likeliest one's probability.
+    /// Sample from tokens with at least P times the probability of the likeliest one.
     #[arg(long, default_value_t = 0.0, value_name = "P", allow_negative_numbers = true)]
     pub(crate) min_p: f32,
-    /// Make tokens that were there before less likely: above 1.
+    /// Repetition penalty: above 1 makes tokens that occurred before less likely.
     #[arg(long, default_value_t = 1.0, value_name = "R", allow_negative_numbers = true)]
     pub(crate) repetition_penalty: f32,
     /// Add to logits of tokens; -inf bans one.
     #[arg(long, value_delimiter = ',', value_name = "ID:BIAS", value_parser = bias, allow_hyphen_values = true)]
     pub(crate) logit_bias: Vec<(u32, f32)>,
-    /// What is drawn with: the same seed, the same tokens.
+    /// Random seed: the same seed gives the same tokens.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Report the log probability of each token, and of the N likeliest in its place.
+    /// Report the log probability of each token, and of the N likeliest tokens at its position.
     #[arg(long, value_name = "N")]
     pub(crate) logprobs: Option<usize>,
 }

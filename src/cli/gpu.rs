@@ -1,4 +1,4 @@
-//! Flags about GPUs: which, how many sequences they run at once, how prompts and weights get there.
+//! Flags about GPUs: which ones, how many sequences they run at once, how prompts and weights are loaded.
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer};
@@ -9,7 +9,7 @@ use crate::failure::Failure;
 /// Most GPUs of one machine.
 const CARDS_MAX: u32 = 64;
 
-/// The number of a GPU: `0`, or `cuda:0`.
+/// Parses the number of a GPU: `0`, or `cuda:0`.
 pub(super) fn card(text: &str) -> Result<u32, String> {
     let trimmed = text.trim();
     let number = trimmed.strip_prefix("cuda:").unwrap_or(trimmed).parse().ok();
@@ -18,7 +18,7 @@ pub(super) fn card(text: &str) -> Result<u32, String> {
     })
 }
 
-/// The same of JSON, where a number is one.
+/// The same from JSON, where a number is accepted too.
 pub(super) fn cards<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u32>, D::Error> {
     let one =
         |value: &Value| card(&value.as_str().map_or_else(|| value.to_string(), str::to_owned));
@@ -35,10 +35,10 @@ pub(super) fn card_schema() -> Value {
     })
 }
 
-/// Sequences that kernels are compiled with.
+/// Batch sizes that kernels are compiled for.
 const WIDTHS: [u32; 4] = [1, 2, 4, 8];
 
-/// The most sequences at once that kernels are compiled for and that these places can fill.
+/// The largest batch size that kernels are compiled for and that this many places can fill.
 pub(crate) fn widest(places: usize) -> u32 {
     let fits = |seqs: &u32| *seqs as usize <= places;
     WIDTHS.into_iter().rev().find(fits).unwrap_or(1)
@@ -63,7 +63,7 @@ pub(crate) enum PrefillChoice {
     /// In chunks where that is faster and the model allows it, else token by token.
     #[default]
     Auto,
-    /// In chunks of many tokens; refused where that is not possible.
+    /// In chunks of many tokens; an error where that is not possible.
     Chunks,
     /// Token by token.
     Steps,
@@ -78,7 +78,7 @@ pub(crate) struct PrefillArgs {
 }
 
 impl PrefillArgs {
-    /// Refuses to ignore what was asked for: chunks are the GPU's.
+    /// Refuses chunks without a GPU: an explicit flag is never ignored.
     pub(crate) fn check(self, on_gpu: bool) -> Result<(), Failure> {
         if self.prefill != PrefillChoice::Chunks || on_gpu {
             return Ok(());
@@ -88,10 +88,10 @@ impl PrefillArgs {
     }
 }
 
-/// Where streamed weights are read from.
+/// How streamed weights are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ReadByChoice {
-    /// From the page cache if it has them, else by io_uring past it, else by threads.
+    /// From the page cache if they are in it, else by io_uring past it, else by threads.
     Auto,
     /// By io_uring, past the page cache.
     IoUring,

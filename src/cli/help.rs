@@ -33,7 +33,7 @@ pub(crate) fn command() -> Command {
     ))
 }
 
-/// As much of a sentence as fits a line beside the command's name.
+/// The part of a sentence that fits on a line after the command's name.
 fn first_clause(about: &str) -> &str {
     about.split(['.', ':', ';']).next().unwrap_or(about)
 }

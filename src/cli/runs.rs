@@ -1,4 +1,4 @@
-//! Arguments of the commands on what is kept: runs, their store, measured grids.
+//! Arguments of the commands on stored results: runs, the store, measured grids.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::{DeviceChoice, ModelArgs, SharingArgs};
 
-/// What `runs` does.
+/// The subcommands of `runs`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum RunsCommand {
     /// Checks ledgers from the first row to the last.
@@ -19,29 +19,29 @@ pub(crate) enum RunsCommand {
     /// Lists searches with their trials and best latencies.
     #[command(after_help = "Examples:\n  amk runs list\n  amk runs list runs/llama")]
     List(RunsArgs),
-    /// One run: its terms, its trials by outcome, what led and why.
+    /// Shows one run: its terms, its trials by outcome, what led and why.
     #[command(
         after_help = "Examples:\n  amk runs show runs/0001\n  amk runs show runs/0001 | jq .champion.config"
     )]
     Show(RunArgs),
-    /// Two runs beside each other, or every reason why they may not be compared (exit code 1).
+    /// Compares two runs, or lists every reason why they cannot be compared (exit code 1).
     #[command(
         after_help = "Examples:\n  amk runs compare runs/0001 runs/0002\n  amk runs compare runs/0001 runs/0002 | jq .reasons"
     )]
     Compare(CompareArgs),
-    /// Does a trial again: the same program, the same values, and on the same card a latency that fits.
+    /// Repeats a trial: checks for the same program, the same values, and on the same card a latency that fits.
     #[command(
         after_help = "Examples:\n  amk runs replay runs/0001\n  amk runs replay runs/0001 --trial 7 --device cpu\n\n\
         Stages: files, graph, schedule, program, kernel, reference, then predict or measure; each is the same, differs or was skipped, and why.\n\
         Exit code 1: one differs. A time is measured again only on the card, driver and compiler of the record."
     )]
     Replay(ReplayArgs),
-    /// Writes trajectories for training and study: state, edit, verdict, decision; a line each, split by whole runs.
+    /// Writes trajectories for training and study: state, edit, verdict, decision; one line each, split by whole runs.
     #[command(
         after_help = "Examples:\n  amk runs export --out trajectories\n  amk runs export runs/llama --out t --validation 20"
     )]
     Export(RunsExportArgs),
-    /// Says which runs could be given up to make room; does it with --apply.
+    /// Lists the runs that could be deleted to make room; deletes them with --apply.
     #[command(
         after_help = "Examples:\n  amk runs gc\n  amk runs gc --keep 3\n  amk runs gc --keep 3 --apply"
     )]
@@ -71,10 +71,10 @@ pub(crate) struct ReplayArgs {
     /// The folder of a search, or its ledger.
     #[arg(value_name = "RUN")]
     pub(crate) path: PathBuf,
-    /// The trial. Default: the one that leads.
+    /// The trial. Default: the champion.
     #[arg(long, value_name = "N")]
     pub(crate) trial: Option<u64>,
-    /// What a measured trial is measured on.
+    /// The device for a measured trial.
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) device: DeviceChoice,
     #[command(flatten)]
@@ -88,7 +88,7 @@ pub(crate) struct RunsExportArgs {
     /// A new folder for train.jsonl and validation.jsonl.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
-    /// How many of a hundred runs are for validation.
+    /// Percentage of the runs that go to validation.
     #[arg(long, value_name = "PERCENT", default_value_t = 10)]
     pub(crate) validation: u64,
 }
@@ -97,10 +97,10 @@ pub(crate) struct RunsExportArgs {
 pub(crate) struct GcArgs {
     #[command(flatten)]
     pub(crate) runs: RunsArgs,
-    /// Of sealed runs of one model, target and card, the best so many stay, and the newest. Default: all.
+    /// Of sealed runs of one model, target and card, keep the best N and the newest. Default: all.
     #[arg(long, value_name = "N")]
     pub(crate) keep: Option<usize>,
-    /// Do it.
+    /// Delete the runs.
     #[arg(long)]
     pub(crate) apply: bool,
 }
@@ -114,10 +114,10 @@ pub(crate) struct RunsArgs {
     pub(crate) paths: Vec<PathBuf>,
 }
 
-/// What to do with the store.
+/// The subcommands of `corpus`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum CorpusCommand {
-    /// Says what a store holds: what leads by model and card, and which moves paid.
+    /// Shows what a store holds: the best by model and card, and which moves helped.
     #[command(
         after_help = "Examples:\n  amk corpus show\n  amk corpus show --store night.sqlite | jq .best"
     )]
@@ -125,12 +125,12 @@ pub(crate) enum CorpusCommand {
     /// Checks the file, the chain of every run, and that the tables follow from the rows.
     #[command(after_help = "Examples:\n  amk corpus check")]
     Check(StoreArgs),
-    /// Adds runs that are not in the store yet: ledgers, folders of runs, or what `export` wrote.
+    /// Adds runs that are not in the store yet: ledgers, folders of runs, or files of `export`.
     #[command(
         after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
     )]
     Import(ImportArgs),
-    /// Writes the store out: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
+    /// Exports the store: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
     #[command(
         after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
         amk corpus export --format parquet --out tables"
@@ -172,19 +172,19 @@ pub(crate) struct StoreExportArgs {
     pub(crate) out: PathBuf,
 }
 
-/// What a store is written out as.
+/// The formats of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ExportFormat {
-    /// JSON lines: everything, to be imported again.
+    /// JSON lines: everything; can be imported again.
     Jsonl,
     /// A file for each table.
     Parquet,
 }
 
-/// What to do with measured grids.
+/// The subcommands of `grid`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum MeasuredGridCommand {
-    /// Measures every point of a grid, each once and briefly. Without a GPU the cost model answers, and the file says so.
+    /// Measures every point of a grid, each once and briefly. Without a GPU the points are predicted, and the file says so.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
         amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
@@ -194,7 +194,7 @@ pub(crate) enum MeasuredGridCommand {
     Record(RecordArgs),
 }
 
-/// A part of a whole: which, from zero, and of how many.
+/// Parses a shard: its index, from zero, and the number of shards.
 fn shard(text: &str) -> Result<(u32, u32), String> {
     let read = || {
         let (index, of) = text.split_once('/')?;
@@ -215,13 +215,13 @@ pub(crate) struct RecordArgs {
     /// The grid: knobs with the values to combine.
     #[arg(long, value_name = "FILE")]
     pub(crate) grid: PathBuf,
-    /// What tokens, and the order of the points, are drawn with.
+    /// Random seed of the tokens and of the order of the points.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Tokens before the timed ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,
-    /// Rounds of four blocks of eight tokens that a point is timed.
+    /// Rounds of four blocks of eight tokens for which a point is timed.
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub(crate) rounds: usize,
     /// Record only the points whose number is I modulo N.
@@ -230,7 +230,7 @@ pub(crate) struct RecordArgs {
     /// The file of rows to write.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,
-    /// Go on with a file that is there.
+    /// Continue an existing file.
     #[arg(long)]
     pub(crate) resume: bool,
 }

@@ -1,8 +1,8 @@
-//! Several sequences at once: what is refused where, before any device is looked for.
+//! Batches: which arguments are refused before any device is looked for.
 
 use super::{Ran, amk};
 
-/// What the parser refuses is told in several lines.
+/// Asserts an error of the argument parser, which spans several lines.
 fn unread(ran: &Ran, says: &[&str]) {
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     says.iter().for_each(|part| assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr));

@@ -1,4 +1,4 @@
-//! What is said to people and to programs: documents on a terminal, usage errors, configs in the forms in which they come.
+//! Output for people and for programs: documents on a terminal, usage errors, configs in every accepted form.
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -25,11 +25,11 @@ fn on_a_terminal(args: &[&str]) -> Ran {
     let (ours, theirs) = terminal();
     let mut command = command(&std::env::temp_dir(), args);
     let child = command.stdout(theirs).stderr(Stdio::piped()).spawn().unwrap();
-    // The command holds the terminal's other end: nothing would end while it does.
+    // The command holds the terminal's other end open: the read below would never end.
     drop(command);
     let reader = std::thread::spawn(move || {
         let mut printed = Vec::new();
-        // A terminal that nobody holds any more is an error of input and output.
+        // Reading from a terminal whose other end is closed is an I/O error.
         let _ = std::fs::File::from(ours).read_to_end(&mut printed);
         printed
     });
@@ -122,7 +122,7 @@ fn answers_of_propose_and_loop_are_configs() {
     assert_eq!(judged["schedule_id"], found["best_verdict"]["schedule_id"]);
     let inline = super::evaluate(proposed.to_string().as_bytes()).succeeds("amk.verdict.v2");
     assert_eq!(inline["schedule_id"], proposed["schedule_id"]);
-    // A verdict holds the schedule's id alone.
+    // A verdict holds only the schedule's id.
     keep("verdict.json", &judged);
     let verdict = call(&["evaluate", "--config", "verdict.json"]);
     verdict.fails(2, &["amk.verdict.v2 without a schedule", "amk.propose.v1"]);

@@ -1,19 +1,19 @@
-//! The fields of documents, and those that `tests/schemas.json` holds of every schema id. Shared by the tests of the built binary and those inside it,
-//! which make the documents that need a card.
+//! The fields of documents, and the fields on record in `tests/schemas.json` for every schema id. Shared by the tests
+//! of the built binary and the unit tests, which make the documents that need a card.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// Fields of a document: dotted path to type. Elements of a list have one path.
+/// Fields of a document: dotted path to type. All elements of a list share one path.
 pub(crate) type Fields = BTreeMap<String, String>;
 
 fn recorded() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemas.json")
 }
 
-/// Names that are data are not fields: knobs, ids, paths.
+/// Names that are data and not fields: knobs, ids, paths.
 const DATA: [&str; 10] = [
     "search_space",
     "best_config",
@@ -57,7 +57,7 @@ pub(crate) fn fields_of(value: &Value, at: &str, into: &mut Fields) {
     }
 }
 
-/// What of `old` is not in `new`, in words. What is null on either side, or lies in a list that is empty now, says nothing.
+/// Lists what of `old` is missing from `new`. A null on either side, or a list that is empty now, is not counted.
 pub(crate) fn broken(
     old: &BTreeMap<String, Fields>,
     new: &BTreeMap<String, Fields>,
@@ -85,13 +85,13 @@ pub(crate) fn broken(
     broken
 }
 
-/// What is on record, by schema.
+/// The fields on record, by schema.
 pub(crate) fn known() -> BTreeMap<String, Fields> {
     let text = std::fs::read_to_string(recorded()).unwrap_or_else(|_| "{}".to_owned());
     serde_json::from_str(&text).unwrap()
 }
 
-/// Holds documents against the record, or adds what is new in them to it (`BLESS=1`). Of schemas that `new` does not have nothing is said.
+/// Compares documents with the record, or adds their new fields to it (`BLESS=1`). Schemas that are not in `new` are skipped.
 pub(crate) fn settle(new: BTreeMap<String, Fields>) {
     let mut known = known();
     let old = known.iter().filter(|(schema, _)| new.contains_key(*schema));

@@ -1,4 +1,4 @@
-//! Prompts in chunks: what is refused where, before any device is looked for.
+//! Prompts in chunks: which arguments are refused before any device is looked for.
 
 use super::amk;
 

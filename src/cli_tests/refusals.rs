@@ -1,4 +1,4 @@
-//! What is refused before anything runs or is written over, and what is said of it.
+//! Inputs that are refused before anything runs or is overwritten, and their errors.
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use super::{Ran, amk, amk_in, command, folder, golden, ran, search};
 
-/// Runs `amk` with an argument that is no text.
+/// Runs `amk` with an argument that is not UTF-8.
 fn with_bytes(folder: &Path, args: &[&str], last: &[u8]) -> Ran {
     let mut command = command(folder, args);
     ran(command.arg(OsStr::from_bytes(last)).output().unwrap())

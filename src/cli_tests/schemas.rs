@@ -1,7 +1,8 @@
-//! What programs that read our documents rely on: a field that a schema id ever had is there under that id, of the same type.
+//! The compatibility promise to programs that read our documents: a field that a schema id ever had stays there under
+//! that id, with the same type.
 //!
-//! `tests/schemas.json` has the fields of every document. New ones are added with `BLESS=1 cargo test -p amk --test cli schemas`; one that is gone or
-//! has another type needs a new id, and blessing does not take it away.
+//! `tests/schemas.json` has the fields of every document. New ones are added with
+//! `BLESS=1 cargo test -p amk --test cli schemas`; a field that is gone or has another type needs a new id, and blessing does not remove it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
@@ -16,17 +17,17 @@ mod fields;
 
 use fields::{Fields, broken, fields_of, known, settle};
 
-/// Documents that need a card: the tests inside the binary hold them against the record.
+/// Documents that need a card: the unit tests inside the binary check them against the record.
 const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.sample.v1"];
 
-/// Ids that are nowhere written any more, and are refused or read by name.
+/// Ids that are no longer written, and are refused or read by name.
 const NOT_WRITTEN: [&str; 4] =
     ["amk.bundle.v1", "amk.landscape.v1", "amk.ledger.v2", "amk.verdict.v1"];
 
-/// A measured grid of the grid that is in the folder.
+/// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
-/// The documents of a small work day, by schema.
+/// Documents of a small session, by schema.
 fn documents() -> BTreeMap<String, Fields> {
     let dir = folder();
     std::fs::write(dir.path().join("a.json"), r#"{"pipeline": {"stages": 4}}"#).unwrap();
@@ -107,7 +108,7 @@ fn corpus(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(path)
 }
 
-/// The first rows of the measurements that are shipped.
+/// The first of the shipped measured rows.
 fn measured_rows() -> String {
     let text = std::fs::read_to_string(corpus("measurements/h200-llama-3.2-1b-128.jsonl")).unwrap();
     text.lines().take(3).flat_map(|line| [line, "\n"]).collect()
@@ -117,7 +118,7 @@ fn shipped_bundle() -> std::path::PathBuf {
     corpus("schedules/h200/llama-3.2-1b/128.bundle.json")
 }
 
-/// What is written to files: the first line of each kind.
+/// The first line of each kind of written file.
 fn files(dir: &Path) -> Vec<Value> {
     let first = |path: &Path| -> Value {
         let text =
@@ -140,7 +141,7 @@ fn files(dir: &Path) -> Vec<Value> {
     ]
 }
 
-/// What a proposer is told first.
+/// The first message that a proposer receives.
 fn asked(dir: &Path) -> Value {
     let proposer = "head -n 1 > asked.json";
     let toy = ["--model", "toy", "--device", "cpu", "--kv-capacity", "16", "--budget", "2"];
@@ -150,7 +151,7 @@ fn asked(dir: &Path) -> Value {
     said["search"].clone()
 }
 
-/// What the tool `status` answers.
+/// The answer of the tool `status`.
 fn status() -> Value {
     let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
         .arg("mcp")
@@ -178,7 +179,7 @@ fn status() -> Value {
     answer["result"]["structuredContent"].clone()
 }
 
-/// What the server says when it listens, and what `top` says of it.
+/// The document of a server that listens, and the one of `top` for it.
 fn served() -> [Value; 2] {
     let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
         .args(["serve", "--model", "toy", "--device", "eval", "--addr", "127.0.0.1:0"])
@@ -206,7 +207,7 @@ fn documents_keep_their_fields() {
     settle(new);
 }
 
-/// The schema ids in the sources of a folder: every text of that form, tests left out.
+/// The schema ids in the sources of a folder: every string of that form, tests left out.
 fn ids_in(folder: &Path, into: &mut BTreeSet<String>) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

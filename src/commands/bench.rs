@@ -1,4 +1,4 @@
-//! `amk bench`: microseconds per token and how accurate they are, beside the other engines that run here.
+//! `amk bench`: µs per token and accuracy, compared with the other engines that run here.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -27,19 +27,19 @@ pub(super) mod blocks;
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
 
-/// Up to so many positions all are compared; beyond, the first ones, some between, and the last before and in the timed ones.
+/// At most this many positions are all compared; beyond that: the first ones, some between, and the last before and among the timed ones.
 const COMPARE_ALL: usize = 192;
 const COMPARE_FIRST: usize = 16;
 const COMPARE_BETWEEN: usize = 16;
 const COMPARE_LAST: usize = 64;
 
-/// Positions whose logits come from the device at once.
+/// Positions whose logits are read from the device at once.
 const PIECE: usize = 128;
 
 /// Rounds and warm-up of the timing.
 const TIMING: Timing = Timing { rounds: 24, warmup: 4 };
 
-/// The tokens of a bench and what the graph makes of them, where it is compared.
+/// The tokens of a bench and the graph's logits at the compared positions.
 struct Passage {
     tokens: Vec<u32>,
     /// First timed position.
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     Ok(if good { Exit::Yes } else { Exit::No })
 }
 
-/// The proof of a measured schedule. What lacks a figure is none.
+/// The bundle of a measured schedule; `None` if a figure is missing.
 fn bundle(
     args: &BenchArgs,
     context: &Context,
@@ -145,7 +145,7 @@ fn bundle(
     })
 }
 
-/// Peers are measured where the GPU is, or where they are asked for.
+/// Measures peers if the GPU is here, or if they were requested.
 fn measure_peers(args: &BenchArgs, context: &Context) -> Vec<Peer> {
     let here = args.model.place.device != DeviceChoice::Cpu && live_target().is_some();
     let default = [if here { PeerChoice::All } else { PeerChoice::None }];
@@ -176,7 +176,7 @@ impl Passage {
     }
 }
 
-/// The positions of so many whose logits are compared, in order; the last one is among them.
+/// The positions out of `length` whose logits are compared, in order; the last one is among them.
 fn compared(length: usize) -> Vec<usize> {
     if length <= COMPARE_ALL {
         return (0..length).collect();
@@ -250,7 +250,7 @@ impl Bench<'_, '_> {
     }
 }
 
-/// What the device gave at the passage's positions. The others are let go piece by piece: at a long context they would not fit.
+/// The device's logits at the passage's positions. The others are dropped piece by piece: at a long context they would not fit.
 fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Rejection> {
     let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
     let mut kept = Ran::default();
@@ -266,7 +266,7 @@ fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result
     Ok(kept)
 }
 
-/// Whether the accuracy is within its bounds; if it is not, the verdict says so. Without a device there is none to judge.
+/// Whether the accuracy is within its bounds; if not, writes so into the verdict. Without a device there is nothing to judge.
 fn judge(verdict: &mut Verdict, accuracy: Option<Accuracy>) -> bool {
     let accurate = accuracy.is_none_or(|accuracy| accuracy.holds());
     if !accurate {

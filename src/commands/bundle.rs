@@ -1,4 +1,4 @@
-//! `amk bundle`: checks files that prove schedules, as far as that goes without the card they were measured on.
+//! `amk bundle`: checks files that prove schedules, as far as possible without the card they were measured on.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::{files, report};
 
 const BYTES_MAX: u64 = 16 << 20;
 
-/// Models up to so many bytes of weights are run on the reference VM without being asked: some seconds on two cores.
+/// Models with at most this many bytes of weights are run on the reference VM without `--reference`: some seconds on two cores.
 const REFERENCE_BYTES_MAX: usize = 600 << 20;
 
 pub(crate) fn run(args: &BundleArgs) -> Outcome {
@@ -49,23 +49,23 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
     Ok(exit)
 }
 
-/// What a bundle is worth to this build.
+/// The status of a bundle under this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, strum::Display)]
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 enum Status {
-    /// Everything follows, and this build has the kernel that was measured.
+    /// Everything follows, and this build has the measured kernel.
     Holds,
-    /// It was right of another build: the kernel or the program is another one now.
+    /// It was right for another build: the kernel or the program has changed since.
     Stale,
     /// It proves nothing.
     Altered,
 }
 
-/// The exit code of a bundle that is refused, and the reason.
+/// The exit code of a refused bundle, and the reason.
 type Refusing = (Exit, String);
 
-/// What a bundle says and what was checked, or why it is refused. A file that cannot be read fails outright.
+/// The contents of a bundle and its checks, or why it is refused. A file that cannot be read is an outer error.
 fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refusing>, Failure> {
     let text = files::read_text(path, BYTES_MAX)?;
     let bundle = match Bundle::read(&text) {
@@ -95,7 +95,7 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refus
         Err(Refusal::Stale(why)) => Err(why),
         Err(refusal) => return Ok(Err(refused(&refusal))),
     };
-    // What a schedule computes is judged where it still lowers to what was measured.
+    // The schedule is run only if it still lowers to the measured program.
     if rebuilt.is_ok() && (args.reference || context.graph().weight_bytes() <= REFERENCE_BYTES_MAX)
     {
         match reference(&context, &bundle)? {

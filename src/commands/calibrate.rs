@@ -1,4 +1,4 @@
-//! `amk calibrate`: the cost model beside measured rows, and rates that are fitted to them.
+//! `amk calibrate`: compares the cost model with measured rows, and fits its rates to them.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -15,7 +15,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::spinner::Spinner;
 use crate::{files, report};
 
-/// The rank correlation that predictions must have to be worth ranking with.
+/// The least rank correlation at which predictions are good enough to rank schedules.
 const RANK_MIN: f64 = 0.8;
 
 const ROWS_BYTES_MAX: u64 = 1 << 30;
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
     Ok(if holds { Exit::Yes } else { Exit::No })
 }
 
-/// Every row with its prediction, for those who want to know which ones are off.
+/// Every row with its prediction, to find the ones that are off.
 fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
     let pairs = cases.iter().zip(points(cases, rates));
     let row = |(case, point): (&Case, Point)| {
@@ -124,7 +124,7 @@ fn read(path: &Path) -> Result<Vec<Case>, Failure> {
     lowered.map_err(|(index, dropped)| at(index, dropped.to_string()))
 }
 
-/// Writes fitted rates, rounded to what the fit can tell, with where they are from.
+/// Writes fitted rates with their origin, rounded to the precision of the fit.
 fn write_rates(
     path: &Path,
     rates: &Rates,
@@ -154,7 +154,7 @@ fn write_rates(
     Ok(())
 }
 
-/// How good predictions are for some rows, by model.
+/// The quality of the predictions for some rows, by model.
 struct Table {
     title: &'static str,
     rows: Vec<(String, Calibration)>,
@@ -171,7 +171,7 @@ fn table(title: &'static str, cases: &[Case], rates: &Rates) -> Table {
 }
 
 impl Table {
-    /// Whether every model is ranked well enough and no prediction is below the bound.
+    /// Whether every model is ranked well enough and no prediction is below the roofline bound.
     fn holds(&self) -> bool {
         let good = |c: &Calibration| c.rank_correlation >= RANK_MIN && c.below_bound == 0;
         !self.rows.is_empty() && self.rows.iter().all(|(_, calibration)| good(calibration))

@@ -1,4 +1,4 @@
-//! `amk corpus`: the store of all searches. What goes into it passed the same checks as `runs verify`.
+//! `amk corpus`: the store of all searches. Everything that enters it has passed the checks of `runs verify`.
 
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::Path;
@@ -14,12 +14,12 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::spinner::Spinner;
 
-/// How every line of an export begins.
+/// The beginnings of the lines of an export.
 const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
 
 const EXPORT_BYTES_MAX: u64 = 8 << 30;
 
-/// The file that makes a folder an export.
+/// The file whose presence marks a folder as an export.
 const PARQUET: &str = "records.parquet";
 
 fn open(args: &StoreArgs) -> Result<Store, Failure> {
@@ -206,7 +206,7 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
     Ok(found)
 }
 
-/// Whether the bytes were read and are the program of this id; `false` if only another build can read them.
+/// Whether the bytes were read and are the program with this id; `false` if only another build can read them.
 fn is_program(id: &str, saved: &[u8]) -> Result<bool, String> {
     match ir::text::load(saved) {
         Ok(program) if program.id() == id => Ok(true),

@@ -1,4 +1,4 @@
-//! `amk diff`: what two schedules differ in and what that changes, or how two programs differ task by task.
+//! `amk diff`: the difference of two schedules and its effect, or of two programs task by task.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ mod programs;
 
 use programs::ProgramDiff;
 
-/// The model that a schedule is read for when none is named: what is legal for every model is legal for it.
+/// The model for which a schedule is read if none is named: a schedule that is legal for every model is legal for it.
 const ANY_MODEL: &str = "toy";
 
 /// How two schedules or two programs differ.
@@ -29,7 +29,7 @@ pub(crate) struct Difference {
     schema: &'static str,
     /// schedules or programs.
     kind: &'static str,
-    /// The first, as it was named.
+    /// The first, as named in the arguments.
     a: String,
     /// The second.
     b: String,
@@ -40,10 +40,11 @@ pub(crate) struct Difference {
     /// The knobs that differ, of schedules.
     #[serde(skip_serializing_if = "Option::is_none")]
     knobs: Option<Vec<KnobChange>>,
-    /// What a change from the first to the second costs on a GPU: nothing, program (tables are uploaded) or kernel (compiled and launched).
+    /// The cost on a GPU of a switch from the first to the second: nothing, program (tables are uploaded) or kernel
+    /// (compiled and launched).
     #[serde(skip_serializing_if = "Option::is_none")]
     acts_on: Option<&'static str>,
-    /// What the schedules lower to, if a model was named.
+    /// The two lowered programs, if a model was named.
     #[serde(skip_serializing_if = "Option::is_none")]
     lowered: Option<Lowered>,
     /// The tasks that differ, of programs.
@@ -66,7 +67,7 @@ struct KnobChange {
     decides: &'static str,
 }
 
-/// What two schedules lower to.
+/// The programs that two schedules lower to.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Lowered {
     model: String,
@@ -141,7 +142,7 @@ fn of_schedules(args: &DiffArgs) -> Result<Difference, Failure> {
     Ok(difference(args, &pair))
 }
 
-/// Reads a schedule for no model in particular: values are checked against the knob table, rules between knobs are not.
+/// Reads a schedule for no model in particular: checks values against the knob table, but not the rules between knobs.
 fn read_for_any(source: &ConfigSource) -> Result<ScheduleConfig, Failure> {
     let model = model::load(ANY_MODEL)?;
     let target = Target::by_name("h200").map_err(|error| Failure::usage(error.to_string()))?;

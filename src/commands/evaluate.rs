@@ -26,16 +26,16 @@ pub(crate) fn answer(args: &EvaluateArgs) -> Result<Answer<Judgement>, Failure> 
     judge(args).map(|(answer, _)| answer)
 }
 
-/// A verdict and the schedule that it is on.
+/// A verdict and the schedule it judges.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Judgement {
     #[serde(flatten)]
     pub(crate) verdict: Verdict,
-    /// Where the schedule comes from. None if it is illegal.
+    /// The source of the schedule. None if it is illegal.
     schedule_source: Option<ScheduleSource>,
 }
 
-/// The verdict on one schedule, and how its races against copies ended, whose document is printed then.
+/// The verdict on one schedule. With races against copies, also their exit code; their document is printed then.
 fn judge(args: &EvaluateArgs) -> Result<(Answer<Judgement>, Option<Exit>), Failure> {
     let context = Context::new(&args.model)?;
     let tokens = context.predicted_at();
@@ -91,7 +91,7 @@ fn judge(args: &EvaluateArgs) -> Result<(Answer<Judgement>, Option<Exit>), Failu
     Ok((Answer { document, exit }, races))
 }
 
-/// Races a program against its copy, and says how often a search would have kept the copy.
+/// Races a program against its copy and reports how often a search would have kept the copy.
 fn same(
     gate: &mut Gate<'_>,
     device: &mut dyn Device,
@@ -138,7 +138,7 @@ pub(super) fn aa_document(verdict: &Verdict, equals: &search::Equals) -> serde_j
     })
 }
 
-/// Ends the command where an end is not the schedule's fault.
+/// Ends the command if the failure is not the schedule's fault.
 pub(crate) fn stop_on_our_fault(dropped: &Rejection) -> Result<(), Failure> {
     let failure = Failure::from(dropped);
     if failure.exit == Exit::No { Ok(()) } else { Err(failure) }

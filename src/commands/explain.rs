@@ -1,4 +1,4 @@
-//! `amk explain`: what a word means here. Everything comes from the tables that declare it: knobs, rules, traps, exit codes, the glossary.
+//! `amk explain`: what a word means here. Everything comes from the declaring tables: knobs, rules, traps, exit codes, the glossary.
 
 use std::collections::BTreeMap;
 
@@ -16,10 +16,10 @@ use crate::report::{self, Answer};
 
 const GLOSSARY: &str = include_str!("../../docs/reference/glossary.md");
 
-/// Longest name that is looked for; none is half as long.
+/// The longest name that is looked up; no real name is half as long.
 const NAME_BYTES_MAX: usize = 200;
 
-/// Names that are shown to somebody who asked for one that there is not.
+/// Similar names that are suggested for an unknown one.
 const NEAR_MAX: usize = 8;
 
 /// A word with what it means.
@@ -43,29 +43,29 @@ impl Entry {
         self
     }
 
-    /// Whether somebody who writes this means it. Letter case does not matter, and the first of several words for one thing is enough.
+    /// Whether the query means this entry. Letter case is ignored, and the first of several words for one thing is enough.
     fn is(&self, asked: &str) -> bool {
         let names = std::iter::once(self.name.as_str()).chain(self.name.split(", "));
         names.into_iter().any(|name| name.eq_ignore_ascii_case(asked))
             || self.more.get("error").and_then(Value::as_str) == Some(asked)
     }
 
-    /// Whether one of the words that its name is made of is this one.
+    /// Whether one of the words of its name equals the query.
     fn has_word(&self, asked: &str) -> bool {
         let mut words = self.name.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '-');
         words.any(|word| word.eq_ignore_ascii_case(asked))
     }
 }
 
-/// What words mean, or which there are.
+/// The meanings of a name, or the list of all names.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Explanation {
     #[schemars(extend("const" = "amk.explain.v1"))]
     schema: &'static str,
-    /// Every name, by kind, if none was asked for.
+    /// Every name, by kind, if no name was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     names: Option<BTreeMap<&'static str, Vec<String>>>,
-    /// What the name means, in every sense that it has.
+    /// All meanings of the name.
     #[serde(skip_serializing_if = "Option::is_none")]
     entries: Option<Vec<Entry>>,
 }
@@ -87,7 +87,7 @@ fn entries() -> Vec<Entry> {
     knobs.chain(rules).chain(traps).chain(exits).chain(terms()).collect()
 }
 
-/// The rows of the glossary's table: a word, what it means, what it is not called.
+/// The rows of the glossary's table: a word, its meaning, the words not to use.
 fn terms() -> impl Iterator<Item = Entry> {
     let rows = GLOSSARY.lines().filter(|line| line.starts_with("| ")).skip(1);
     rows.filter_map(|row| {
@@ -133,7 +133,7 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
     explained(None, Some(found))
 }
 
-/// What a name means: everything of that name, else the one thing whose name contains it as a word.
+/// The meaning of a name: all entries of that name, else the only entry whose name contains it as a word.
 fn meant(name: &str, all: &[Entry]) -> Option<Vec<Entry>> {
     let exact: Vec<Entry> = all.iter().filter(|entry| entry.is(name)).cloned().collect();
     if !exact.is_empty() {
@@ -144,7 +144,7 @@ fn meant(name: &str, all: &[Entry]) -> Option<Vec<Entry>> {
     part.next().is_none().then(|| vec![only.clone()])
 }
 
-/// What to say of a name that there is not: those that look like it.
+/// The error for an unknown name: suggests similar names.
 fn unknown(name: &str, all: &[Entry]) -> String {
     let asked = name.to_lowercase();
     let like = |entry: &&Entry| {

@@ -28,19 +28,19 @@ use crate::{files, report};
 
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
 
-/// What was fed and what came out.
+/// The tokens that were fed and generated.
 #[derive(Default)]
 struct Generated {
     tokens: Vec<u32>,
     logits: Vec<Vec<f32>>,
-    /// Of each token, if asked for.
+    /// Of each token, if requested.
     logprobs: Vec<Logprobs>,
-    /// Where tokens were chosen: on the host or on the device.
+    /// Where tokens were sampled: on the host or on the device.
     chosen_on: &'static str,
-    /// How the weights came in, and what a comparison of them said; on the device.
+    /// How the weights were loaded, and the result of comparing them; on the device.
     weights: Value,
     weights_check: Value,
-    /// Where the schedule comes from; the graph runs without one.
+    /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
 }
 
@@ -94,13 +94,13 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// Tokens as `--tokens` takes them.
+/// Tokens in the format of `--tokens`.
 fn listed(tokens: &[u32]) -> String {
     let tokens: Vec<String> = tokens.iter().map(ToString::to_string).collect();
     format!("tokens: {}", tokens.join(","))
 }
 
-/// The page of this process, for `amk top`.
+/// The telemetry page of this process, for `amk top`.
 fn observer(args: &GenerateArgs, context: &Context) -> Result<Observer, Failure> {
     let device = match args.model.place.device {
         DeviceChoice::Eval => "eval",
@@ -110,7 +110,7 @@ fn observer(args: &GenerateArgs, context: &Context) -> Result<Observer, Failure>
     Observer::start(context, ("generate", device), 1, None)
 }
 
-/// A token with its log probability and the likeliest in its place. JSON has no infinity, which becomes null.
+/// A token with its log probability and the likeliest alternatives. JSON has no infinity; it becomes null.
 fn scored((token, logprobs): (&u32, &Logprobs)) -> Value {
     let top = logprobs.top.iter();
     let top = top.map(|(token, logprob)| json!({"token": token, "logprob": logprob}));
@@ -154,7 +154,7 @@ fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
-/// Refuses, before anything runs, what could not be finished.
+/// Refuses, before anything runs, a generation that could not be finished.
 fn check(args: &GenerateArgs, context: &Context, prompt: &[u32]) -> Result<(), Failure> {
     let (vocab, capacity) = (context.graph().vocab, context.kv_capacity as usize);
     let name = &context.graph().name;
@@ -201,7 +201,7 @@ fn execute(
     if args.model.place.device == DeviceChoice::Eval {
         return continued(&mut engine::graph(context), context, (work, keep), &said);
     }
-    // For where the generation ends: that is where steps are slowest.
+    // For the end of the generation, where steps are slowest.
     let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
     if on_gpu && keep && args.prefill.prefill == PrefillChoice::Chunks {
         let message = "--prefill chunks: chunks give the logits of the last position alone, and --logits wants those of all";
@@ -223,7 +223,8 @@ fn execute(
     Ok(Generated { schedule: Some(source), ..generated })
 }
 
-/// The megakernel, which decodes, chooses and feeds back. Where log probabilities are asked for, or more than it holds, the host gets its logits.
+/// The megakernel, which decodes, samples and feeds back. The host samples from its logits if log probabilities are
+/// requested or the device's limits are exceeded.
 fn kernel<'a>(
     args: &GenerateArgs,
     context: &'a Context,
@@ -240,7 +241,7 @@ fn kernel<'a>(
         device.stream_weights(streaming(args));
     }
     let handle = device.prepare(program, &config.kernel)?;
-    // Chunks come before the first launch.
+    // Chunks are run before the first launch.
     if args.logits.is_some() || !device.takes_chunks(work.prompt.len().saturating_sub(1)) {
         device.serve(handle, 1, KvPool::Full)?;
     }
@@ -256,7 +257,7 @@ fn streaming(args: &GenerateArgs) -> Streaming {
     Streaming { read_by, limit: Duration::from_secs(args.weights_deadline.max(1)) }
 }
 
-/// Text stops where the model says; raw tokens only where the caller says.
+/// Text stops at the model's end tokens; raw tokens only at those of the caller.
 fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
     let mut stop = args.stop.clone();
     if args.prompt.is_some() {
@@ -265,7 +266,7 @@ fn stop_tokens(args: &GenerateArgs, context: &Context) -> Vec<u32> {
     stop
 }
 
-/// Runs the prompt, and goes on until the text ends.
+/// Runs the prompt and generates until the text ends.
 fn continued(
     engine: &mut dyn Engine,
     context: &Context,
@@ -278,7 +279,7 @@ fn continued(
     let mut scores = Vec::new();
     let mut finish = None;
     while finish.is_none() {
-        // The first token alone: how long it took is worth knowing.
+        // The first token alone, to measure its latency.
         let most = match sequence.chosen.len() {
             0 => sequence.work.prompt.len(),
             _ => SLICE,

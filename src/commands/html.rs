@@ -1,4 +1,4 @@
-//! `amk report`: searches as one HTML page that needs nothing else. It shows what the ledger says and computes nothing new but medians.
+//! `amk report`: searches as one self-contained HTML page. It shows the figures of the ledger and computes nothing new but medians.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ mod charts;
 mod effects;
 mod page;
 
-/// Where the page goes when nothing is said.
+/// The default file.
 pub(crate) const FILE: &str = "report.html";
 
 /// A page that was written.
@@ -37,7 +37,7 @@ pub(crate) struct Written {
 
 pub(crate) fn answer(args: &ReportArgs) -> Result<Answer<Written>, Failure> {
     let file = args.out.clone().unwrap_or_else(|| PathBuf::from(FILE));
-    // What is no file, such as a pipe, holds nothing that would be lost.
+    // Something that is not a regular file, such as a pipe, has no contents to lose.
     if file.is_file() && !args.force {
         return Err(Failure::usage(format!(
             "{} exists; name another --out, or give --force to write over it",
@@ -67,7 +67,7 @@ impl Run {
         if self.is_measured() { "measured" } else { "predicted" }
     }
 
-    /// The baseline's latency on the card of a trial: on another card it would say nothing beside that trial's.
+    /// The baseline's latency on the card of a trial: latencies on two cards are not comparable.
     fn baseline_us(&self, trial: &Trial) -> Option<f64> {
         let first = self.trials.first()?;
         if first.card == trial.card {

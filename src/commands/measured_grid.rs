@@ -1,5 +1,5 @@
-//! `amk grid record`: points are lowered and run on the reference VM by as many threads as there are cores, and the device never
-//! waits for one of them if it can help it. Points of one kernel follow each other.
+//! `amk grid record`: measures every point of a grid. All cores but one lower points and run them on the reference VM ahead
+//! of the device, so that it seldom waits. Points of one kernel follow each other.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,16 +30,16 @@ const TIMED_TOKENS: u32 = 8;
 
 const GRID_BYTES_MAX: u64 = 16 << 20;
 
-/// Points after which the first one is timed again.
+/// Points after which the neutral schedule is timed again.
 const AGAIN_EVERY: usize = 100;
 
 /// Points that may be ready and wait for the device.
 const READY_MAX: usize = 32;
 
-/// The number under which the neutral schedule is written, which need not be in the grid.
+/// The point number of the neutral schedule, which need not be in the grid.
 const ANCHOR: u32 = u32::MAX;
 
-/// A point that the device can take, or what became of it before.
+/// A point that is ready for the device, or its answer if it failed before.
 type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
 
 pub(crate) fn run(args: &RecordArgs) -> Outcome {
@@ -107,8 +107,8 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Writes down what is illegal; the others, in the order in which they are to be measured: kernel by kernel, in each at random, so that
-    /// a run which is cut off has seen something of everything.
+    /// Records the illegal points and returns the others in measuring order: kernel by kernel, shuffled within each, so
+    /// that an interrupted run has a random sample of each kernel.
     fn legal(&mut self) -> Result<Vec<Vec<u32>>, Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
@@ -164,7 +164,7 @@ impl Session<'_> {
         self.anchor(&mut probe, device)
     }
 
-    /// The neutral schedule, timed again: it shows what drift there is.
+    /// Times the neutral schedule again, which shows the drift.
     fn anchor(
         &mut self,
         probe: &mut Probe<'_, '_>,
@@ -179,7 +179,7 @@ impl Session<'_> {
         self.recording.row(ANCHOR, Answer::Again(measured.clone()))
     }
 
-    /// Has points prepared on all cores but one, and hands each over as it is ready.
+    /// Prepares points on all cores but one, and hands each over as it is ready.
     fn group(
         &mut self,
         gate: &Gate<'_>,
@@ -199,7 +199,7 @@ impl Session<'_> {
         };
         std::thread::scope(|scope| {
             for _ in 0..workers() {
-                // A pool of its own, of one thread: several programs at once use cores better than one program on all of them.
+                // Each thread has a pool of one thread: several programs at once use cores better than one program on all of them.
                 let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(1).build() else {
                     continue;
                 };
@@ -207,7 +207,7 @@ impl Session<'_> {
                 scope.spawn(move || pool.install(|| work(send)));
             }
             drop(send);
-            // Dropped before the threads are joined: those that still want to send then end.
+            // Dropped before the threads are joined, so that blocked senders end.
             let receive = receive;
             for (point, ready) in &receive {
                 take(self, point, ready)?;
@@ -219,7 +219,7 @@ impl Session<'_> {
         })
     }
 
-    /// The cost model's answers, where there is no device.
+    /// Records the cost model's predictions if there is no device.
     fn predict(&mut self, todo: &[Vec<u32>]) -> Result<(), Failure> {
         let context = self.context;
         let position = self.args.context + TIMED_TOKENS / 2;
@@ -306,7 +306,7 @@ impl Session<'_> {
     }
 }
 
-/// Threads that prepare points: the device's driver keeps a core.
+/// The number of threads that prepare points: one core is left for the device's driver.
 fn workers() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1)
 }

@@ -1,4 +1,4 @@
-//! `amk migrate`: files of the version before in today's words.
+//! `amk migrate`: rewrites files of the version before.
 
 use std::path::Path;
 
@@ -39,7 +39,7 @@ fn run_folder(from: &Path, to: &Path) -> Result<usize, Failure> {
     })
 }
 
-/// A document, or one a line.
+/// Rewrites a document, or JSON lines.
 fn file(from: &Path, to: &Path) -> Result<usize, Failure> {
     let text = files::read_text(from, BYTES_MAX)?;
     let (new, changed) = corpus::migrate::text(&text).map_err(|e| files::unreadable(from, e))?;

@@ -1,4 +1,4 @@
-//! One command a file.
+//! One command per file.
 
 pub(crate) mod bench;
 pub(crate) mod bundle;

@@ -1,5 +1,5 @@
-//! `amk bench --prefill N`: milliseconds of a prompt in chunks, beside what the card's arithmetic and memory allow, and whether the logits
-//! behind it are those of the same prompt token by token.
+//! `amk bench --prefill N`: milliseconds of a prompt in chunks, compared with the bound of the card's arithmetic and
+//! memory, and whether the logits after it equal those of the same prompt token by token.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,9 +18,9 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 
-/// Timed runs, after one that is not.
+/// Timed runs, after one warm-up.
 const RUNS: usize = 10;
-/// Length of the difference of the logits over their length: the bound on both ways to run a prompt.
+/// Bound on the relative error: the norm of the difference of the logits over their norm, for both ways to run a prompt.
 const ERROR_MAX: f64 = 5e-3;
 
 struct Measured {
@@ -77,7 +77,7 @@ fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured,
     })?;
     let profiled = PrefillOptions { profile: true, ..options };
     let (last, chunks) = device.prefill(handle, (1, 0), &prompt, true, &profiled)?;
-    // The first token launches the kernel, which is no part of the prompt's time.
+    // The first token launches the kernel, which is not part of the prompt's time.
     device.feed(handle, 0, 0, &prompt[..1], true)?;
     let began = Instant::now();
     let steps = device.feed(handle, 0, 0, &prompt, true)?;
@@ -98,9 +98,9 @@ fn greatest(row: &[f32]) -> Option<usize> {
     row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(index, _)| index)
 }
 
-/// No card is faster: its arithmetic, or all weights read once a chunk, whichever takes longer.
+/// The roofline bound: arithmetic, or reading all weights once per chunk, whichever takes longer.
 fn bound_ms(graph: &Graph, target: &Target, measured: &Measured) -> f64 {
-    // Measured here, so there is a kernel for it.
+    // The card is here, so there is a kernel for its architecture.
     let row = Architecture::named(&target.arch).unwrap_or(&ARCHITECTURES[0]);
     let peak = f64::from(target.sms) * row.flop_per_cycle * f64::from(target.clock_mhz) * 1e6;
     let bytes = graph.weight_bytes() as f64 * f64::from(measured.last.chunks);

@@ -131,7 +131,7 @@ pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     Ok(if reason.is_none() { Exit::Yes } else { Exit::No })
 }
 
-/// The inputs of a search's gate, or the tokens that were given; either way with the bounds of a gate.
+/// The inputs of a search's gate, or the given tokens; both with the gate's bounds.
 fn inputs(
     args: &InterpretArgs,
     program: &Program,
@@ -144,7 +144,7 @@ fn inputs(
     Expected::on_tokens(graph, weights, args.tokens.clone())
 }
 
-/// The first task that goes wrong on these inputs.
+/// The first task that diverges on these inputs.
 fn locate(
     args: &InterpretArgs,
     program: &Verified<Program>,
@@ -162,7 +162,7 @@ fn locate(
     Some(found)
 }
 
-/// Where a program goes wrong, and how to look at it.
+/// Prints where a program diverges, and the command to rerun that task.
 pub(super) fn say_divergence(found: Option<&FirstDivergence>) {
     let Some(found) = found else { return };
     report::say(&format!("first divergence: {}", found.detail));

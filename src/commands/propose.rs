@@ -18,7 +18,7 @@ pub(crate) struct Proposal {
     schema: &'static str,
     /// The model.
     model: String,
-    /// The GPU that is scheduled for.
+    /// The target GPU.
     target: String,
     /// The schedule; any subset of it is a config.
     schedule_config: ScheduleConfig,

@@ -1,4 +1,4 @@
-//! `amk rerun`: one task again, on the inputs that it had, beside what belongs there.
+//! `amk rerun`: runs one task again on its original inputs, and compares its words with the expected ones.
 
 use std::cmp::Ordering;
 use std::sync::Arc;
@@ -23,11 +23,11 @@ const SCHEMA: &str = "amk.rerun.v2";
 struct Found {
     token: u32,
     words: Vec<Word>,
-    /// Whether the same bits came out as when the whole step ran; on a GPU nobody knows.
+    /// Whether the rerun gives the same bits as the whole step; unknown on a GPU.
     repeatable: Option<bool>,
 }
 
-/// What a GPU has left after the position: its buffers and its logits.
+/// The state of a GPU after the position: its buffers and its logits.
 struct Left {
     buffers: Vec<Vec<f32>>,
     logits: Vec<f32>,
@@ -65,7 +65,7 @@ fn check_task(program: &Program, (at, task): (u32, u32)) -> Result<(), Failure> 
     Err(Failure::usage(format!("--task {at}:{task}: {last}")))
 }
 
-/// Runs the reference VM as far as the task's step, and the task alone then.
+/// Runs the reference VM up to the task's step, then the task alone.
 fn at_position(
     context: &Context,
     args: &RerunArgs,
@@ -115,7 +115,7 @@ fn at_position(
     })
 }
 
-/// The tokens up to the position: those that were given, or those of a gate from position zero on.
+/// The tokens up to the position: the given ones, or those of a gate from position zero on.
 fn tokens(context: &Context, args: &RerunArgs) -> Vec<u32> {
     if args.tokens.is_empty() {
         return search::draw_tokens(args.seed, context.graph().vocab, args.position + 1);
@@ -146,7 +146,7 @@ fn look_at(
     Ok(Found { token, words, repeatable: Some(same) })
 }
 
-/// A GPU runs whole steps: what is in its buffers after the one of the task.
+/// A GPU runs only whole steps: reads its buffers after the task's step.
 fn on_device(
     context: &Context,
     args: &RerunArgs,
@@ -164,7 +164,7 @@ fn on_device(
     Ok(Left { buffers, logits: rows.into_iter().last().unwrap_or_default() })
 }
 
-/// Prints the words, wrong ones first, and returns how many are wrong.
+/// Prints the words, wrong ones first, and returns the number of wrong ones.
 fn print(
     found: &Found,
     program: &Program,
@@ -216,7 +216,7 @@ fn print(
     Ok(wrong)
 }
 
-/// Where the command gets its inputs from.
+/// The source of the command's inputs.
 pub(crate) enum Inputs<'a> {
     /// A schedule, on the gate's tokens.
     Schedule { config: &'a ScheduleConfig, default: ScheduleConfig, seed: u64 },
@@ -224,7 +224,7 @@ pub(crate) enum Inputs<'a> {
     Program { file: &'a std::path::Path, tokens: &'a [u32], seed: u64 },
 }
 
-/// The command that runs a task again: nothing where no task was named.
+/// The command that reruns a task; `None` if no task was named.
 pub(crate) fn command(
     place: &Place<'_>,
     inputs: &Inputs<'_>,
@@ -262,7 +262,7 @@ pub(crate) fn command(
     Some(words.join(" "))
 }
 
-/// A model and where it was to run, as they were named.
+/// A model and its place, as named in the arguments.
 pub(crate) struct Place<'a> {
     pub(crate) model: &'a str,
     pub(crate) target: Option<&'a str>,
@@ -280,7 +280,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Changes as a config file has them.
+/// Changes as a nested config.
 fn nested(changes: &[search::Change]) -> Value {
     let mut config = Map::new();
     for change in changes {
@@ -299,7 +299,7 @@ fn nested(changes: &[search::Change]) -> Value {
     Value::Object(config)
 }
 
-/// A word for a shell.
+/// Quotes a word for a shell.
 pub(super) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

@@ -1,4 +1,4 @@
-//! `amk runs`: the searches that are on the disk, and whether their ledgers hold.
+//! `amk runs`: the searches on the disk, and whether their ledgers are valid.
 
 use std::path::{Path, PathBuf};
 
@@ -25,10 +25,10 @@ pub(super) mod recorded;
 pub(crate) mod replay;
 pub(crate) mod show;
 
-/// The file that makes a folder a search.
+/// The file whose presence marks a folder as a search.
 const LEDGER: &str = "ledger.jsonl";
 
-/// Folder of the searches when none is named.
+/// Folder of the searches if none is named.
 const RUNS: &str = "runs";
 
 const SCHEMA: &str = "amk.runs.v1";
@@ -38,7 +38,7 @@ const SCHEMA: &str = "amk.runs.v1";
 pub(crate) struct Runs {
     #[schemars(extend("const" = "amk.runs.v1"))]
     schema: &'static str,
-    /// One for each ledger.
+    /// One entry per ledger.
     runs: Vec<Run>,
 }
 
@@ -47,36 +47,36 @@ pub(crate) struct Runs {
 struct Run {
     /// Its file.
     ledger: PathBuf,
-    /// Whether the chain is whole and every row follows from its samples.
+    /// Whether the chain is complete and every row follows from its samples.
     holds: bool,
-    /// The first line that does not hold, from one.
+    /// The first invalid line, from one.
     line: Option<usize>,
-    /// Why it does not.
+    /// Why the line is invalid.
     reason: Option<String>,
-    /// Trials up to there.
+    /// Trials up to that line.
     trials: usize,
     /// Whether an unfinished row at its end was left out.
     torn: bool,
     /// open (it can be resumed), sealed or collected.
     state: &'static str,
-    /// The command that proposed, if the search had one. Nothing runs it but `loop --resume --proposer` with the same text.
+    /// The command that proposed, if the search had one. It is only run by `loop --resume --proposer` with the same text.
     proposer: Option<Value>,
     model: Option<Value>,
     target: Option<Value>,
     device: Option<Value>,
     latency_kind: Option<Value>,
-    /// Latency of the schedule that leads, in microseconds per token.
+    /// Latency of the champion, in microseconds per token.
     best_us: Option<f64>,
 }
 
 pub(super) struct Finding {
-    /// The line, from one, if it is about one.
+    /// The line, from one, if the finding is about one.
     line: Option<usize>,
     reason: String,
     exit: Exit,
 }
 
-/// Checks ledgers: the chain, the head, and that every row follows from its samples.
+/// Checks ledgers: the chain, the tip record, and that every row follows from its samples.
 pub(crate) fn verify(args: &RunsArgs) -> Result<Answer<Runs>, Failure> {
     let mut exit = Exit::Yes;
     let document = look_at_each(args, "checking", |found| {
@@ -112,7 +112,7 @@ fn look_at_each(
     Ok(Runs { schema: SCHEMA, runs: paths.into_iter().map(one).collect() })
 }
 
-/// The ledgers that are meant: files, folders of one search, folders of many.
+/// The ledgers named by paths: files, folders of one search, folders of many.
 pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
     let all = [PathBuf::from(RUNS)];
     let mut found = Vec::new();
@@ -138,7 +138,7 @@ pub(crate) fn ledgers(paths: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
     Ok(found)
 }
 
-/// The one ledger that a path means.
+/// The only ledger that a path names.
 pub(crate) fn one_ledger(path: &Path) -> Result<PathBuf, Failure> {
     let mut found = ledgers(&[path.to_path_buf()])?;
     match (found.pop(), found.len()) {
@@ -151,13 +151,13 @@ pub(crate) fn one_ledger(path: &Path) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Whether a path can only mean a run: a folder, or a file that is called as ledgers are.
+/// Whether a path can only mean a run: a folder, or a file with the name of a ledger.
 pub(crate) fn names_run(path: &Path) -> bool {
     path.is_dir() || path.file_name().is_some_and(|name| name == LEDGER)
 }
 
-/// A run that holds, and its rows as they are written. Whatever reads a run or goes on with it begins here, so that nothing takes what
-/// `runs verify` refuses.
+/// A valid run, and its rows as written. Every command that reads or resumes a run starts here, so that none accepts
+/// what `runs verify` refuses.
 pub(super) fn sound(ledger: &Path) -> Result<(Recorded, Contents), Failure> {
     let (mut found, contents) = Recorded::examined(ledger);
     if let (None, Some(contents)) = (&found.finding, contents) {
@@ -174,7 +174,7 @@ pub(super) fn sound(ledger: &Path) -> Result<(Recorded, Contents), Failure> {
     Err(Failure { exit, message })
 }
 
-/// What does not fit a sealed run's manifest.
+/// The first mismatch between a sealed run and its manifest.
 pub(super) fn seal(ledger: &Path, state: &mut State) -> Option<Finding> {
     let folder = recorded::folder(ledger)?;
     match manifest::look(folder) {
@@ -191,7 +191,7 @@ pub(super) fn seal(ledger: &Path, state: &mut State) -> Option<Finding> {
     }
 }
 
-/// Refuses rows that do not follow from each other and their samples. `from` is where they are.
+/// Refuses rows that do not follow from each other and their samples. `from` is their origin, for the error.
 pub(super) fn require_sound(
     header: &Value,
     records: &[Value],
@@ -204,7 +204,7 @@ pub(super) fn require_sound(
     })
 }
 
-/// What the header says that rows depend on.
+/// The terms in the header that rows depend on.
 pub(super) fn terms(header: &Value) -> Option<Terms> {
     let kinds = [LatencyKind::MeasuredGpu, LatencyKind::Predicted];
     let name = header.get("latency_kind")?.as_str()?;
@@ -217,8 +217,8 @@ pub(super) fn terms(header: &Value) -> Option<Terms> {
     })
 }
 
-/// What a step of the search's model reads on its card: from the tables of this build where they have them, never from the rows. A model
-/// in a folder is not opened for this, since the ledger is what says where it is.
+/// The roofline bound of the search's model on its card: from the tables of this build if they have them, never from
+/// the rows. A model in a folder is not opened for this, since its path comes from the ledger.
 pub(super) fn bound(header: &Value) -> RooflineBound {
     let text = |key: &str| header.get(key).and_then(Value::as_str).unwrap_or("");
     let Ok(target) = Target::by_name(text("target")) else { return RooflineBound::default() };

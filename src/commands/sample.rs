@@ -1,4 +1,4 @@
-//! `amk sample`: random legal schedules, gated and timed, one row each: what the cost model is fitted to.
+//! `amk sample`: random legal schedules, gated and timed, one row each: the data that the cost model is fitted to.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -24,7 +24,7 @@ use crate::{conditions, interrupt, report};
 /// Tokens of a timed block, as in a search.
 const TIMED_TOKENS: u32 = 8;
 
-/// A fixed effort for every schedule: eight blocks count, eight more are between them.
+/// The same timing effort for every schedule: eight timed blocks, and eight more between them.
 const TIMING: Timing = Timing { rounds: 4, warmup: 1 };
 
 /// Draws for each row asked for, before the space counts as exhausted.
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &SampleArgs) -> Outcome {
     session.finish()
 }
 
-/// The gate, and the tokens at which schedules are timed. Up to the gate's own length they are the gate's.
+/// The gate, and the tokens at which schedules are timed. Up to the gate's own length they are the gate's tokens.
 fn expected<'a>(
     context: &'a Context,
     args: &SampleArgs,
@@ -86,7 +86,7 @@ fn expected<'a>(
     Ok((gate, Passage { tokens, first, last }))
 }
 
-/// The schedules that near draws start from: the neutral one, and those shipped for this GPU that are legal here.
+/// The schedules from which nearby samples start: the neutral one, and those shipped for this GPU that are legal here.
 fn known(context: &Context) -> Vec<ScheduleConfig> {
     let (graph, target) = (context.graph(), &context.target);
     let here = corpus::all_shipped().iter().filter(|shipped| shipped.target == target.name);
@@ -106,7 +106,7 @@ struct Session<'a> {
     file: Rows,
     seen: BTreeSet<(String, String)>,
     rows: usize,
-    /// By kind: what is needed to try them again.
+    /// By kind: the data to try them again.
     dropped: BTreeMap<&'static str, Vec<Value>>,
     working: Spinner,
     began: Instant,
@@ -114,7 +114,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Draws as many as are missing, groups them by kernel so that each kernel is launched once, and observes them.
+    /// Samples the missing schedules, groups them by kernel so that each kernel is launched once, and measures them.
     fn sample(&mut self, device: &mut dyn Device) -> Result<(), Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let known = known(self.context);
@@ -178,7 +178,7 @@ impl Session<'_> {
         }
     }
 
-    /// A row, or nothing if the same program and kernel were there before.
+    /// A row, or nothing if the same program and kernel were measured before.
     fn measure(
         &mut self,
         device: &mut dyn Device,
@@ -215,7 +215,7 @@ impl Session<'_> {
         }))
     }
 
-    /// Writes a row; it is out of this process's hands before the next schedule runs.
+    /// Writes a row; it is flushed before the next schedule runs.
     fn record(&mut self, row: &Observation) -> Result<(), Failure> {
         self.file.write(row)?;
         self.rows += 1;
@@ -254,7 +254,7 @@ impl Session<'_> {
         if interrupt::came() {
             return Ok(Exit::Interrupted);
         }
-        // A limit is no fault; a schedule that disagrees or hangs is one of ours.
+        // A limit is not a fault; a schedule that disagrees or hangs is a bug of amk.
         let faults = self.dropped.keys().any(|kind| *kind != "over a limit");
         Ok(if faults { Exit::No } else { Exit::Yes })
     }
@@ -269,7 +269,7 @@ pub(super) struct Drew<'a> {
     pub(super) seed: u64,
     pub(super) rows: usize,
     pub(super) out: &'a Path,
-    /// Schedules that gave no row, by what became of them.
+    /// Schedules that gave no row, by the reason.
     pub(super) dropped: &'a BTreeMap<&'static str, Vec<Value>>,
     pub(super) seconds: f64,
 }

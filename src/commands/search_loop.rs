@@ -63,16 +63,16 @@ const COLUMNS: &[&str] = &[
     "card",
 ];
 
-/// Changed knobs that a line for people names; the table has them all.
+/// The most changed knobs in a line for people; the table has them all.
 const CHANGES_SHOWN: usize = 3;
 
 pub(crate) fn run(args: &LoopArgs) -> Outcome {
     answer(args, &watch::Interrupts)?.print()
 }
 
-/// Searches until the budget is spent or the watcher says so.
+/// Searches until the budget is spent or the watcher stops it.
 pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>, Failure> {
-    let _ = spent::clock(); // from here on
+    let _ = spent::clock(); // starts the clock
     let folder = header::folder(args)?;
     let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
     let (resumed, header, past) = if args.resume {
@@ -142,7 +142,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     })
 }
 
-/// The terms of a new search with what the store knows, if its strategy wants that.
+/// The terms of a new search with the prior moves from the store, if its strategy uses them.
 fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header, Failure> {
     if header.strategy == StrategyName::Prior && !args.resume {
         header.known = store_sink::known(args, dir, &header.kind, &header.target)?;
@@ -150,7 +150,7 @@ fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header,
     Ok(header)
 }
 
-/// Whether a search can begin, or go on, where the arguments say. It begins in a folder of its own: it would write over files in any other.
+/// Whether a search can begin, or continue, where the arguments say. A new one needs an empty folder, since it would overwrite files.
 pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     if args.out.is_none() && !args.resume {
         return Ok(()); // a new folder
@@ -162,7 +162,7 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     }
     let ledger = dir.join("ledger.jsonl");
     if std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0) {
-        // One that was killed while it wrote its first row is begun again; the ledger decides.
+        // A search that was killed while it wrote its first row is begun again; the ledger decides.
         let started = std::fs::read(&ledger).is_ok_and(|bytes| !bytes.contains(&b'\n'));
         return if started { Ok(()) } else { Err(CorpusError::Exists(ledger).into()) };
     }
@@ -178,8 +178,9 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     }
 }
 
-/// Helpers of a search, and threads of each. Several programs at once use cores better than one program on all of them. Cores are left
-/// for the thread that drives each device, and for the system. Without a device, few cores have nothing to spare.
+/// The number of helpers of a search, and of threads per helper. Several programs at once use cores better than one
+/// program on all of them. Cores are left for the thread that drives each device, and for the system. Without a device,
+/// a machine with few cores has none to spare.
 fn helpers(devices: usize) -> (usize, usize) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if cores < 4 && devices == 0 {
@@ -191,9 +192,9 @@ fn helpers(devices: usize) -> (usize, usize) {
     (helpers, (spare / helpers).max(1))
 }
 
-/// Opens a ledger to go on with, if its run holds as `runs verify` says: an altered one would get a new seal at the end.
+/// Opens a ledger to resume, if its run is valid as in `runs verify`: an altered one would get a new manifest at the end.
 fn reopen(path: &Path) -> Result<(Ledger, Recorded), Failure> {
-    // Locked first: a search that is under way changes its folder.
+    // Locked first: a running search changes its folder.
     let held = Ledger::hold(path)?;
     let past = Recorded::read(path)?;
     if matches!(past.state, State::Collected(..)) {
@@ -205,8 +206,8 @@ fn reopen(path: &Path) -> Result<(Ledger, Recorded), Failure> {
     Ok((held.resume()?.0, past))
 }
 
-/// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is computed. The table of a
-/// resumed one is left as it is until its rows were absorbed.
+/// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is
+/// computed. The table of a resumed one is left as it is until its rows have been read.
 fn open_files(
     args: &LoopArgs,
     resumed: Option<Ledger>,
@@ -220,14 +221,14 @@ fn open_files(
     match table(args, dir, &[]) {
         Ok(results) => Ok((ledger, Some(results))),
         Err(error) => {
-            // Nothing was searched: the folder is as it was.
+            // Nothing was searched: restores the folder.
             let _ = ledger.remove();
             Err(error)
         }
     }
 }
 
-/// The table, written anew. In the run's folder it takes the place of whatever has its name.
+/// Rewrites the table. In the run's folder it replaces any file of that name.
 fn table(args: &LoopArgs, dir: &Path, rows: &[Vec<String>]) -> Result<Results, Failure> {
     let own = |path: &Path| {
         let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -256,7 +257,7 @@ fn settings(context: &Context, header: &Header) -> Settings {
     }
 }
 
-/// Who proposes: a command outside, or the strategy of the header.
+/// The proposer: an external command, or the strategy in the header.
 fn strategy(
     context: &Context,
     header: &Header,
@@ -312,7 +313,7 @@ fn bar(header: &Header) -> ProgressBar {
         Budget::Trials(trials) => trials,
         Budget::Time(time) => time.as_secs(),
     };
-    // What is left: of a time it is known, of trials it is guessed from those so far.
+    // The remaining time: known for a time budget, estimated from the trials so far for a trial budget.
     let template = "  [{bar:30}] {pos}/{len} {elapsed}, {left}; {msg}";
     spinner::shown(ProgressBar::new(length), template)
 }
@@ -327,7 +328,7 @@ fn resume_command(dir: &Path, header: &Header) -> String {
 
 struct Session<'a> {
     context: &'a Context,
-    /// Where the champion was kept for `generate` and `serve`.
+    /// The file of the champion for `generate` and `serve`.
     found: Option<PathBuf>,
     header: &'a Header,
     watch: &'a dyn Watch,
@@ -345,7 +346,7 @@ impl Session<'_> {
         self.before + self.clock.elapsed()
     }
 
-    /// Trials until the budget is spent or somebody interrupts.
+    /// Runs trials until the budget is spent or the search is interrupted.
     fn search(&mut self, search: &mut Search<'_>) -> Result<StoppedBy, Failure> {
         loop {
             if self.watch.stopped() {
@@ -377,7 +378,7 @@ impl Session<'_> {
         }
         let line = trial_line(&trial);
         let cells = cells(&trial);
-        // From here on the trial is acknowledged: it is on the disk, and only then is it said.
+        // The trial is acknowledged from here on: its line is printed only after it is on the disk.
         let leads = trial.outcome.leads().then_some(trial.config);
         let link = self.ledger.append(&Row::Trial(Box::new(trial)));
         self.keeper.row(link.map_err(|error| self.full(error))?);
@@ -406,7 +407,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Measured champions are measured again; an interrupted search is left as it is.
+    /// Measures a measured champion again; an interrupted search is left as it is.
     fn confirm(
         &mut self,
         search: &mut Search<'_>,
@@ -439,7 +440,7 @@ impl Session<'_> {
         }
     }
 
-    /// The disk takes no more. What was acknowledged is on it.
+    /// The error for a full disk. Everything acknowledged is on it.
     fn full(&self, error: CorpusError) -> Failure {
         self.bar.finish_and_clear();
         let mut failure = Failure::from(error);
@@ -470,7 +471,7 @@ impl Session<'_> {
         resume_command(&self.dir, self.header)
     }
 
-    /// Keeps a measured champion that was confirmed just now, for `generate` and `serve` on this machine.
+    /// Saves a measured champion that was just confirmed, for `generate` and `serve` on this machine.
     fn keep_found(&mut self, search: &Search<'_>, confirmation: &Confirmation) {
         match self.kept_for_others(search, confirmation) {
             None => {}
@@ -484,7 +485,7 @@ impl Session<'_> {
         }
     }
 
-    /// `None` if it did not beat the schedule which would run without it, else its file or why it is not kept.
+    /// `None` if it did not beat the schedule that would run without it, else its file or why it is not saved.
     fn kept_for_others(
         &self,
         search: &Search<'_>,
@@ -510,7 +511,7 @@ impl Session<'_> {
         Some(found::keep(&folder, &entry).map_err(|failure| failure.message))
     }
 
-    /// The last document, the table of what was kept, and the best schedule as a file.
+    /// Returns the final document, and writes the table of kept trials and the best schedule as a file.
     fn finish(
         &mut self,
         search: &Search<'_>,

@@ -1,4 +1,4 @@
-//! `amk bench --batch N`: microseconds of a step of several sequences at once, beside those of one alone.
+//! `amk bench --batch N`: µs per step of a batch, compared with one sequence alone.
 
 use std::sync::Arc;
 
@@ -30,11 +30,11 @@ const WARMUP: usize = 4;
 /// Positions of each sequence that are compared with the graph: the first timed ones, and the last.
 const COMPARED: [usize; 6] = [0, 1, 2, 3, 30, 31];
 
-/// What a machine of so many sequences did.
+/// The result of a machine of a given batch size.
 struct Measured {
-    /// Microseconds of a step.
+    /// Microseconds per step.
     us: Blocks,
-    /// Tokens that each sequence got.
+    /// Tokens of each sequence.
     tokens: Vec<Vec<u32>>,
 }
 
@@ -42,7 +42,7 @@ struct Shown {
     one: Measured,
     several: Measured,
     accuracy: Accuracy,
-    /// Whether every token is the first of the greatest of the logits that came with it.
+    /// Whether every token is the first maximum of its logits.
     chosen: bool,
     bytes: u64,
     bandwidth: f64,
@@ -58,8 +58,7 @@ impl Shown {
         self.bytes as f64 / self.bandwidth * 1e6
     }
 
-    /// Sequences that got the tokens that they get alone. Where two logits are all but equal the order of a sum decides, so this is told, not
-    /// judged.
+    /// Sequences with the same tokens as alone. If two logits are nearly equal the order of a sum decides, so this is reported, not judged.
     fn as_alone(&self) -> usize {
         let pairs = self.one.tokens.iter().zip(&self.several.tokens);
         pairs.filter(|(one, several)| one == several).count()
@@ -91,8 +90,8 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     Ok(if shown.holds() { Exit::Yes } else { Exit::No })
 }
 
-/// The gates that need no device: what the schedule lowers to is what the graph computes. That each sequence's program is as good is proven when
-/// it is loaded.
+/// The gates that need no device: the lowered program computes the graph's values. That each sequence's program is
+/// equivalent is proven when it is loaded.
 fn judged(context: &Context, args: &BenchArgs, config: &ScheduleConfig) -> Result<(), Failure> {
     let working = Spinner::on(format!("judging the schedule for {}", context.graph().name));
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
@@ -119,7 +118,7 @@ fn no_gpu() -> Failure {
     Failure::no_gpu("--batch is for what is measured")
 }
 
-/// Prompts of the sequences, each with the token that is run first behind it.
+/// Prompts of the sequences, each with the first token to run after it.
 fn prompts(args: &BenchArgs, vocab: u32, sequences: u32) -> Vec<Vec<u32>> {
     let length = args.context as usize + 1;
     let seeds = (0..u64::from(sequences)).map(|seq| args.seed.wrapping_mul(8191) + seq);
@@ -139,7 +138,7 @@ fn measure(
     let handle = gpu.prepare(&program, &alone.kernel)?;
     gpu.serve(handle, sequences, KvPool::Full)?;
     let one = one_by_one(&mut gpu, handle, &prompts)?;
-    drop(gpu); // its memory is the next one's
+    drop(gpu); // frees its memory for the next one
 
     let mut gpu = open(context)?;
     gpu.set_seqs(sequences);
@@ -156,13 +155,13 @@ fn measure(
     Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, ids })
 }
 
-/// Bytes that a step in the middle of a block reads: the weights once, the keys and values of every sequence.
+/// Bytes that a step in the middle of a block reads: the weights once, and the keys and values of every sequence.
 fn step_bytes(program: &Verified<Program>, context: u32, sequences: u32) -> u64 {
     let keys = program.kv_bytes(context + TIMED_TOKENS / 2);
     program.stream_bytes() + u64::from(sequences) * keys
 }
 
-/// Runs a prompt but its last token.
+/// Runs a prompt except its last token.
 fn fill(gpu: &mut Gpu<'_>, handle: Handle, session: u32, prompt: &[u32]) -> Result<(), Failure> {
     let tokens = &prompt[..prompt.len() - 1];
     let request = Request { session, tokens, ..Request::default() };
@@ -170,7 +169,7 @@ fn fill(gpu: &mut Gpu<'_>, handle: Handle, session: u32, prompt: &[u32]) -> Resu
     Ok(())
 }
 
-/// Each sequence by itself, on a kernel of one sequence; the first is timed.
+/// Runs each sequence alone, on a kernel of batch size 1; the first is timed.
 fn one_by_one(
     gpu: &mut Gpu<'_>,
     handle: Handle,
@@ -202,7 +201,7 @@ fn seqs(prompts: &[Vec<u32>]) -> Vec<Sequence> {
     (0..).zip(prompts).map(seq).collect()
 }
 
-/// Each sequence's logits against the graph's, fed with the same tokens; and its tokens against its logits.
+/// Compares each sequence's logits with the graph's, fed with the same tokens, and its tokens with its logits.
 fn compare(
     context: &Context,
     prompts: &[Vec<u32>],
@@ -235,10 +234,10 @@ fn first_greatest(row: &[f32]) -> u32 {
     row.iter().enumerate().fold(0, better) as u32
 }
 
-/// Of each sequence the logits of every position that it generates.
+/// For each sequence the logits of every generated position.
 type Rows = Vec<Vec<Vec<f32>>>;
 
-/// All sequences at once. Whatever is timed gives the tokens whose logits were compared before.
+/// Runs all sequences at once. Timed blocks must give the tokens whose logits were compared before.
 fn at_once(
     gpu: &mut Gpu<'_>,
     handle: Handle,

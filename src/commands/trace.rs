@@ -1,5 +1,5 @@
-//! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task notes its times, else in the virtual time of the
-//! cost model; the records are the same.
+//! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task records timestamps,
+//! else in the virtual time of the cost model; the records are the same.
 
 mod counters;
 mod digest;
@@ -95,7 +95,7 @@ struct Traced {
 }
 
 impl Traced {
-    /// Writes what was asked for; the document with the sums.
+    /// Writes the requested files; returns the document with the sums.
     fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
         let (timeline, counters) = (&self.timeline, &self.counters);
         let digest = digest::write(timeline, title);
@@ -119,7 +119,7 @@ impl Traced {
 
 type Fill<'a> = dyn Fn(&mut BufWriter<&mut File>) -> io::Result<()> + 'a;
 
-/// Where the nanoseconds of all workers went in one step. They add up.
+/// The breakdown of the nanoseconds of all workers in one step. The parts add up to the whole.
 fn sums(timeline: &Timeline) -> Value {
     let timeline::Sums { tasks, bound, excess, waiting, bubble } = timeline.total();
     let [before, between, after] = bubble;
@@ -131,7 +131,7 @@ fn sums(timeline: &Timeline) -> Value {
     })
 }
 
-/// A step in the virtual time of the cost model.
+/// Simulates a step in the virtual time of the cost model.
 fn simulated(
     context: &Context,
     first: u32,
@@ -162,7 +162,7 @@ fn simulated(
     Traced { document, timeline, counters }
 }
 
-/// The records that the traced kernel would leave if a cycle took a nanosecond.
+/// The records that the traced kernel would write if a cycle took a nanosecond.
 fn virtual_records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
     let ns = |us: f64| (us * 1000.0).round() as u64;
     let mut records = Vec::with_capacity(program.task_len());
@@ -187,7 +187,7 @@ fn virtual_records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
     records
 }
 
-/// Times one schedule, then takes it apart.
+/// Times one schedule, then traces it.
 fn schedule(
     context: &Context,
     first: u32,
@@ -250,7 +250,7 @@ fn schedule(
     Ok(Traced { document, timeline, counters })
 }
 
-/// A hash of the logits of a block: two schedules that add in the same order agree.
+/// The sum of a block's logits and the best of its last row: two schedules that add in the same order agree.
 fn logits_checksum(running: &mut Resident, first: u32, timed: &[u32]) -> Result<String, HostError> {
     let done = running.decode(0, first, timed, 1, &[], true)?;
     let rows = running.logits(done.steps)?;
@@ -259,7 +259,8 @@ fn logits_checksum(running: &mut Resident, first: u32, timed: &[u32]) -> Result<
     Ok(format!("{sum:.4e}, last best {:?}", top))
 }
 
-/// Sums of the times of a kind of task: how many there are, and cycles of waiting, input, products, output, and of products without weights.
+/// Summed times of one kind of task: the number of tasks, and cycles of waiting, input, products, output, and of
+/// products starved of weights.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     tasks: u64,
@@ -270,11 +271,11 @@ struct Sums {
 struct TraceBuffer {
     /// By name of op and, for products, of matrix.
     ops: BTreeMap<String, Sums>,
-    /// Cycles of all loaders: waiting for a free stage, waiting for fewer bytes in flight, and of the steps.
+    /// Cycles of all loaders: waiting for a free stage, waiting for fewer bytes in flight, and whole steps.
     loaders: [u64; 3],
     steps: u64,
     workers: u64,
-    /// Nanoseconds of the clock and cycles, to tell how long a cycle is.
+    /// Nanoseconds by the clock and cycles over the same span, which give the length of a cycle.
     span_ns: f64,
     span_cycles: f64,
 }
@@ -310,7 +311,7 @@ impl TraceBuffer {
         }
     }
 
-    /// What an average loader waited for in a step; a line of it for people.
+    /// The waits of an average loader in a step; also prints them.
     fn loader(&self) -> Value {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let [free, cap, step] = self.loaders.map(|cycles| cycles as f64 * us);
@@ -322,7 +323,7 @@ impl TraceBuffer {
         self.span_ns / self.span_cycles
     }
 
-    /// For each op: microseconds of a step on an average worker. They are said too.
+    /// For each op: µs per step on an average worker. Also prints them.
     fn ops(&self) -> Vec<Value> {
         let us = self.ns_per_cycle() / 1000.0 / (self.steps * self.workers) as f64;
         let line = |(name, s): (&String, &Sums)| {

@@ -1,24 +1,24 @@
-//! Kernels that are compiled before they are asked for. A build that is found finished costs its first trial a read from the cache;
-//! which trial that is, and what it decides, does not depend on it.
+//! Speculative kernel builds, compiled before they are needed. A finished build costs its first trial only a read from
+//! the cache; it does not affect which trial that is or what it decides.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Compilers beside the search, which leaves most cores to the reference VM.
+/// Background compilers. Most cores are left to the reference VM.
 const COMPILERS: usize = 4;
 
-/// What one compilation does; its result is left where the device looks for it.
+/// Compiles one variant; its result goes where the device looks for it.
 type Compile<V> = dyn Fn(&V) + Send + Sync;
 
-/// Compilers at work on kernel variants.
+/// Background compilations of kernel variants.
 pub(super) struct Builds<V> {
     compile: Arc<Compile<V>>,
-    /// Compilations. Whoever comes first does it, and who comes meanwhile waits.
+    /// Compilations. The first caller compiles, and later callers wait.
     known: Vec<(V, Arc<OnceLock<()>>)>,
     over: Arc<AtomicBool>,
-    /// No thread is started before there is something to compile.
+    /// Threads are started only when there is something to compile.
     pool: Option<ThreadPool>,
 }
 
@@ -27,7 +27,7 @@ impl<V: Copy + PartialEq + Send + 'static> Builds<V> {
         Self { compile: Arc::new(compile), known: Vec::new(), over: Arc::default(), pool: None }
     }
 
-    /// Compiles these after those already asked for. A variant is asked for once.
+    /// Enqueues these after the earlier ones. A variant is enqueued once.
     pub(super) fn ask(&mut self, variants: impl Iterator<Item = V>) {
         for variant in variants {
             if self.find(&variant).is_some() {
@@ -37,7 +37,7 @@ impl<V: Copy + PartialEq + Send + 'static> Builds<V> {
             self.known.push((variant, build.clone()));
             if self.pool.is_none() {
                 let pool = ThreadPoolBuilder::new().num_threads(COMPILERS);
-                // Whoever needs what a compiler broke down on gets the error.
+                // The caller that needs a failed build gets the error.
                 self.pool = pool.panic_handler(|_| {}).build().ok();
             }
             let (compile, over) = (self.compile.clone(), self.over.clone());
@@ -55,7 +55,7 @@ impl<V: Copy + PartialEq + Send + 'static> Builds<V> {
         known.map(|(_, build)| &**build)
     }
 
-    /// Returns when this variant is compiled, if it was asked for.
+    /// Returns when this variant is compiled, if it was enqueued.
     pub(super) fn settle(&self, variant: &V) {
         if let Some(build) = self.find(variant) {
             build.get_or_init(|| (self.compile)(variant));
@@ -64,7 +64,7 @@ impl<V: Copy + PartialEq + Send + 'static> Builds<V> {
 }
 
 impl<V> Drop for Builds<V> {
-    /// Waits for compilations under way: ending a process inside a compiler may crash it.
+    /// Waits for running compilations: ending a process inside a compiler may crash it.
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
         self.pool.iter().for_each(|pool| drop(pool.broadcast(|_| ())));

@@ -1,4 +1,4 @@
-//! The GPU in a process of its own: how a search starts it, and what that process does.
+//! The GPU in a process of its own: how a search starts the process, and what it does.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -16,12 +16,12 @@ use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{self, KernelWatch, SharedMonitor};
 
-/// This program, whatever has become of its file: both sides are the same build.
+/// This program, even if its file was replaced: both sides are the same build.
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
-/// Starts a process that drives the GPU for a model. Nothing here touches the device, so that the process is alone on it. With `shared`
-/// others may use it, and with `named` the process sees no other GPU than this one. The error says what is missing, or who else is there
-/// (exit code 3).
+/// Starts a process that drives the GPU for a model. This process does not touch the device, so that the child is alone
+/// on it. With `shared` other processes may use it, and with `named` the child sees only this GPU. The error names what
+/// is missing, or the other processes (exit code 3).
 pub(crate) fn open_process<'a>(
     context: &'a Context,
     info: &vm_host::DeviceInfo,
@@ -44,14 +44,14 @@ pub(crate) fn open_process<'a>(
     Ok(remote)
 }
 
-/// What the card's clocks are now. NVML answers here too: it needs no context.
+/// The current clocks of the card. NVML works here too: it needs no context.
 fn clocks(uuid: &str) -> Option<Clocks> {
     let clocks = vm_host::card_clocks(uuid)?;
     let throttled = clocks.throttled.into_iter().map(str::to_owned).collect();
     Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })
 }
 
-/// `amk device-child ..`, which ends up in [`serve`]. A GPU that is made visible alone is the first one there.
+/// The command `amk device-child ..`, which runs [`serve`]. A GPU that is made visible alone is number 0 there.
 fn command(context: &Context, visible: Option<&str>) -> Command {
     let mut command = Command::new(THIS_PROGRAM);
     command.arg0("amk").args(["device-child", "--model", &context.name, "--kv-capacity"]);
@@ -86,7 +86,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// What keeps a process from opening the device. What may pass is tried again; what is missing stays missing.
+/// The error of a device that cannot be opened. A transient reason is tried again; a missing requirement is final.
 fn unopened(error: HostError) -> DeviceError {
     if matches!(error, HostError::Driver { .. } | HostError::OutOfMemory { .. }) {
         return device_error(error);
@@ -94,7 +94,7 @@ fn unopened(error: HostError) -> DeviceError {
     DeviceError::Unavailable { reason: error.to_string() }
 }
 
-/// The kernel as the watching thread sees it.
+/// The kernel, as observed by the watching thread.
 pub(super) struct Kernel {
     monitor: SharedMonitor,
     page: Publisher,
@@ -108,7 +108,7 @@ impl Kernel {
     }
 }
 
-/// A phase as the page has it.
+/// A phase as an activity of the telemetry page.
 fn activity(phase: Option<Phase>) -> Activity {
     match phase {
         Some(Phase::Waiting) | None => Activity::Idle,

@@ -1,4 +1,4 @@
-//! Prompts in chunks, between two residencies of the kernel.
+//! Prompts in chunks, run while the kernel is not resident.
 
 use search::{DeviceError, Handle};
 use vm_host::{PrefillOptions, Prefilled};
@@ -8,12 +8,13 @@ use crate::cli::PrefillChoice;
 use crate::failure::Failure;
 use crate::report;
 
-/// From so many tokens on a prompt is run in chunks: below, the kernel's end, a short chunk and the next launch take longer than its steps: 9 steps of
-/// llama-3.2-1b, some 15 of small models (docs/explanation/performance.md).
+/// The least number of tokens for which a prompt is run in chunks. Below, stopping the kernel, a short chunk and the
+/// next launch take longer than the steps: 9 steps of llama-3.2-1b, some 15 of small models
+/// (docs/explanation/performance.md).
 const CHUNKS_FROM: usize = 16;
 
 impl Gpu<'_> {
-    /// How prompts are run from now on. They are run token by token if nobody says.
+    /// Sets how later prompts are run. The default is token by token.
     pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
         let refused = vm_host::prefill_refused(self.context.graph());
         self.chunks_from = match (choice, refused) {
@@ -27,13 +28,13 @@ impl Gpu<'_> {
         Ok(())
     }
 
-    /// Whether so many tokens of a prompt are run in chunks.
+    /// Whether this many tokens of a prompt are run in chunks.
     pub(crate) fn takes_chunks(&self, tokens: usize) -> bool {
         self.chunks_from.is_some_and(|from| tokens >= from)
     }
 
-    /// Runs tokens at the next positions of a session in chunks; with `logits`, gives those after the last of them. The kernel is not resident
-    /// afterwards.
+    /// Runs tokens at the next positions of a session in chunks; with `logits`, returns those of the last token. The
+    /// kernel is not resident afterwards.
     pub(crate) fn prefill(
         &mut self,
         handle: Handle,
@@ -54,7 +55,7 @@ impl Gpu<'_> {
         done.map_err(device_error)
     }
 
-    /// A prompt, or a part of it, in chunks, if it is long enough. Whether it was.
+    /// Runs a prompt, or a part of it, in chunks, if it is long enough. Returns whether it was.
     pub(super) fn prefilled(
         &mut self,
         handle: Handle,

@@ -1,5 +1,6 @@
-//! Faults on a real card, through all that a search uses: the parent's side, a device process, the driver, the kernel. In each case the
-//! kernel leaves by itself or its process is killed, the report says who waited for what, and the next run gives the right bits.
+//! Faults on a real card, through the whole chain of a search: the parent, a device process, the driver, the kernel. In
+//! each case the kernel exits by itself or its process is killed, the report names the worker and its wait, and the
+//! next run gives the right bits.
 //!
 //! Without a device the test says `skipped`; with `AMK_REQUIRE_DEVICE=1` that is a failure. This binary is its own device process: it
 //! starts itself again with [`FAULT`] set.
@@ -22,7 +23,7 @@ use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::observe;
 
-/// Set in a device process: what goes wrong in it, in this order, each in every second run. Empty: nothing does.
+/// Set in a device process: its faults, in order, one in every second run. Empty: no fault.
 const FAULT: &str = "AMK_TEST_FAULT";
 
 /// The test in which this binary is a device process.
@@ -34,8 +35,8 @@ const MODEL: &str = "toy-2l";
 /// How long a worker of the device waits here before it traps: a quarter of what a search allows, and hundreds of runs of the model.
 const DEADLINE: Duration = Duration::from_millis(500);
 
-/// Longer than the longest that the device process takes to give up by itself, which is a command that never comes: twice the deadline, a tenth
-/// of a second for each position, and the end of the kernel.
+/// Longer than the device process takes to give up by itself. Its longest case is a command that never completes: twice
+/// the deadline, a tenth of a second for each position, and the end of the kernel.
 const ANSWER: Duration = Duration::from_millis(6500);
 
 /// From this position on, `sample` of the endless kernel does not end.
@@ -46,27 +47,27 @@ fn context() -> Context {
     Context::load(MODEL, &place).unwrap_or_else(|failure| panic!("{}", failure.message))
 }
 
-/// A case: what goes wrong, and what the report must say.
+/// A case: the fault, and what the report must contain.
 struct Case {
     fault: &'static str,
     says: &'static [&'static str],
 }
 
-/// What the device processes meet, one life after the other. Only the last case of a life ends its process; the run after it is the first
-/// of the next life.
+/// The faults of the device processes, one list per process. Only the last case of a list ends its process; the run
+/// after it is the first of the next process.
 const LIVES: &[&[Case]] = &[
     &[
         Case { fault: "MissingSignal", says: COUNTER },
         Case { fault: "CyclicWait", says: COUNTER },
         Case { fault: "WrongThreshold", says: COUNTER },
-        // Who waits for the stuck worker's result may report before the worker itself does.
+        // A worker that waits for the stuck worker's result may report first.
         Case { fault: "StuckLoader", says: &["_deadline: worker", "task"] },
         Case { fault: "ScribbledRing", says: &["trap aborted"] },
         Case { fault: "LostCommand", says: &["no answer within", "poller alive"] },
         Case { fault: "BadAddress", says: &["the kernel died"] },
     ],
     &[Case { fault: ENDLESS, says: &["trap stalled", "worker", "task", "has", "needs"] }],
-    // The kernel has given up and says so; the process that should pass it on does not.
+    // The kernel has given up and reports it; the process that should pass the report on does not.
     &[Case {
         fault: "asleep",
         says: &["no answer within", "trap counter_deadline", "worker", "needs", "was killed"],
@@ -76,23 +77,23 @@ const LIVES: &[&[Case]] = &[
 
 const COUNTER: &[&str] = &["trap counter_deadline", "worker", "task", "has", "needs"];
 
-/// An op that never ends. The life that meets it has a kernel of its own, and a run that is long enough.
+/// An op that never ends. The process of this case has a kernel of its own, and a run that is long enough.
 const ENDLESS: &str = "endless op";
 
-/// What a device process that is started for the `start`-th time meets, as [`FAULT`] has it.
+/// The faults of the `start`-th device process, in the format of [`FAULT`].
 fn faults_of(start: usize) -> String {
     let names: Vec<&str> =
         LIVES.get(start).copied().unwrap_or_default().iter().map(|case| case.fault).collect();
     names.join(",")
 }
 
-/// The fault of the `run`-th run of a process, counted from one: none in the first, and in every second after that.
+/// The fault of the `run`-th run of a process, counted from one: none in the first, one in every second run after that.
 fn fault_of(faults: &str, run: usize) -> Option<&str> {
     let mut names = faults.split(',').filter(|fault| !fault.is_empty());
     if run >= 2 && run.is_multiple_of(2) { names.nth(run / 2 - 1) } else { None }
 }
 
-/// A GPU that meets a fault in every second run.
+/// A GPU with a fault in every second run.
 struct Faulty<'a> {
     gpu: Gpu<'a>,
     faults: String,
@@ -112,7 +113,7 @@ impl Faulty<'_> {
         };
         let killed = fault == "killed";
         if killed {
-            // While the kernel is at work.
+            // While the kernel runs.
             std::thread::spawn(|| {
                 std::thread::sleep(Duration::from_millis(50));
                 let (own, signal) = (rustix::process::getpid(), rustix::process::Signal::KILL);
@@ -160,7 +161,7 @@ impl Served for Faulty<'_> {
         logits: &mut [f32],
     ) -> Result<Vec<u32>, DeviceError> {
         self.runs += 1;
-        // The endless kernel needs no help.
+        // The endless kernel needs no injected fault.
         if let Some(fault) = fault_of(&self.faults, self.runs).filter(|fault| *fault != ENDLESS) {
             let fault = fault.to_owned();
             let met = self.meet_fault(&fault, program, tokens);
@@ -191,7 +192,7 @@ impl Served for Faulty<'_> {
     }
 }
 
-/// This binary as a device process.
+/// Runs this binary as a device process.
 fn be_a_device(faults: String) {
     let context = context();
     let monitor = observe::SharedMonitor::default();
@@ -206,7 +207,7 @@ fn be_a_device(faults: String) {
     remote::serve(watch, open).unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// A device whose processes live the lives above, and then good ones. The life with the endless op compiles the kernel in `endless`.
+/// A device whose processes have the faults above, and then none. The process of the endless op compiles the kernel in `endless`.
 fn open<'a>(context: &Context, endless: &'a Path) -> Remote<'a> {
     let starts = Cell::new(0);
     let launcher = move || {
@@ -236,12 +237,12 @@ const TOKENS: [u32; 24] =
 
 type Rows = Vec<Vec<f32>>;
 
-/// Tokens enough for a run to come to where `sample` of the endless kernel does not end.
+/// Enough tokens to reach the position where `sample` of the endless kernel does not end.
 fn long_run() -> Vec<u32> {
     TOKENS.iter().cycle().take(ENDLESS_FROM + 8).copied().collect()
 }
 
-/// Waits for an error and for the run after it, prints both, and checks what was said.
+/// Waits for an error and for the run after it, prints both, and checks the report.
 fn fail_and_go_on(
     device: &mut Remote<'_>,
     handle: Handle,
@@ -316,7 +317,7 @@ fn endless_kernel() -> tempfile::TempDir {
     folder
 }
 
-/// A source file, in which `sample` does not end if it is the one with the switch over ops.
+/// A source file; `sample` does not end in the file that has the switch over ops.
 fn endless(source: &vm_device::Source) -> String {
     const CASE: &str = "case AMK_OP_SAMPLE:\n";
     let endless = format!(

@@ -1,4 +1,4 @@
-//! What the driver of a card says on the page of its process. What a kernel does is read off its ring, by a thread beside.
+//! Telemetry written by the driver of a card. The state of the kernel is read from its ring by a separate thread.
 
 use ir::program::Program;
 use telemetry::Publisher;
@@ -7,7 +7,7 @@ use super::Gpu;
 use crate::observe::SharedMonitor;
 
 impl Gpu<'_> {
-    /// From here on its kernels are looked at from there, and a page says what is brought to the device.
+    /// Registers the monitor for its later kernels, and the page for transfers to the device.
     pub(crate) fn observed(&mut self, monitor: &SharedMonitor, page: &Publisher) {
         page.edit(|edit| {
             edit.device(&self.info.name);
@@ -17,7 +17,7 @@ impl Gpu<'_> {
         (self.monitor, self.page) = (monitor.clone(), Some(page.clone()));
     }
 
-    /// A kernel was launched: on a machine that was booted for it, or on one that had its weights already.
+    /// Records a launch: of a newly booted machine, or of one that had its weights already.
     pub(super) fn launched(&self, program: &Program, booted: bool) {
         let Some(page) = &self.page else { return };
         let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
@@ -28,13 +28,13 @@ impl Gpu<'_> {
             *copied += bytes;
             head.launches += 1;
             head.step_bytes = program.stream_bytes();
-            head.weights_bytes = bytes; // how many have arrived is looked at from beside
+            head.weights_bytes = bytes; // the observing thread reads how many have arrived
             head.resident_bytes = bytes + pages * program.kv_bytes(abi::KV_PAGE - 1);
         });
         self.say_pages();
     }
 
-    /// Sequences have other pages than before, or may have.
+    /// Publishes the page counts, which may have changed.
     pub(super) fn say_pages(&self) {
         let (Some(page), Some(pages)) = (&self.page, self.pages()) else { return };
         page.edit(|edit| {

@@ -1,4 +1,4 @@
-//! Opening the GPU that a context asks for.
+//! Opening the GPU that a context selects.
 
 use remote::Remote;
 use vm_host::DeviceInfo;
@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 
 impl Context {
-    /// The GPU in a process of its own, which a search can lose, if it is wanted and there is one.
+    /// Opens the GPU in a separate process, which a search can lose; `None` if no GPU is wanted or there is none.
     pub(crate) fn open_process(
         &self,
         sharing: &SharingArgs,
@@ -19,7 +19,7 @@ impl Context {
         self.open_with(|info| open_process(self, info, sharing.shared_gpu, false))
     }
 
-    /// The GPU of a number in a process of its own, which sees no other one.
+    /// Opens the GPU of a number in a separate process, which sees no other GPU.
     pub(crate) fn open_process_at(
         &self,
         ordinal: u32,
@@ -29,12 +29,13 @@ impl Context {
         open_process(self, &info, sharing.shared_gpu, true)
     }
 
-    /// The GPU in this process, if it is wanted and there is one. The bandwidth is measured if speed will be compared with something.
+    /// Opens the GPU in this process; `None` if no GPU is wanted or there is none. Measures the bandwidth if speed will
+    /// be compared with something.
     pub(crate) fn open_here(&self, measure: bool) -> Result<Option<Gpu<'_>>, Failure> {
         self.open_with(|_| Ok(Gpu::open(self, None, measure)?))
     }
 
-    /// Whether there is a GPU, and it is wanted.
+    /// Whether a GPU is wanted and there is one.
     pub(crate) fn has_device(&self) -> Result<bool, Failure> {
         Ok(self.open_with(|_| Ok(()))?.is_some())
     }
@@ -60,7 +61,7 @@ impl Context {
         }
     }
 
-    /// The GPU's full name, if one is wanted and there.
+    /// The GPU's full name, if a GPU is wanted and there is one.
     pub(crate) fn card(&self) -> Option<String> {
         let wanted = matches!(self.device, DeviceChoice::Auto | DeviceChoice::Cuda);
         wanted.then(|| look(&self.target).ok().map(|info| info.name)).flatten()

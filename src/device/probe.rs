@@ -1,20 +1,20 @@
-//! Which GPUs are here, found without touching them.
+//! Detects the GPUs of this machine without touching them.
 
 use ir::Target;
 use vm_device::Architecture;
 use vm_host::{Card, DeviceInfo, HostError};
 
-/// What is missing for driving the GPU that is here with programs for this target, found without touching it.
+/// Checks, without touching the GPU, whether it can be driven with programs for this target; the error says what is missing.
 pub(crate) fn look(target: &Target) -> Result<DeviceInfo, HostError> {
     fits(target, Card::default().info()?)
 }
 
-/// The GPU of a number, as [`look`] finds the first one.
+/// The same for the GPU of a number; [`look`] takes the first one.
 pub(crate) fn look_at(target: &Target, ordinal: u32) -> Result<DeviceInfo, HostError> {
     fits(target, Card::new(ordinal).info()?)
 }
 
-/// The GPU with this id, among those that are seen here.
+/// The number of the GPU with this UUID, among the visible ones.
 pub(crate) fn find(uuid: &str) -> Result<Option<u32>, HostError> {
     for ordinal in 0.. {
         match Card::new(ordinal).info() {
@@ -54,7 +54,7 @@ pub(crate) fn live_target() -> Option<Target> {
     })
 }
 
-/// What is to be said of a prediction for a target that no kernel is written for.
+/// The note on a prediction for a target without a kernel.
 pub(crate) fn without_kernel(target: &Target) -> Option<String> {
     let arch = target.arch.trim_end_matches(|c: char| !c.is_ascii_digit());
     let missing = Architecture::named(&target.arch).is_none();

@@ -1,4 +1,4 @@
-//! Sequences that share the resident kernel, each in a session of its own: what a server drives. Tokens are chosen on the device.
+//! Sequences that share the resident kernel, each in a session of its own, for a server. Tokens are sampled on the device.
 
 use abi::Ending;
 use ir::program::{Program, Together, Verified};
@@ -11,7 +11,7 @@ use crate::engine::Broken;
 use crate::report;
 
 impl Gpu<'_> {
-    /// From the next program on kernels run so many sessions at once. No kernel is launched yet.
+    /// Sets the batch size of kernels from the next program on. No kernel is launched yet.
     pub(crate) fn set_seqs(&mut self, seqs: u32) {
         self.seqs = seqs;
     }
@@ -20,7 +20,7 @@ impl Gpu<'_> {
         self.seqs
     }
 
-    /// The proof that sessions may share a program, where kernels run several.
+    /// The proof that sessions may share a program, if kernels run several.
     pub(super) fn prove(
         &self,
         program: &Verified<Program>,
@@ -35,14 +35,14 @@ impl Gpu<'_> {
         })
     }
 
-    /// Runs a batch. While it runs, `preempt` is asked whether it is to end after the step under way.
+    /// Runs a batch. Meanwhile `preempt` is polled: if true, the batch ends after the current step.
     pub(crate) fn batch(
         &mut self,
         handle: Handle,
         batch: &Batch<'_>,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<BatchDecoded, Broken> {
-        self.sequences.fill(None); // of searches
+        self.sequences.fill(None); // those of searches
         self.undone(handle, |running| running.run_together(batch, preempt))
     }
 
@@ -56,7 +56,7 @@ impl Gpu<'_> {
         self.undone(handle, |running| (0..seqs).map(|seq| running.seq_logits(seq, rows)).collect())
     }
 
-    /// Boots for so many sequences that draw their key/value caches from a pool, and launches the kernel with a program.
+    /// Boots for `sessions` sequences that allocate their key/value caches from a pool, and launches the kernel with a program.
     pub(crate) fn serve(
         &mut self,
         handle: Handle,
@@ -68,7 +68,7 @@ impl Gpu<'_> {
         self.activate(handle, false).map(|_| ())
     }
 
-    /// How full the key/value caches are, if there is a machine.
+    /// The occupancy of the key/value caches, if there is a machine.
     pub(crate) fn pages(&self) -> Option<Occupancy> {
         match &self.machine {
             Machine::Absent => None,
@@ -77,7 +77,7 @@ impl Gpu<'_> {
         }
     }
 
-    /// Sets pages aside for a session's first so many positions. Where no machine is, it takes them as it comes to need them.
+    /// Reserves pages for a session's first positions. Without a machine, the session allocates them on demand.
     pub(crate) fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), Broken> {
         let promised = match &mut self.machine {
             Machine::Absent => Ok(()),
@@ -88,27 +88,27 @@ impl Gpu<'_> {
         self.outcome(promised)
     }
 
-    /// Why this process does not get the device back, if it does not.
+    /// Why the device is lost to this process, if it is.
     pub(crate) fn why_lost(&self) -> Option<String> {
         let lost = "the device is lost to this process: its kernel did not leave, or a fault took its context";
         self.lost.then(|| lost.to_owned())
     }
 
-    /// A session is over: others may have its pages.
+    /// Ends a session and frees its pages.
     pub(crate) fn end_session(&mut self, session: u32) {
         let ended = match &mut self.machine {
             Machine::Absent => Ok(()),
             Machine::Idle(idle) => idle.end_session(session),
             Machine::Running(running) => running.end_session(session),
         };
-        // Its pages are free in any case; a device that cannot be told so says it again at the next command.
+        // Its pages are free in any case; a device that cannot be notified reports the error again at the next command.
         if let Err(error) = ended {
             report::say(&format!("session {session} ended, and the device was not told: {error}"));
         }
         self.say_pages();
     }
 
-    /// How tokens of a session are chosen in sampled commands from now on.
+    /// Sets how tokens of a session are sampled in later sampled commands.
     pub(crate) fn choose_by(
         &mut self,
         handle: Handle,
@@ -118,15 +118,15 @@ impl Gpu<'_> {
         self.undone(handle, |running| running.set_sampling(session, sampling))
     }
 
-    /// Runs a command of a session. While it runs, `preempt` is asked whether it is to end after the step under way.
+    /// Runs a command of a session. Meanwhile `preempt` is polled: if true, the command ends after the current step.
     pub(crate) fn command(
         &mut self,
         handle: Handle,
         request: &Request<'_>,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Decoded, Broken> {
-        self.sequences.fill(None); // of searches
-        // All but the last token of a prompt needs no choice.
+        self.sequences.fill(None); // those of searches
+        // Only the last token of a prompt needs sampling.
         let choice = usize::from(request.generate > 0);
         let (head, rest) = request.tokens.split_at(request.tokens.len().saturating_sub(choice));
         let chunked = self.in_chunks(handle, (request.session, request.position), head)?;
@@ -144,14 +144,14 @@ impl Gpu<'_> {
         Ok(Decoded { steps: done.steps + ran, ..done })
     }
 
-    /// A prompt, or a part of it, in chunks, if it is long enough. Whether it was.
+    /// Runs a prompt, or a part of it, in chunks, if it is long enough. Returns whether it was.
     fn in_chunks(
         &mut self,
         handle: Handle,
         place: (u32, u32),
         tokens: &[u32],
     ) -> Result<bool, Broken> {
-        // What cannot be run is refused by the resident kernel, which stays.
+        // Invalid tokens are refused by the resident kernel, which stays.
         let vocab = self.context.graph().vocab;
         if tokens.iter().any(|token| *token >= vocab) {
             return Ok(false);
@@ -160,7 +160,7 @@ impl Gpu<'_> {
         self.recover(done).map_err(|error| Broken::All(error.to_string()))
     }
 
-    /// Runs tokens at the next positions of a session. With `read`, gives the logits after the last of them.
+    /// Runs tokens at the next positions of a session. With `read`, returns the logits of the last one.
     pub(crate) fn feed(
         &mut self,
         handle: Handle,
@@ -185,7 +185,7 @@ impl Gpu<'_> {
         })
     }
 
-    /// Does something with the running kernel. What fails ends the kernel; what is refused leaves it as it is.
+    /// Runs `act` on the resident kernel. A failure ends the kernel; a refused request leaves it as it is.
     pub(super) fn undone<T>(
         &mut self,
         handle: Handle,

@@ -1,19 +1,19 @@
-//! Whether somebody else uses the GPU. What is timed beside other work says nothing, so measurements want the card alone.
+//! Detects other users of the GPU. Times measured beside other work are meaningless, so measurements need the card alone.
 
 use std::time::Duration;
 
 /// How long a process that is being killed may still be listed.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// Pause between two looks.
+/// Pause between two polls.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The processes that `look` finds. Where they would be a reason to refuse, those that are on their way out are waited for.
+/// The processes that `look` finds. If they would be a reason to refuse, waits for exiting ones.
 pub(super) fn others(shared: bool, look: impl FnMut() -> Option<Vec<u32>>) -> Option<Vec<u32>> {
     others_by(shared, look, std::thread::sleep)
 }
 
-/// The same with somebody else who lets time pass.
+/// The same with an injected wait, for tests.
 fn others_by(
     shared: bool,
     mut look: impl FnMut() -> Option<Vec<u32>>,
@@ -29,8 +29,8 @@ fn others_by(
     look()
 }
 
-/// Decides about a measurement from what NVML lists before this program touches the device: how many others there are, as far as NVML can
-/// say, or why nothing is measured.
+/// Decides about a measurement from NVML's list before this program touches the device: the number of other processes,
+/// as far as NVML knows it, or why nothing is measured.
 pub(super) fn judge(others: Option<&[u32]>, shared: bool) -> Result<Option<u32>, String> {
     let Some(others) = others else { return Ok(None) };
     if shared || others.is_empty() {

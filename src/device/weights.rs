@@ -1,4 +1,4 @@
-//! How weights get to the GPU that is driven here, and how long the first token took.
+//! Weight loading for a GPU driven by this process, and the time to the first token.
 
 use std::time::{Duration, Instant};
 
@@ -12,28 +12,28 @@ use super::{Gpu, LOGITS_ROWS, Machine, device_error};
 use crate::context::Context;
 use crate::report;
 
-/// How the weights come, and what was there when.
+/// How the weights are loaded, and the times of arrival.
 #[derive(Default)]
 pub(super) struct Arrival {
-    /// While the kernel is already resident, and how.
+    /// Set if weights are loaded while the kernel is already resident; says how.
     pub(super) streaming: Option<Streaming>,
     resident_at: Option<Instant>,
     first_token_at: Option<Instant>,
 }
 
 impl Arrival {
-    /// The kernel is resident.
+    /// Records that the kernel is resident.
     pub(super) fn resident(&mut self) {
         self.resident_at.get_or_insert_with(Instant::now);
     }
 
-    /// A command gave tokens.
+    /// Records that a command returned tokens.
     pub(super) fn tokens(&mut self) {
         self.first_token_at.get_or_insert_with(Instant::now);
     }
 }
 
-/// Boots a machine for a program; what was loaded before is reported.
+/// Boots a machine for a program, and reports what was loaded before.
 pub(super) fn boot(
     context: &Context,
     program: &Verified<Program>,
@@ -67,12 +67,12 @@ pub(super) fn boot(
 }
 
 impl Gpu<'_> {
-    /// From the next boot on weights come while the kernel is already resident.
+    /// Sets that from the next boot on weights are loaded while the kernel is already resident.
     pub(crate) fn stream_weights(&mut self, streaming: Streaming) {
         self.arrival.streaming = Some(streaming);
     }
 
-    /// How the weights came in, and what was first when; in seconds since `began`.
+    /// Reports how the weights were loaded, and the times of the first events in seconds since `began`.
     pub(crate) fn weights_report(&mut self, began: Instant) -> Result<Value, DeviceError> {
         let since = |at: Option<Instant>| at.map(|at| at.duration_since(began).as_secs_f64());
         let (resident, first) =

@@ -1,4 +1,4 @@
-//! What is wrong with a tool's arguments: all of it, each with its place, what would be legal and what to write instead.
+//! Checks a tool's arguments: reports every error, each with its place, the legal values and a suggestion.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::context::{Context, kv_capacity};
 use crate::failure::{Exit, Failure};
 use crate::report;
 
-/// Something that is wrong. The fields are those of a schedule's violations.
+/// An error in the arguments. The fields are those of a schedule's violations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Problem {
     pub(super) at: String,
@@ -25,7 +25,7 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    /// Whether a rule of schedules says it.
+    /// Whether it violates a rule of schedules.
     pub(super) fn is_about_config(&self) -> bool {
         self.at.starts_with("config.")
     }
@@ -36,7 +36,7 @@ impl Problem {
     }
 }
 
-/// The document of a call whose arguments are wrong.
+/// The document of a call with wrong arguments.
 pub(super) fn document(tool: &str, problems: &[Problem]) -> Value {
     let count = problems.len();
     let message = format!(
@@ -48,7 +48,8 @@ pub(super) fn document(tool: &str, problems: &[Problem]) -> Value {
     document
 }
 
-/// The arguments, with texts turned into what they can only mean: clients send `"2048"` for a number and one path for a list of them.
+/// The arguments, with strings converted to the only type they can mean: clients send `"2048"` for a number and one
+/// path for a list of them.
 pub(super) fn typed(schema: &Value, mut arguments: Map<String, Value>) -> Map<String, Value> {
     for (name, given) in &mut arguments {
         let Value::String(text) = given else { continue };
@@ -73,7 +74,7 @@ pub(super) fn typed(schema: &Value, mut arguments: Map<String, Value>) -> Map<St
     arguments
 }
 
-/// Where the arguments break the tool's schema.
+/// Violations of the tool's schema.
 pub(super) fn against(validator: &Validator, schema: &Value, arguments: &Value) -> Vec<Problem> {
     let mut problems = Vec::new();
     for error in validator.iter_errors(arguments) {
@@ -97,7 +98,7 @@ fn described(schema: &Value, name: &str) -> Option<String> {
     schema["properties"][name]["description"].as_str().map(str::to_owned)
 }
 
-/// An argument that there is not.
+/// An unknown argument.
 fn unknown(name: &str, schema: &Value, arguments: &Value) -> Problem {
     let empty = Map::new();
     let known = schema["properties"].as_object().unwrap_or(&empty);
@@ -108,8 +109,8 @@ fn unknown(name: &str, schema: &Value, arguments: &Value) -> Problem {
     problem
 }
 
-/// What only the model can tell: whether it is there, and whether the cache and the schedule fit it. What the schema found wrong is
-/// left out of it.
+/// Checks against the model: whether it exists, and whether the cache and the schedule fit it. Arguments that already
+/// violate the schema are left out.
 pub(super) fn about_model(arguments: &Map<String, Value>) -> Vec<Problem> {
     let Some(given @ Value::String(name)) = arguments.get("model") else { return Vec::new() };
     let known = |target: &&str| ir::Target::names().any(|name| name == *target);
@@ -158,13 +159,13 @@ fn about_config(arguments: &Map<String, Value>, context: &Context) -> Vec<Proble
     }
 }
 
-/// The path, if it is that of a run.
+/// The path, if it names a run.
 pub(super) fn run_path(source: &ConfigSource) -> Option<&Path> {
     let ConfigSource::File(path) = source else { return None };
     runs::names_run(path).then_some(path)
 }
 
-/// What is wrong with the two sides of a comparison, and with the model that they are lowered for.
+/// Errors in the two sides of a comparison, and in the model that they are lowered for.
 pub(super) fn about_pair(arguments: &Map<String, Value>) -> Vec<Problem> {
     let side = |name: &'static str| {
         let given = arguments.get(name)?;
@@ -182,7 +183,7 @@ pub(super) fn about_pair(arguments: &Map<String, Value>) -> Vec<Problem> {
     problems
 }
 
-/// Two runs: each must be one, and they bring their model with them.
+/// Two runs: both sides must be one, and no model may be given, since runs have their own.
 fn about_runs_pair(
     arguments: &Map<String, Value>,
     sides: &[(&str, &Value, ConfigSource)],
@@ -201,7 +202,7 @@ fn about_runs_pair(
     unused.chain(sides.iter().filter_map(side)).collect()
 }
 
-/// Whether a path names what it must: a problem for each argument whose check fails.
+/// Checks the kind of each path: a problem for each argument whose check fails.
 pub(super) fn about_path(
     name: &str,
     given: &Value,

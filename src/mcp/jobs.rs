@@ -1,4 +1,4 @@
-//! The long work: one schedule is judged at a time, since two would share a device and two cores, and time each other.
+//! Long-running calls: one schedule is judged at a time, since two would share a device and two cores, and disturb each other's timing.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,26 +9,26 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, SemaphorePermit, watc
 use crate::commands::search_loop::{Found, Progress, Watch};
 use crate::failure::Failure;
 
-/// Evaluations that may wait for their turn.
+/// The most evaluations that wait for their turn.
 const WAITING_MAX: usize = 8;
 
-/// Calls that may be under way at once, of whatever tool.
+/// The most concurrent calls, of all tools together.
 const CALLS_MAX: usize = 32;
 
-/// Threads of the tools that answer soon.
+/// Threads for the quick tools.
 const QUICK_MAX: usize = 4;
 
-/// How long the end of the server waits for a trial under way. What it does not wait for is on the disk, or was never acknowledged.
+/// How long shutdown waits for the current trial. A trial that it does not wait for was either on the disk or never acknowledged.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// How long the last answers may take to be read.
+/// How long the client has to read the last answers.
 const LAST_WORDS: Duration = Duration::from_secs(7);
 
-/// Stack of a thread that judges: as much as the main thread has.
+/// Stack of a thread that judges: the size of the main thread's.
 pub(super) const STACK_BYTES: usize = 8 << 20;
 
 pub(super) struct Jobs {
-    /// Held by the one that judges.
+    /// Held by the call that judges.
     turn: Arc<Semaphore>,
     quick: Arc<Semaphore>,
     waiting: Semaphore,
@@ -53,19 +53,19 @@ impl Default for Jobs {
 }
 
 impl Jobs {
-    /// Notes a call, or refuses it.
+    /// Admits a call, or refuses it.
     pub(super) fn call(&self) -> Result<SemaphorePermit<'_>, Failure> {
         self.calls
             .try_acquire()
             .map_err(|_| busy(&format!("{CALLS_MAX} calls are under way; wait for one of them")))
     }
 
-    /// A thread for a tool that answers soon.
+    /// A thread for a quick tool.
     pub(super) async fn quick(&self) -> Result<OwnedSemaphorePermit, Failure> {
         self.quick.clone().acquire_owned().await.map_err(|_| busy("the server is ending"))
     }
 
-    /// The turn of an evaluation: at once, or after those that came before it. A search is not waited for.
+    /// Waits for the turn of an evaluation, in order of arrival. Does not wait for a search: it is refused.
     pub(super) async fn turn(&self) -> Result<OwnedSemaphorePermit, Failure> {
         if let Some(search) = self.search().filter(|search| search.is_running()) {
             return Err(busy(&search.busy()));
@@ -76,7 +76,7 @@ impl Jobs {
         self.turn.clone().acquire_owned().await.map_err(|_| busy("the server is ending"))
     }
 
-    /// Begins a search, unless something is being judged.
+    /// Begins a search, unless a schedule is being judged.
     pub(super) fn begin(&self) -> Result<(Arc<Follow>, OwnedSemaphorePermit), Failure> {
         let mut search = lock(&self.search);
         if let Some(running) = search.as_ref().filter(|search| search.is_running()) {
@@ -101,7 +101,7 @@ impl Jobs {
         WAITING_MAX - self.waiting.available_permits()
     }
 
-    /// Ends a search after its trial, and lets nothing begin.
+    /// Ends a search after its trial, and refuses everything new.
     pub(super) fn end(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.quick.close();
@@ -109,13 +109,13 @@ impl Jobs {
         self.ended.notify_one();
     }
 
-    /// Comes back a while after the end.
+    /// Returns some time after the end.
     pub(super) async fn long_ended(&self) {
         self.ended.notified().await;
         tokio::time::sleep(LAST_WORDS).await;
     }
 
-    /// Waits for what is being judged, for a while.
+    /// Waits for the running evaluation or search, with a time limit.
     pub(super) fn wait(&self) {
         let began = Instant::now();
         while self.is_judging() && began.elapsed() < GRACE {
@@ -132,7 +132,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs something on a thread of its own, which keeps the permit until it is done. A panic is a failure like any other, and ours.
+/// Runs `work` on its own thread, which holds the permit until it is done. A panic is reported as a bug of amk.
 pub(super) async fn on_thread<T: Send + 'static>(
     permit: OwnedSemaphorePermit,
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
@@ -147,7 +147,7 @@ pub(super) async fn on_thread<T: Send + 'static>(
 
 pub(super) type End = Result<Found, Failure>;
 
-/// A search, and who follows it.
+/// A search and its observers.
 pub(super) struct Follow {
     stop: AtomicBool,
     ending: Arc<AtomicBool>,
@@ -161,12 +161,12 @@ impl Follow {
         Self { stop: AtomicBool::new(false), ending, progress, end: Mutex::new(None) }
     }
 
-    /// Asks it to end after the trial under way.
+    /// Requests the end after the current trial.
     pub(super) fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
     }
 
-    /// Notes how it ended, and wakes who follows it.
+    /// Records the result, and wakes the observers.
     pub(super) fn ended(&self, end: Arc<End>) {
         *lock(&self.end) = Some(end);
         self.progress.send_modify(|_| {});
@@ -184,12 +184,12 @@ impl Follow {
         self.progress.borrow().clone()
     }
 
-    /// Wakes at every later progress, of which it sees the newest, and at the end.
+    /// A receiver that wakes at every later progress, of which it sees the newest, and at the end.
     pub(super) fn subscribe(&self) -> watch::Receiver<Option<Progress>> {
         self.progress.subscribe()
     }
 
-    /// Why nothing else may be judged.
+    /// Why nothing else can be judged now.
     fn busy(&self) -> String {
         let at = |p: Progress| Some(format!(" (trial {} of {})", p.trials, p.budget?));
         let at = self.progress().and_then(at).unwrap_or_default();

@@ -1,11 +1,11 @@
-//! Schemas as clients are shown them: short, since a client puts the whole list into its model's context, and in the words that all of
-//! them know.
+//! Schemas as listed for clients: short, since a client puts the whole list into its model's context, and in the
+//! keywords that all clients support.
 
 use rmcp::model::JsonObject;
 use schemars::Schema;
 use serde_json::{Map, Value, json};
 
-/// An answer's schema without what its fields are made of: HARNESS.md says that.
+/// An answer's schema without the structure of its fields, which HARNESS.md describes.
 pub(super) fn shallow(whole: &JsonObject) -> JsonObject {
     let definitions = whole.get("$defs").and_then(Value::as_object);
     let fields = whole.get("properties").and_then(Value::as_object);
@@ -35,7 +35,7 @@ pub(super) fn shallow(whole: &JsonObject) -> JsonObject {
     shown
 }
 
-/// The JSON types that a value may have; none if the schema does not say.
+/// The JSON types that a value may have; none if the schema does not restrict them.
 fn types<'a>(schema: &'a Value, definitions: Option<&'a Map<String, Value>>) -> Vec<&'a str> {
     match schema.get("type") {
         Some(Value::String(one)) => return vec![one],
@@ -51,12 +51,12 @@ fn types<'a>(schema: &'a Value, definitions: Option<&'a Map<String, Value>>) -> 
     let any = ["anyOf", "oneOf"].iter().find_map(|key| schema.get(*key)?.as_array());
     let each: Vec<Vec<&str>> =
         any.into_iter().flatten().map(|one| types(one, definitions)).collect();
-    // One of them says nothing, and so may be anything.
+    // One alternative without a type allows any.
     if each.iter().any(Vec::is_empty) { Vec::new() } else { each.concat() }
 }
 
-/// Arguments as they are listed. One that may be left out may be null too, which is accepted and not listed: clients that turn texts into numbers
-/// go by a single type.
+/// Arguments as listed. An optional argument also accepts null, which is not listed: clients that convert strings to
+/// numbers rely on a single type.
 pub(super) fn plain(mut input: JsonObject) -> JsonObject {
     let properties = input.get_mut("properties").and_then(Value::as_object_mut);
     for property in properties.into_iter().flat_map(|all| all.values_mut()) {
@@ -72,17 +72,17 @@ pub(super) fn plain(mut input: JsonObject) -> JsonObject {
     input
 }
 
-/// A schema without what clients do not need of it.
+/// A schema without the parts that clients do not need.
 pub(super) fn object(schema: Schema) -> JsonObject {
     let Value::Object(mut object) = schema.to_value() else { return Map::new() };
-    // The type's name and sentence are ours; the tool has its own.
+    // The type's name and doc comment describe the Rust type; the tool has its own.
     object.remove("title");
     object.remove("description");
     object.values_mut().for_each(without_widths);
     object
 }
 
-/// Takes out the formats that say how wide a number is (`uint64`): JSON schema has no such, and clients warn of each of them.
+/// Removes the formats for the width of a number (`uint64`): JSON schema has none, and clients warn about each of them.
 fn without_widths(schema: &mut Value) {
     match schema {
         Value::Object(map) => {

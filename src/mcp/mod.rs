@@ -1,12 +1,12 @@
-//! `amk mcp`: the verbs that an agent needs as tools of the Model Context Protocol, on standard input and output.
+//! `amk mcp`: the commands that an agent needs as tools of the Model Context Protocol, on standard input and output.
 //!
-//! The SDK speaks the protocol. A tool's arguments are those of the command of its name and its answer is that command's document: both
-//! describe themselves by schemas that are made from the same types. Standard output carries JSON-RPC only, and nobody need read
-//! standard error: nothing is said there.
+//! The SDK implements the protocol. A tool's arguments are those of the command of its name and its answer is that
+//! command's document: the schemas of both are generated from the same types. Standard output carries JSON-RPC only,
+//! and after the first line nothing is written to standard error, since no client need read it.
 //!
-//! **Promises.** Nothing waits without a bound: one schedule is judged at a time, a few wait for their turn, what is beyond that is refused
-//! at once, and progress that nobody reads is replaced by newer progress. A search runs on a thread of its own and asks before each trial
-//! whether it goes on. The end of the input ends it too.
+//! **Promises.** Nothing waits without a bound: one schedule is judged at a time, a few wait for their turn, further
+//! calls are refused at once, and unread progress is replaced by newer progress. A search runs on its own thread and
+//! checks before each trial whether to continue. The end of the input ends it too.
 
 mod arguments;
 mod jobs;
@@ -29,7 +29,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use jobs::Jobs;
 
-/// Serves one client until its end of the input is closed.
+/// Serves one client until it closes the input.
 pub(crate) fn serve() -> Outcome {
     report::say("amk mcp: serving on standard input and output until the input ends");
     crate::spinner::quiet();
@@ -43,7 +43,7 @@ pub(crate) fn serve() -> Outcome {
         let (input, output) = rmcp::transport::stdio();
         let input = UntilEnd { input, jobs: jobs.clone() };
         match server.serve((input, output)).await {
-            // A client that reads no more would keep the SDK at its last words for ever.
+            // A client that stops reading would block the SDK's shutdown forever.
             Ok(running) => tokio::select! {
                 ended = running.waiting() => ended.map(drop).map_err(|error| error.to_string()),
                 () = jobs.long_ended() => Ok(()),
@@ -54,12 +54,12 @@ pub(crate) fn serve() -> Outcome {
     });
     jobs.end();
     jobs.wait();
-    // A thread that reads standard input cannot be joined.
+    // A thread blocked on standard input cannot be joined.
     runtime.shutdown_background();
     served.map(|()| Exit::Yes).map_err(|error| Failure::usage(format!("no MCP client: {error}")))
 }
 
-/// Standard input, which ends the work when it ends.
+/// Standard input; its end ends the work.
 struct UntilEnd<R> {
     input: R,
     jobs: Arc<Jobs>,

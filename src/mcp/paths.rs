@@ -1,8 +1,8 @@
-//! Which files a tool may read and write: those in the folder that the server was started in. A client's model may have been told by a
-//! stranger what to ask for; what it may see is for the person to say who starts the server.
+//! The files that a tool may read and write: those in the folder that the server was started in. A client's model may
+//! follow a stranger's instructions; the person who starts the server decides what it may access.
 //!
-//! `model` is not held to it: checkpoints lie in caches elsewhere, and of a folder without one only its name and the keys of its
-//! config.json are repeated.
+//! `model` is exempt: checkpoints lie in caches elsewhere, and from a folder without one only its name and the keys of
+//! its config.json are repeated.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -44,7 +44,7 @@ pub(super) fn outside(arguments: &Map<String, Value>) -> Vec<Problem> {
     problems
 }
 
-/// The path of a schedule, if it is not the schedule itself.
+/// The path of a schedule; `None` if the argument is the schedule itself.
 fn named(given: &Value) -> Option<PathBuf> {
     match serde_json::from_value(given.clone()) {
         Ok(ConfigSource::File(path)) => Some(path),
@@ -52,7 +52,7 @@ fn named(given: &Value) -> Option<PathBuf> {
     }
 }
 
-/// Whether a path leads into the folder, its links followed. What is not there yet is judged by the folder that it would be made in.
+/// Whether a path is inside the folder after links are followed. A missing path is judged by the folder in which it would be created.
 fn is_inside(folder: &Path, path: &Path) -> bool {
     let mut place = folder.join(path);
     let mut missing = PathBuf::new();
@@ -60,7 +60,7 @@ fn is_inside(folder: &Path, path: &Path) -> bool {
         if let Ok(real) = place.canonicalize() {
             return real.join(missing).starts_with(folder);
         }
-        // A link to nothing would be followed by whoever writes.
+        // A write would follow a dangling link.
         if place.symlink_metadata().is_ok() {
             return false;
         }

@@ -1,4 +1,4 @@
-//! What an agent reads before it starts.
+//! Documents for an agent to read before it starts.
 
 use rmcp::model::{Resource, ResourceContents};
 

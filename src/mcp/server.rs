@@ -1,4 +1,4 @@
-//! Answers the protocol's requests: which tools and resources there are, and what they say.
+//! The protocol's handlers: lists tools and resources, and runs the tools.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::commands::search_loop::{self, Progress};
 use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
-/// How long a result waits for the last progress to be taken.
+/// How long a result waits for the client to take the last progress.
 const LAST_PROGRESS: Duration = Duration::from_secs(1);
 
 const INSTRUCTIONS: &str = "amk searches for the fastest schedule of a decoder LLM's megakernel. Read the resource amk://harness first. \
@@ -41,7 +41,7 @@ impl Server {
         Ok(Self { tools: Arc::new(tools::all(&jobs)?), jobs })
     }
 
-    /// Runs a tool by its place in the table. The outer error is for arguments that are wrong, as a document.
+    /// Runs a tool by its index in the table. The outer error is the document for wrong arguments.
     async fn run(
         &self,
         index: usize,
@@ -70,7 +70,7 @@ impl Server {
         })
     }
 
-    /// Runs a tool that answers from its arguments, on a thread of its own.
+    /// Runs a tool that answers from its arguments, on its own thread.
     async fn call(
         &self,
         index: usize,
@@ -106,7 +106,7 @@ impl Server {
         });
         let watch = follow.clone();
         let end = on_thread(turn, move || {
-            // Noted on the thread: a status after this is true whoever still listens.
+            // Recorded on this thread: a later status is correct even if no one awaits the result.
             let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 search_loop::answer(&args, &*watch).map(|answer| answer.document)
             }));
@@ -138,7 +138,7 @@ impl Server {
     }
 }
 
-/// Sends a search's progress. What the client is too slow to take is replaced by what comes after it.
+/// Forwards a search's progress. What the client is too slow to take is replaced by newer progress.
 async fn forward(
     token: ProgressToken,
     peer: Peer<RoleServer>,
@@ -148,7 +148,7 @@ async fn forward(
     let mut sent = None;
     while news.changed().await.is_ok() {
         let progress = news.borrow_and_update().clone();
-        // The protocol wants every progress to be more than the one before.
+        // The protocol requires progress to increase.
         let new = |p: &Progress| p.last.is_some() && Some(p.trials) > sent;
         if let Some(progress) = progress.filter(new) {
             sent = Some(progress.trials);
@@ -184,7 +184,7 @@ fn notification(token: ProgressToken, progress: &Progress) -> ProgressNotificati
     ))
 }
 
-/// What is sent for an answer. A schedule that breaks rules is an argument that is wrong, though its verdict says it all.
+/// The result for an answer. An illegal schedule is a wrong argument, so the result is an error, although its verdict is complete.
 fn complete(answered: Answer<Value>) -> CallToolResult {
     let illegal = answered.document["violations"].as_array().is_some_and(|list| !list.is_empty());
     let mut result = CallToolResult::structured(answered.document);
@@ -192,7 +192,7 @@ fn complete(answered: Answer<Value>) -> CallToolResult {
     result
 }
 
-/// An error that the agent reads. It has no structured content: that would have to fit the schema of the tool's answer.
+/// An error for the agent. It has no structured content, which would have to match the schema of the tool's answer.
 fn error(document: &Value) -> CallToolResult {
     CallToolResult::error(vec![ContentBlock::text(document.to_string())])
 }

@@ -1,4 +1,4 @@
-//! What the server is doing, as the tool `status` answers.
+//! The state of the server, as the tool `status` answers.
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::jobs::{Follow, Jobs};
 use crate::commands::search_loop::{Found, Progress};
 
-/// What the server is doing.
+/// The state of the server.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct Status {
     #[schemars(extend("const" = "amk.status.v1"))]
@@ -28,7 +28,7 @@ struct SearchStatus {
     state: &'static str,
     #[serde(flatten)]
     progress: Progress,
-    /// What it found, once it has ended.
+    /// The result, once it has ended.
     result: Option<Found>,
     /// Why it failed.
     error: Option<String>,

@@ -1,4 +1,4 @@
-//! The tools: each is a command's arguments, its answer, and a sentence for the agent that chooses between them.
+//! The tools: each is a command's arguments, its answer, and a description for the agent that chooses between them.
 
 use std::sync::Arc;
 
@@ -25,17 +25,17 @@ use crate::report::Answer;
 type Call = Box<dyn Fn(Value) -> Result<Answer<Value>, Failure> + Send + Sync>;
 
 pub(super) enum Run {
-    /// It answers soon, beside whatever else is under way.
+    /// Answers soon, and runs concurrently with other calls.
     Quick(Call),
-    /// As that, and it writes a file.
+    /// The same, and writes a file.
     Write(Call),
-    /// It judges a schedule: one at a time.
+    /// Judges a schedule: one at a time.
     Judge(Call),
     Search,
 }
 
 pub(super) struct Entry {
-    /// As it is listed.
+    /// The tool as listed.
     pub(super) tool: Tool,
     pub(super) run: Run,
     schema: Value,
@@ -44,23 +44,23 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// The arguments as their types want them, where a text can only mean that.
+    /// The arguments, with strings converted where the type allows only one reading.
     pub(super) fn typed(&self, arguments: Map<String, Value>) -> Map<String, Value> {
         arguments::typed(&self.schema, arguments)
     }
 
-    /// Everything that is wrong with these arguments.
+    /// Every error in these arguments.
     pub(super) fn problems(&self, arguments: &Map<String, Value>) -> Vec<Problem> {
         let whole = Value::Object(arguments.clone());
         let mut problems = arguments::against(&self.validator, &self.schema, &whole);
         let outside = paths::outside(arguments);
         if !outside.is_empty() {
-            // What is out of bounds is not read to say more.
+            // A path outside the folder is not read for further checks.
             return problems.into_iter().chain(outside).collect();
         }
         let shape = problems.len();
         problems.extend((self.check)(arguments));
-        // A verdict says what is wrong with a schedule in its own way, if nothing else is.
+        // If only the schedule is illegal, the verdict reports it.
         let only_config = shape == 0 && problems.iter().all(Problem::is_about_config);
         if only_config && matches!(self.run, Run::Judge(_)) { Vec::new() } else { problems }
     }
@@ -73,14 +73,15 @@ struct StatusArgs {}
 /// Arguments of `runs`.
 #[derive(Debug, Deserialize, JsonSchema)]
 struct RunsCall {
-    /// Check every row (the chain, the head, and that each follows from its samples) and say of a ledger that does not hold which line and why.
+    /// Check every row (the chain, the tip record, and that each follows from its samples); for an invalid ledger,
+    /// report the line and the reason.
     #[serde(default)]
     verify: bool,
     #[serde(flatten)]
     runs: RunsArgs,
 }
 
-/// What `compare` answers: the document of `runs compare` for two runs, else that of `diff`.
+/// The answer of `compare`: the document of `runs compare` for two runs, else that of `diff`.
 #[derive(Serialize, JsonSchema)]
 #[serde(untagged)]
 #[schemars(extend(
@@ -150,7 +151,7 @@ pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
     ])
 }
 
-/// Two runs are compared as `runs compare` does it, everything else as `diff` does.
+/// Compares two runs with `runs compare`, everything else with `diff`.
 fn compare(args: &DiffArgs) -> Result<Answer<Comparison>, Failure> {
     if let (Some(a), Some(b)) = (arguments::run_path(&args.a), arguments::run_path(&args.b)) {
         let pair = CompareArgs { a: a.to_path_buf(), b: b.to_path_buf() };
@@ -161,7 +162,7 @@ fn compare(args: &DiffArgs) -> Result<Answer<Comparison>, Failure> {
     Ok(Answer { document: Comparison::Parts(Box::new(document)), exit })
 }
 
-/// A ledger that is not there.
+/// Checks that the ledger exists.
 fn about_ledger(given: &Map<String, Value>) -> Vec<Problem> {
     let Some(path @ Value::String(name)) = given.get("ledger") else { return Vec::new() };
     let there = std::path::Path::new(name).is_file();
@@ -169,7 +170,7 @@ fn about_ledger(given: &Map<String, Value>) -> Vec<Problem> {
     if there { Vec::new() } else { vec![problem] }
 }
 
-/// A folder that a search cannot begin or go on in.
+/// Checks that a search can begin or continue in the folder.
 fn about_folder(given: &Map<String, Value>) -> Vec<Problem> {
     let folder = serde_json::from_value::<LoopArgs>(Value::Object(given.clone()));
     let checked = folder.ok().map(|args| search_loop::check_folder(&args));
@@ -177,7 +178,7 @@ fn about_folder(given: &Map<String, Value>) -> Vec<Problem> {
     checked.and_then(|checked| arguments::about_path("out", out, checked)).into_iter().collect()
 }
 
-/// A page that is no page: the tool writes nothing else, and over nothing else.
+/// Checks that the output is an HTML page: the tool writes and overwrites nothing else.
 fn about_page(given: &Map<String, Value>) -> Vec<Problem> {
     let default = Value::from(html::FILE);
     let out = given.get("out").filter(|out| !out.is_null()).unwrap_or(&default);
@@ -203,7 +204,7 @@ fn about_paths(name: &'static str, given: &Map<String, Value>) -> Vec<Problem> {
     paths.into_iter().flatten().filter_map(problem).collect()
 }
 
-/// A command as a tool's call.
+/// Wraps a command as a tool's call.
 fn typed<A, D>(answer: impl Fn(&A) -> Result<Answer<D>, Failure> + Send + Sync + 'static) -> Call
 where
     A: DeserializeOwned,
@@ -216,7 +217,7 @@ where
     })
 }
 
-/// Arguments that the schema let through.
+/// Deserializes arguments that passed the schema.
 pub(super) fn read<A: DeserializeOwned>(given: Value) -> Result<A, Failure> {
     serde_json::from_value(given).map_err(|error| Failure::usage(format!("arguments: {error}")))
 }
@@ -233,7 +234,7 @@ fn entry<A: JsonSchema, D: JsonSchema>(
 ) -> Result<Entry, Failure> {
     let mut input =
         listed::object(SchemaSettings::draft2020_12().into_generator().into_root_schema_for::<A>());
-    // The types cannot say it: a flattened struct does not know which names belong to its neighbours.
+    // The types cannot express it: a flattened struct does not see the fields of its siblings.
     input.insert("additionalProperties".into(), false.into());
     input.entry("properties").or_insert_with(|| Value::Object(Map::new()));
     let settings = SchemaSettings::draft2020_12().for_serialize();
@@ -335,7 +336,7 @@ mod tests {
             assert!(places.contains(&place), "{place} is not in {places:?}");
         }
         assert_eq!(problems.len(), 6, "{problems:?}");
-        // A schedule that is the only thing wrong is the verdict's to refuse.
+        // An illegal schedule as the only error is left to the verdict.
         let given = serde_json::json!({"model": "toy", "config": {"pipeline": {"stages": 99}}});
         assert_eq!(tool.problems(given.as_object().expect("an object")), []);
     }

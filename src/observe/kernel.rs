@@ -1,21 +1,21 @@
-//! The kernel as a thread beside sees it, without a call of the driver: commands, steps, worker heartbeats, suspicion. Everything comes from memory that
-//! the device writes, so who drives the machine does nothing for it.
+//! Observes the kernel from a separate thread, without driver calls: commands, steps, worker heartbeats, stall
+//! suspicion. All of it is read from memory that the device writes, at no cost to the thread that drives the machine.
 
 use abi::{RING_ENTRIES, UNIT_BYTES, WORKERS_MAX};
 use telemetry::{Edit, Stalls, Suspect, bucket};
 use vm_host::Monitor;
 
-/// How long a worker may be still inside a step before it is suspected. A step takes milliseconds, and the kernel itself gives up after
-/// seconds.
+/// How long a worker may make no progress inside a step before it is suspected. A step takes milliseconds, and the
+/// kernel itself gives up after seconds.
 const STILL_NS: u64 = 250_000_000;
 
 pub(crate) struct KernelWatch {
     launch: u64,
-    /// Commands that were counted.
+    /// Commands counted so far.
     seen: u32,
-    /// When the last of them was done, by the device's clock.
+    /// The end of the last of them, by the device's clock.
     ended_ns: u64,
-    /// What the loaders had asked for, in units.
+    /// Units that each loader has requested so far.
     issued: [u32; WORKERS_MAX as usize],
     stalls: Stalls,
     suspected: u32,
@@ -35,7 +35,7 @@ impl Default for KernelWatch {
 }
 
 impl KernelWatch {
-    /// Takes in what is new. Returns the worker that is suspected, if one is.
+    /// Publishes everything new. Returns the suspected worker, if there is one.
     pub(crate) fn look(
         &mut self,
         monitor: &Monitor,

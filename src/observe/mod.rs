@@ -1,5 +1,5 @@
-//! The page of this process, and the thread beside its work that keeps it fresh: it says that the process lives, looks at the kernel if there
-//! is one, and writes the metrics file.
+//! The telemetry page of this process, and the thread that keeps it fresh: it publishes a heartbeat, polls the kernel
+//! if there is one, and writes the metrics file.
 
 mod kernel;
 mod sequences;
@@ -21,29 +21,29 @@ use crate::report;
 pub(crate) use kernel::KernelWatch;
 pub(crate) use sequences::Sequences;
 
-/// How often the thread looks. The ring holds 64 answers, so commands of a step each are all seen.
+/// How often the thread polls. The ring holds 64 answers, so even commands of one step each are all seen.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// The ring of a machine, while there is one.
+/// The monitor handle of a machine, while there is one.
 pub(crate) type SharedMonitor = Arc<Mutex<Option<vm_host::Monitor>>>;
 
-/// A file that is written now and then.
+/// A file that is written at an interval.
 pub(crate) struct MetricsFile {
     pub(crate) path: PathBuf,
     pub(crate) every: Duration,
 }
 
-/// The page of this process. When it is dropped the page is gone.
+/// The page of this process, which is removed on drop.
 pub(crate) struct Observer {
     publisher: Publisher,
-    /// The kernel that the thread looks at, once there is one.
+    /// The kernel that the thread polls, once there is one.
     monitor: SharedMonitor,
     over: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Observer {
-    /// Makes the page and starts the thread. A page that cannot be had is no reason not to work.
+    /// Creates the page and starts the thread. Without a visible page the process works all the same.
     pub(crate) fn start(
         context: &Context,
         (command, device): (&str, &str),
@@ -82,7 +82,7 @@ impl Observer {
         &self.publisher
     }
 
-    /// Where a machine leaves its kernel to be looked at.
+    /// The place where a machine publishes its monitor handle.
     pub(crate) fn monitor(&self) -> &SharedMonitor {
         &self.monitor
     }
@@ -131,7 +131,7 @@ fn look(page: &Publisher, monitor: &SharedMonitor, watch: &mut KernelWatch) {
     });
 }
 
-/// What the process does from now on.
+/// Changes the activity of the process, and adds up the time of the previous one.
 pub(crate) fn enter_at(head: &mut abi::Telemetry, activity: Activity, now_ns: u64) {
     let began = if head.activity_ns == 0 { head.started_ns } else { head.activity_ns };
     let spent = now_ns.saturating_sub(began);
@@ -146,7 +146,7 @@ pub(crate) fn snapshot(reader: &Reader) -> Option<Box<Page>> {
     reader.read(&mut page).ok().map(|()| page)
 }
 
-/// Writes the metrics whole or not at all: beside the file, then in its place.
+/// Writes the metrics atomically: to a temporary file, which then replaces the old one.
 fn write_metrics(path: &Path, reader: &Reader) -> Result<(), Failure> {
     let Some(page) = snapshot(reader) else { return Ok(()) };
     let text = telemetry::openmetrics(page);

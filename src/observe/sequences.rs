@@ -1,4 +1,4 @@
-//! Sequences on the page: what the thread that owns a machine says of those that take turns on it.
+//! Telemetry of sequences, written by the thread that owns the machine on which they take turns.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use telemetry::{Edit, Publisher, bucket, now_ns};
 
 use super::enter_at;
 
-/// Says on a page what becomes of sequences. Without a page it does nothing.
+/// Publishes the state of sequences on a page. Without a page it does nothing.
 #[derive(Clone, Default)]
 pub(crate) struct Sequences {
     page: Option<Publisher>,
@@ -18,7 +18,7 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    /// With `counts`, what is run is counted by the turns; else somebody else does it.
+    /// With `counts`, steps are counted by turns; otherwise another thread counts them.
     pub(crate) fn new(page: &Publisher, counts: bool) -> Self {
         Self { page: Some(page.clone()), opened: 0, counts }
     }
@@ -29,17 +29,17 @@ impl Sequences {
         }
     }
 
-    /// The owner of the machine does something else from now on.
+    /// Changes the activity of the machine's owner.
     pub(crate) fn enter(&self, activity: Activity) {
         self.edit(|edit| enter_at(edit.head(), activity, now_ns()));
     }
 
-    /// So many requests have no place.
+    /// Sets the number of requests without a place.
     pub(crate) fn waiting(&self, requests: usize) {
         self.edit(|edit| edit.head().waiting = u32::try_from(requests).unwrap_or(u32::MAX));
     }
 
-    /// A sequence has a place, and may run so many positions.
+    /// A sequence got a place; it may run at most `goal` positions.
     pub(crate) fn open(&mut self, place: usize, priority: Priority, goal: u64, ring: &Ring) {
         self.opened += 1;
         self.edit(|edit| {
@@ -50,7 +50,7 @@ impl Sequences {
         });
     }
 
-    /// There is one sequence only, which takes no turns with others.
+    /// The only sequence, which takes no turns.
     pub(crate) fn sole(&self, goal: u64) {
         self.edit(|edit| {
             *edit.session(0) = opened(1, Priority::Normal, EntryState::Claimed as u32, goal);
@@ -59,7 +59,7 @@ impl Sequences {
         });
     }
 
-    /// A command ran so many sequences at once. Each says its turn beside.
+    /// A command ran this many sequences at once. Each publishes its own turn.
     pub(crate) fn batch(&self, turns: usize) {
         self.edit(|edit| {
             let head = edit.head();
@@ -83,7 +83,7 @@ impl Sequences {
         });
     }
 
-    /// It ran so many, in this time.
+    /// It ran this many positions in this time.
     pub(crate) fn ran(&self, place: usize, positions: usize, took: Duration) {
         self.edit(|edit| {
             let session = edit.session(place);
@@ -106,7 +106,7 @@ impl Sequences {
         });
     }
 
-    /// A turn has been given back, in which so many tokens were chosen.
+    /// A turn has ended, in which `tokens` tokens were sampled.
     pub(crate) fn turn(&self, place: usize, tokens: u64, ring: &Ring) {
         self.edit(|edit| {
             add_tokens(edit, place, tokens);
@@ -115,7 +115,7 @@ impl Sequences {
         });
     }
 
-    /// Tokens were chosen, where nobody takes turns.
+    /// Tokens were sampled by the only sequence.
     pub(crate) fn chosen(&self, place: usize, tokens: u64) {
         self.edit(|edit| add_tokens(edit, place, tokens));
     }
@@ -129,7 +129,7 @@ impl Sequences {
         });
     }
 
-    /// Sequences ended without a turn of their own: they never had a place, or everything ends.
+    /// Sequences ended outside a turn: they never had a place, or everything ends.
     pub(crate) fn lost(&self, ending: SequenceEnd, count: usize) {
         self.edit(|edit| edit.head().endings[ending as usize] += count as u64);
     }
@@ -157,7 +157,7 @@ fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWord
     SessionWords { serial, priority, state, goal, opened_ns, turn_ns, ..SessionWords::default() }
 }
 
-/// The states of all commands, and how often each was entered.
+/// The states of all commands, and the number of times each was entered.
 fn states(head: &mut abi::Telemetry, ring: &Ring) {
     head.occupancy = ring.occupancy();
     let entered = ring.entered();

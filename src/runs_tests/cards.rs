@@ -1,4 +1,4 @@
-//! Runs of several cards, written by searches on scripted devices, as `runs` reads them.
+//! Runs of several cards, written by searches on scripted devices and read by `runs`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use super::amk;
 
 const KV_CAPACITY: u32 = 24;
 
-/// Microseconds per token by the kernel.
+/// Maps a kernel to µs per token.
 type Times = fn(&KernelConfig) -> f64;
 
 fn conditions(uuid: &str) -> Conditions {
@@ -66,7 +66,7 @@ fn write_run(folder: &Path, knob: Knob, cards: &[(&str, Times)]) {
                 let script = move |_: &ir::program::Program, kernel: &KernelConfig| {
                     Behaviour::takes(times(kernel)).with_noise(0.002)
                 };
-                // What the card of the name reads: bounds are looked at with that in mind.
+                // A plausible bandwidth for the named card: bounds are checked against it.
                 let device = ScriptedDevice::new(logits, 3, script).with_bandwidth(4.6e12);
                 Ok(Box::new(device) as Box<dyn Device>)
             })
@@ -90,12 +90,12 @@ fn quick(kernel: &KernelConfig) -> f64 {
     }
 }
 
-/// The same 3 % slower.
+/// The same, 3% slower.
 fn slow(kernel: &KernelConfig) -> f64 {
     1.03 * quick(kernel)
 }
 
-/// A card on which the other knob is worth more.
+/// A card on which the other knob has the larger effect.
 fn other(kernel: &KernelConfig) -> f64 {
     match (kernel.evict, kernel.poll_sleep_ns) {
         (Evict::First, _) => 97.0,
@@ -140,7 +140,7 @@ fn runs_of_several_cards_are_compared_card_by_card() {
     assert!((ratio - 1.03).abs() < 0.003, "{ratio}");
     assert!(cards.iter().all(|card| card["noise_floor"].as_f64().is_some()));
 
-    // Every card that both ran on says so, whatever its number in either.
+    // Every card that both ran on agrees, whatever its number in either.
     for b in ["sleep", "turned"] {
         let found = compared(dir.path(), "evict", b, 0);
         assert_eq!(
@@ -151,10 +151,10 @@ fn runs_of_several_cards_are_compared_card_by_card() {
         let why = found["why"].as_str().unwrap();
         assert!(why.contains("card aa: saves 5.") && why.contains("; card bb: saves 5."), "{why}");
     }
-    // Two cards that say different things.
+    // Two cards that disagree.
     let found = compared(dir.path(), "split-a", "split-b", 0);
     assert_eq!(found["better"], "inconclusive", "{found}");
-    // One card in common: that one speaks, and the figures are its own.
+    // Only one card in common: it decides, with its own figures.
     let found = compared(dir.path(), "evict", "split-b", 0);
     assert_eq!(found["better"], "a", "{found}");
     assert!(!found["why"].as_str().unwrap().contains("card "), "{found}");
@@ -172,7 +172,7 @@ fn a_trial_of_a_card_is_replayed_without_it_as_far_as_that_goes() {
     write_run(dir.path(), Knob::KernelEvict, &[("aa", quick), ("bb", slow)]);
     let args = ["runs", "replay", ".", "--trial", "1", "--device", "cpu"];
     let (_, found, error) = amk(dir.path(), &args);
-    // The kernel's id is another here: the search's was made up.
+    // The kernel's id differs here: the search's was made up.
     let result = |name: &str| {
         let stages = found["stages"].as_array().unwrap();
         stages.iter().find(|s| s["stage"] == name).map(|s| s["result"].clone()).unwrap_or_default()
@@ -191,7 +191,7 @@ fn a_row_that_another_card_measured_is_found() {
     let contents = corpus::read(&ledger).unwrap();
     std::fs::remove_file(&ledger).unwrap();
     let _ = std::fs::remove_file(dir.path().join("ledger.head"));
-    // Written again with all hashes anew: the row itself must give it away.
+    // Rewritten with all hashes new: the row itself must give it away.
     let mut forged = Ledger::create(&ledger, &contents.header).unwrap();
     for (index, record) in contents.records.iter().enumerate() {
         let mut record = record.clone();

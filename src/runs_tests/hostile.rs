@@ -1,4 +1,4 @@
-//! Runs that somebody altered or made up, as the verbs that read runs meet them.
+//! Altered and forged runs, and how the commands that read runs treat them.
 
 use std::path::Path;
 
@@ -6,14 +6,14 @@ use serde_json::Value;
 
 use super::{amk, copy, folder, forge, search, succeeds};
 
-/// Writes a ledger anew with right hashes and leaves everything else of its folder as it was.
+/// Rewrites a ledger with right hashes and leaves every other file in its folder as it was.
 fn forge_ledger_alone(run: &Path, edit: impl FnOnce(&mut Value, &mut Vec<Value>)) {
     let manifest = std::fs::read(run.join("manifest.json")).unwrap();
     forge(run, edit);
     std::fs::write(run.join("manifest.json"), manifest).unwrap();
 }
 
-/// A way to alter a run's folder, with a word that its refusal says.
+/// A way to alter a run's folder, with a word of its refusal.
 type Alteration = (&'static str, fn(&Path));
 
 fn pipe(path: &Path) {
@@ -57,7 +57,7 @@ fn a_search_with_a_proposer_goes_on_when_the_same_command_is_given_again() {
     let (code, _, said) = amk(folder.path(), &args);
     assert!(code == 2 && said.contains("never run"), "{said}");
     let more = [&args[..], &["--proposer", script]].concat();
-    // The command begins anew, and what it proposes first is known.
+    // The command starts again, and its first proposal is known.
     assert_eq!(succeeds(folder.path(), &more, "amk.loop.v1")["n_trials"], 4);
 }
 
@@ -136,7 +136,7 @@ fn a_resumed_search_writes_through_no_link_of_its_folder() {
     succeeds(folder.path(), &resume, "amk.loop.v1");
     assert_eq!(std::fs::read_to_string(&victim).unwrap(), "mine\n");
     succeeds(folder.path(), &["runs", "verify", "runs/a"], "amk.runs.v1");
-    // A ledger that is a link is not gone on with, wherever it leads.
+    // A ledger that is a symbolic link is not resumed, wherever it leads.
     std::fs::remove_file(run.join("manifest.json")).unwrap();
     std::fs::rename(run.join("ledger.jsonl"), folder.path().join("elsewhere")).unwrap();
     std::os::unix::fs::symlink(folder.path().join("elsewhere"), run.join("ledger.jsonl")).unwrap();

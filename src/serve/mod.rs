@@ -329,7 +329,7 @@ fn announce(
     for addr in [Some(bound), metrics].into_iter().flatten() {
         if !addr.ip().is_loopback() {
             report::say(&format!(
-                "warning: {addr} can be reached from other machines, and the server asks nobody who they are"
+                "warning: {addr} can be reached from other machines, and there is no authentication"
             ));
         }
     }

@@ -1,10 +1,10 @@
-//! Timed blocks: one loop and the same figures for all that is timed here.
+//! Timed blocks: one loop and the same statistics for everything that is timed here.
 
-/// What each block took, the shortest first.
+/// The time of each block, the shortest first.
 pub(in crate::commands) struct Blocks(pub(in crate::commands) Vec<f64>);
 
 impl Blocks {
-    /// Times so many blocks, after so many that do not count.
+    /// Times `count` blocks after `warmup` untimed ones.
     pub(in crate::commands) fn time<E>(
         (warmup, count): (usize, usize),
         mut block: impl FnMut() -> Result<f64, E>,
@@ -21,7 +21,7 @@ impl Blocks {
         search::median(&self.0)
     }
 
-    /// The shortest and the longest.
+    /// The shortest and the longest time.
     pub(in crate::commands) fn ends(&self) -> [f64; 2] {
         [self.0[0], self.0[self.0.len() - 1]]
     }

@@ -21,7 +21,8 @@ fn compared_positions_are_all_of_a_few_and_some_of_many() {
     }
 }
 
-/// A bench of the toy on a scripted device whose logits behind the gate's positions are `edit`ed; returns verdict, outcome and what was shown.
+/// Runs a bench of the toy on a scripted device whose logits beyond the gate's positions are `edit`ed; returns verdict,
+/// outcome and what was shown.
 fn bench_of(
     edit: impl Fn(&mut Vec<f32>),
     behaviour: Behaviour,
@@ -83,7 +84,7 @@ fn what_was_measured_becomes_a_bundle_that_holds() {
     assert_eq!(rebuilt.expect("the same program").1.id(), verdict.program_id.expect("it has one"));
 }
 
-/// Behind the gate's positions: each logit is within the constant, which scales with the greatest, and all together are too far.
+/// Beyond the gate's positions: each logit is within the tolerance, which scales with the greatest one, but the error of the row is too large.
 #[test]
 fn an_error_that_the_gate_accepts_can_be_too_large_for_the_bench() {
     let spread = |row: &mut Vec<f32>| {

@@ -1,5 +1,6 @@
-//! How two programs differ. A task is what it computes: its opcode, its layer and its parameters. Tasks that both programs have may still
-//! differ in where they run, what they read and write, and whom they wait for; the others were added or removed.
+//! The difference of two programs. A task is identified by what it computes: its opcode, its layer and its parameters.
+//! Tasks in both programs may still differ in the worker that runs them, in their buffers and in their waits; all other
+//! tasks were added or removed.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use serde::Serialize;
 
 use crate::report;
 
-/// Tasks that are named of each opcode; the rest are counted.
+/// Tasks of each opcode that are named; the rest are counted.
 const EXAMPLES_MAX: u64 = 2;
 
 /// How two programs differ.
@@ -50,7 +51,7 @@ pub(super) struct Counts {
     moved: u64,
     /// In both, with other buffers.
     buffers: u64,
-    /// In both, waiting or signalling otherwise.
+    /// In both, with other waits or signals.
     sync: u64,
     /// In the second only.
     added: u64,
@@ -58,10 +59,10 @@ pub(super) struct Counts {
     removed: u64,
 }
 
-/// What a task computes.
+/// What a task computes: opcode, layer, parameters.
 type Work = (&'static str, u16, [u32; 16]);
 
-/// Where and how it does so. Counters are numbered anew by every lowering: what is compared is how often a task waits, and for how many.
+/// Where a task runs and how it synchronizes. Every lowering numbers counters anew, so the number of waits and their counts are compared.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Form {
     worker: usize,
@@ -128,10 +129,10 @@ impl ProgramDiff {
         diff
     }
 
-    /// The tasks that compute one thing: most often one in each program.
+    /// Compares the tasks that compute one thing: most often one in each program.
     fn compare(&mut self, work: &Work, [a, b]: [&Vec<Form>; 2]) {
         let mut counts = Counts { a: a.len() as u64, b: b.len() as u64, ..Counts::default() };
-        // Equal ones first, so that a changed task is not paired with another's equal.
+        // Equal ones first, so that a changed task is not paired with the equal of another task.
         let mut left: Vec<&Form> = b.iter().collect();
         let mut others = Vec::new();
         for form in a {

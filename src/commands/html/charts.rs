@@ -12,20 +12,20 @@ use search::{Outcome, Trial};
 use super::Run;
 use super::effects::{Effect, gain_of};
 
-/// Points of a chart, those that led excepted; a page with ten thousand trials stays small.
+/// Points of a chart, leaders excepted; a page with ten thousand trials stays small.
 const POINTS_MAX: usize = 1500;
 
-/// Trials whose intervals are drawn, those that led excepted.
+/// Trials whose intervals are drawn, leaders excepted.
 const INTERVALS_MAX: usize = 240;
 
 const KNOBS_MAX: usize = 16;
 
-/// How far above the baseline the chart of the progress goes, as a share of the way from the bound.
+/// How far above the baseline the progress chart extends, as a fraction of the distance from the bound to the baseline.
 const HEADROOM: f64 = 0.35;
 
 const WIDTH: u32 = 860;
 
-/// Stand-ins, which become colours of the page's style sheet.
+/// Placeholder colours, which are replaced by those of the page's style sheet.
 const INK: RGBColor = RGBColor(1, 2, 3);
 const GRID: RGBColor = RGBColor(4, 5, 6);
 const KEPT: RGBColor = RGBColor(7, 8, 9);
@@ -45,7 +45,7 @@ const COLOURS: [(&str, &str); 6] = [
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 
-/// A chart and what to say below it.
+/// A chart and the note below it.
 pub(super) struct Chart {
     pub(super) drawing: Markup,
     /// What was left out.
@@ -71,11 +71,11 @@ fn label() -> TextStyle<'static> {
     ("sans-serif", 14).into_font().color(&INK)
 }
 
-/// What stands beside a chart.
+/// The axes of a chart.
 struct Axes<'a> {
     x: &'a str,
     x_label: &'a dyn Fn(&f64) -> String,
-    /// None where the rows of the chart have names.
+    /// None if the rows of the chart have names.
     y: Option<YAxis<'a>>,
     /// Room at the left.
     left: u32,
@@ -115,7 +115,7 @@ fn framed<'a, 'b>(
     Ok(chart)
 }
 
-/// The line of the leader: level until somebody else leads.
+/// The line of the leader: constant until another trial leads.
 fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
     let mut line: Vec<(f64, f64)> = Vec::new();
     for &(x, y, _) in leaders {
@@ -126,7 +126,7 @@ fn steps(leaders: &[(f64, f64, Outcome)], last: f64) -> Vec<(f64, f64)> {
     line
 }
 
-/// What is said below a chart of trials of which only some are drawn.
+/// The note below a chart that draws only some of the trials.
 fn drawn(shown: usize, all: usize) -> Vec<String> {
     let note = format!(
         "{shown} of {all} trials that did not lead are drawn: of each run of neighbours the lowest, the middle and the highest"
@@ -134,7 +134,7 @@ fn drawn(shown: usize, all: usize) -> Vec<String> {
     if shown < all { vec![note] } else { Vec::new() }
 }
 
-/// Latencies over trials: every one, those that led, the leader of each moment, and the bound.
+/// Latencies over trials: every trial, those that led, the current leader, and the bound.
 pub(super) fn progress(run: &Run) -> Option<Chart> {
     let us = |trial: &Trial| trial.verdict.latency_us;
     type Point = (f64, f64, Outcome);
@@ -148,7 +148,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
     let (first, best) = (leaders.first()?.1, leaders.last()?.1);
     let bound = run.champion()?.verdict.bound_us?;
     let shown = thin(&others, POINTS_MAX, |point| point.1);
-    // A bound far below everything would squeeze all that is to be seen.
+    // A bound far below everything else would squeeze the rest of the chart.
     let near = bound > 0.4 * best;
     let least = leaders.iter().map(|point| point.1).fold(f64::MAX, f64::min);
     let bottom = if near { 0.96 * bound } else { least - 0.25 * (first - least).max(0.1 * least) };
@@ -241,7 +241,7 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
     Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
 }
 
-/// What each knob brought when it was changed alone: the span of the gains, and the middle.
+/// The gain of each knob when it was changed alone: the span of the gains, and the median.
 pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
     let known: Vec<&Effect> =
         effects.iter().filter(|effect| !effect.alone.is_empty()).take(KNOBS_MAX).collect();
@@ -305,7 +305,7 @@ pub(super) fn bound(run: &Run) -> Option<Chart> {
     Some(Chart { drawing, note: None })
 }
 
-/// A label of an axis that spans so much: all of them with equally many digits.
+/// A label of an axis with this span: all labels have equally many digits.
 fn tick(value: f64, span: f64) -> String {
     let digits = if span >= 20.0 {
         0
@@ -317,7 +317,7 @@ fn tick(value: f64, span: f64) -> String {
     format!("{:.digits$}", value + 0.0)
 }
 
-/// A figure with as many digits as say something.
+/// A figure with its significant digits.
 pub(super) fn figure(value: f64) -> String {
     match value.abs() {
         size if size >= 1000.0 => format!("{value:.0}"),
@@ -327,8 +327,9 @@ pub(super) fn figure(value: f64) -> String {
     }
 }
 
-/// Fewer points of the same shape: at most about `most` of the points, which are in order of x. The points are cut into runs of equal length, and each run keeps its
-/// lowest, its highest and its middle one, so that neither the best, nor the worst, nor where most of them lie is lost.
+/// Thins points, which are in order of x, to at most about `most` points of the same shape. The points are split into
+/// runs of equal length, and each run keeps its lowest, highest and median point, so that the best, the worst and the
+/// bulk remain visible.
 fn thin<T: Copy>(points: &[T], most: usize, y: impl Fn(&T) -> f64) -> Vec<T> {
     if points.len() <= most {
         return points.to_vec();

@@ -1,4 +1,4 @@
-//! What each knob was worth in a search: trials that changed it alone, and how much of the leader's time they saved.
+//! The effect of each knob in a search: trials that changed it alone, and the share of the leader's time they saved.
 
 use ir::schedule::Knob;
 use search::{Outcome, Trial};
@@ -9,7 +9,7 @@ pub(super) struct Effect {
     pub(super) trials: usize,
     /// Of these, those that were kept.
     pub(super) kept: usize,
-    /// Gains, in per cent, of the trials that changed nothing else, least first; of an interval its middle.
+    /// Gains, in percent, of the trials that changed nothing else, smallest first; of an interval its midpoint.
     pub(super) alone: Vec<f64>,
 }
 
@@ -19,12 +19,12 @@ impl Effect {
     }
 }
 
-/// The middle of a trial's gain, in per cent.
+/// The midpoint of a trial's gain, in percent.
 pub(super) fn gain_of(trial: &Trial) -> Option<f64> {
     trial.gain.map(|gain| 50.0 * (gain.low + gain.high)).filter(|gain| gain.is_finite())
 }
 
-/// Every knob that some trial changed, those first whose best change alone brought most.
+/// Every knob that some trial changed, sorted by the best gain of a change of it alone.
 pub(super) fn effects(trials: &[Trial]) -> Vec<Effect> {
     let of = |knob: &Knob| {
         let path = knob.path();

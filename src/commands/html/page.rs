@@ -1,4 +1,4 @@
-//! The page. Whatever comes from a ledger is escaped; there is no script, and nothing is fetched.
+//! The page. Everything from a ledger is escaped; there is no script, and nothing is fetched.
 
 use ir::schedule::Knob;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -17,7 +17,7 @@ const STYLE: &str = include_str!("style.css");
 /// Where the page may fetch from: nowhere.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
 
-/// Rows of the table of what led; a search that keeps more says so.
+/// Rows of the table of leaders; a note says so if the search has more.
 const LED_MAX: usize = 200;
 
 pub(super) fn render(runs: &[Run]) -> String {
@@ -47,7 +47,7 @@ pub(super) fn render(runs: &[Run]) -> String {
             }
         }
     };
-    // Control characters have no meaning here, and browsers guess one.
+    // Control characters have no meaning in HTML, and browsers guess one.
     page.into_string().replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
 }
 
@@ -187,7 +187,7 @@ fn led(run: &Run) -> Markup {
 }
 
 fn knob_table(effects: &[Effect]) -> Markup {
-    // What rounds to nothing has no sign.
+    // A value that rounds to zero has no sign.
     let signed = |v: f64| if v.abs() < 0.005 { "0.00 %".to_owned() } else { format!("{v:+.2} %") };
     let percent = |value: Option<f64>| value.map_or("-".to_owned(), signed);
     let rows = html! {
@@ -215,7 +215,7 @@ fn knob_table(effects: &[Effect]) -> Markup {
     }
 }
 
-/// The winning schedule beside the one that the search began with.
+/// The winning schedule and the start of the search, side by side.
 fn schedules(run: &Run) -> Markup {
     let title = html! { h3 { "The best schedule beside the start" } };
     let (Some(first), Some(champion)) = (run.trials.first(), run.champion()) else {
@@ -246,7 +246,7 @@ fn schedules(run: &Run) -> Markup {
     }
 }
 
-/// Where it ran: everything that the header says.
+/// The machine: all conditions in the header.
 fn machine(run: &Run) -> Markup {
     let mut rows = Vec::new();
     for (key, value) in run.header.as_object().into_iter().flatten() {
@@ -271,7 +271,7 @@ fn machine(run: &Run) -> Markup {
     }
 }
 
-/// The commands that check it and do it again.
+/// The commands that check the search and repeat it.
 pub(super) fn commands(run: &Run) -> Vec<String> {
     let folder = run.ledger.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = quoted(&folder.map_or(".".to_owned(), |folder| folder.display().to_string()));
@@ -283,9 +283,9 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
         quoted(&run.shown("kv_capacity"))
     );
     let percent = run.header.get("min_gain").and_then(Value::as_f64).unwrap_or_default() * 100.0;
-    // As many trials as there are now: a search that was resumed has more than its first budget.
+    // The budget is the number of trials: a resumed search has more than its first budget.
     let budget = run.trials.len();
-    // Searches from before there was a choice began with the neutral schedule.
+    // Searches before there was a choice began with the neutral schedule.
     let start = run.header.pointer("/start/source/kind").and_then(Value::as_str);
     let start = quoted(start.unwrap_or("neutral"));
     vec![

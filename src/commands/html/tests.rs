@@ -1,8 +1,8 @@
-//! Pages of searches that were made up from one real trial.
+//! Pages of searches made up from one real trial.
 
 use super::*;
 
-/// A trial of a search on the reference VM, as the ledger keeps it, with what varies left to vary.
+/// A trial of a search on the reference VM, as in the ledger, with the varying fields as parameters.
 fn trial(number: u64, us: f64, outcome: search::Outcome) -> Trial {
     let config: ir::schedule::ScheduleConfig = serde_json::from_value(serde_json::json!({
         "pipeline": {"stage_bytes": 16384, "stages": 8, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 65536},
@@ -71,13 +71,13 @@ fn ten_thousand_trials_are_less_than_a_megabyte_and_it_says_what_is_left_out() {
     let left = format!("of {} trials that did not lead are drawn", 10_000 - led);
     assert!(page.contains(&left), "the page does not say what it leaves out");
     assert!(page.contains("<b>10000</b>trials"));
-    // All of a small search is drawn.
+    // Every trial of a small search is drawn.
     let small = page::render(&[run_of(many(40), "m")]);
     assert!(!small.contains("are drawn"), "something of 40 trials is left out");
     assert!(small.matches("<circle").count() > 40);
 }
 
-/// No element, attribute or address may come out of a ledger.
+/// A ledger cannot inject elements, attributes or addresses.
 #[test]
 fn hostile_names_stay_text() {
     let hostile = "</title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&\u{1b}[31m";
@@ -90,7 +90,7 @@ fn hostile_names_stay_text() {
     let page = page::render(&[run]);
     let harmless = page::render(&[run_of(many(8), "m")]);
     assert!(page.contains("&lt;script&gt;alert(1)"), "the name is not on the page at all");
-    // In text, in the title, in code and in a command alike: nowhere as it was written.
+    // In text, in the title, in code and in a command: never unescaped.
     assert!(page.matches("&lt;img src=x").count() >= 8 && !page.contains("<img src=x"));
     for tag in ["<script", "<img", "</title", "onerror=alert(1)>", "\u{1b}"] {
         let count = |page: &str| page.matches(tag).count();

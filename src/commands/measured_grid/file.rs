@@ -1,4 +1,4 @@
-//! The file of a measured grid while it is written: terms first, then rows, each out of this process's hands before the next one is begun.
+//! The file of a measured grid while it is written: terms first, then rows. Each row is written out before the next one is begun.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::files::Rows;
 
 const BYTES_MAX: u64 = 1 << 30;
 
-/// Rows that are there, and those to come.
+/// The rows recorded so far, and the file for the next ones.
 pub(super) struct Recording {
     path: PathBuf,
     rows: Rows,
@@ -21,7 +21,7 @@ pub(super) struct Recording {
 }
 
 impl Recording {
-    /// A new file, which must not be there yet; or with `resume` one that goes on, if its terms are these.
+    /// Creates a new file, which must not exist yet; or with `resume` continues one that has these terms.
     pub(super) fn open(path: &Path, terms: &Terms, resume: bool) -> Result<Self, Failure> {
         let (done, by_ids) = (BTreeMap::new(), BTreeMap::new());
         if !(resume && path.exists()) {
@@ -59,7 +59,7 @@ impl Recording {
         {
             return refuse(difference);
         }
-        // The bandwidth is measured anew in each process, and the conditions hold what may differ.
+        // Each process measures the bandwidth anew, and the conditions hold the fields that may differ.
         let (conditions, bandwidth) = (then.conditions.clone(), then.bandwidth);
         if (Terms { conditions, bandwidth, ..now.clone() }) != then {
             return refuse("model, grid, context, seed, rounds or shard".to_owned());

@@ -1,4 +1,4 @@
-//! `amk runs compare`: two runs beside each other, or every reason why they may not stand there.
+//! `amk runs compare`: compares two runs, or lists every reason why they are not comparable.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::cli::CompareArgs;
 use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
-/// What must be equal in the headers: the word, where it stands, and why it matters.
+/// Header fields that must be equal: the name, the JSON pointer, and why it matters.
 const EQUAL: [(&str, &str, &str); 12] = [
     ("model", "/graph", "latencies of two models say nothing about schedules"),
     ("graph", "/graph_id", "graphs of one name and other shapes are other models"),
@@ -33,9 +33,9 @@ const EQUAL: [(&str, &str, &str); 12] = [
 struct Reason {
     /// What differs.
     what: String,
-    /// What it is in the first run.
+    /// Its value in the first run.
     a: Value,
-    /// In the second.
+    /// Its value in the second.
     b: Value,
     /// Why it matters.
     why: String,
@@ -45,16 +45,16 @@ struct Reason {
 #[derive(Debug, Serialize, JsonSchema)]
 struct Side {
     run: String,
-    /// The trial that leads.
+    /// The champion's trial.
     champion: Option<u64>,
     schedule_id: Option<String>,
-    /// Microseconds per token: of the confirmation, where there is one.
+    /// Microseconds per token: from the confirmation, if there is one.
     latency_us: Option<f64>,
     /// Its 99 % interval, if it was measured.
     ci_us: Option<[f64; 2]>,
     /// Share of the time saved over the baseline, from the confirmation's race: low and high.
     gain_over_baseline: Option<[f64; 2]>,
-    /// The card that these are of, in a search that has several.
+    /// The card of these figures, in a search with several.
     card: Option<u32>,
     trials: usize,
 }
@@ -64,15 +64,15 @@ struct Side {
 pub(crate) struct Compared {
     #[schemars(extend("const" = "amk.compare.v1"))]
     schema: &'static str,
-    /// Whether their figures may stand beside each other.
+    /// Whether their figures are comparable.
     comparable: bool,
-    /// Why not: all of it, not the first.
+    /// Every reason why not, not only the first.
     reasons: Vec<Reason>,
     a: Side,
     b: Side,
-    /// Knobs in which the champions differ: path to `[a, b]`. Empty where they may not be compared.
+    /// Knobs in which the champions differ: path to `[a, b]`. Empty if the runs are not comparable.
     changed: Map<String, Value>,
-    /// `a`, `b`, `equal` or `inconclusive`; null where they may not be compared.
+    /// `a`, `b`, `equal` or `inconclusive`; null if the runs are not comparable.
     better: Option<&'static str>,
     /// The figures behind it.
     why: String,
@@ -119,7 +119,7 @@ fn side_line(side: &str) -> &str {
     }
 }
 
-/// Every reason why figures of two runs may not stand beside each other.
+/// Every reason why the figures of two runs are not comparable.
 fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
     let mut found = Vec::new();
     let mut differs = |what: &str, a: Value, b: Value, why: &str| {
@@ -130,7 +130,7 @@ fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
     let measured =
         [a, b].iter().all(|run| run.word("latency_kind") == Some(LatencyKind::MeasuredGpu.name()));
     for (what, pointer, why) in EQUAL {
-        // A measured time is that of a kernel and a program, which have ids; a prediction is that of a build.
+        // A measured time belongs to a kernel and a program, which have ids; a prediction belongs to a build.
         if measured && ["amk", "commit"].contains(&what) {
             continue;
         }
@@ -156,13 +156,13 @@ fn reasons(a: &Recorded, b: &Recorded) -> Vec<Reason> {
     found
 }
 
-/// The cards of a run, in words that no two cards share.
+/// The UUIDs of a run's cards.
 fn uuids(run: &Recorded) -> Vec<String> {
     let uuid = |card: &search::Conditions| card.uuid.clone().unwrap_or("unknown".to_owned());
     run.cards().iter().map(uuid).collect()
 }
 
-/// The cards that both runs measured on, with their numbers in each. Predictions are all made on one, which has none.
+/// The cards that both runs measured on, with their numbers in each. Predicted runs share one card without a number.
 fn shared(a: &Recorded, b: &Recorded) -> Vec<(Option<String>, [Option<u32>; 2])> {
     let (one, other) = (uuids(a), uuids(b));
     if one.is_empty() && other.is_empty() {
@@ -177,7 +177,7 @@ fn shared(a: &Recorded, b: &Recorded) -> Vec<(Option<String>, [Option<u32>; 2])>
     one.iter().enumerate().filter_map(pair).collect()
 }
 
-/// Two values of one key, if the runs have any.
+/// Two different values for the same key, if the runs have any.
 fn conflict(
     a: &Recorded,
     b: &Recorded,
@@ -215,20 +215,20 @@ fn side(run: &Recorded) -> Side {
     }
 }
 
-/// What one card measured of a run's champion.
+/// One card's figures for a run's champion.
 struct Figures {
     latency_us: Option<f64>,
     ci_us: Option<[f64; 2]>,
     gain: Option<[f64; 2]>,
 }
 
-/// The confirmation of the trial that leads.
+/// The confirmation of the champion.
 fn confirmed(run: &Recorded) -> Option<&search::Confirmation> {
     let champion = run.champion().map(|trial| trial.trial);
     run.confirmation.as_ref().filter(|last| Some(last.champion) == champion)
 }
 
-/// What a card says of a run's champion: the confirmation's figures, else those of the trial if it was measured there.
+/// A card's figures for a run's champion: those of the confirmation, else those of the trial if it was measured there.
 fn figures(run: &Recorded, card: Option<u32>) -> Figures {
     let ends = |gain: Option<search::Interval>| gain.map(|gain| [gain.low, gain.high]);
     if let Some(last) = confirmed(run) {
@@ -247,7 +247,7 @@ fn figures(run: &Recorded, card: Option<u32>) -> Figures {
     Figures { latency_us, ci_us, gain: None }
 }
 
-/// Which is better, as far as the records carry it: on every card that both ran on, or it is not known.
+/// Which run is better, as far as the records show: the answer must be the same on every card that both ran on, else it is inconclusive.
 fn judge(a: &Recorded, b: &Recorded) -> (&'static str, String) {
     let cards = shared(a, b);
     let several = cards.len() > 1;
@@ -264,7 +264,7 @@ fn judge(a: &Recorded, b: &Recorded) -> (&'static str, String) {
     (if agreed { first } else { "inconclusive" }, lines.join("; "))
 }
 
-/// Which is better by what one card says.
+/// Which run is better on one card.
 fn judge_card(
     a: &Recorded,
     b: &Recorded,
@@ -295,7 +295,7 @@ fn judge_card(
         };
         return (side, format!("{figures}, predicted"));
     }
-    // Both raced the same baseline, each in its own process: that cancels what the card did on that day.
+    // Both raced the same baseline, each in its own process: that cancels the state of the card on that day.
     if let (Some([low_a, high_a]), Some([low_b, high_b])) = (one.gain, other.gain) {
         let line = format!(
             "saves {:.2} to {:.2} % and {:.2} to {:.2} % of the baseline's time; {figures}",
@@ -317,7 +317,7 @@ fn judge_card(
     }
 }
 
-/// Which of two intervals of costs is below the other.
+/// Which of two cost intervals is below the other.
 fn apart(a: [f64; 2], b: [f64; 2]) -> &'static str {
     if a[1] < b[0] {
         "a"

@@ -1,8 +1,9 @@
-//! `amk runs export`: trajectories for training and study. A line is a step: the state (what led), the edit, the verdict and the
-//! decision, failures and illegal proposals among them.
+//! `amk runs export`: trajectories for training and study. A line is a step: the state (the leading schedule), the
+//! edit, the verdict and the decision; failures and illegal proposals are included.
 //!
-//! Runs go to `train.jsonl` or `validation.jsonl` whole, by a hash of what their proposals were drawn from (graph, target, device, kind of
-//! latency, seed): a run that repeats another one, on the same side, tells the other side nothing.
+//! Runs go to `train.jsonl` or `validation.jsonl` whole, by a hash of the inputs of their proposals (graph, target,
+//! device, kind of latency, seed): a run that repeats another one lands on the same side and does not leak into the
+//! other.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -23,16 +24,16 @@ use crate::{files, report};
 struct Line<'a> {
     schema: &'static str,
     run: &'a str,
-    /// The trial, or the trial before which an illegal proposal was drawn.
+    /// The trial, or the trial before which an illegal proposal was made.
     trial: u64,
     model: Option<&'a str>,
     graph_id: Option<&'a str>,
     target: Option<&'a str>,
     device: Option<&'a str>,
     latency_kind: Option<&'a str>,
-    /// The trial that led.
+    /// The leading trial.
     parent: Option<u64>,
-    /// What led, and how long it took; null before the first trial.
+    /// The leading schedule and its latency; null before the first trial.
     state: Option<State<'a>>,
     origin: Option<Origin>,
     /// Path to `[before, after]`.
@@ -128,7 +129,7 @@ fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<V
     Ok(placed)
 }
 
-/// Where a run stands among a hundred, by what its proposals were drawn from.
+/// The percentile of a run, by a hash of the inputs of its proposals.
 fn percentile(found: &Recorded) -> u64 {
     let graph = found.word("graph_id").or_else(|| found.word("graph")).unwrap_or("");
     let words = ["target", "device", "latency_kind"].map(|key| found.word(key).unwrap_or(""));
@@ -138,7 +139,7 @@ fn percentile(found: &Recorded) -> u64 {
     u64::from_str_radix(&id, 16).unwrap_or(0) % 100
 }
 
-/// The steps of a trial: the proposals before it that were not tried, then the trial.
+/// The steps of a trial: the untried proposals before it, then the trial.
 fn lines<'a>(found: &'a Recorded, trial: &'a Trial) -> Vec<Line<'a>> {
     let parent = trial.incumbent.and_then(|n| found.trials.iter().find(|trial| trial.trial == n));
     let blank = |edit, decision, why| Line {

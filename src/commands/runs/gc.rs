@@ -1,8 +1,9 @@
-//! `amk runs gc`: makes room. Says what it would do; does it with `--apply`.
+//! `amk runs gc`: makes room. Lists what it would delete; deletes it with `--apply`.
 //!
-//! Given up are searches that never came as far as a trial and, with `--keep`, sealed runs that are in the store, row for row, and that are
-//! neither among the best of their kind nor the newest. A collected run keeps its manifest, so the chain of the runs after it holds. Nothing
-//! is taken from a run that another process writes, that does not hold, or that can be resumed.
+//! It deletes searches without a single trial and, with `--keep`, sealed runs that are in the store, row for row, and
+//! that are neither among the best of their kind nor the newest. A collected run keeps its manifest, so the chain of
+//! later runs stays valid. Nothing is deleted from a run that another process writes, that is invalid, or that can be
+//! resumed.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -61,7 +62,7 @@ pub(crate) fn run(args: &GcArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// A sealed run that holds, or what becomes of what is none.
+/// A valid sealed run, or the action and reason for one that is not.
 fn considered(ledger: &Path, place: &Path) -> Result<Recorded, (&'static str, String)> {
     let written = corpus::files::open_own(ledger).is_ok_and(|file| file.try_lock().is_err());
     if written {
@@ -80,7 +81,7 @@ fn considered(ledger: &Path, place: &Path) -> Result<Recorded, (&'static str, St
     }
 }
 
-/// Whether a folder holds nothing but what a search writes.
+/// Whether a folder holds only files that a search writes.
 fn only_a_search(place: &Path) -> bool {
     let own = ["ledger.jsonl", "ledger.head", "results.tsv"];
     let named = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -89,7 +90,7 @@ fn only_a_search(place: &Path) -> bool {
     std::fs::read_dir(place).is_ok_and(|mut entries| entries.all(named))
 }
 
-/// Runs whose latencies may be ranked.
+/// The key of runs whose latencies can be ranked together.
 fn kind_of(found: &Recorded) -> String {
     let word = |key: &str| found.word(key).unwrap_or("").to_owned();
     let uuid = found.conditions().and_then(|conditions| conditions.uuid).unwrap_or_default();
@@ -97,7 +98,7 @@ fn kind_of(found: &Recorded) -> String {
     [graph, word("target"), word("latency_kind"), word("device"), uuid].join("\n")
 }
 
-/// The fates of runs of one kind: the best so many and the newest stay.
+/// The fates of runs of one kind: the best `keep` and the newest stay.
 fn chosen(mut runs: Vec<Recorded>, keep: Option<usize>) -> Result<Vec<Fate>, Failure> {
     let us = |run: &Recorded| run.champion().and_then(|trial| trial.verdict.latency_us);
     let number = |run: &Recorded| match &run.state {
@@ -133,7 +134,7 @@ fn chosen(mut runs: Vec<Recorded>, keep: Option<usize>) -> Result<Vec<Fate>, Fai
     Ok(fates)
 }
 
-/// The store beside a run, if every row is in it.
+/// The store beside a run, if it holds every row.
 fn in_store(found: &Recorded, place: &Path) -> Result<Result<PathBuf, String>, Failure> {
     let path = place.parent().unwrap_or(Path::new("")).join(STORE);
     let missing = format!(

@@ -1,4 +1,4 @@
-//! A run, read whole: what all commands on runs start from.
+//! A run, read completely: the common input of all commands on runs.
 
 use std::path::{Path, PathBuf};
 
@@ -10,22 +10,22 @@ use serde_json::Value;
 use super::{Finding, one_ledger, seal, sound, terms};
 use crate::failure::{Exit, Failure};
 
-/// A run, as far as it can be read.
+/// A run, as far as it is valid.
 pub(in crate::commands) struct Recorded {
     pub(in crate::commands) ledger: PathBuf,
     pub(in crate::commands) run: String,
     pub(in crate::commands) header: Value,
-    /// Rows of its ledger, the header among them.
+    /// Rows of its ledger, the header included.
     pub(in crate::commands) rows: usize,
     pub(in crate::commands) trials: Vec<Trial>,
-    /// The confirmation of the trial that leads, if it came last.
+    /// The confirmation of the champion, if it came last.
     pub(in crate::commands) confirmation: Option<Confirmation>,
     /// The champion that was refuted last.
     refuted: Option<u64>,
     /// Whether an unfinished row at its end was left out.
     pub(super) torn: bool,
     pub(in crate::commands) state: State,
-    /// The first thing that does not hold, after which nothing was read.
+    /// The first invalid item; nothing after it was read.
     pub(super) finding: Option<Finding>,
 }
 
@@ -45,22 +45,22 @@ impl Recorded {
         }
     }
 
-    /// Reads the one run that a path means, and refuses it if it does not hold.
+    /// Reads the only run that a path names, and refuses it if it is invalid.
     pub(super) fn open(path: &Path) -> Result<Self, Failure> {
         Self::read(&one_ledger(path)?)
     }
 
-    /// Reads a ledger with its run, and refuses it if it does not hold.
+    /// Reads a ledger with its run, and refuses it if it is invalid.
     pub(in crate::commands) fn read(ledger: &Path) -> Result<Self, Failure> {
         sound(ledger).map(|(found, _)| found)
     }
 
-    /// Reads a ledger as far as it holds.
+    /// Reads a ledger as far as it is valid.
     pub(super) fn look(ledger: &Path) -> Self {
         Self::examined(ledger).0
     }
 
-    /// The same, and its rows as far as they are a chain.
+    /// The same, and its rows as far as their chain is valid.
     pub(super) fn examined(ledger: &Path) -> (Self, Option<Contents>) {
         let mut found = Self::of(ledger);
         match corpus::read(ledger) {
@@ -86,7 +86,7 @@ impl Recorded {
         }
     }
 
-    /// Takes rows in, up to the first that does not follow from its samples and the rows before it.
+    /// Appends rows, up to the first that does not follow from its samples and the rows before it.
     pub(super) fn take(&mut self, header: &Value, records: &[Value]) -> Result<(), Finding> {
         let Some(terms) = terms(header) else {
             let reason = "the header is that of another version of amk".to_owned();
@@ -116,19 +116,19 @@ impl Recorded {
         Ok(())
     }
 
-    /// A text of the header.
+    /// A string of the header.
     pub(in crate::commands) fn word(&self, key: &str) -> Option<&str> {
         self.header.get(key).and_then(Value::as_str)
     }
 
-    /// The trial that leads: the last that led, unless its confirmation refuted it. Then it is the first one, and nobody if that was it.
+    /// The champion: the last trial that led. If its confirmation refuted it, the first one that led, or none if that was the refuted one.
     pub(in crate::commands) fn champion(&self) -> Option<&Trial> {
         let mut leading = self.trials.iter().filter(|trial| trial.outcome.leads());
         let last = leading.next_back()?;
         if Some(last.trial) == self.refuted { leading.next() } else { Some(last) }
     }
 
-    /// Latency of that one, if all rows hold.
+    /// The champion's latency, if all rows are valid.
     pub(super) fn best_us(&self) -> Option<f64> {
         let whole = self.finding.as_ref().is_none_or(|finding| finding.line.is_none());
         self.champion().filter(|_| whole)?.verdict.latency_us
@@ -138,14 +138,14 @@ impl Recorded {
         serde_json::from_value(self.header.get("conditions")?.clone()).ok()
     }
 
-    /// Where each card measured, of a search that has several; else where it was measured, if it was.
+    /// The conditions of each card of a search with several; else those of the search, if it measured.
     pub(super) fn cards(&self) -> Vec<Conditions> {
         let several =
             self.header.get("cards").and_then(|cards| serde_json::from_value(cards.clone()).ok());
         several.unwrap_or_else(|| self.conditions().into_iter().collect())
     }
 
-    /// Where a card of this search measured: of one without a number, where the search did.
+    /// The conditions of a card of this search; without a number, those of the search.
     pub(super) fn card(&self, number: Option<u32>) -> Option<Conditions> {
         match number.and_then(|number| usize::try_from(number).ok()) {
             Some(number) => self.cards().into_iter().nth(number),
@@ -153,7 +153,7 @@ impl Recorded {
         }
     }
 
-    /// The noise that its search measured on a card; none where it was predicted.
+    /// The noise floor that its search measured on a card; 0 if it predicted.
     pub(super) fn noise_floor(&self, card: Option<u32>) -> f64 {
         let beside = self.trials.iter().flat_map(|trial| &trial.beside);
         let beside = beside.filter(|other| Some(other.card) == card).filter_map(|o| o.noise_floor);
@@ -162,7 +162,7 @@ impl Recorded {
     }
 }
 
-/// The folder of a run's ledger, if the ledger is called as it should be.
+/// The folder of a run's ledger, if the ledger has the standard file name.
 pub(super) fn folder(ledger: &Path) -> Option<&Path> {
     let named = ledger.file_name().is_some_and(|name| name == super::LEDGER);
     let folder = ledger.parent().filter(|_| named)?;

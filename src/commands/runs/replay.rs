@@ -1,4 +1,4 @@
-//! `amk runs replay`: a trial of a run, done again. What cannot be done here is said, and is no failure.
+//! `amk runs replay`: repeats a trial of a run. A stage that cannot run here is reported, and is not a failure.
 
 use search::replay::{Place, Repeated, Stage, replay};
 use search::{Conditions, Device, LatencyKind, POSITIONS_MAX};
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     Ok(if same { Exit::Yes } else { Exit::No })
 }
 
-/// The GPU that measured the trial, if it is here; else the one that a search would take.
+/// The GPU that measured the trial, if it is here; else the GPU that a search would use.
 fn card<'a>(
     context: &'a Context,
     args: &ReplayArgs,
@@ -77,7 +77,7 @@ fn card<'a>(
     }
 }
 
-/// The model of the run, where it is to be replayed.
+/// The model of the run, on the device of the replay.
 fn context(found: &Recorded, device: DeviceChoice) -> Result<Context, Failure> {
     let missing =
         |what: &str| Failure::usage(format!("{} does not say its {what}", found.ledger.display()));
@@ -90,7 +90,7 @@ fn context(found: &Recorded, device: DeviceChoice) -> Result<Context, Failure> {
     Context::load(found.word("model").ok_or_else(|| missing("model"))?, &place)
 }
 
-/// The ledger was read and held, or the run was refused before.
+/// The ledger was read and was valid; an invalid run was refused before.
 fn files(found: &Recorded) -> Stage {
     let detail = format!("{} rows follow from each other and their samples", found.rows);
     Stage { stage: "files", result: Repeated::Same, detail }
@@ -108,7 +108,7 @@ fn graph(found: &Recorded, context: &Context) -> Stage {
     }
 }
 
-/// Why a time that is measured here could not be found again, if it could not.
+/// Why a time measured here need not match, if it need not.
 fn elsewhere(then: Option<&Conditions>, here: Option<&Conditions>) -> Option<String> {
     let here = here?;
     match then {

@@ -1,4 +1,4 @@
-//! `amk runs show`: one run, whole.
+//! `amk runs show`: one run in full.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &RunArgs) -> Outcome {
         "terms": found.header,
         "rows": found.rows,
         "outcomes": outcomes,
-        // Of the card that measured the baseline first.
+        // Of the card that measured the baseline.
         "noise_floor": found.noise_floor(found.trials.first().and_then(|trial| trial.card)),
         "cards": cards(&found),
         "champion": found.champion().map(|trial| {
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &RunArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// The cards by their numbers; none of a search that has one.
+/// The cards by their numbers; empty for a search with one.
 fn cards(found: &Recorded) -> Vec<Card> {
     let several = found.header.get("cards").is_some();
     if several { search_loop::cards_of(&found.cards(), &found.trials) } else { Vec::new() }

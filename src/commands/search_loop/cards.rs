@@ -1,4 +1,4 @@
-//! The GPUs of a search that was given several: which they are, and how each is opened.
+//! The GPUs of a search with several: which they are, and how each is opened.
 
 use std::thread::Scope;
 
@@ -10,9 +10,9 @@ use crate::context::Context;
 use crate::device;
 use crate::failure::Failure;
 
-/// What a search measures on.
+/// The devices of a search.
 pub(super) enum Opened<'a> {
-    /// Nothing: it predicts.
+    /// No device: it predicts.
     None,
     One(DeviceInfo),
     /// Several, by their numbers in the header.
@@ -28,7 +28,7 @@ impl Opened<'_> {
         }
     }
 
-    /// What a device says of itself, and what is measured under, card by card.
+    /// The description of the first device, and the conditions of each card.
     pub(super) fn conditions(&self, header: &Header) -> (Option<DeviceInfo>, Vec<Conditions>) {
         let pool = match self {
             Self::None => return (None, Vec::new()),
@@ -39,7 +39,7 @@ impl Opened<'_> {
         };
         let one = |(card, info): (usize, Result<&DeviceInfo, &DeviceError>)| match info {
             Ok(info) => crate::conditions::of(info.clone()),
-            // Not opened after a resume: as it was.
+            // Not opened after a resume: uses the recorded conditions.
             Err(_) => header.cards.get(card).cloned().unwrap_or_default(),
         };
         let infos = pool.infos();
@@ -48,7 +48,7 @@ impl Opened<'_> {
     }
 }
 
-/// Whether the search is one of several GPUs.
+/// Whether the search runs on several GPUs.
 pub(super) fn are_meant(args: &LoopArgs, header: &Header) -> Result<bool, Failure> {
     if args.devices.is_empty() {
         return Ok(!header.cards.is_empty());
@@ -64,7 +64,7 @@ pub(super) fn are_meant(args: &LoopArgs, header: &Header) -> Result<bool, Failur
     Ok(true)
 }
 
-/// Opens the GPUs of a search, each on a thread of its own. In a new search all must open; a resumed one goes on with those that do.
+/// Opens the GPUs of a search, each on its own thread. In a new search all must open; a resumed one continues with those that do.
 pub(super) fn open<'scope, 'a: 'scope>(
     scope: &'scope Scope<'scope, '_>,
     context: &'a Context,
@@ -89,7 +89,7 @@ pub(super) fn open<'scope, 'a: 'scope>(
     Ok(pool)
 }
 
-/// The GPUs' numbers today: those asked for, or those of the cards that a resumed search ran on.
+/// The current numbers of the GPUs: the requested ones, or those of the cards that a resumed search ran on.
 fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>, Failure> {
     if header.cards.is_empty() {
         return Ok(args.devices.iter().map(|&number| Ok(number)).collect());
@@ -116,7 +116,7 @@ fn ordinals(args: &LoopArgs, header: &Header) -> Result<Vec<Result<u32, String>>
     Ok(found)
 }
 
-/// Refuses cards of which one cannot be used, or that are not of one kind.
+/// Refuses the cards if one of them cannot be used, or if they are not of one kind.
 fn check(pool: &WorkerPool<'_>, args: &LoopArgs, header: &Header) -> Result<(), Failure> {
     let infos = pool.infos();
     let none = infos.iter().all(Result::is_err);

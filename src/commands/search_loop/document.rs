@@ -1,4 +1,4 @@
-//! The document that a search ends with.
+//! The final document of a search.
 
 use std::path::PathBuf;
 
@@ -8,12 +8,12 @@ use search::{Conditions, Confirmation, Trial, Verdict};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// What a search found, and where it is kept.
+/// The result of a search, and its files.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub(crate) struct Found {
     #[schemars(extend("const" = "amk.loop.v1"))]
     pub(super) schema: &'static str,
-    /// The verdict on the best schedule: the confirmation's, if it was confirmed.
+    /// The verdict on the best schedule: from the confirmation, if there was one.
     pub(super) best_verdict: Option<Verdict>,
     /// The best schedule.
     pub(super) best_config: Option<ScheduleConfig>,
@@ -31,25 +31,25 @@ pub(crate) struct Found {
     pub(super) results_tsv: PathBuf,
     /// The ledger.
     pub(super) ledger: PathBuf,
-    /// The store that holds its rows too. None if there is none, or if it could not be kept up to date.
+    /// The store that also holds its rows. None if there is none, or if it could not be kept up to date.
     pub(super) store: Option<PathBuf>,
     /// trials, time, exhausted or interrupted.
     pub(super) stopped_by: String,
     /// The best schedule as a file for `--config`.
     pub(super) best_config_file: Option<PathBuf>,
-    /// Where it is kept for `generate` and `serve` on this machine: a measured champion that was confirmed.
+    /// The file of the best schedule for `generate` and `serve` on this machine: a measured champion that was confirmed.
     pub(super) found_schedule_file: Option<PathBuf>,
-    /// Where the search began. None in searches from before there was a choice: they began with the neutral schedule.
+    /// Where the search began. None in searches before there was a choice: they began with the neutral schedule.
     pub(super) schedule_source: Option<Value>,
     /// The trials that led, first to last.
     pub(super) kept: Vec<Kept>,
-    /// The best schedule judged once more, on fresh tokens and against the baseline. None after an interruption.
+    /// The best schedule judged again, on fresh tokens and against the baseline. None after an interruption.
     pub(super) confirmation: Option<Confirmation>,
-    /// The cards of a search that has several, by their numbers.
+    /// The cards of a search with several, by their numbers.
     pub(super) cards: Vec<Card>,
-    /// What the time was spent on.
+    /// The breakdown of the time.
     pub(super) spent: Value,
-    /// The command that goes on with this search.
+    /// The command that resumes this search.
     pub(super) resume: String,
 }
 
@@ -59,7 +59,7 @@ impl Found {
     }
 }
 
-/// One of several cards. Its figures are its own: those of two cards are compared nowhere.
+/// One of several cards. Its figures are its own: figures of two cards are never compared.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct Card {
     pub(crate) card: u32,
@@ -67,17 +67,17 @@ pub(crate) struct Card {
     pub(crate) uuid: Option<String>,
     /// Trials that it measured.
     pub(crate) trials: usize,
-    /// The gain that the baseline seems to have over itself there.
+    /// The gain that the baseline appears to have over itself there.
     pub(crate) noise_floor: Option<f64>,
     /// Microseconds per token of the baseline there.
     pub(crate) baseline_us: Option<f64>,
     /// Why the search went on without it, if it did.
     pub(crate) left_out: Option<String>,
-    /// From which trial on.
+    /// The first trial without it.
     pub(crate) left_out_at: Option<u64>,
 }
 
-/// The cards of a header with what the trials say of them.
+/// The cards of a header with the figures from the trials.
 pub(crate) fn cards(conditions: &[Conditions], trials: &[Trial]) -> Vec<Card> {
     let one = |(number, conditions): (usize, &Conditions)| {
         let card = number as u32;

@@ -1,4 +1,4 @@
-//! What a search is: settled when it starts, kept in the ledger's first row, and read back on resuming.
+//! The terms of a search: fixed when it starts, kept in the ledger's first row, and read back on resuming.
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -16,7 +16,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::schedule_choice::{Auto, Chosen, choose};
 
-/// The model of a search that names none: real shapes, and small enough for two cores.
+/// The model if none is named: real shapes, and small enough for two cores.
 const DEFAULT_MODEL: &str = "smollm2-135m";
 
 const DEFAULT_BUDGET: Budget = Budget::Trials(64);
@@ -25,15 +25,15 @@ const DEFAULT_BUDGET: Budget = Budget::Trials(64);
 pub(crate) const MIN_GAIN_MEASURED: f64 = 0.01;
 const MIN_GAIN_PREDICTED: f64 = 0.001;
 
-/// Folder of the searches that name none.
+/// Folder of the searches if none is named.
 const RUNS: &str = "runs";
 
-/// A search's terms: the ledger's first record. What older ledgers lack is optional.
+/// A search's terms: the ledger's first record. Fields that older ledgers lack are optional.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Header {
     /// The ledger's schema id, which the ledger fills in.
     schema: Option<String>,
-    /// What tells the search from all others.
+    /// The unique id of the search.
     run: Option<String>,
     #[serde(default)]
     began_unix_s: u64,
@@ -55,20 +55,20 @@ pub(super) struct Header {
     pub(super) explore: u64,
     #[serde(default)]
     pub(super) strategy: StrategyName,
-    /// What the store knew when the search began.
+    /// The moves in the store when the search began.
     #[serde(default, rename = "prior")]
     pub(super) known: Vec<PriorMove>,
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
-    /// Where it is measured; nothing where it is predicted. Of several cards the first.
+    /// The conditions of the measurement; none if predicted. Of several cards, those of the first.
     conditions: Option<Conditions>,
-    /// The device's cache, which bounds depend on.
+    /// The device's cache, which roofline bounds depend on.
     cache_bytes: u64,
-    /// Where it begins; nothing in ledgers from before there was a choice.
+    /// The start of the search; none in ledgers before there was a choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     start: Option<Start>,
-    /// Where each card of a search measures that has several.
+    /// The conditions of each card of a search with several.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) cards: Vec<Conditions>,
     #[serde(skip)]
@@ -82,12 +82,12 @@ struct Start {
 }
 
 impl Header {
-    /// The terms of a new search, as far as the arguments say.
+    /// The terms of a new search, as far as the arguments determine them.
     pub(super) fn fresh(args: &LoopArgs) -> Result<Self, Failure> {
         let budget = args.budget.unwrap_or(DEFAULT_BUDGET);
         Ok(Self {
             schema: None,
-            // An id that no other search has.
+            // A unique id.
             run: Some(corpus::store::fresh_run_id(&format!(
                 "{:?} {} {}",
                 SystemTime::now(),
@@ -121,7 +121,7 @@ impl Header {
         })
     }
 
-    /// The terms of a ledger. Arguments that say something else are refused, but the budget may grow.
+    /// The terms of a ledger. Contradicting arguments are refused, but the budget may grow.
     pub(super) fn resumed(args: &LoopArgs, held: &Value, path: &Path) -> Result<Self, Failure> {
         let found = serde_json::from_value::<Self>(held.clone()).map_err(|error| {
             Failure::usage(format!(
@@ -139,7 +139,7 @@ impl Header {
         Ok(found)
     }
 
-    /// A command comes from this command line or not at all: whoever wrote the ledger could have written any.
+    /// A proposer command comes from this command line or not at all: a forged ledger could contain any command.
     fn refuse_to_run_a_file(&self, args: &LoopArgs, path: &Path) -> Result<(), Failure> {
         match &self.proposer {
             Some(command) if args.proposer.as_ref() != Some(command) => {
@@ -206,7 +206,7 @@ impl Header {
         Ok(())
     }
 
-    /// The terms with the schedule that a new search begins with.
+    /// The terms with the start schedule of a new search.
     pub(super) fn with_start(
         mut self,
         args: &LoopArgs,
@@ -236,7 +236,7 @@ impl Header {
         self.start.as_ref().map(|start| start.source.clone())
     }
 
-    /// Where the search runs: a resumed one where it ran before.
+    /// Where the search runs: a resumed one runs where it ran before.
     pub(super) fn place(&self, args: &LoopArgs) -> PlaceArgs {
         let measured = self.kind == LatencyKind::MeasuredGpu.name();
         let device = match (self.resumed, measured) {
@@ -249,7 +249,7 @@ impl Header {
         PlaceArgs { target, device, kv_capacity: self.kv_capacity }
     }
 
-    /// The terms with what only the loaded model and the opened device say.
+    /// The terms with the fields that depend on the loaded model and the opened device.
     pub(super) fn with_kind(
         mut self,
         context: &Context,
@@ -305,7 +305,7 @@ pub(super) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// The least gain as a share.
+/// The least gain as a fraction.
 fn min_gain(args: &LoopArgs) -> Result<Option<f64>, Failure> {
     match args.min_gain {
         None => Ok(None),
@@ -318,12 +318,12 @@ fn min_gain(args: &LoopArgs) -> Result<Option<f64>, Failure> {
 
 pub(super) struct Folder {
     pub(super) path: PathBuf,
-    /// Whether it was made for this search.
+    /// Whether this search created it.
     made: bool,
 }
 
 impl Drop for Folder {
-    /// A folder that was made and that nothing came into is taken away again.
+    /// Removes a created folder that stayed empty.
     fn drop(&mut self) {
         if self.made {
             let _ = std::fs::remove_dir(&self.path);
@@ -351,7 +351,7 @@ pub(super) fn folder(args: &LoopArgs) -> Result<Folder, Failure> {
     new_run(Path::new(RUNS)).map(|path| Folder { path, made: true })
 }
 
-/// Makes the folder after the last one. Of searches that begin together each gets its own, since only one can make a folder.
+/// Creates the folder with the next number. Searches that begin together get different folders, since only one can create a folder.
 fn new_run(runs: &Path) -> Result<PathBuf, Failure> {
     let remedy = "name a folder that you may write to with --out";
     let refused = Failure::cannot::<std::io::Error>("create a folder in", runs, remedy);
@@ -373,7 +373,7 @@ fn latest_run() -> Option<PathBuf> {
     runs.filter(|(_, path)| path.join("ledger.jsonl").is_file()).max().map(|(_, path)| path)
 }
 
-/// Everything in a folder that is called by a number.
+/// All entries of a folder with a numeric name.
 fn numbered(runs: &Path) -> Vec<(u32, PathBuf)> {
     let number = |entry: std::io::Result<std::fs::DirEntry>| {
         let path = entry.ok()?.path();

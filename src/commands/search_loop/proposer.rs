@@ -1,8 +1,9 @@
-//! A proposer outside: a command that is asked and told over JSON lines, one object a line. It may be an agent, another optimiser, or ten
-//! lines of shell. HARNESS.md describes the lines.
+//! An external proposer: a command that is asked and told over JSON lines, one object per line. It may be an agent,
+//! another optimiser, or ten lines of shell. HARNESS.md describes the lines.
 //!
-//! Nothing that it does can hurt the search: every wait has a limit, a line has a greatest length, a proposal is parsed and validated like any
-//! schedule, and a proposer that ends, falls silent or talks nonsense ends the search with what was done kept.
+//! A bad proposer cannot hurt the search: every wait has a limit, a line has a greatest length, a proposal is parsed
+//! and validated like any schedule, and a proposer that exits, falls silent or sends malformed lines ends the search,
+//! which keeps its finished trials.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -22,16 +23,16 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::report;
 
-/// How long an answer may take.
+/// The time limit of an answer.
 const ANSWER: Duration = Duration::from_secs(300);
 
-/// Bytes of an answer's line at most.
+/// The most bytes of an answer's line.
 const LINE_MAX: u64 = 1 << 20;
 
-/// Lines that it may leave unread.
+/// The most lines that it may leave unread.
 const UNREAD_MAX: usize = 4096;
 
-/// Proposals for one trial that may be refused.
+/// The most refused proposals for one trial.
 const REFUSED_MAX: usize = 100;
 
 #[derive(Debug)]
@@ -44,17 +45,17 @@ pub(super) struct Proposer {
 #[derive(Debug)]
 struct Talk {
     child: Child,
-    /// Lines to say. A proposer that does not read them keeps nobody waiting.
+    /// Lines to send. A proposer that does not read them blocks nothing.
     say: Option<SyncSender<String>>,
     lines: Receiver<std::io::Result<String>>,
-    /// Finished trials that it knows.
+    /// Finished trials that were sent to it.
     told: usize,
-    /// Why there will be no more proposals.
+    /// Set when there will be no more proposals.
     over: bool,
 }
 
 impl Proposer {
-    /// Starts the command and says what is searched.
+    /// Starts the command and sends the search space.
     pub(super) fn start(command: &str, context: &Context, seed: u64) -> Result<Self, Failure> {
         let spawned = Command::new("sh")
             .args(["-c", command])
@@ -91,7 +92,7 @@ impl Proposer {
         self.talk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next proposal; `refused` says what was wrong with the one before.
+    /// The next proposal; `refused` holds the violations of the one before.
     fn propose(
         &self,
         question: &Question<'_>,
@@ -121,7 +122,7 @@ impl Proposer {
         None
     }
 
-    /// Why a proposal that could be read was not tried.
+    /// Why a legible proposal was not tried.
     fn why(&self, config: &ScheduleConfig) -> Value {
         match validate(*config, &self.graph, &self.target) {
             Err(violations) => wrong(&violations),
@@ -137,7 +138,7 @@ fn wrong(violations: &Violations) -> Value {
     all.collect()
 }
 
-/// Writes lines to the command, on a thread that ends when there are no more or nobody reads them.
+/// Writes lines to the command, on a thread that ends when the channel or the pipe is closed.
 fn speaker(mut input: ChildStdin) -> SyncSender<String> {
     let (send, lines) = sync_channel::<String>(UNREAD_MAX);
     std::thread::spawn(move || {
@@ -150,7 +151,7 @@ fn speaker(mut input: ChildStdin) -> SyncSender<String> {
     send
 }
 
-/// Reads the command's lines, on a thread that ends with them or when nobody listens any more.
+/// Reads the command's lines, on a thread that ends when the pipe or the channel is closed.
 fn listener(output: Option<ChildStdout>) -> Receiver<std::io::Result<String>> {
     let (send, lines) = sync_channel(1);
     std::thread::spawn(move || {
@@ -165,7 +166,7 @@ fn listener(output: Option<ChildStdout>) -> Receiver<std::io::Result<String>> {
     lines
 }
 
-/// A line without its end; nothing at the end of the output.
+/// A line without its end; `None` at the end of the output.
 fn read_line(reader: &mut impl BufRead) -> std::io::Result<Option<String>> {
     let mut bytes = Vec::new();
     reader.take(LINE_MAX).read_until(b'\n', &mut bytes)?;
@@ -177,7 +178,7 @@ fn read_line(reader: &mut impl BufRead) -> std::io::Result<Option<String>> {
 }
 
 impl Talk {
-    /// Says what finished since the last time.
+    /// Sends the trials that have finished since the last call.
     fn tell(&mut self, past: &TrialRecords) {
         for (index, past) in (self.told..).zip(past.since(self.told)) {
             let changed: serde_json::Map<String, Value> = (past.changes.iter())
@@ -201,7 +202,7 @@ impl Talk {
         let said = self.say.as_ref().map(|say| say.try_send(format!("{line}\n")));
         match said {
             Some(Err(TrySendError::Full(_))) => self.end("it does not listen"),
-            // It closed its input. What it said before is still heard, and then why it says no more.
+            // It closed its input. Its earlier lines are still read, and then the reason why it ended.
             Some(Err(TrySendError::Disconnected(_))) => self.say = None,
             Some(Ok(())) | None => {}
         }
@@ -236,7 +237,7 @@ impl Talk {
         }
     }
 
-    /// Says once why there will be no more proposals, and hangs up.
+    /// Reports once why there will be no more proposals, and closes its input.
     fn end(&mut self, why: &str) {
         if !std::mem::replace(&mut self.over, true) {
             report::say(&format!("the proposer ends the search: {why}"));
@@ -246,7 +247,7 @@ impl Talk {
 }
 
 impl Drop for Talk {
-    /// A proposer that is not asked any more is not waited for, nor is what it started.
+    /// Kills the process group instead of waiting for it.
     fn drop(&mut self) {
         self.say = None;
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
@@ -263,7 +264,7 @@ impl Strategy for Proposer {
         let question = *question;
         let mut last: Option<ScheduleConfig> = None;
         Box::new(std::iter::from_fn(move || {
-            // Asked again for the same trial: the last proposal was no good.
+            // A second request for the same trial: the last proposal was refused.
             let refused = last.as_ref().map(|config| self.why(config));
             let config = self.propose(&question, refused)?;
             last = Some(config);
@@ -271,7 +272,7 @@ impl Strategy for Proposer {
         }))
     }
 
-    /// Whoever is outside is asked once for each trial.
+    /// The external process is asked once for each trial.
     fn may_be_guessed(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Where the time of a search went: the sum over its candidates, resumed ones included.
+//! The time breakdown of a search: the sum over its candidates, resumed ones included.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -6,24 +6,24 @@ use std::time::{Duration, Instant};
 use search::{Spent, Trial, WastedSpeculation};
 use serde_json::{Value, json};
 
-/// Time since the first call. The search asks for it only to say what it spent on what.
+/// Time since the first call. The search uses it only to report where its time went.
 pub(super) fn clock() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed()
 }
 
-/// The sum over candidates: the trials after the baseline, which pays for boot, launch and the first kernel.
+/// The sum over candidates: the trials after the baseline, whose time includes boot, launch and the first kernel.
 pub(super) struct Sum {
     candidates: usize,
     spent: Spent,
     baseline: Spent,
-    /// Seconds from the end of the baseline to the end of the last trial. Of several cards, whose seconds pass side by side.
+    /// Seconds from the end of the baseline to the end of the last trial; only with several cards, whose times overlap.
     wall_s: Option<f64>,
     dropped: WastedSpeculation,
 }
 
 impl Sum {
-    /// `dropped` is what several cards began for nothing.
+    /// `dropped` is the wasted speculation of several cards.
     pub(super) fn of(trials: &[Trial], dropped: WastedSpeculation) -> Self {
         let mut sum = Self {
             candidates: 0,
@@ -48,7 +48,7 @@ impl Sum {
         sum
     }
 
-    /// The seconds that the candidates took: of several cards those of the clock.
+    /// The seconds that the candidates took: wall time with several cards.
     fn took_s(&self) -> f64 {
         self.wall_s.unwrap_or(self.spent.total_s)
     }
@@ -61,7 +61,7 @@ impl Sum {
         if self.spent.total_s > 0.0 { seconds / self.spent.total_s } else { 0.0 }
     }
 
-    /// The parts that follow one another, with the seconds of each; what is left is `other`.
+    /// The consecutive parts, with the seconds of each; the rest is `other`.
     fn parts(&self) -> [(&'static str, f64); 5] {
         let spent = &self.spent;
         let known = spent.propose_s + spent.lower_s + spent.gates_s + spent.timing_s;
@@ -165,7 +165,7 @@ mod tests {
             "{line}"
         );
         assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
-        // Two cards: the clock's seconds, beside those of the cards.
+        // Two cards: wall time, and the sum over the cards.
         let dropped = WastedSpeculation { trials: 3, seconds: 0.6 };
         let sum = Sum { wall_s: Some(5.0), dropped, ..sum };
         assert_eq!(sum.to_json(wall)["candidates_per_s"], 10.0);

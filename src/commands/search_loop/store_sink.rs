@@ -1,5 +1,5 @@
-//! The search's part of the store: what the ledger has acknowledged is added to it. The ledger is the record, so a store that cannot be
-//! written never ends a search: that is said once, with the command that brings the store up to date.
+//! Adds the ledger's acknowledged rows to the store. The ledger is the record, so a store that cannot be written never
+//! ends a search: the failure is reported once, with the command that brings the store up to date.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use crate::cli::LoopArgs;
 use crate::report;
 
-/// The store of the searches that name none, beside their folders.
+/// The default store, beside the folders of the searches.
 pub(crate) const STORE: &str = "store.sqlite";
 
 /// A store that follows one ledger.
@@ -23,7 +23,7 @@ pub(super) struct StoreSink {
 }
 
 impl StoreSink {
-    /// Opens the store and adds what the ledger holds already: after a kill that may be more than the store has.
+    /// Opens the store and adds the rows already in the ledger: after a kill the ledger may have more than the store.
     pub(super) fn open(args: &LoopArgs, dir: &Path, ledger: &Path) -> Self {
         let mut keeper = Self { store: None, run: String::new(), ledger: ledger.to_path_buf() };
         let Some(path) = path(args, dir) else { return keeper };
@@ -43,12 +43,12 @@ impl StoreSink {
         Ok(store)
     }
 
-    /// The store's file, as long as it is kept.
+    /// The store's file, while it is kept up to date.
     pub(super) fn path(&self) -> Option<&Path> {
         self.store.as_ref().map(Store::path)
     }
 
-    /// Adds a row that the ledger acknowledged.
+    /// Adds an acknowledged row.
     pub(super) fn row(&mut self, link: Link) {
         let Some(store) = &mut self.store else { return };
         if let Err(error) = store.add(&self.run, [link]) {
@@ -65,7 +65,7 @@ impl StoreSink {
         }
     }
 
-    /// From here on the store is left alone: a row that came after a missing one would not follow.
+    /// Stops writing to the store: a row after a missing one would break the chain.
     fn behind(&mut self, error: &CorpusError) {
         self.store = None;
         report::say(&format!(
@@ -75,10 +75,10 @@ impl StoreSink {
     }
 }
 
-/// What moves brought so far, on all graphs, where latencies are of this kind and schedules for this target.
+/// The gains of moves so far, on all graphs, for this kind of latency and this target.
 const SEEN: &str = "SELECT move, tries, gain_sum FROM priors WHERE latency_kind = ?1 AND target = ?2 ORDER BY move, graph, device";
 
-/// What the store of a new search knows of moves that helped: nothing where there is no store yet.
+/// The helpful moves in the store for a new search: none if there is no store yet.
 pub(super) fn known(
     args: &LoopArgs,
     dir: &Path,
@@ -97,7 +97,7 @@ pub(super) fn known(
     Ok(rank(rows.into_iter().filter_map(seen)))
 }
 
-/// Seals the run of a search that has ended. Without a seal it is as safe as before, and counts as one that can be resumed.
+/// Seals the run of a search that has ended. An unsealed run is as safe as before, and counts as resumable.
 pub(in crate::commands) fn seal(dir: &Path, ledger: &Path) {
     let sealed = corpus::read(ledger).and_then(|contents| {
         let first = contents.hashes.first().map_or("", String::as_str);
@@ -110,7 +110,7 @@ pub(in crate::commands) fn seal(dir: &Path, ledger: &Path) {
     }
 }
 
-/// The store that the arguments mean: the one named, or the one beside the search's folder.
+/// The store of the arguments: the one named, or the one beside the search's folder.
 fn path(args: &LoopArgs, dir: &Path) -> Option<PathBuf> {
     match &args.store {
         Some(path) if path.as_os_str() == "none" => None,

@@ -1,4 +1,4 @@
-//! Who follows a search while it runs, and may end it.
+//! Observers of a running search, which may also end it.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::failure::Exit;
 use crate::{interrupt, report};
 
-/// How far a search is; empty before it begins.
+/// The progress of a search; empty before it begins.
 #[derive(Clone, Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct Progress {
     /// The search's folder.
@@ -27,22 +27,22 @@ pub(crate) struct Progress {
     pub(crate) trials: u64,
     /// Seconds that it took, sessions before a resume included.
     pub(crate) elapsed_s: f64,
-    /// Latency of the schedule that leads, in microseconds per token.
+    /// Latency of the best schedule, in microseconds per token.
     pub(crate) best_us: Option<f64>,
     /// Its trial.
     pub(crate) best_trial: Option<u64>,
     /// The last trial, in a line.
     pub(crate) last: Option<String>,
-    /// The command that goes on with it; as a tool: `loop` with `resume` and `out`.
+    /// The command that resumes it; as a tool: `loop` with `resume` and `out`.
     pub(crate) resume: Option<String>,
 }
 
-/// Who follows a search.
+/// An observer of a search.
 pub(crate) trait Watch {
     /// Whether to end before the next trial.
     fn stopped(&self) -> bool;
 
-    /// The files are open; the graph is evaluated next, which may take a while. `resume`: the command that goes on with the search.
+    /// The files are open; the graph is evaluated next, which may take a while. `resume`: the command that resumes the search.
     fn prepares(&self, _resume: &str) {}
 
     /// All is ready and the first trial is next.
@@ -81,6 +81,6 @@ impl Watch for Interrupts {
         BEGUN.store(true, Ordering::SeqCst);
     }
 
-    // The bar and the lines of the trials are the session's own.
+    // The session itself prints the progress bar and the lines of the trials.
     fn trial(&self, _: &Progress) {}
 }

@@ -1,4 +1,4 @@
-//! What goes on in all workers together, sampled at even distances.
+//! Totals over all workers, sampled at equal intervals.
 
 use lower::SimulatedStep;
 
@@ -8,14 +8,14 @@ use super::timeline::{Task, Timeline};
 pub(super) struct Counter {
     pub(super) name: String,
     pub(super) unit: &'static str,
-    /// Nanosecond, and the value from then on.
+    /// The time in nanoseconds, and the value from then on.
     pub(super) samples: Vec<(u64, i64)>,
 }
 
-/// Samples of a counter, at most.
+/// The most samples of a counter.
 const SAMPLES: u64 = 1000;
 
-/// The shape of a worker's ring, in bytes.
+/// The size of a worker's ring, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ring {
     pub(super) bytes: u64,
@@ -26,8 +26,8 @@ fn bin(timeline: &Timeline) -> u64 {
     timeline.span().div_ceil(SAMPLES).max(1)
 }
 
-/// Bytes that are multiplied or attended to, a bin's at its begin. Those of a task are spread evenly over its products; all of them together are
-/// the bytes of the step.
+/// Bytes that are multiplied or attended to; a bin's value is at its begin. The bytes of a task are spread evenly over
+/// its products; the sum over all bins is the bytes of the step.
 pub(super) fn multiplied(timeline: &Timeline) -> Counter {
     let width = bin(timeline);
     let mut bins = vec![0_i64; (timeline.span() / width + 1) as usize];
@@ -44,7 +44,7 @@ pub(super) fn multiplied(timeline: &Timeline) -> Counter {
 
 fn spread(task: &Task, start: u64, width: u64, bins: &mut [i64]) {
     let (from, to) = (task.staged - start, task.multiplied - start);
-    // What has been multiplied until then. All of it at once where the products take no time.
+    // The bytes multiplied by a given time. All of them at once if the products take no time.
     let until = |at: u64| match to - from {
         0 => u128::from(task.bytes) * u128::from(at > from),
         length => {
@@ -58,7 +58,7 @@ fn spread(task: &Task, start: u64, width: u64, bins: &mut [i64]) {
     }
 }
 
-/// Bytes that have arrived and wait in the rings, and bytes on their way, of a simulated step. The device's records do not hold them.
+/// Bytes waiting in the rings, and bytes in flight, of a simulated step. The device's records do not hold them.
 pub(super) fn rings(timeline: &Timeline, step: &SimulatedStep, ring: Ring) -> [Counter; 2] {
     let mut changes: Vec<(u64, usize, u64)> = Vec::new();
     for (worker, (times, tasks)) in step.workers.iter().zip(&timeline.workers).enumerate() {

@@ -1,12 +1,12 @@
-//! What an agent should know of a step, in at most [`BYTES_MAX`] bytes: where the time went, by op and by layer, the worst waits with who was waited
-//! for, and where workers had nothing to do.
+//! A digest of a step for agents, in at most [`BYTES_MAX`] bytes: where the time went, by op and by layer, the longest
+//! waits with their producers, and where workers were idle.
 
 use std::collections::HashMap;
 use std::fmt::Write;
 
 use super::timeline::{Sums, Task, Timeline};
 
-/// What a reader with a small window can take.
+/// A length that fits a small context window.
 pub(super) const BYTES_MAX: usize = 6 * 1024;
 
 /// Rows of each table.
@@ -19,7 +19,7 @@ const WORKERS: usize = 5;
 const NAME: usize = 16;
 const TITLE: usize = 200;
 
-/// The page. `title` is a line.
+/// Writes the digest. `title` is a line.
 pub(super) fn write(timeline: &Timeline, title: &str) -> String {
     let mut out = format!("# {}\n", title.chars().take(TITLE).collect::<String>());
     let total = timeline.total();
@@ -32,7 +32,7 @@ pub(super) fn write(timeline: &Timeline, title: &str) -> String {
     out
 }
 
-/// Nanoseconds of all workers as microseconds of an average one.
+/// The sum over all workers in nanoseconds, as µs of an average worker.
 fn mean(timeline: &Timeline, ns: i64) -> f64 {
     ns as f64 / 1000.0 / timeline.workers.len().max(1) as f64
 }
@@ -83,7 +83,7 @@ fn table_row(timeline: &Timeline, name: &str, s: &Sums, out: &mut String) {
     );
 }
 
-/// Those with the most time first.
+/// Rows sorted by time, longest first.
 fn by_time<K>(sums: HashMap<K, Sums>, key: impl Fn(&K) -> u64) -> Vec<(K, Sums)> {
     let mut rows: Vec<(K, Sums)> = sums.into_iter().collect();
     rows.sort_by_key(|(name, s)| (-(s.bound + s.excess + s.waiting), key(name)));
@@ -156,13 +156,13 @@ fn waits(timeline: &Timeline, out: &mut String) {
 /// Tasks of one kind that wait for the same task.
 #[derive(Clone, Copy, Default)]
 struct Waiters {
-    /// How long the one waits that waits longest, and which it is.
+    /// The longest wait, and its task.
     longest: u64,
     who: usize,
     count: u64,
 }
 
-/// Those that wait for the same task are one line, which names the one that waits longest.
+/// Writes the longest waits. Tasks that wait for the same producer share one line, which names the longest wait.
 fn longest(timeline: &Timeline, out: &mut String) {
     let mut groups: HashMap<(Option<usize>, u16, usize), Waiters> = HashMap::new();
     for (index, task) in timeline.tasks.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! A timeline as trace events in JSON, which Perfetto and Chrome read: one track per worker, one slice per task with its parts, an arrow from who was
-//! waited for, counters. Times are microseconds there.
+//! A timeline as trace events in JSON, which Perfetto and Chrome read: one track per worker, one slice per task with
+//! its parts, an arrow from its producer, counters. Times are in microseconds.
 
 use std::io::{self, Write};
 
@@ -8,26 +8,27 @@ use serde_json::{Value, json};
 use super::counters::Counter;
 use super::timeline::{Task, Timeline};
 
-/// The parts of a task, in its slice.
+/// The parts of a task, inside its slice.
 const PARTS: [&str; 4] = ["wait", "input", "products", "output"];
 
 fn us(ns: u64) -> f64 {
     ns as f64 / 1000.0
 }
 
-/// Where the arrow to a task comes from. None from its own worker, and none where the clocks of two workers say that what came was not yet sent.
+/// The start of the arrow to a task. None from its own worker, and none if by the clocks of the two workers the data
+/// arrived before it was sent.
 fn arrow<'a>(timeline: &'a Timeline, task: &Task) -> Option<&'a Task> {
     let from = task.producer.map(|producer| &timeline.tasks[producer]);
     from.filter(|from| from.worker != task.worker && from.multiplied <= task.arrived)
 }
 
-/// A slice of a worker's lane. One that lies in another comes after it.
+/// A slice on a worker's track. A nested slice comes after the slice that contains it.
 fn slice(worker: u32, name: &str, [begin, end]: [u64; 2], args: &Value) -> Value {
     let (ts, dur) = (us(begin), us(end - begin));
     json!({"ph": "X", "pid": 1, "tid": worker, "ts": ts, "dur": dur, "name": name, "args": args})
 }
 
-/// Writes the file, an event a line.
+/// Writes the file, one event per line.
 pub(super) fn write(
     out: &mut impl Write,
     timeline: &Timeline,
@@ -58,7 +59,7 @@ pub(super) fn write(
             put(&slice(task.worker, part, [ends[0], ends[1]], &json!({})))?;
         }
     }
-    // Behind all slices: an arrow belongs to the innermost that is open at its end.
+    // After all slices: an arrow binds to the innermost slice that is open at its end.
     for (index, task) in timeline.tasks.iter().enumerate() {
         let Some(from) = arrow(timeline, task) else { continue };
         for (ph, worker, at) in

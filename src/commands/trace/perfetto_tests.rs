@@ -29,7 +29,7 @@ fn every_nanosecond_is_somewhere() {
         timeline.by(|task| task.name).values().map(|s| s.bound + s.excess + s.waiting).sum();
     assert_eq!(of_ops + total.bubbles(), total.sum());
     assert_eq!(timeline.moved, 0, "virtual time runs forwards");
-    // Marks out of order are found out, also where arithmetic wraps: the parts would still add up.
+    // Marks out of order are detected, even where arithmetic wraps: the parts would still add up.
     let second = timeline.workers[0].start + 1;
     timeline.tasks[second].begin = timeline.tasks[second].end + 1;
     let found = std::panic::catch_unwind(|| timeline.total()).expect_err("it is found out");

@@ -1,6 +1,6 @@
-//! One step of every worker in whole nanoseconds: where each of them went, and who was waited for.
+//! One step of every worker in whole nanoseconds: where each of them went, and which task was waited for.
 //!
-//! A worker's time is parted at the marks of its tasks, so nothing is counted twice and nothing is left out:
+//! A worker's time is split at the marks of its tasks, so nothing is counted twice and nothing is left out:
 //! `bound + excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
 
 use std::collections::HashMap;
@@ -9,15 +9,15 @@ use std::ops::Range;
 use abi::{BufferKind, TaskRecord};
 use ir::program::{Program, Region, Task as ProgramTask, accesses};
 
-/// How the times of records are meant.
+/// How to read the times in records.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
-    /// Nanoseconds of a cycle.
+    /// Nanoseconds per cycle.
     pub(super) ns_per_cycle: f64,
-    /// When the step began and ended, if the records do not say.
+    /// The begin and end of the step, if not in the records.
     pub(super) span: Option<[u64; 2]>,
-    /// Whether a task that polls flag-in-data words is ready before it has them. The device marks the end of counter waits, and then that the input
-    /// is there; the simulation knows when it has arrived.
+    /// Whether a task that polls flag-in-data words is marked ready before they arrive. The device marks the end of
+    /// counter waits, and then the arrival of the input; the simulation has the time of arrival.
     pub(super) polls_after_ready: bool,
 }
 
@@ -27,20 +27,20 @@ pub(super) struct Task {
     pub(super) layer: u16,
     /// Index of its name in [`Timeline::names`].
     pub(super) name: usize,
-    /// Nanoseconds, none before the one above it.
+    /// The marks in nanoseconds, in order: none is before the one above it.
     pub(super) begin: u64,
-    /// When what it waited for was there.
+    /// When its input had arrived.
     pub(super) arrived: u64,
     pub(super) staged: u64,
     pub(super) multiplied: u64,
     pub(super) end: u64,
     /// How long its products waited for weights.
     pub(super) starved: u64,
-    /// Bytes out of the ring.
+    /// Bytes it takes out of the ring.
     pub(super) bytes: u64,
-    /// What these take at the worker's share of the bandwidth.
+    /// The time of these bytes at the worker's part of the bandwidth.
     pub(super) bound: u64,
-    /// Of the tasks that it waited for, the last to be done.
+    /// Of the tasks that it waited for, the last to finish.
     pub(super) producer: Option<usize>,
 }
 
@@ -48,20 +48,20 @@ pub(super) struct Task {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sums {
     pub(super) tasks: u64,
-    /// What the bytes take at the full bandwidth, shared evenly.
+    /// The time of the bytes at the full bandwidth, divided evenly.
     pub(super) bound: i64,
-    /// At work beyond that. Negative where bytes arrived while the worker waited: the ring runs ahead.
+    /// Work beyond that. Negative if bytes arrived while the worker waited: the ring runs ahead.
     pub(super) excess: i64,
-    /// Until what tasks need from others was there.
+    /// Waiting for the input of tasks.
     pub(super) waiting: i64,
-    /// No task under way: before the first, between two, after the last.
+    /// No task running: before the first, between two, after the last.
     pub(super) bubble: [i64; 3],
 }
 
 /// Nanoseconds from one mark to the next.
 ///
 /// # Panics
-/// If they are out of order, in every build: differences that wrap add up to the span just the same.
+/// If they are out of order, in every build: differences that wrap would still add up to the span.
 fn between(from: u64, to: u64) -> i64 {
     assert!(from <= to, "a mark at {to} ns, after one at {from}");
     (to - from) as i64
@@ -96,18 +96,18 @@ impl Sums {
 #[derive(Clone, Debug)]
 pub(super) struct Timeline {
     pub(super) names: Vec<String>,
-    /// Worker by worker, in the order of the queues.
+    /// Worker by worker, in queue order.
     pub(super) tasks: Vec<Task>,
     pub(super) workers: Vec<Range<usize>>,
     pub(super) start: u64,
     pub(super) end: u64,
-    /// Nanoseconds by which marks were moved because a clock's mark came before the one in front of it.
+    /// Nanoseconds by which marks were moved because a clock put one before its predecessor.
     pub(super) moved: u64,
 }
 
 impl Timeline {
-    /// The step that the records tell of, a record a task in the program's order. `bytes` are what each task takes out of the ring, and
-    /// `bandwidth` is that of all workers together, in bytes per second.
+    /// The step in the records, which are in the program's order, one per task. `bytes` are the bytes that each task
+    /// takes out of the ring, and `bandwidth` is that of all workers together, in bytes per second.
     pub(super) fn new(
         program: &Program,
         records: &[TaskRecord],
@@ -166,7 +166,7 @@ impl Timeline {
         timeline
     }
 
-    /// Begin, arrival, staged, multiplied, end: in order, and not before the task in front ended.
+    /// The marks: begin, arrival, staged, multiplied, end; in order, and not before the end of the previous task.
     fn marks(
         &mut self,
         record: &TaskRecord,
@@ -207,10 +207,10 @@ impl Timeline {
         sums
     }
 
-    /// All workers' time.
+    /// The time of all workers.
     ///
     /// # Panics
-    /// If the parts are not the whole, or marks are out of order.
+    /// If the parts do not add up to the whole, or marks are out of order.
     pub(super) fn total(&self) -> Sums {
         let mut total = Sums::default();
         for worker in 0..self.workers.len() {
@@ -222,7 +222,7 @@ impl Timeline {
         total
     }
 
-    /// The tasks' time by what `key` says of them. Bubbles belong to no task.
+    /// The tasks' time grouped by `key`. Bubbles belong to no task.
     pub(super) fn by<K: std::hash::Hash + Eq>(&self, key: impl Fn(&Task) -> K) -> HashMap<K, Sums> {
         let mut sums: HashMap<K, Sums> = HashMap::new();
         for task in &self.tasks {
@@ -232,7 +232,7 @@ impl Timeline {
     }
 }
 
-/// Whole nanoseconds of each task that add up to those of all bytes.
+/// Distributes the time of all bytes over the tasks in whole nanoseconds, so that the parts add up to the total.
 struct Bounds {
     bytes: u128,
     workers: u64,
@@ -265,7 +265,7 @@ fn polls(program: &Program, task: &ProgramTask) -> bool {
     flag_in_data(program, &accesses(program, task).reads).next().is_some()
 }
 
-/// For each task the last to be done of those that it waits for, by counter or for words.
+/// For each task, the last to finish of those that it waits for, by counter or by flag-in-data words.
 fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
     let all = || program.workers.iter().flat_map(|worker| &worker.tasks).enumerate();
     let later =
@@ -282,7 +282,7 @@ fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
             of_buffer.push((region.start, region.end, index));
         }
     }
-    // Many tasks read the same words.
+    // Memoized, since many tasks read the same words.
     let mut known: HashMap<ir::program::Region, Option<usize>> = HashMap::new();
     let mut found = Vec::with_capacity(times.len());
     for (_, task) in all() {

@@ -66,7 +66,7 @@ impl Heading {
         document
     }
 
-    /// A chunk of a streamed answer: `sent` is the length of the text before it, `finish` the reason if it is the last one.
+    /// A chunk of a streamed answer: `sent` characters came before it; `finish` is the reason if it is the last.
     pub(super) fn chunk(&self, piece: &Piece, sent: usize, finish: Option<&str>) -> Value {
         let text = match self.api {
             Api::Completions => ("text", json!(piece.text)),

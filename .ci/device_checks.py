@@ -1,9 +1,9 @@
-"""What `.ci/device` asks of the documents and logits that `amk` wrote: a line of figures each, exit code 1 where something is wrong.
+"""Checks of `.ci/device` on the documents and logits that `amk` wrote: each prints a line of figures; exit code 1 if something is wrong.
 
     .ci/device_checks.py correct NAME VERDICT     the verdict says that the schedule is correct
     .ci/device_checks.py tokens MODEL             prints the prompt of a golden model
     .ci/device_checks.py golden MODEL OUT DEVICE  OUT/logits.safetensors and OUT/generate.json against the golden ones
-    .ci/device_checks.py parted OUT PROMPT        the megakernel against the evaluated graph, up to where their tokens part
+    .ci/device_checks.py parted OUT PROMPT        the megakernel against the evaluated graph, up to the first different token
     .ci/device_checks.py same ANSWER < OTHER      two answers of `amk generate` have the same tokens
 """
 
@@ -62,7 +62,7 @@ def parted(out, prompt):
         f"  prompt {prompt[:24]:24} {same} of {len(graph)} tokens equal; "
         f"max |diff| {error:.1e}, closest call of the graph {margin:.1e}"
     )
-    # Where they part, the graph's own call must be closer than the bound on the device's error.
+    # Where they diverge, the margin of the graph's top two logits must be below the bound on the device's error.
     call = float(top[rows - 1, -1] - top[rows - 1, -2])
     bound = 5e-3 * float(np.abs(rows_of["eval"][rows - 1]).max())
     return len(cuda) == 64 and (graph == cuda or call <= bound)

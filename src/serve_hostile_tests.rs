@@ -1,4 +1,4 @@
-//! A server whose clients, or whose model folder, mean harm.
+//! Hostile clients and hostile model folders.
 
 use super::*;
 
@@ -75,7 +75,7 @@ fn half_heads_leave_the_server_answering() {
     };
     let mut halves: Vec<TcpStream> = (0..150).map(half).collect();
     assert_eq!(server.get("/v1/models").json()["data"][0]["id"], MODEL);
-    // The first ones made room.
+    // The first ones were closed to make room.
     let end = halves[0].read(&mut [0; 16]);
     assert!(matches!(end, Ok(0) | Err(_)), "{end:?}");
     drop(halves);
@@ -110,7 +110,7 @@ fn a_name_that_is_no_text_is_refused_in_the_same_shape() {
     assert!(message.contains("UTF-8"), "{message}");
 }
 
-/// A pool of so many threads never got to work.
+/// A pool of a hundred thousand threads never starts working.
 #[test]
 fn a_pool_of_threads_has_a_limit() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
@@ -120,7 +120,7 @@ fn a_pool_of_threads_has_a_limit() {
     assert!(held(&server).1 < 1000);
 }
 
-/// Clients send the body and then read: a server that answers sooner and hangs up resets the connection, and the answer is lost.
+/// Clients send the body and then read: a server that answers early and closes resets the connection, and the answer is lost.
 #[test]
 fn an_answer_that_does_not_need_the_body_still_arrives() {
     let server = Server::start(&["--model", GOLDEN, "--device", "eval"]);
@@ -136,12 +136,12 @@ fn an_answer_that_does_not_need_the_body_still_arrives() {
         let mut stream = TcpStream::connect(&server.address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n", body.len()).unwrap();
-        // The answer has been thought of when the body comes.
+        // By the time the body arrives, the server has decided on its answer.
         std::thread::sleep(Duration::from_millis(50));
         for piece in body.chunks(1 << 12) {
             stream.write_all(piece).unwrap_or_else(|e| panic!("{head}: {e}"));
         }
-        // The connection takes another request.
+        // The connection accepts another request.
         write!(stream, "GET /health HTTP/1.0\r\nhost: localhost\r\n\r\n").unwrap();
         let answer = Server::answered(stream);
         assert_eq!(answer.status, status, "{head}");

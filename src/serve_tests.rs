@@ -1,5 +1,5 @@
-//! Choosing tokens on the command line, and the HTTP server as a client meets it, byte by byte. OpenAI's own client drives it in
-//! `tests/serve/client.py`.
+//! Sampling on the command line, and the HTTP server from a client's side, byte by byte. OpenAI's own client drives it
+//! in `tests/serve/client.py`.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -14,10 +14,10 @@ use super::amk;
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama3-rope-bf16");
 const MODEL: &str = "llama3-rope-bf16";
-/// How long anything may take.
+/// The time limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Waits for something that another process does.
+/// Waits for a change in another process.
 #[track_caller]
 fn wait_for(what: &str, mut happened: impl FnMut() -> bool) {
     let began = Instant::now();
@@ -27,10 +27,10 @@ fn wait_for(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// A server of its own.
+/// A server process.
 pub(super) struct Server {
     child: Child,
-    /// Kept open: a server that cannot write is no better than one that may not.
+    /// Kept open: a server with a closed standard output would fail to write.
     _output: BufReader<ChildStdout>,
     address: String,
     pub(super) document: Value,
@@ -71,14 +71,14 @@ impl Server {
         Self::start_in(arguments, None)
     }
 
-    /// With a folder for its page.
+    /// The same with a folder for its telemetry page.
     pub(super) fn start_in(arguments: &[&str], runtime: Option<&Path>) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
         command.envs(runtime.map(|folder| ("XDG_RUNTIME_DIR", folder)));
         Self::start_by(command, arguments)
     }
 
-    /// By a command that runs `amk` with what is added to it.
+    /// Starts it through a command that runs `amk` with the appended arguments.
     fn start_by(mut command: Command, arguments: &[&str]) -> Self {
         let mut child = command
             .args(["serve", "--addr", "127.0.0.1:0"])
@@ -97,7 +97,7 @@ impl Server {
         Self { child, _output: output, address, document }
     }
 
-    /// Opens a connection and sends a request. HTTP/1.0, so that an answer is what comes until the end.
+    /// Opens a connection and sends a request. HTTP/1.0, so that the answer ends with the connection.
     pub(super) fn send(&self, head: &str, body: &str) -> TcpStream {
         Self::connect(&self.address, head, body)
     }
@@ -105,7 +105,7 @@ impl Server {
     fn connect(address: &str, head: &str, body: &str) -> TcpStream {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        // The server may answer and hang up before it has read everything.
+        // The server may answer and close before it has read everything.
         let _ = write!(
             stream,
             "{head}\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
@@ -114,7 +114,7 @@ impl Server {
         stream
     }
 
-    /// Asks another listener of the same process.
+    /// Sends a request to another listener of the same process.
     pub(super) fn at(&self, address: &str, head: &str) -> Answer {
         Self::answered(Self::connect(address, head, ""))
     }
@@ -135,7 +135,7 @@ impl Server {
                 {
                     break;
                 }
-                // A process that was stopped and goes on has its waits with a limit broken off.
+                // A process that was stopped and continued has its timed waits interrupted.
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => panic!("{error} after {} bytes", bytes.len()),
             }
@@ -171,17 +171,17 @@ impl Server {
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// How many sequences ended for want of a client.
+    /// The number of sequences that ended because the client disconnected.
     fn cancelled(&self) -> u64 {
         self.sum("amk_sequences_ended_total{outcome=\"cancelled\"} ")
     }
 
-    /// How many positions were run.
+    /// The number of positions run so far.
     fn positions(&self) -> u64 {
         self.sum("amk_positions_total{priority=\"normal\"} ")
     }
 
-    /// A line of the metrics.
+    /// The value of a metric.
     fn sum(&self, name: &str) -> u64 {
         let url = self.document["metrics"].as_str().unwrap();
         let address = url.trim_start_matches("http://").trim_end_matches("/metrics");
@@ -190,7 +190,7 @@ impl Server {
         count.unwrap_or_else(|| panic!("{text}")) as u64
     }
 
-    /// Waits for the end and gives the exit code.
+    /// Waits for the end and returns the exit code.
     #[track_caller]
     pub(super) fn end(&mut self) -> i32 {
         let began = Instant::now();
@@ -215,7 +215,7 @@ fn head(path: &str) -> String {
     format!("POST {path} HTTP/1.0\r\ncontent-type: application/json")
 }
 
-/// A completion with some fields more.
+/// A completion request with additional fields.
 fn request(fields: Value) -> Value {
     let mut request = json!({"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 12, "seed": 1});
     for (name, value) in fields.as_object().unwrap() {
@@ -251,7 +251,7 @@ fn tokens_are_drawn_the_same_with_the_same_seed() {
     assert!(banned["tokens"].as_array().unwrap().iter().all(|token| *token != first));
     let scored = &banned["logprobs"][0];
     assert_eq!(scored["token"], banned["tokens"][0]);
-    // The row as the model gave it: the banned token leads it.
+    // The row as the model computed it: the banned token has the highest logit.
     assert_eq!(
         (&scored["top"][0]["token"], scored["top"].as_array().unwrap().len()),
         (&json!(first), 3)
@@ -298,7 +298,7 @@ fn settings_without_meaning_are_refused_together() {
     assert!(vocab.stderr.contains("every token is banned"), "{}", vocab.stderr);
 }
 
-/// The same model behind the server and on the command line, on both of the CPU's machines.
+/// The same model behind the server and on the command line, with both engines of the CPU.
 #[test]
 fn the_server_gives_the_tokens_of_generate() {
     for device in ["eval", "cpu"] {
@@ -344,7 +344,7 @@ fn the_server_gives_the_tokens_of_generate() {
     }
 }
 
-/// Requests beside each other take turns, and none changes another.
+/// Concurrent requests take turns, and none changes another.
 #[test]
 fn requests_beside_each_other_do_not_meet() {
     let server = Server::start(&["--model", GOLDEN, "--device", "eval", "--sessions", "3"]);
@@ -405,7 +405,7 @@ fn what_is_not_supported_is_refused_by_name() {
     }
     let neutral = json!({"n": 1, "echo": false, "presence_penalty": 0, "user": "me", "stop": null, "suffix": null, "max_tokens": 1});
     assert_eq!(server.complete(neutral).status, 200);
-    // The last token chosen needs no position of its own.
+    // The last sampled token needs no position of its own.
     assert_eq!(server.complete(json!({"prompt": vec![5; 60], "max_tokens": 5})).status, 200);
     let message = server
         .complete(json!({"prompt": vec![5; 60], "max_tokens": 6}))
@@ -446,7 +446,7 @@ fn requests_that_are_no_requests() {
     assert_eq!(server.inside(), 0);
 }
 
-/// A long answer in a server with one place: others are told to come back, and a client that goes makes room.
+/// A long answer in a server with one place: other requests are refused with 429, and a disconnecting client frees the place.
 #[test]
 fn a_full_queue_and_a_client_that_goes() {
     let arguments =
@@ -464,11 +464,11 @@ fn a_full_queue_and_a_client_that_goes() {
     assert!(told.head.contains("\r\nretry-after: 1"), "{}", told.head);
     drop(lines);
     wait_for("the request goes on for nobody", || server.cancelled() == 1);
-    // One that waits for its whole answer can go, too.
+    // A client that waits for its whole answer can disconnect, too.
     let whole = request(json!({"max_tokens": 2000, "logit_bias": {"1": -100, "2": -100}}));
     let before = server.positions();
     let stream = server.send(&head("/v1/completions"), &whole.to_string());
-    // Who goes sooner leaves no sequence behind that could be counted.
+    // A client that disconnects earlier leaves no sequence to count.
     wait_for("the request is decoded", || server.positions() > before);
     drop(stream);
     wait_for("the request goes on for nobody", || server.cancelled() == 2);
@@ -477,7 +477,7 @@ fn a_full_queue_and_a_client_that_goes() {
     assert_eq!(server.end(), 0);
 }
 
-/// Ctrl-C, or SIGTERM: what is under way is finished, or broken off at the second one; new requests find nobody.
+/// Ctrl-C or SIGTERM: current requests are finished, or aborted at the second signal; new requests find no listener.
 #[test]
 fn the_server_ends_when_it_is_told() {
     for signal in [Signal::INT, Signal::TERM] {
@@ -521,6 +521,6 @@ fn addresses_and_places_are_checked() {
     amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
 }
 
-/// Clients and model folders that mean harm.
+/// Hostile clients and model folders.
 #[path = "serve_hostile_tests.rs"]
 mod hostile;

@@ -1,8 +1,9 @@
-//! Random sequences take turns on a device process for a stated time, and are cancelled, asked for nonsense, killed and stopped. Whatever
-//! becomes of the process, every sequence's tokens are kept and go on in the next one; every token is held against the reference.
+//! Random sequences take turns on a device process for a stated time, while requests are cancelled, bad commands sent,
+//! and the process killed or stopped. Every sequence's tokens survive the process and continue in the next one; every
+//! token is compared with the reference.
 //!
-//! `AMK_SOAK_SECONDS=3600` says for how long, `AMK_SOAK_SEED` what is drawn. `AMK_SOAK_DEVICE=cuda` drives the GPU that is here through
-//! `amk device-child`; else this binary again is the device, on the reference VM.
+//! `AMK_SOAK_SECONDS=3600` sets the time, `AMK_SOAK_SEED` the random seed. `AMK_SOAK_DEVICE=cuda` drives the local GPU
+//! through `amk device-child`; otherwise this binary itself is the device, on the reference VM.
 #![cfg(unix)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -34,12 +35,12 @@ const MODEL: &str = "toy";
 const KV_CAPACITY: u32 = 64;
 /// Sequences that take turns.
 const SESSIONS: usize = 8;
-/// Positions that a device process runs at once at most.
+/// The most positions that a device process runs at once.
 const ROWS: usize = 160;
-/// Set for this binary where it is the device.
+/// Set for this binary when it is the device.
 const CHILD: &str = "AMK_SOAK_CHILD";
 
-/// What is run, and where.
+/// The model under test, and its device.
 struct Subject {
     model: Model,
     target: Target,
@@ -63,7 +64,7 @@ impl Subject {
         Self { model: model::load(MODEL).unwrap(), target, kv_capacity: KV_CAPACITY, on_gpu }
     }
 
-    /// A process that may be killed again and again.
+    /// A process that may be killed repeatedly.
     fn device(&self) -> Remote<'_> {
         let room = Room { rows: ROWS, vocab: self.model.graph.vocab as usize };
         let launcher = || {
@@ -86,16 +87,16 @@ fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().expect(name))
 }
 
-/// Reports of what was in flight that are kept.
+/// The most reports of turns in flight that are kept.
 const REPORTS: usize = 8;
-/// Questions after which a process that answers none is not up.
+/// Unanswered requests after which the process counts as failed.
 const SETTLE_TRIES: u32 = 4;
-/// Of a thousand turns, how many are something else.
+/// Events per thousand turns.
 const CANCELS: u32 = 20;
 const BAD_COMMANDS: u32 = 6;
 const KILLS: u32 = 4;
 
-/// What happened.
+/// The counts of events.
 #[derive(Debug, Default)]
 struct Tally {
     turns: u64,
@@ -107,7 +108,7 @@ struct Tally {
     bad_commands: u64,
     kills: u64,
     hangs: u64,
-    /// Turns that were lost with their process; their sequences went on.
+    /// Turns that were lost with their process; their sequences continued.
     in_flight: u64,
     reports: VecDeque<String>,
     wrong: Vec<String>,
@@ -128,7 +129,7 @@ struct Soak<'a> {
     scripts: Vec<Script>,
     scheduler: Scheduler,
     open: BTreeMap<SessionId, Sequence>,
-    /// Whose sequence the process holds: one, as any device may forget the others.
+    /// The session whose sequence the process holds: only one, since a device may forget the others.
     holds: Option<SessionId>,
     rng: Xoshiro256PlusPlus,
     tally: Tally,
@@ -196,7 +197,7 @@ impl<'a> Soak<'a> {
         }
     }
 
-    /// Something that only a process which is up can answer. What is wrong with the one before is found by the first question.
+    /// Waits until the process answers. The first request detects the failure of the previous process.
     fn settle(&mut self) {
         let prompt = self.scripts[0].prompt.clone();
         self.holds = None;
@@ -219,12 +220,12 @@ impl<'a> Soak<'a> {
             _ => {}
         }
         let Some(turn) = self.scheduler.next(1) else { return };
-        // One in some hundred is hit while it runs.
+        // A few turns per thousand are killed while they run.
         let hit = self.rng.random_range(0..1000) < KILLS;
         self.turn(turn, hit);
     }
 
-    /// A sequence in every place.
+    /// Opens a sequence in every place.
     fn fill(&mut self) {
         loop {
             let script = self.rng.random_range(0..self.scripts.len());
@@ -264,7 +265,7 @@ impl<'a> Soak<'a> {
         }
     }
 
-    /// Takes a token in.
+    /// Records a token.
     fn take(&mut self, session: SessionId, held: usize, tokens: &[u32], ran: &Ran) -> Ended {
         self.holds = Some(session);
         let Some(sequence) = self.open.get_mut(&session) else {
@@ -285,7 +286,7 @@ impl<'a> Soak<'a> {
         Ended::Done
     }
 
-    /// The process is gone or gave up; the sequence has its tokens still.
+    /// The process ended or gave up; the sequence keeps its tokens.
     fn lost(&mut self, session: SessionId, error: &DeviceError) {
         self.holds = None;
         self.tally.in_flight += 1;
@@ -318,7 +319,7 @@ impl<'a> Soak<'a> {
         }
     }
 
-    /// Asks for what cannot be had. It must be refused, and nobody else may notice.
+    /// Sends an invalid command. It must be refused without any effect on others.
     fn bad_command(&mut self) {
         let vocab = self.subject.model.graph.vocab;
         let too_long = vec![1; self.subject.kv_capacity as usize + 1];
@@ -345,7 +346,7 @@ impl<'a> Soak<'a> {
         }
     }
 
-    /// Runs while the process is killed, at some moment within a few milliseconds.
+    /// Runs a turn while the process is killed at a random moment within a few milliseconds.
     fn hit(&mut self, tokens: &[u32], held: usize) -> Result<Ran, DeviceError> {
         let pause = Duration::from_micros(self.rng.random_range(0..3000));
         let Some(process) = self.process() else {
@@ -361,7 +362,7 @@ impl<'a> Soak<'a> {
         })
     }
 
-    /// A process that says nothing any more and does not end.
+    /// Stops the process, so that it hangs without ending.
     fn stop_the_process(&mut self) {
         self.tally.hangs += 1;
         self.kill(Signal::STOP);
@@ -370,11 +371,11 @@ impl<'a> Soak<'a> {
         }
     }
 
-    /// Ends every sequence. Says which places stay taken.
+    /// Ends every sequence. Returns the ring's occupancy if entries are still taken.
     fn close(&mut self) -> Option<String> {
         let sessions: Vec<SessionId> = self.open.keys().copied().collect();
         for session in sessions {
-            let _ = self.scheduler.cancel(session); // in line, all of them
+            let _ = self.scheduler.cancel(session); // waiting in line, all of them
             self.leave(session);
         }
         let occupancy = self.scheduler.ring().occupancy();
@@ -384,7 +385,7 @@ impl<'a> Soak<'a> {
     }
 }
 
-/// A process that is stopped is given up after these. A card needs its time to boot; the reference VM has nothing to bring anywhere.
+/// The time limits after which a stopped process is given up. A card needs time to boot; the reference VM has nothing to upload.
 fn limits(card: bool) -> Limits {
     let limits = Limits::default();
     if card {

@@ -1,5 +1,5 @@
-//! What a terminal shows while something is under way: what it is and for how long; of what is counted, how much of it and how long the rest will take.
-//! Nothing is shown where standard error is no terminal.
+//! Progress display on a terminal: the activity and its duration; for counted work also the count and the time left.
+//! Nothing is shown if standard error is not a terminal.
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
 
-/// What is said to people.
+/// The verbosity of the output for people.
 static SAID: AtomicU8 = AtomicU8::new(ALL);
 const ALL: u8 = 0;
 const FAILURES: u8 = 1;
@@ -16,36 +16,36 @@ const NOTHING: u8 = 2;
 
 const TICK: Duration = Duration::from_millis(250);
 
-/// From here on people are told why something failed, and nothing else.
+/// From now on only the reasons of failures are printed.
 pub(crate) fn only_failures() {
     SAID.store(FAILURES, Ordering::Relaxed);
 }
 
-/// From here on nothing is said to people: nobody may be reading, and a full pipe would stop the work.
+/// From now on nothing is printed for people: possibly no one reads it, and a full pipe would block the work.
 pub(crate) fn quiet() {
     SAID.store(NOTHING, Ordering::Relaxed);
 }
 
-/// Whether people are told neither what goes on nor what was found.
+/// Whether progress and results are suppressed.
 pub(crate) fn is_quiet() -> bool {
     SAID.load(Ordering::Relaxed) != ALL
 }
 
-/// Whether people are not even told of failures.
+/// Whether even failures are suppressed.
 pub(crate) fn is_silent() -> bool {
     SAID.load(Ordering::Relaxed) == NOTHING
 }
 
-/// A line that is taken away at the end.
+/// A progress line that is removed on drop.
 pub(crate) struct Spinner(ProgressBar);
 
 impl Spinner {
-    /// Something of which nobody knows how long it takes: the time so far is all that can be said.
+    /// Work of unknown length: shows only the elapsed time.
     pub(crate) fn on(what: impl Into<String>) -> Self {
         Self::with(ProgressBar::no_length(), "  {spinner} {msg}, {elapsed}", what)
     }
 
-    /// So many things that take about the same time each.
+    /// This many items that take about the same time each.
     pub(crate) fn through(count: usize, what: impl Into<String>) -> Self {
         let bar = ProgressBar::new(count as u64);
         Self::with(bar, "  [{bar:30}] {pos}/{len} {msg}, {elapsed}, {left}", what)
@@ -60,21 +60,21 @@ impl Spinner {
         Self(bar)
     }
 
-    /// Takes the line away before its time.
+    /// Removes the line early.
     pub(crate) fn end(&self) {
         self.0.finish_and_clear();
     }
 
-    /// Another one is done.
+    /// Counts a finished item.
     pub(crate) fn done(&self) {
         self.0.inc(1);
     }
 }
 
-/// The line that is shown now, or was last.
+/// The current or last progress line.
 static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// A line in this style, out of which what is said from here on is kept. Nothing is shown where people are told nothing.
+/// A line in this style; later output is printed above it. Hidden if output for people is suppressed.
 pub(crate) fn shown(bar: ProgressBar, template: &str) -> ProgressBar {
     if is_quiet() {
         return ProgressBar::hidden();
@@ -86,7 +86,7 @@ pub(crate) fn shown(bar: ProgressBar, template: &str) -> ProgressBar {
     bar
 }
 
-/// Says something above the line that is shown.
+/// Prints above the progress line.
 pub(crate) fn above(say: impl FnOnce()) {
     let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
     match shown {
@@ -95,14 +95,14 @@ pub(crate) fn above(say: impl FnOnce()) {
     }
 }
 
-/// A style whose `left` is what the rest will take: guessed from what is done, so nothing is said before anything is.
+/// A style whose `left` is the estimated time left; nothing is estimated before the first finished item.
 fn style(template: &str) -> Option<ProgressStyle> {
     let left = |state: &ProgressState, out: &mut dyn Write| {
         let written = match state.pos() {
             0 => out.write_str("how long is not known yet"),
             _ => write!(out, "{} left", HumanDuration(state.eta())),
         };
-        // A line that cannot be drawn is left out.
+        // A failed write leaves the field out.
         let _ = written;
     };
     Some(ProgressStyle::with_template(template).ok()?.with_key("left", left))

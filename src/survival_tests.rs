@@ -1,7 +1,7 @@
 //! What a search on the disk survives: SIGKILL at random moments, a full disk, a read-only one, forged rows. On the built binary.
 //!
-//! The line that `amk loop` says on standard error for each trial is its acknowledgement: it comes after the row is on the disk.
-//! `AMK_KILLS=200` kills so often instead of ten times.
+//! The line that `amk loop` prints on standard error for each trial is its acknowledgement: it comes after the row is
+//! on the disk. `AMK_KILLS=200` sets the number of kills instead of ten.
 #![cfg(unix)]
 
 use std::io::{BufRead, BufReader, Read};
@@ -16,10 +16,10 @@ use serde_json::Value;
 const LOOP: [&str; 8] =
     ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu", "--kv-capacity"];
 
-/// Kills of one folder, after which a new one is begun: from a search's first file on.
+/// Kills per folder, after which a new search is begun.
 const KILLS_OF_A_SEARCH: u64 = 10;
 
-/// Longest that a search runs before it is killed. A trial takes some milliseconds.
+/// The longest time before a search is killed. A trial takes some milliseconds.
 const LATEST_MS: u64 = 400;
 
 fn amk(folder: &Path, args: &[&str]) -> Command {
@@ -28,14 +28,14 @@ fn amk(folder: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// Starts the search in `s`, or goes on with it.
+/// Starts the search in `s`, or resumes it.
 fn start(folder: &Path, resume: bool, budget: &str) -> Command {
     let fresh = [&LOOP[..], &["16", "--out", "s", "--budget", budget]].concat();
     let again = ["loop", "--resume", "--out", "s", "--budget", budget];
     amk(folder, if resume { &again[..] } else { &fresh })
 }
 
-/// Exit code, document and what was said.
+/// Exit code, document and standard error.
 fn ran(command: &mut Command) -> (i32, Value, String) {
     let output = command.output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
@@ -43,7 +43,7 @@ fn ran(command: &mut Command) -> (i32, Value, String) {
     (output.status.code().unwrap_or(-1), document, said)
 }
 
-/// Number and outcome of a trial, from the line that acknowledges it.
+/// Number and outcome of a trial, from its acknowledging line.
 fn acknowledged(line: &str) -> Option<(usize, String)> {
     let mut words = line.strip_prefix("  ")?.split_whitespace();
     let number = words.next()?.parse().ok()?;
@@ -52,7 +52,7 @@ fn acknowledged(line: &str) -> Option<(usize, String)> {
     Some((number, words.next()?.to_owned()))
 }
 
-/// Runs the search for so long, kills it, and returns what it had acknowledged.
+/// Runs the search for `time`, kills it, and returns the acknowledged trials.
 fn killed_after(folder: &Path, resume: bool, time: Duration) -> Vec<(usize, String)> {
     let mut child = start(folder, resume, "100000")
         .stderr(Stdio::piped())
@@ -61,7 +61,7 @@ fn killed_after(folder: &Path, resume: bool, time: Duration) -> Vec<(usize, Stri
         .unwrap();
     let said = BufReader::new(child.stderr.take().unwrap());
     let reader = std::thread::spawn(move || {
-        // The last line may be cut; `lines` gives it all the same, so only whole ones count.
+        // The last line may be cut; `lines` returns it all the same, so only complete ones count.
         let mut lines = Vec::new();
         for line in said.split(b'\n') {
             lines.push(String::from_utf8_lossy(&line.unwrap()).into_owned());
@@ -75,7 +75,7 @@ fn killed_after(folder: &Path, resume: bool, time: Duration) -> Vec<(usize, Stri
     reader.join().unwrap().iter().filter_map(|line| acknowledged(line)).collect()
 }
 
-/// The trials of a ledger that holds.
+/// The trials of a valid ledger.
 #[track_caller]
 fn trials(folder: &Path) -> Vec<Value> {
     let contents = corpus::read(&folder.join("s/ledger.jsonl")).unwrap();
@@ -91,7 +91,7 @@ fn schedules(trials: &[Value]) -> Vec<String> {
     trials.iter().map(|trial| trial["verdict"]["schedule_id"].to_string()).collect()
 }
 
-/// Brings the store up to date, twice, and compares it with the ledger. Returns the rows that the killed search had not added.
+/// Brings the store up to date, twice, and compares it with the ledger. Returns the number of rows that the killed search had not added.
 #[track_caller]
 fn store_is_brought_to_the_ledger(folder: &Path) -> u64 {
     let args = ["corpus", "import", "s", "s/ledger.jsonl", "--store", "store.sqlite"];
@@ -113,7 +113,7 @@ fn has_started(folder: &Path) -> bool {
     std::fs::read(folder.join("s/ledger.jsonl")).is_ok_and(|bytes| bytes.contains(&b'\n'))
 }
 
-/// Kills one search so often, looks after each kill, and lets it end.
+/// Kills one search repeatedly, checks its files after each kill, and lets it end.
 fn killed_often(kills: u64, rng: &mut Xoshiro256PlusPlus) -> [usize; 3] {
     let folder = tempfile::tempdir().unwrap();
     let (mut safe, mut torn, mut behind) = (Vec::new(), 0, 0);
@@ -172,7 +172,7 @@ fn nothing_acknowledged_is_lost_when_a_search_is_killed_at_random_moments() {
 
 const IMPORT: [&str; 5] = ["corpus", "import", "runs", "--store", "store.sqlite"];
 
-/// The store holds; each run in it is whole. How many there are.
+/// Checks that the store is valid and each run in it is complete. Returns the number of runs.
 #[track_caller]
 fn whole_runs(folder: &Path, ledgers: &[Vec<corpus::Link>]) -> usize {
     let path = folder.join("store.sqlite");
@@ -240,7 +240,7 @@ fn a_killed_search_makes_the_trials_of_one_that_was_left_alone() {
     }
     let budget = (trials(cut.path()).len() + 5).to_string();
     assert_eq!(ran(&mut start(cut.path(), true, &budget)).0, 0);
-    // What a search explores first depends on its budget, so the other is begun with the same.
+    // A search's exploration depends on its budget, so the other search gets the same one.
     assert_eq!(ran(&mut start(whole.path(), false, "1000")).0, 0);
     let held = schedules(&trials(cut.path()));
     assert_eq!(held[..], schedules(&trials(whole.path()))[..held.len()]);
@@ -274,7 +274,7 @@ fn refused(code: i32, document: &Value, said: &str, words: &[&str]) {
     }
 }
 
-/// A file system of 48 KiB that fills up, is made larger, and then read-only, in a mount namespace of its own.
+/// A file system of 48 KiB that fills up, is made larger, and then read-only, in its own mount namespace.
 const DISK: &str = r#"
 amk=$1; mkdir d; mount -t tmpfs -o size=48k none d || exit 77
 run() { "$amk" "$@" > "$name.json" 2> "$name.err"; echo $? > "$name.code"; }
@@ -334,7 +334,7 @@ fn a_full_disk_and_a_read_only_one_end_the_search_and_keep_what_was_done() {
     assert_eq!((code, &document["runs"][0]["trials"]), (0, &Value::from(64)), "{said}");
 }
 
-/// Writes a ledger anew, with right hashes and a right head.
+/// Rewrites a ledger with right hashes and a right tip record.
 fn forge(folder: &Path, edit: impl FnOnce(&mut Vec<Value>)) {
     let path = folder.join("s/ledger.jsonl");
     let contents = corpus::read(&path).unwrap();
@@ -347,7 +347,7 @@ fn forge(folder: &Path, edit: impl FnOnce(&mut Vec<Value>)) {
     }
 }
 
-/// A way to tamper with a ledger, with the line and the words of the report.
+/// A way to tamper with a ledger, with the line and words of the report.
 type Tampering = (&'static str, fn(&Path), u64, &'static str);
 
 fn text(folder: &Path, edit: impl FnOnce(&mut Vec<String>)) {
@@ -394,7 +394,7 @@ const TAMPERINGS: [Tampering; 9] = [
 fn runs_verify_names_the_file_the_line_and_what_is_wrong() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(ran(&mut start(folder.path(), false, "6")).0, 0);
-    // The last one is a view, which going on writes anew before it looks at the rows.
+    // The last one is a view, which a resume rewrites before it checks the rows.
     let files = ["ledger.jsonl", "ledger.head", "results.tsv"];
     let whole = files.map(|name| std::fs::read(folder.path().join("s").join(name)).unwrap());
     for (what, tamper, line, word) in TAMPERINGS {
@@ -427,7 +427,7 @@ fn runs_verify_names_the_file_the_line_and_what_is_wrong() {
     assert!(code == 2 && said.contains("no search in runs"), "{said}");
 }
 
-/// Nothing is tried yet while the graph is evaluated, so there is nothing to wait for.
+/// While the graph is evaluated no trial runs, so an interrupt waits for nothing.
 #[test]
 fn a_search_interrupted_before_its_first_trial_ends_at_once_and_can_go_on() {
     let dir = tempfile::tempdir().unwrap();
@@ -439,7 +439,7 @@ fn a_search_interrupted_before_its_first_trial_ends_at_once_and_can_go_on() {
     while !text.contains("search: smollm2-135m") {
         assert!(said.read_line(&mut text).unwrap() > 0, "{text}");
     }
-    std::thread::sleep(Duration::from_millis(100)); // the handler stands right behind that line
+    std::thread::sleep(Duration::from_millis(100)); // the handler is installed right after that line
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     said.read_to_string(&mut text).unwrap();

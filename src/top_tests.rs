@@ -1,5 +1,5 @@
-//! Figures against what was sent: a server on the reference VM, `amk top --once --json` and `/metrics`. Prometheus's own parser reads the
-//! latter, and a terminal shows the former, in `tests/serve/client.py`.
+//! Compares telemetry with the requests sent: a server on the reference VM, `amk top --once --json` and `/metrics`. In
+//! `tests/serve/client.py`, Prometheus's own parser reads the latter, and a terminal shows the former.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::serve::Server;
 use super::{Ran, command, folder, ran};
 
-/// How long anything may take.
+/// The time limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn top(runtime: &Path, arguments: &[&str]) -> Ran {
@@ -23,7 +23,7 @@ fn look(runtime: &Path) -> Value {
     top(runtime, &["--once", "--json", "--every", "50"]).succeeds("amk.top.v2")
 }
 
-/// Looks until it is so.
+/// Polls until the condition holds.
 fn until(runtime: &Path, what: &str, is: impl Fn(&Value) -> bool) -> Value {
     let began = Instant::now();
     loop {
@@ -82,7 +82,7 @@ fn figures_are_what_was_sent() {
         .complete(json!({"model": "toy", "prompt": [1], "max_tokens": 0}))
         .refuses(400, Some("max_tokens"));
     let seen = until(runtime, "all have left", |seen| seen["occupancy"]["empty"] == 2);
-    // A last token is chosen and not fed.
+    // The last token of each is sampled and not fed.
     let positions: u64 = sent.iter().map(|(prompt, chosen, _)| prompt + chosen - 1).sum();
     let tokens: u64 = sent.iter().map(|(_, chosen, _)| chosen).sum();
     let ended = |how: &str| sent.iter().filter(|(.., finish)| finish == how).count() as u64;
@@ -166,7 +166,7 @@ fn scraped(server: &Server, file: &Path, tokens: u64, positions: u64) {
     }
 }
 
-/// A sequence under way is shown, and one whose client goes is counted as such.
+/// A running sequence is shown, and one whose client disconnects is counted as cancelled.
 fn cancelled(server: &Server, runtime: &Path, tokens: u64) {
     let fields = json!({"model": "toy", "prompt": [5, 6], "max_tokens": 2000, "stream": true, "temperature": 0, "logit_bias": {"1": -100, "2": -100}});
     let mut stream = server.send(

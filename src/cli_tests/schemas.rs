@@ -2,7 +2,8 @@
 //! that id, with the same type.
 //!
 //! `tests/schemas.json` has the fields of every document. New ones are added with
-//! `BLESS=1 cargo test -p amk --test cli schemas`; a field that is gone or has another type needs a new id, and blessing does not remove it.
+//! `BLESS=1 cargo test -p amk --test cli schemas`; a field that is gone or has another type needs a new id,
+//! and blessing does not remove it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};

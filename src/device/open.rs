@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 
 impl Context {
-    /// Opens the GPU in a separate process, which a search can lose; `None` if no GPU is wanted or there is none.
+    /// Opens the GPU in a separate process, which a search can lose. `None` with `cpu`, or with `auto` if there is none.
     pub(crate) fn open_process(
         &self,
         sharing: &SharingArgs,
@@ -29,13 +29,13 @@ impl Context {
         open_process(self, &info, sharing.shared_gpu, true)
     }
 
-    /// Opens the GPU in this process; `None` if no GPU is wanted or there is none. Measures the bandwidth if speed will
-    /// be compared with something.
+    /// Opens the GPU in this process; `None` with `cpu`, or with `auto` if there is none. `measure`: also measures the
+    /// bandwidth, for a comparison of speeds.
     pub(crate) fn open_here(&self, measure: bool) -> Result<Option<Gpu<'_>>, Failure> {
         self.open_with(|_| Ok(Gpu::open(self, None, measure)?))
     }
 
-    /// Whether a GPU is wanted and there is one.
+    /// Whether a GPU is used: false with `cpu`, or with `auto` if there is none.
     pub(crate) fn has_device(&self) -> Result<bool, Failure> {
         Ok(self.open_with(|_| Ok(()))?.is_some())
     }

@@ -33,7 +33,7 @@ impl Arrival {
     }
 }
 
-/// Boots a machine for a program, and reports what was loaded before.
+/// Boots a machine for a program, and reports the weights that were loaded before a launch.
 pub(super) fn boot(
     context: &Context,
     program: &Verified<Program>,

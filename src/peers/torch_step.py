@@ -1,6 +1,6 @@
 """Times one decode step of a llama-like model in PyTorch, with random weights of the real shapes.
 
-Reads one JSON object with the shapes from standard input; prints one JSON line: either `version`, `us_per_token` (one number a
+Reads one JSON object with the shapes from standard input; prints one JSON line: either `version`, `us_per_token` (one number per
 block) and `conditions`, or `absent` with the reason. A step is everything: embedding, layers, logits, argmax, the token fed back.
 Peer `torch-graph` captures the plain step in a CUDA graph; `torch-compile` captures the compiled one.
 """
@@ -67,7 +67,7 @@ def build(torch, ask, device, attention):
                     attn_mask=mask, scale=scale, enable_gqa=group > 1,
                 )
             else:
-                # The query heads of a group side by side: the cache is read once and never repeated.
+                # Puts the query heads of a group side by side: the cache is read once and never repeated.
                 scores = torch.matmul(q.view(kv_heads, group, dim), self.keys.transpose(1, 2))
                 scores = (scores.float() * scale).masked_fill(~mask, float("-inf"))
                 out = torch.matmul(torch.softmax(scores, dim=-1).to(dtype), self.values)
@@ -169,7 +169,7 @@ def main():
     torch.manual_seed(0)
     found, failed = [], []
     for attention in ("grouped", "sdpa"):
-        # A second variant only where the first left time enough for it.
+        # Runs a second variant only if the first left enough time for it.
         if found and (time.monotonic() - STARTED) > 0.4 * ask["seconds"]:
             break
         try:

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::request::Api;
 use super::text::{Piece, Scored};
 
-/// What all documents of one answer share.
+/// The fields common to all documents of one answer.
 #[derive(Clone, Debug)]
 pub(super) struct Heading {
     pub(super) api: Api,
@@ -13,7 +13,7 @@ pub(super) struct Heading {
     pub(super) created: u64,
     pub(super) model: String,
     pub(super) fingerprint: String,
-    /// Whether probabilities were asked for.
+    /// Whether log probabilities were requested.
     pub(super) scored: bool,
 }
 
@@ -34,7 +34,7 @@ impl Usage {
 }
 
 impl Heading {
-    /// A document of these choices; `streamed` if others follow or went before.
+    /// A document of these choices; `streamed` if it is one of several.
     fn document(&self, streamed: bool, choices: Vec<Value>) -> Value {
         let object = match (self.api, streamed) {
             (Api::Completions, _) => "text_completion",
@@ -47,12 +47,12 @@ impl Heading {
         })
     }
 
-    /// The one choice: its text as the API names and wraps it, and why it ends if it does.
+    /// The only choice: its text in the API's form, and its finish reason if it ends.
     fn choice((name, text): (&str, Value), logprobs: Value, finish: Option<&str>) -> Vec<Value> {
         vec![json!({"index": 0, name: text, "logprobs": logprobs, "finish_reason": finish})]
     }
 
-    /// The whole answer in one document; `finish` is `stop` or `length`.
+    /// The complete answer in one document; `finish` is `stop` or `length`.
     pub(super) fn whole(&self, piece: &Piece, finish: &str, usage: Usage) -> Value {
         let text = match self.api {
             Api::Completions => ("text", json!(piece.text)),
@@ -66,7 +66,7 @@ impl Heading {
         document
     }
 
-    /// A piece of a streamed answer: the `sent` bytes of text before it, and why it is the last one if it is.
+    /// A chunk of a streamed answer: `sent` characters came before it; `finish` is the reason if it is the last.
     pub(super) fn chunk(&self, piece: &Piece, sent: usize, finish: Option<&str>) -> Value {
         let text = match self.api {
             Api::Completions => ("text", json!(piece.text)),
@@ -76,14 +76,14 @@ impl Heading {
         self.document(true, Self::choice(text, self.logprobs(&piece.scored, sent), finish))
     }
 
-    /// What a streamed chat begins with: who speaks.
+    /// The first chunk of a streamed chat: the role.
     pub(super) fn opening(&self) -> Option<Value> {
         let delta = ("delta", json!({"role": "assistant", "content": ""}));
         let opening = || self.document(true, Self::choice(delta, Value::Null, None));
         (self.api == Api::Chat).then(opening)
     }
 
-    /// What a stream ends with if a count was asked for.
+    /// The last chunk of a stream, if a count was requested.
     pub(super) fn usage(&self, usage: Usage) -> Value {
         let mut document = self.document(true, Vec::new());
         document["usage"] = usage.document();
@@ -109,18 +109,18 @@ impl Heading {
     }
 }
 
-/// A token's text and probability. A token that cuts a character has no bytes of its own that could be told.
+/// A token's text and log probability. A token that ends inside a character has no bytes of its own to report.
 fn entry(text: &str, logprob: f64) -> Value {
     let whole = !text.contains(char::REPLACEMENT_CHARACTER);
     json!({"token": text, "logprob": finite(logprob), "bytes": whole.then_some(text.as_bytes())})
 }
 
-/// JSON has no infinity: what has no probability has this one.
+/// JSON has no infinity: a log probability of minus infinity becomes -9999.
 fn finite(logprob: f64) -> f64 {
     logprob.max(-9999.0)
 }
 
-/// As the completions API has it: four lists beside each other.
+/// The form of the completions API: four parallel lists.
 fn legacy(scored: &[Scored], sent: usize) -> Value {
     let mut offset = sent;
     let offsets = scored.iter().map(|token| {
@@ -131,7 +131,7 @@ fn legacy(scored: &[Scored], sent: usize) -> Value {
     let offsets: Vec<usize> = offsets.collect();
     let top = |token: &Scored| {
         let mut map = Map::new();
-        // Tokens that cut characters can have the same text; the likeliest, which comes first, stands for it.
+        // Tokens that end inside a character can have the same text; the likeliest, which comes first, is kept.
         for (text, logprob) in &token.top {
             map.entry(text.as_str()).or_insert_with(|| json!(finite(*logprob)));
         }

@@ -1,4 +1,4 @@
-//! Bodies of requests: how long, how slow, and what becomes of those that nobody wants.
+//! Request bodies: limits on length and time, and how unread ones are drained.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -17,9 +17,9 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::refusal::Refusal;
 
-/// Bytes of a body: a long prompt, and no more.
+/// The most bytes of a body: enough for a long prompt.
 const BODY_MAX: usize = 1 << 20;
-/// How long a body may take to come.
+/// The time limit for receiving a body.
 const BODY_TIME: Duration = Duration::from_secs(10);
 
 pub(super) async fn received(body: Body) -> Result<Bytes, Refusal> {
@@ -34,16 +34,17 @@ pub(super) async fn received(body: Body) -> Result<Bytes, Refusal> {
     })
 }
 
-/// Answers when the body has come, even if nobody wanted it. A client sends its body before it reads; an answer that overtakes the
-/// body closes the connection under it, and the client sees a reset in the place of the answer.
+/// Sends the response after the body has been received, even if the handler did not read it. A client sends its body
+/// before it reads; a response that overtakes the body closes the connection, and the client sees a reset instead of
+/// the response.
 pub(super) async fn read_to_its_end(request: Request, next: Next) -> Response {
-    // One deadline for the whole body: what came too slowly for the handler is not waited for again.
+    // One deadline for the whole body: a body too slow for the handler gets no extra time.
     let deadline = Instant::now() + BODY_TIME;
     let (back, given_back) = oneshot::channel();
     let request = request.map(|body| Body::new(Lent { body, back: Some(back) }));
     let response = next.run(request).await;
     if let Ok(rest) = { given_back }.try_recv() {
-        // Too long or too slow: then the reset it is.
+        // A body that is too long or too slow is reset.
         let _ = timeout_at(deadline, discard(rest)).await;
     }
     response
@@ -58,7 +59,7 @@ async fn discard(body: Body) {
     }
 }
 
-/// A body that goes back to its owner when it is dropped before its end.
+/// A body that returns to its owner when it is dropped before its end.
 struct Lent {
     body: Body,
     back: Option<oneshot::Sender<Body>>,
@@ -87,7 +88,7 @@ impl HttpBody for Lent {
 impl Drop for Lent {
     fn drop(&mut self) {
         if let Some(back) = self.back.take().filter(|_| !self.body.is_end_stream()) {
-            // Nobody waits when the connection has gone.
+            // The receiver is gone if the connection has closed.
             let _ = back.send(std::mem::take(&mut self.body));
         }
     }

@@ -1,4 +1,4 @@
-//! Connections: how many there may be, and how long one may take to say what it wants.
+//! Connections: the limit on their number, and the time limits on sending a request.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -21,26 +21,26 @@ use tokio::task::JoinSet;
 
 use super::refusal::Refusal;
 
-/// How long the head of a request may take to come, and how long a connection may be idle.
+/// The time limit for the head of a request, and for an idle connection.
 const HEADER_TIME: Duration = Duration::from_secs(10);
-/// Connections beyond those of requests inside: clients that are about to ask, or just look at `/health`.
+/// Connections beyond those of admitted requests: for clients about to send a request, or for `/health`.
 const SPARE: usize = 192;
-/// Pause after a connection that could not be taken, for lack of descriptors say.
+/// Pause after a failed accept, for example without free descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Connections of a server with so many requests inside: at most half of the descriptors that this process may have.
+/// The connection limit of a server with this many admitted requests: at most half of this process's descriptors.
 pub(super) fn most(requests: usize) -> usize {
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let half = usize::try_from(descriptors / 2).unwrap_or(usize::MAX);
     (requests + SPARE).min(half.max(1))
 }
 
-/// A connection, as the one who accepts sees it.
+/// A connection, as seen by the accept loop.
 #[derive(Default)]
 struct Connection {
-    /// Whether the head of a request has come.
+    /// Whether the head of a request has been received.
     asked: AtomicBool,
-    /// Told when another connection needs the place.
+    /// Notified when another connection needs the place.
     evicted: Notify,
 }
 
@@ -50,8 +50,8 @@ impl Connection {
     }
 }
 
-/// Serves connections until `leave`, then until the requests under way are answered. When there are too many, the oldest one that has
-/// not asked for anything is closed; if all have, the new one is told to come back.
+/// Serves connections until `leave`, then until the current requests are answered. At the limit, the oldest connection
+/// that has sent no request is closed; if all have sent one, the new connection is refused with 503.
 pub(super) async fn serve(
     listener: TcpListener,
     app: Router,
@@ -72,7 +72,7 @@ pub(super) async fn serve(
             tokio::time::sleep(PAUSE).await;
             continue;
         };
-        // Those that have ended are held here alone.
+        // A connection that has ended is referenced only here.
         open.retain(|connection| Arc::strong_count(connection) > 1);
         if open.len() >= most && !make_room(&mut open) {
             refuse(stream, most);
@@ -87,19 +87,19 @@ pub(super) async fn serve(
     while tasks.join_next().await.is_some() {}
 }
 
-/// Closes the oldest connection that has not asked for anything, if there is one.
+/// Closes the oldest connection that has sent no request, if there is one.
 fn make_room(open: &mut VecDeque<Arc<Connection>>) -> bool {
     let idle = open.iter().position(|connection| !connection.has_asked());
     let evicted = idle.and_then(|index| open.remove(index));
     evicted.inspect(|connection| connection.evicted.notify_one()).is_some()
 }
 
-/// Answers before anything was asked, and hangs up.
+/// Responds without reading a request, and closes the connection.
 fn refuse(stream: TcpStream, most: usize) {
     let body = Refusal::crowded(most).document().to_string();
     let head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close";
     if let Ok(mut stream) = stream.into_std() {
-        // It fits into the socket's buffer, which is empty; a client that has gone does not mind.
+        // It fits into the socket's empty send buffer; an error means that the client has disconnected.
         let _ = write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
     }
 }
@@ -110,7 +110,7 @@ async fn converse(
     connection: Arc<Connection>,
     mut left: watch::Receiver<bool>,
 ) {
-    // Streamed tokens are small, and nobody waits to fill a packet with them.
+    // Streamed tokens are small and must be sent at once.
     let _ = stream.set_nodelay(true);
     let app = TowerToHyperService::new(app);
     let service = service_fn(|request: hyper::Request<Incoming>| {
@@ -123,7 +123,7 @@ async fn converse(
     let mut leaving = false;
     loop {
         tokio::select! {
-            // How it ended concerns the client.
+            // A connection error concerns only the client.
             _ = conversation.as_mut() => return,
             () = connection.evicted.notified() => {}
             _ = left.wait_for(|left| *left), if !leaving => {

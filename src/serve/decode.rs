@@ -1,4 +1,4 @@
-//! The decode thread: it owns the engine, and requests take turns on it.
+//! The decode thread: it owns the engine, on which requests take turns.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -16,27 +16,27 @@ use crate::observe::Sequences;
 use crate::sequence::Sequence;
 pub(super) use crate::sequence::{Finish, Work};
 
-/// A request on its way to the decode thread. Its place in the queue is free again when it is dropped.
+/// A request on its way to the decode thread. Dropping it frees its place in the queue.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) work: Work,
-    /// Closed when the client has gone.
+    /// Closed when the client has disconnected.
     pub(super) to: UnboundedSender<Event>,
     pub(super) admitted: OwnedSemaphorePermit,
 }
 
-/// What a request hears.
+/// The events that a request receives.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Event {
     Token {
         id: u32,
         logprobs: Option<Logprobs>,
     },
-    /// The text has ended; nothing follows.
+    /// The text has ended; this is the last event.
     End(Finish),
 }
 
-/// Requests that are in the server, against its limit.
+/// Counts the requests in the server against its limit.
 #[derive(Clone, Debug)]
 pub(super) struct Admission {
     free: Arc<Semaphore>,
@@ -48,7 +48,7 @@ impl Admission {
         Self { free: Arc::new(Semaphore::new(limit)), limit }
     }
 
-    /// A place, if one is free. It is free again when it is dropped.
+    /// A permit, if one is free. Dropping it frees it.
     pub(super) fn enter(&self) -> Option<OwnedSemaphorePermit> {
         self.free.clone().try_acquire_owned().ok()
     }
@@ -73,7 +73,7 @@ impl Running {
         Self { sequence: Sequence::new(work), to, admitted }
     }
 
-    /// A turn of `most` positions. Where the machine chooses, it yields when a request comes, or when this one's client has gone.
+    /// Runs a turn of `most` positions. If the machine samples, it yields when a request arrives or this one's client disconnects.
     fn turn(
         &mut self,
         engine: &mut dyn Engine,
@@ -92,12 +92,12 @@ impl Running {
     }
 }
 
-/// Places that others may take. Fewer than before: somebody came.
+/// The number of free permits. A decrease means that a request has arrived.
 fn free(admitted: &OwnedSemaphorePermit) -> usize {
     admitted.semaphore().available_permits()
 }
 
-/// A client that has gone is noticed at the next turn.
+/// Sends a token. A disconnected client is noticed at the next turn.
 fn say(to: &UnboundedSender<Event>, id: u32, logprobs: Option<Logprobs>) {
     let _ = to.send(Event::Token { id, logprobs });
 }
@@ -106,7 +106,7 @@ pub(super) struct EngineLoop<'e> {
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
     running: BTreeMap<SessionId, Running>,
-    /// Requests without a session yet, first come first served.
+    /// Requests without a session yet, in order of arrival.
     waiting: VecDeque<Job>,
     said: Sequences,
 }
@@ -118,10 +118,10 @@ impl<'e> EngineLoop<'e> {
         Self { engine, scheduler, running, waiting, said }
     }
 
-    /// Works until nobody can send any more; what is unfinished then is told so.
+    /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].
     ///
     /// # Errors
-    /// Why the machine is lost to this process. Every request has been told.
+    /// Why the machine is lost to this process. Every request has received its end.
     pub(super) fn run(mut self, inbox: &Receiver<Job>) -> Result<(), String> {
         loop {
             if self.running.is_empty() && self.waiting.is_empty() {
@@ -162,7 +162,7 @@ impl<'e> EngineLoop<'e> {
         }
     }
 
-    /// Gives sessions to those who wait, as many as there are places.
+    /// Gives sessions to waiting requests while there are places.
     fn admit(&mut self) {
         let waited = self.waiting.len();
         self.waiting.retain(|job| !job.to.is_closed());
@@ -178,7 +178,7 @@ impl<'e> EngineLoop<'e> {
     fn slot(&mut self) {
         while let Some(job) = self.waiting.pop_front() {
             let (quota, priority) = (job.work.positions(), job.work.priority);
-            // The first in line waits for pages that others hold; if nobody does, `begin` says why there are none.
+            // The first in line waits until other sequences free pages; if there are none, `begin` returns the reason.
             if !self.running.is_empty() && !self.engine.has_room(quota) {
                 return self.waiting.push_front(job);
             }
@@ -224,7 +224,7 @@ impl<'e> EngineLoop<'e> {
         self.settle(turn, ran, chosen, done.map(|(_, finish)| finish));
     }
 
-    /// The client of a session that has its turn has gone.
+    /// Cancels a session whose client has disconnected; the session has the turn.
     fn gone(&mut self, turn: Turn) {
         let session = turn.session();
         let _ = self.scheduler.cancel(session);
@@ -232,7 +232,7 @@ impl<'e> EngineLoop<'e> {
         drop(self.forget(session, SequenceEnd::Cancelled));
     }
 
-    /// Gives a turn back in which so many positions were run and tokens chosen.
+    /// Ends a turn in which `ran` positions were run and `chosen` tokens sampled.
     fn settle(
         &mut self,
         turn: Turn,
@@ -265,7 +265,7 @@ impl<'e> EngineLoop<'e> {
         }
     }
 
-    /// The machine lost every sequence.
+    /// Ends every sequence: the machine lost them all.
     fn end_all(&mut self, finish: &Finish) {
         let sessions: Vec<SessionId> = self.running.keys().copied().collect();
         for session in sessions {
@@ -276,13 +276,13 @@ impl<'e> EngineLoop<'e> {
 
     fn end(&mut self, session: SessionId, finish: Finish) {
         if let Some(Running { to, admitted, .. }) = self.forget(session, finish.ending()) {
-            // Whoever hears of the end may send the next request at once.
+            // Freed first: a client that receives the end may send the next request at once.
             drop(admitted);
             let _ = to.send(Event::End(finish));
         }
     }
 
-    /// Takes a request from the desk, whatever became of it.
+    /// Removes a request, whatever its ending.
     fn forget(&mut self, session: SessionId, ending: SequenceEnd) -> Option<Running> {
         self.engine.end(session.place());
         let closed = self.scheduler.close(session);

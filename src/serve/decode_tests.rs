@@ -1,4 +1,4 @@
-//! The decode thread with a scripted engine: faults, clients that go, and the end.
+//! The decode thread with a scripted engine: faults, disconnecting clients, and shutdown.
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -13,27 +13,27 @@ use crate::engine::{Advanced, How, PROMPT_SLICE};
 /// Tokens of the scripted model.
 const VOCAB: usize = 64;
 
-/// A model whose next token is the sum of all before it. A sequence that is fed `POISON` breaks, and with `PLAGUE` all do.
+/// A model whose next token is the sum of all previous ones (mod 50). `POISON` breaks the sequence that is fed it, and `PLAGUE` breaks all.
 #[derive(Clone, Default)]
 struct Scripted {
     sums: BTreeMap<usize, u32>,
     /// Place and positions of each call.
     fed: Arc<Mutex<Vec<(usize, usize)>>>,
-    /// Whether it chooses itself, as the resident kernel does, and how often it yielded before it had to.
+    /// Whether it samples itself, like the resident kernel, and the number of its early yields.
     chooses: bool,
     preempted: Arc<Mutex<usize>>,
-    /// Sequences that it runs at once, where it chooses; none is one.
+    /// Its batch size, if it samples; 0 counts as 1.
     width: usize,
-    /// The places of each command in which it chose.
+    /// The places of each command in which it sampled.
     commands: Arc<Mutex<Vec<Vec<usize>>>>,
-    /// Positions that all sequences may have together, if that is bounded, and what each was promised.
+    /// The most positions of all sequences together, if limited, and the reservation of each.
     room: Option<u64>,
     promised: BTreeMap<usize, u64>,
-    /// The most sequences that there were at once.
+    /// The most concurrent sequences so far.
     beside: Arc<Mutex<usize>>,
     /// The call in which the whole machine fails when a sequence of [`FATAL`] positions begins.
     fault: Option<Fault>,
-    /// Whether that is the end of it, and why.
+    /// Whether that failure is permanent, and its reason.
     fatal: bool,
     lost: Option<String>,
 }
@@ -45,16 +45,16 @@ enum Fault {
     ChooseBy,
 }
 
-/// Positions of the sequence that the machine fails at.
+/// The length of the sequence that triggers the fault.
 const FATAL: u64 = 77;
 
-/// In place of a number of positions: another sequence has begun there.
+/// Marks the begin of a sequence in place of a number of positions.
 const BEGUN: usize = usize::MAX;
 const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
 
 impl Scripted {
-    /// Fails for all sequences, if this is where.
+    /// Fails all sequences if this is the faulty call.
     fn fail_in(&mut self, call: Fault, place: usize) -> Result<(), Broken> {
         if self.fault != Some(call) || self.promised.get(&place) != Some(&FATAL) {
             return Ok(());
@@ -204,7 +204,7 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
     (Job { work, to, admitted: admission.enter().unwrap() }, events)
 }
 
-/// Everything that a request hears, and how it ended.
+/// All tokens that a request receives, and its ending.
 fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     let mut tokens = Vec::new();
     while let Some(event) = events.blocking_recv() {
@@ -216,7 +216,7 @@ fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     (tokens, None)
 }
 
-/// What the scripted model says after a prompt.
+/// The tokens of the scripted model after a prompt.
 fn expected(prompt: &[u32], limit: u32) -> Vec<u32> {
     let mut all = prompt.to_vec();
     for _ in 0..limit {
@@ -225,12 +225,12 @@ fn expected(prompt: &[u32], limit: u32) -> Vec<u32> {
     all.split_off(prompt.len())
 }
 
-/// Runs a desk beside the test, until the test has dropped its sender.
+/// Runs an engine loop concurrently with the test, until the test has dropped its sender.
 fn beside(engine: Scripted, places: usize, test: impl FnOnce(Sender<Job>)) {
     said_beside(engine, places, Sequences::default(), test);
 }
 
-/// The same with somebody who is told what becomes of the sequences.
+/// The same with telemetry of the sequences.
 fn said_beside(engine: Scripted, places: usize, said: Sequences, test: impl FnOnce(Sender<Job>)) {
     std::thread::scope(|scope| {
         let (jobs, inbox) = channel();
@@ -286,7 +286,7 @@ fn a_lost_machine_ends_those_it_ran_and_no_others() {
             end.1 == Some(Finish::Failed("the kernel left".into()))
         };
         assert!(failed(&ends[1]), "{ends:?}");
-        // Each either was lost with it, or came later and is whole.
+        // Each one was either lost with it, or arrived later and is complete.
         for (prompt, end) in prompts.iter().zip(&ends) {
             assert!(failed(end) || end.0 == expected(prompt, 50), "{prompt:?}: {end:?}");
         }
@@ -294,7 +294,7 @@ fn a_lost_machine_ends_those_it_ran_and_no_others() {
     });
 }
 
-/// The machine fails for all when a request begins: those that were there end too, and the next one finds a machine.
+/// The machine fails for all sequences when a request begins: the current ones end too, and the next one finds a working machine.
 #[test]
 fn a_machine_that_fails_as_a_request_begins_ends_all_of_them() {
     for fault in [Fault::Begin, Fault::ChooseBy] {
@@ -349,7 +349,7 @@ fn requests_wait_for_room_in_line_and_what_can_never_fit_is_refused() {
     let engine = Scripted { room: Some(100), ..Scripted::default() };
     let beside_each_other = engine.beside.clone();
     beside(engine, 8, |jobs| {
-        // Two of forty positions fit at a time, though there are eight places; the sixth never does.
+        // Two requests of forty positions fit at a time, though there are eight places; the sixth never fits.
         let (made, answers): (Vec<_>, Vec<_>) =
             (0..12).map(|i| job(&[i; 20], if i == 5 { 81 } else { 20 }, &admission)).unzip();
         for job in made {
@@ -375,7 +375,7 @@ fn nobody_decodes_for_a_client_that_has_gone() {
         let (long, mut events) = job(&[1], u32::MAX, &admission);
         jobs.send(long).unwrap();
         assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
-        // This one waits for its turn, and goes before it comes.
+        // This one waits for its turn, and disconnects before it.
         let (waiting, gone) = job(&[7; 17], 5, &admission);
         jobs.send(waiting).unwrap();
         drop(gone);
@@ -422,7 +422,7 @@ fn an_end_in_the_middle_is_said() {
     assert_eq!(heard(other), (vec![], Some(Finish::Leaving)));
 }
 
-/// Sixty-four requests that take what they can get, on a machine that chooses itself: long ones, ones that break, clients that go.
+/// Sixty-four requests of every kind on a machine that samples: long ones, broken ones, disconnecting clients.
 #[test]
 fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
     const ALL: usize = abi::SESSIONS_MAX as usize;
@@ -451,7 +451,7 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
             jobs.send(job).unwrap();
         }
         let mut answers: Vec<_> = answers.into_iter().map(Some).collect();
-        // Some clients hear one token and go.
+        // Some clients receive one token and disconnect.
         for i in (0..ALL).filter(|i| i % 7 == 3 && i % 9 != 4) {
             let mut events = answers[i].take().unwrap();
             assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
@@ -490,7 +490,7 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
     eprintln!("{turns} turns, {preempted} of them yielded early, the longest wait was {longest}");
 }
 
-/// A turn that could go on ends when its client has gone or another request comes.
+/// A turn ends early when its client disconnects or another request arrives.
 #[test]
 fn a_turn_yields() {
     let (admission, other) = (Admission::new(2), Admission::new(1));

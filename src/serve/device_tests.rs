@@ -1,5 +1,5 @@
-//! The decode thread on a real card: sessions beside each other on the resident kernel. Without a device it says `skipped`; with
-//! `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! The decode thread on a real card: concurrent sessions on the resident kernel. Without a device it prints `skipped`;
+//! with `AMK_REQUIRE_DEVICE=1` that is a failure.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::engine::Megakernel;
 
 const SESSIONS: u32 = 16;
 
-/// What a request says, what may be banned for it, when its client goes.
+/// A request, and when its client disconnects.
 struct Wanted {
     work: Work,
-    /// The client goes after so many tokens.
+    /// The client disconnects after this many tokens.
     goes: Option<usize>,
 }
 
@@ -41,14 +41,14 @@ fn wanted(i: u32, vocab: u32) -> Wanted {
         limit: 20 + 13 * i % 60,
         sampling,
         stop: Vec::new(),
-        // Some are chosen on the host, from rows.
+        // Some are sampled on the host, from rows.
         logprobs: (i % 8 == 6).then_some(1),
         priority: Priority::ALL[i as usize % 3],
     };
     Wanted { work, goes: (i % 5 == 4).then_some(3) }
 }
 
-/// What the client of a request hears until the end, or until it goes.
+/// The tokens that a client receives until the end, or until it disconnects.
 fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32>, Option<Finish>) {
     let mut tokens = Vec::new();
     while let Some(event) = events.blocking_recv() {
@@ -63,7 +63,7 @@ fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32
     (tokens, None)
 }
 
-/// Hands requests to a desk, all at once or one after the other, and gives what each heard.
+/// Sends requests to an engine loop, all at once or one after the other, and returns the tokens of each.
 fn heard(
     engine_loop: EngineLoop<'_>,
     wanted: Vec<Wanted>,
@@ -88,7 +88,7 @@ fn heard(
             }
             let heard =
                 answers.into_iter().map(|client| client.join().expect("it listened")).collect();
-            drop(jobs); // the desk ends with it
+            drop(jobs); // ends the engine loop
             heard
         });
         assert_eq!(engine_loop.run(&inbox), Ok(()));
@@ -96,8 +96,8 @@ fn heard(
     })
 }
 
-/// Sixteen sessions with all sorts of settings, priorities and clients that go: each says what it says alone, and one that is broken breaks
-/// alone.
+/// Sixteen sessions with all kinds of settings, priorities and disconnecting clients: each gets the tokens that it gets
+/// alone, and a broken one does not affect the others.
 #[test]
 fn sessions_on_the_kernel_say_what_each_says_alone() {
     if let Err(error) = vm_host::Card::default().info() {
@@ -113,7 +113,7 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
     let vocab = context.graph().vocab;
     let all = || {
         let mut all: Vec<Wanted> = (0..SESSIONS).map(|i| wanted(i, vocab)).collect();
-        // Nothing may be said: more is banned than the device lists, so the host chooses. And a prompt that no check has seen.
+        // Every token is banned, and more than the device's list holds, so the host samples. And an unchecked prompt with a bad token.
         all[9].work.sampling.bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
         all[13].work.prompt = vec![1, 2, vocab, 3];
         all

@@ -1,4 +1,4 @@
-//! The routes. A request is read and tokenised beside the runtime's thread, decoded on the decode thread, and written out here.
+//! The routes. A request is parsed and tokenised on a blocking thread, decoded on the decode thread, and written out here.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -27,7 +27,7 @@ use super::refusal::Refusal;
 use super::request::{Api, Request};
 use super::text::{Piece, Writer};
 
-/// How often a stream that is silent says that it lives.
+/// The interval of keep-alive comments in a silent stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
 /// The server's routes. `loopback`: whether the listener is on loopback.
@@ -105,7 +105,7 @@ async fn answer(
     let admitted = admitted.ok_or_else(|| Refusal::full(served.admission.limit()))?;
     let body = body::received(body).await?;
     let reader = served.clone();
-    // Templates and tokenizers take their time.
+    // Templates and tokenizers are slow.
     let read = tokio::task::spawn_blocking(move || Request::read(api, &body, &reader)).await;
     let request = read.map_err(|_| Refusal::failed(crate::bug::last_panic()))??;
     let (to, events) = unbounded_channel(); // bounded by the tokens of the request
@@ -129,7 +129,7 @@ async fn answer(
     whole(answering, &heading).await
 }
 
-/// A page elsewhere could post a form to a server on this machine; JSON it must ask for first.
+/// Requires JSON: a page of another site can post a form to a local server without a CORS preflight, but not JSON.
 fn check_type(headers: &HeaderMap) -> Result<(), Refusal> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
@@ -140,10 +140,10 @@ fn check_type(headers: &HeaderMap) -> Result<(), Refusal> {
     Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
 }
 
-/// An answer on its way out. Dropping it tells the decode thread that nobody listens any more.
+/// An answer being sent. Dropping it closes the channel, so that the decode thread stops.
 struct Answering {
     events: UnboundedReceiver<Event>,
-    /// Gone when the text has ended.
+    /// None after the end of the text.
     writer: Option<Writer>,
     ends: Vec<u32>,
     usage: Usage,
@@ -151,7 +151,7 @@ struct Answering {
     sent: usize,
 }
 
-/// What to send next, and the `finish_reason` if it is the last.
+/// The next piece, and the `finish_reason` if it is the last.
 type Next = (Piece, Option<&'static str>);
 
 impl Answering {
@@ -169,7 +169,7 @@ impl Answering {
                     let (piece, stopped) =
                         writer.push(id, ends, logprobs.as_ref()).map_err(undecodable)?;
                     if stopped {
-                        self.events.close(); // the rest is not wanted
+                        self.events.close(); // discards the rest
                         return Ok((piece, Some("stop")));
                     }
                     if !piece.is_empty() {
@@ -205,12 +205,12 @@ async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, 
     }
 }
 
-/// An answer on its way out in lines.
+/// An answer being streamed in lines.
 struct Streamed {
     answering: Answering,
     heading: Heading,
     include_usage: bool,
-    /// Lines to send before anything is waited for.
+    /// Lines to send before the next event is awaited.
     ready: VecDeque<String>,
     over: bool,
 }
@@ -220,7 +220,7 @@ impl Streamed {
         if self.ready.is_empty() && !self.over {
             match self.answering.next().await {
                 Ok((piece, finish)) => self.take(&piece, finish),
-                // The status has gone out already: clients look for this.
+                // The status has been sent already: clients look for an error here.
                 Err(refusal) => {
                     self.ready.push_back(refusal.document().to_string());
                     self.over = true;

@@ -1,4 +1,5 @@
-//! `--metrics`: the page as OpenMetrics text, on a listener of its own, so that whoever may ask for figures need not be let in to the model.
+//! `--metrics`: the telemetry page as OpenMetrics text, on its own listener, so that access to the metrics does not
+//! include access to the model.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,10 +17,10 @@ use super::{connections, origin};
 use crate::failure::Failure;
 use crate::observe::snapshot;
 
-/// As OpenMetrics 1.0 asks for.
+/// The content type that OpenMetrics 1.0 requires.
 const TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Connections of those who want figures.
+/// The connection limit of the metrics listener.
 const CONNECTIONS: usize = 16;
 
 /// Listens until the runtime ends. Returns the address.
@@ -33,7 +34,7 @@ pub(super) async fn listen(addr: SocketAddr, reader: Reader) -> Result<SocketAdd
         .route("/metrics", get(metrics))
         .layer(from_fn_with_state(bound.ip().is_loopback(), origin::guard))
         .with_state(Arc::new(reader));
-    // Ends with the runtime: nobody waits for figures of a server that goes down.
+    // Ends with the runtime: shutdown does not wait for metrics requests.
     tokio::spawn(connections::serve(listener, app, CONNECTIONS, std::future::pending()));
     Ok(bound)
 }

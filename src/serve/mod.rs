@@ -1,4 +1,4 @@
-//! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, and requests take turns on it; another one speaks HTTP.
+//! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, on which requests take turns; another thread runs HTTP.
 
 mod answer;
 mod body;
@@ -40,10 +40,10 @@ use decode::{Admission, EngineLoop, Job};
 use refusal::Refusal;
 use request::Api;
 
-/// How long requests under way may go on after Ctrl-C or SIGTERM.
+/// The time limit of current requests after Ctrl-C or SIGTERM.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// A schedule, its program, and the sequences that one command of it decodes at once.
+/// A schedule, its program, and the batch size of its commands.
 struct Lowered {
     config: ScheduleConfig,
     program: Arc<Verified<Program>>,
@@ -51,17 +51,17 @@ struct Lowered {
     source: ScheduleSource,
 }
 
-/// What is served, as the routes see it.
+/// The state shared with the routes.
 pub(crate) struct Served {
     name: String,
     device: &'static str,
-    /// Where the schedule comes from; the graph runs without one.
+    /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
     fingerprint: String,
     vocab: u32,
-    /// Positions of a sequence.
+    /// The most positions of a sequence.
     capacity: u32,
-    /// Sequences that one command decodes at once.
+    /// The batch size of a command.
     seqs: u32,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
@@ -111,7 +111,7 @@ fn seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 
-/// A seed for a request that names none.
+/// A random seed for a request without one.
 fn fresh_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish()
 }
@@ -168,7 +168,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let served = Arc::new(serving(&context, args, (device, seqs, schedule), jobs)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
-        // Dropped when this thread is done with the model, however it ends.
+        // Dropped when this thread no longer uses the model, however it ends.
         let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, served, gone));
@@ -180,12 +180,12 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     })
 }
 
-/// A server without its device has nothing to serve with.
+/// The failure of a server whose device is lost.
 fn lost(why: &str) -> Failure {
     Failure::missing(format!("{why}; every request was told, and the server ends: start it again"))
 }
 
-/// The pages that sequences draw from.
+/// The pool of key/value pages.
 fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     let Some(positions) = args.kv_pool else { return Ok(KvPool::Fitting) };
     if device != "cuda" {
@@ -197,8 +197,8 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     Ok(KvPool::Positions(positions))
 }
 
-/// The schedule for the end of a full cache, where steps are slowest, and its program. On a GPU it is for as many sequences at once as there
-/// are places for and the kernel supports, unless somebody says how many.
+/// The schedule for the end of a full cache, where steps are slowest, and its program. On a GPU its batch size is the
+/// largest that the places fill and the kernel supports, unless an argument sets it.
 fn lowered(
     context: &Context,
     args: &ServeArgs,
@@ -231,7 +231,7 @@ fn lowered(
     }
 }
 
-/// Whether several sequences can share a program in one command, or why they cannot.
+/// Whether several sequences can share a program in one command; if not, why.
 fn shared(lowered: &Lowered) -> Result<(), String> {
     let Lowered { program, seqs, .. } = lowered;
     if *seqs == 1 {
@@ -265,7 +265,7 @@ fn serving(
     })
 }
 
-/// Listens until Ctrl-C or SIGTERM, or until the decode thread has gone.
+/// Serves HTTP until Ctrl-C or SIGTERM, or until the decode thread ends.
 fn listen(
     addr: SocketAddr,
     metrics: Option<(SocketAddr, Reader)>,
@@ -298,12 +298,12 @@ fn listen(
         }
         Ok(Exit::Yes)
     });
-    // Connections and their senders: the decode thread ends when nobody can send.
+    // Drops the connections and their senders: the decode thread ends when the last sender is dropped.
     runtime.shutdown_timeout(Duration::from_secs(1));
     answer
 }
 
-/// How often this process was asked to end, by Ctrl-C or by SIGTERM.
+/// The number of Ctrl-C and SIGTERM signals so far.
 fn signals() -> watch::Receiver<u32> {
     let (stop, stopped) = watch::channel(0_u32);
     let caught = [SignalKind::interrupt(), SignalKind::terminate()].map(|kind| {
@@ -342,7 +342,7 @@ fn announce(
         "url": format!("http://{bound}/v1"),
         "model": served.name,
         "device": served.device,
-        // Where tokens are chosen, unless a request asks for probabilities.
+        // Where tokens are sampled, unless a request needs log probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "batch": served.seqs,
@@ -353,7 +353,7 @@ fn announce(
     }))
 }
 
-/// Ends with so many signals, or when the decode thread has gone.
+/// Completes after this many signals, or when the decode thread has ended.
 async fn after(times: u32, mut stopped: watch::Receiver<u32>, mut gone: watch::Receiver<()>) {
     tokio::select! {
         () = async {
@@ -367,11 +367,11 @@ async fn after(times: u32, mut stopped: watch::Receiver<u32>, mut gone: watch::R
     }
 }
 
-/// Ends when those who are under way have had their time, or with the second signal.
+/// Completes after the grace period, or with the second signal.
 async fn deadline(stopped: watch::Receiver<u32>, gone: watch::Receiver<()>) {
     after(1, stopped.clone(), gone.clone()).await;
     if gone.has_changed().is_err() {
-        // Nobody decodes; answers under way have been told.
+        // The decode thread has ended; current answers have received their end.
         return tokio::time::sleep(Duration::from_secs(1)).await;
     }
     report::say("finishing requests that are under way; Ctrl-C again breaks them off");

@@ -1,7 +1,7 @@
-//! Who may be meant and who may ask: names of this server, and pages of other sites.
+//! Checks the names and origins of requests: only names of this server, and no pages of other sites.
 //!
-//! A page of another site can have its name resolve to this machine and then counts as the server's own page for the browser, which
-//! lets it read answers (DNS rebinding). The name that it asked for still stands in `Host`.
+//! A page of another site can have its name resolve to this machine, so that the browser treats it as the server's own
+//! page and lets it read answers (DNS rebinding). `Host` still holds the name that the page used.
 
 use std::net::IpAddr;
 
@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 
 use super::refusal::Refusal;
 
-/// Refuses requests for another server's name, and those of pages of other sites. `loopback`: whether the listener is on loopback.
+/// Refuses requests for another server's name, and those from pages of other sites. `loopback`: whether the listener is on loopback.
 pub(super) async fn guard(State(loopback): State<bool>, request: Request, next: Next) -> Response {
     match check(loopback, request.uri(), request.headers()) {
         Ok(()) => next.run(request).await,
@@ -29,7 +29,7 @@ fn check(loopback: bool, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> 
         return Err(Refusal::new(StatusCode::FORBIDDEN, message).coded("foreign_host"));
     }
     let own = |origin: &str| {
-        // `null` has no scheme: a page that does not say where it comes from.
+        // `null` has no scheme: a page that hides its origin.
         let Some((_, authority)) = origin.split_once("://") else { return false };
         let same = |host: &Option<&str>| host.is_some_and(|h| h.eq_ignore_ascii_case(authority));
         (loopback && is_loopback(authority)) || hosts.iter().any(same)
@@ -41,12 +41,12 @@ fn check(loopback: bool, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> 
     Err(Refusal::new(StatusCode::FORBIDDEN, message).coded("foreign_origin"))
 }
 
-/// A header's values, those that are no text as `None`.
+/// A header's values; `None` for those that are not text.
 fn texts(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = Option<&str>> {
     headers.get_all(name).into_iter().map(|value| value.to_str().ok())
 }
 
-/// Whether a name, with or without a port, is one of this machine for itself.
+/// Whether a host, with or without a port, is a loopback name or address.
 fn is_loopback(host: &str) -> bool {
     let Ok(authority) = host.parse::<Authority>() else { return false };
     let name = authority.host();
@@ -73,7 +73,7 @@ mod tests {
         for host in ["localhost", "LocalHost:8080", "127.0.0.1:1", "127.1.2.3", "[::1]:8080"] {
             assert_eq!(asked(true, &[("host", host)]), Ok(()), "{host}");
         }
-        // HTTP/1.0 need not say; browsers do.
+        // HTTP/1.0 does not require it; browsers always send it.
         assert_eq!(asked(true, &[]), Ok(()));
         for host in
             ["evil.example", "localhost.evil.example:80", "localhost@evil.example", "", "[::2]"]

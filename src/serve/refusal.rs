@@ -1,4 +1,4 @@
-//! Refusals and failures in the shape of OpenAI's API: `{"error": {message, type, param, code}}`.
+//! Errors in the shape of OpenAI's API: `{"error": {message, type, param, code}}`.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -17,7 +17,7 @@ impl Refusal {
         Self { status, message: message.into(), param: None, code: None }
     }
 
-    /// A field that is wrong, or asks for what there is not.
+    /// A field that is wrong or unsupported.
     pub(super) fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
         let param = Some(param.into());
         Self { param, ..Self::new(StatusCode::BAD_REQUEST, message) }
@@ -40,7 +40,7 @@ impl Refusal {
         Self::new(StatusCode::TOO_MANY_REQUESTS, message).coded("queue_full")
     }
 
-    /// There are as many connections as there may be, and all are in use.
+    /// The connection limit is reached, and all connections are in use.
     pub(super) fn crowded(limit: usize) -> Self {
         let message = format!("{limit} connections are in use, the limit; try again later");
         Self::new(StatusCode::SERVICE_UNAVAILABLE, message).coded("too_many_connections")
@@ -64,7 +64,7 @@ impl IntoResponse for Refusal {
         let json = [(header::CONTENT_TYPE, "application/json")];
         let mut response = (self.status, json, body).into_response();
         if self.status == StatusCode::TOO_MANY_REQUESTS {
-            // A text of some tokens takes about as long.
+            // About the time that a text of some tokens takes.
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }
         response

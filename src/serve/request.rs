@@ -1,5 +1,5 @@
-//! Reads requests of the completions and chat APIs. Every field is understood, or neutral, or refused by name: none is ignored that would
-//! change the answer.
+//! Parses requests of the completions and chat APIs. Every field is either supported, neutral, or refused by name: no
+//! field that would change the answer is ignored.
 
 use std::collections::BTreeMap;
 
@@ -21,21 +21,21 @@ pub(super) enum Api {
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) work: Work,
-    /// Texts that end the answer and are not part of it.
+    /// Stop strings, which end the answer and are not part of it.
     pub(super) stop: Vec<String>,
     pub(super) stream: bool,
     /// Whether a stream ends with a count of tokens.
     pub(super) include_usage: bool,
 }
 
-/// Texts in `stop`, as many as OpenAI takes.
+/// The most stop strings, as in OpenAI's API.
 const STOPS_MAX: usize = 4;
-/// Likeliest tokens beside each chosen one.
+/// The most likeliest tokens per sampled one.
 const TOP_MAX: u64 = 20;
-/// Tokens of a completion when nothing is said, as OpenAI has it.
+/// Tokens of a completion by default, as in OpenAI's API.
 const COMPLETION_TOKENS: u32 = 16;
 
-/// Fields with one value that asks for nothing special; any other is refused.
+/// Unsupported fields with their neutral values; any other value is refused.
 const NEUTRAL: [(&str, &[&str]); 13] = [
     ("n", &["1"]),
     ("best_of", &["1"]),
@@ -52,14 +52,14 @@ const NEUTRAL: [(&str, &[&str]); 13] = [
     ("store", &["false"]),
 ];
 
-/// Fields that say who asks and not what.
+/// Fields that identify the caller and do not change the answer.
 const ABOUT_THE_CALLER: [&str; 4] = ["user", "metadata", "safety_identifier", "prompt_cache_key"];
 
-/// The fields that are not read yet.
+/// The fields that have not been parsed yet.
 struct Fields(Map<String, Value>);
 
 impl Fields {
-    /// A field, if it is there and not null.
+    /// Removes a field; `None` if it is missing or null.
     fn take(&mut self, name: &str) -> Option<Value> {
         self.0.shift_remove(name).filter(|value| !value.is_null())
     }
@@ -89,7 +89,7 @@ impl Fields {
         Ok(self.read(name, "true or false", Value::as_bool)?.unwrap_or(false))
     }
 
-    /// Refuses what is left and asks for something.
+    /// Refuses the remaining fields unless they are neutral.
     fn end(mut self) -> Result<(), Refusal> {
         for name in ABOUT_THE_CALLER {
             self.take(name);
@@ -216,7 +216,7 @@ fn stops(fields: &mut Fields, served: &Served) -> Result<(Vec<String>, Vec<u32>)
     Ok((texts, ids.into_iter().chain(served.eos.iter().copied()).collect()))
 }
 
-/// How many likeliest tokens to report; the two APIs ask in their own ways.
+/// The number of likeliest tokens to report, which the two APIs express differently.
 fn top(fields: &mut Fields, api: Api) -> Result<Option<usize>, Refusal> {
     match api {
         Api::Completions => Ok(fields.integer("logprobs", 0, TOP_MAX)?.map(|top| top as usize)),
@@ -243,7 +243,7 @@ fn include_usage(fields: &mut Fields) -> Result<bool, Refusal> {
     Ok(usage.unwrap_or(false))
 }
 
-/// OpenAI's word for how soon an answer is wanted.
+/// OpenAI's service tier as a priority.
 fn priority(fields: &mut Fields) -> Result<Priority, Refusal> {
     let legal = "auto, default, flex or priority";
     let tier = fields.read("service_tier", legal, |value| match value.as_str()? {
@@ -287,7 +287,7 @@ fn completion_prompt(fields: &mut Fields, served: &Served) -> Result<Vec<u32>, R
     let Some(mut value) = fields.take("prompt") else {
         return Err(Refusal::field("prompt", format!("`prompt` is missing; legal: {legal}")));
     };
-    // A batch of one.
+    // A batch of one prompt.
     if let Value::Array(list) = &mut value
         && let [Value::String(_) | Value::Array(_)] = list.as_slice()
     {
@@ -330,7 +330,7 @@ fn chat_prompt(fields: &mut Fields, served: &Served) -> Result<Vec<u32>, Refusal
     Ok(ids)
 }
 
-/// The text of a part of a message, if it is one of text.
+/// The text of a part of a message; `None` if the part is not text.
 fn text_part(part: &Value) -> Option<&str> {
     match part.get("type").and_then(Value::as_str) {
         Some("text") => part.get("text").and_then(Value::as_str),
@@ -369,10 +369,10 @@ fn message(index: usize, value: &Value) -> Result<Message, Refusal> {
     }
 }
 
-/// Tokens to generate, which with the prompt must fit the key/value cache.
+/// The number of tokens to generate, which with the prompt must fit the key/value cache.
 fn limit(api: Api, asked: Option<u32>, prompt: &[u32], served: &Served) -> Result<u32, Refusal> {
     let field = if api == Api::Chat { "messages" } else { "prompt" };
-    // The last token chosen is not fed.
+    // The last sampled token is not fed.
     let room = (served.capacity as usize + 1).saturating_sub(prompt.len());
     let least = match (asked, api) {
         (Some(asked), _) => asked,

@@ -1,11 +1,11 @@
-//! Tokens to text as it may be sent: whole characters only, and nothing that a stop text could still begin in.
+//! Tokens to text that can be sent: whole characters only, and nothing that may still be the start of a stop string.
 
 use std::sync::Arc;
 
 use ir::sampling::Logprobs;
 use model::{ModelError, TextStream, Tokenizer};
 
-/// A token beside its probability, with its own text.
+/// A token with its text and log probability.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Scored {
     pub(super) text: String,
@@ -30,7 +30,7 @@ pub(super) struct Writer {
     tokenizer: Option<Arc<Tokenizer>>,
     stream: Option<TextStream<Arc<Tokenizer>>>,
     stops: Vec<String>,
-    /// Text that may be the beginning of a stop.
+    /// Text that may be the beginning of a stop string.
     held: String,
     scored: Vec<Scored>,
 }
@@ -41,7 +41,7 @@ impl Writer {
         Self { tokenizer, stream, stops, held: String::new(), scored: Vec::new() }
     }
 
-    /// A token by itself. Without a tokenizer a token's text is its number.
+    /// The text of a single token. Without a tokenizer it is the token's number.
     fn text_of(&self, id: u32) -> Result<String, ModelError> {
         match &self.tokenizer {
             Some(tokenizer) => tokenizer.decode(&[id], false),
@@ -49,8 +49,8 @@ impl Writer {
         }
     }
 
-    /// Adds a token; `ends` if it is a stop token, whose text is not part of the answer. Says what can be sent, and whether a stop text
-    /// has come.
+    /// Adds a token; `ends` if it is a stop token, whose text is not part of the answer. Returns the text that can be
+    /// sent, and whether a stop string was found.
     pub(super) fn push(
         &mut self,
         id: u32,
@@ -74,7 +74,7 @@ impl Writer {
         Ok(self.release())
     }
 
-    /// The rest of the text: nothing follows.
+    /// The rest of the text, after the last token.
     pub(super) fn finish(mut self) -> Result<(Piece, bool), ModelError> {
         if let Some(stream) = self.stream.take() {
             self.held.push_str(&stream.finish()?);
@@ -87,7 +87,7 @@ impl Writer {
         Ok((piece, stopped))
     }
 
-    /// Takes what no stop text can begin in; up to the first stop text if there is one.
+    /// Takes the text in which no stop string can begin; up to the first stop string if there is one.
     fn release(&mut self) -> (Piece, bool) {
         let found = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min();
         let end = found.unwrap_or_else(|| self.held.len() - self.suspect());
@@ -95,7 +95,7 @@ impl Writer {
         if found.is_some() {
             self.held.clear();
         }
-        // Probabilities go with text that goes out.
+        // Log probabilities are sent with the text.
         let scored = if text.is_empty() && found.is_none() {
             Vec::new()
         } else {
@@ -104,7 +104,7 @@ impl Writer {
         (Piece { text, scored }, found.is_some())
     }
 
-    /// Bytes at the end that a stop text may begin with.
+    /// The number of bytes at the end that may be the start of a stop string.
     fn suspect(&self) -> usize {
         let begins = |length: &usize| {
             self.held.is_char_boundary(self.held.len() - length)
@@ -122,7 +122,7 @@ impl Writer {
 mod tests {
     use super::*;
 
-    /// Sends a text token by token, where a token is a number and a space, and gives what goes out.
+    /// Sends a text token by token, where a token is a number and a space, and returns the sent pieces.
     fn sent(stops: &[&str], ids: &[u32]) -> (Vec<String>, bool) {
         let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let mut writer = Writer::new(None, stops);
@@ -146,14 +146,14 @@ mod tests {
             sent(&["2 4"], &[1, 2, 4, 5]),
             (vec!["1 ".into(), String::new(), String::new()], true)
         );
-        // Held while it may be one, sent when it is not.
+        // Held while it may be a stop string, sent once it is not.
         assert_eq!(
             sent(&["2 4"], &[2, 5]),
             (vec![String::new(), "2 5 ".into(), String::new()], false)
         );
-        // The end of a text that began like one.
+        // The end of a text that looked like the start of a stop string.
         assert_eq!(sent(&["2 4"], &[1, 2]), (vec!["1 ".into(), String::new(), "2 ".into()], false));
-        // The first of several, and one that begins inside another.
+        // The first of several stop strings, and one that begins inside another.
         assert_eq!(sent(&["9", "3 "], &[1, 3, 9]), (vec!["1 ".into(), String::new()], true));
         assert_eq!(
             sent(&["1 1 2"], &[1, 1, 1, 2]),

@@ -1,4 +1,4 @@
-//! Turns that are taken together: sessions that only decode, where the machine chooses and runs several at once.
+//! Batched turns: sessions that only decode, if the machine samples and runs several at once.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use crate::engine::Advanced;
 use crate::sequence::SLICE;
 
 impl Running {
-    /// The next token, if that is all there is to feed and the machine chooses what follows.
+    /// The next token, if it is the only one to feed and the machine samples the following ones.
     fn decodes(&self) -> Option<u32> {
         let sequence = &self.sequence;
         let last = sequence.fed + 1 == sequence.work.prompt.len() + sequence.chosen.len();
@@ -17,7 +17,7 @@ impl Running {
         (sequence.chosen_there && last && !self.to.is_closed()).then(|| tokens.first().copied())?
     }
 
-    /// Tokens that a turn of `most` positions may choose.
+    /// The most tokens that a turn of `most` positions may sample.
     fn allowed(&self, most: u64) -> usize {
         let left = self.sequence.work.limit as usize;
         let left = left.saturating_sub(self.sequence.chosen.len());
@@ -26,7 +26,7 @@ impl Running {
 }
 
 impl EngineLoop<'_> {
-    /// The turn, and those of the sessions that can be run beside it: of all that only decode, those whose turns would be next.
+    /// The turn, and the turns that can be batched with it: those of sessions that only decode, in the scheduler's order.
     pub(super) fn joined(&mut self, turn: Turn) -> Vec<Turn> {
         let (seqs, slice) = (self.engine.seqs(), self.engine.prompt_slice());
         let running = &self.running;
@@ -44,7 +44,7 @@ impl EngineLoop<'_> {
         turns
     }
 
-    /// One turn by itself, or several side by side.
+    /// Runs one turn alone, or several as a batch.
     pub(super) fn turns(&mut self, mut turns: Vec<Turn>) {
         match turns.len() {
             1 => turns.pop().into_iter().for_each(|turn| self.turn(turn)),
@@ -52,7 +52,7 @@ impl EngineLoop<'_> {
         }
     }
 
-    /// New tokens for each. It ends for all when it does for one, when a request comes, or when a client has gone.
+    /// Runs a batch. It ends for all sequences when one ends, a request arrives, or a client disconnects.
     fn together(&mut self, turns: Vec<Turn>) {
         let held = |turn: &Turn| {
             let running = self.running.get(&turn.session())?;
@@ -60,7 +60,7 @@ impl EngineLoop<'_> {
         };
         let seqs: Option<Vec<(usize, u32, &Running)>> = turns.iter().map(held).collect();
         let Some(seqs) = seqs else {
-            // A client has gone since it was chosen.
+            // A client has disconnected since the turns were chosen.
             return turns.into_iter().for_each(|turn| self.turn(turn));
         };
         let allowed = |((_, _, running), turn): (&(usize, u32, &Running), &Turn)| {
@@ -104,7 +104,7 @@ impl EngineLoop<'_> {
     }
 }
 
-/// What came of each sequence. If every sequence is lost the last sequence says so: by then no other turn is out.
+/// The outcome of each sequence. If every sequence is lost, the last outcome carries that error: by then no other turn is out.
 fn outcomes(
     done: Result<Vec<Result<Advanced, String>>, Broken>,
     seqs: usize,

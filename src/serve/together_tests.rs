@@ -1,8 +1,8 @@
-//! Sequences that are decoded side by side, with a scripted engine.
+//! Batched sequences with a scripted engine.
 
 use super::*;
 
-/// Runs these prompts on an engine of so many sequences. Gives what each request heard, and the places of each command.
+/// Runs these prompts on an engine with a given batch size. Returns the tokens of each request, and the places of each command.
 #[expect(clippy::type_complexity, reason = "one use")]
 fn served(
     prompts: &[Vec<u32>],
@@ -82,7 +82,7 @@ fn batches_are_on_the_page() {
     assert_eq!(seen.head.batched, batches.iter().sum::<usize>() as u64);
 }
 
-/// The sequence that breaks is fed its poison as the last token of its prompt, beside others.
+/// The sequence that breaks is fed its poison as the last token of its prompt, inside a batch.
 #[test]
 fn one_that_breaks_takes_nobody_with_it() {
     let mut prompts: Vec<Vec<u32>> = (0..6).map(|i| vec![i + 1]).collect();
@@ -110,7 +110,7 @@ fn a_machine_that_is_lost_ends_all_of_a_batch() {
     }
 }
 
-/// Long prompts of low priority, each a turn of its own, beside a crowd that is run eight at a time.
+/// Long prompts of low priority, each in turns of its own, among requests that are run eight at a time.
 #[test]
 fn nobody_waits_longer_for_those_who_are_run_at_once() {
     const ALL: usize = abi::SESSIONS_MAX as usize;

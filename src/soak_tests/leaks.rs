@@ -1,11 +1,11 @@
-//! What a process holds, before and after.
+//! The resources of a process, before and after.
 
-/// Bytes by which memory may grow: allocators keep some.
+/// The most bytes by which memory may grow: allocators keep some.
 const GROWTH: u64 = 32 << 20;
-/// Bytes of a card that may be missing afterwards: others use it too, and the driver keeps some.
+/// The most bytes of card memory that may be missing afterwards: other processes use the card too, and the driver keeps some.
 const CARD: u64 = 64 << 20;
 
-/// What this process holds.
+/// The resources of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ResourceUsage {
     files: usize,
@@ -14,7 +14,7 @@ pub(super) struct ResourceUsage {
 }
 
 impl ResourceUsage {
-    /// Now.
+    /// The current usage.
     pub(super) fn now() -> Self {
         let count = |folder: &str| std::fs::read_dir(folder).map_or(0, Iterator::count);
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -33,7 +33,7 @@ impl ResourceUsage {
     }
 }
 
-/// What is held now and was not then.
+/// The resources that are held now and were not held before.
 pub(super) fn between(before: Option<&ResourceUsage>, after: &ResourceUsage) -> Vec<String> {
     let Some(before) = before else { return Vec::new() };
     let mut leaks = Vec::new();
@@ -49,7 +49,7 @@ pub(super) fn between(before: Option<&ResourceUsage>, after: &ResourceUsage) -> 
     leaks
 }
 
-/// Memory of the card that is not free again.
+/// Memory of the card that was not freed.
 pub(super) fn device(before: Option<u64>) -> Option<String> {
     let (before, after) = (before?, vm_host::Card::default().free_memory().ok()?);
     (after + CARD < before).then(|| format!("{after} bytes of the card are free, {before} were"))

@@ -1,4 +1,4 @@
-//! The reference VM as a device process: what a soak kills where there is no card.
+//! The reference VM as a device process: the process that a soak kills if there is no card.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use search::{DeviceError, DeviceInfo, Handle, Plan};
 
 use crate::Subject;
 
-/// One program, and one sequence at a time, as any device may have it.
+/// One program, and one sequence at a time, which is all that a device must hold.
 struct Reference<'a> {
     subject: &'a Subject,
     program: Option<Arc<Verified<Program>>>,
@@ -83,7 +83,7 @@ impl Served for Reference<'_> {
     fn release(&mut self, _program: Handle) {}
 }
 
-/// There is no kernel to look at.
+/// There is no kernel to observe.
 struct Nothing;
 
 impl Watch for Nothing {

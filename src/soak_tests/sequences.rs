@@ -1,4 +1,4 @@
-//! What sequences say: prompts, and the tokens that the reference chooses after them.
+//! The sequences: prompts, and the reference's tokens after them.
 
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
@@ -7,12 +7,12 @@ use search::Ran;
 
 use crate::Subject;
 
-/// Prompts.
+/// The number of prompts.
 const SCRIPTS: usize = 6;
-/// Tokens of a prompt, and those after it, at most.
+/// The most tokens of a prompt, and the most after it.
 const PROMPT: usize = 12;
 const TOKENS: usize = 24;
-/// Two logits closer than this share of the greatest may change places between two machines that add in another order.
+/// Two logits closer than this fraction of the greatest may change order between machines with different orders of summation.
 const TIE: f32 = 2e-3;
 
 /// A prompt and its continuation by the reference.
@@ -21,34 +21,34 @@ pub(super) struct Script {
     pub(super) expected: Vec<Expected>,
 }
 
-/// A token that the reference chooses.
+/// A token of the reference.
 pub(super) struct Expected {
     token: u32,
-    /// Those that are as good within rounding.
+    /// Tokens that are equally good within rounding.
     ties: Vec<u32>,
 }
 
-/// A sequence under way.
+/// A running sequence.
 pub(super) struct Sequence {
     pub(super) script: usize,
-    /// Its prompt and what was chosen: kept here, whatever becomes of the process.
+    /// The prompt and the sampled tokens, stored here and not in the process.
     pub(super) tokens: Vec<u32>,
-    /// Of these, what the process had run when it last ran this sequence.
+    /// The number of these that the process had run after its last turn of this sequence.
     pub(super) held: usize,
     chosen: usize,
     limit: usize,
 }
 
-/// What came of a turn.
+/// The result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     More,
     Last,
-    /// Another token than the reference's, as good within rounding; what would follow is another text.
+    /// A token other than the reference's, equally good within rounding; the text diverges from here.
     NearTie,
 }
 
-/// The same for the same seed.
+/// The prompts and their continuations, determined by the seed.
 pub(super) fn scripts(subject: &Subject, seed: u64) -> Vec<Script> {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed ^ 0x5eed);
     (0..SCRIPTS).map(|_| script(subject, &mut rng)).collect()
@@ -91,7 +91,7 @@ impl Sequence {
         Self { script, tokens: text.prompt.clone(), held: 0, chosen: 0, limit }
     }
 
-    /// Holds what a device gave for the tokens from `held` on against the reference, and goes on with it.
+    /// Compares the device's result for the tokens from `held` on with the reference, and appends the next token.
     pub(super) fn next(
         &mut self,
         script: &Script,

@@ -1,4 +1,4 @@
-//! How a view is drawn: readable at 80 by 24, on any terminal, without colour too.
+//! Draws a view: readable at 80 by 24, on any terminal, also without colour.
 
 use abi::{Activity, EntryState, SequenceEnd, Trap, WorkerWords};
 use ratatui::Frame;
@@ -25,14 +25,14 @@ impl Colours {
     }
 }
 
-/// Width of what `--once` prints, and lines at most.
+/// The width of `--once`'s text, and the most lines.
 const TEXT_SIZE: (u16, u16) = (100, 64);
 
 pub(super) fn priority(number: u32) -> &'static str {
     ["low", "normal", "high"].get(number as usize).copied().unwrap_or("unknown")
 }
 
-/// A number with its thousand's letter, five characters or less.
+/// A number with an SI letter for thousands, five characters or less.
 pub(super) fn short(value: f64) -> String {
     let (value, letter) = match value {
         v if v >= 1e12 => (v / 1e12, "T"),
@@ -46,7 +46,7 @@ pub(super) fn short(value: f64) -> String {
     format!("{value:.places$}{letter}")
 }
 
-/// Microseconds, in a unit that suits them.
+/// A time in µs, in a suitable unit.
 fn time(us: Option<f64>) -> String {
     match us {
         None => "-".to_owned(),
@@ -283,7 +283,7 @@ pub(super) fn mark(now: &WorkerWords, before: &WorkerWords, most: u32) -> char {
             (true, _) => '?',
         };
     }
-    // Tenths of what the busiest worker did.
+    // Tenths of the busiest worker's tasks.
     let share = u64::from(tasks) * 9 / u64::from(most.max(1));
     char::from_digit(share.min(9) as u32, 10).unwrap_or('9')
 }

@@ -1,4 +1,4 @@
-//! `amk top`: what a running `amk` is doing, from the page that it writes. It reads, and nothing that it does is felt there.
+//! `amk top`: shows what a running `amk` is doing, from its telemetry page. It only reads, at no cost to the observed process.
 
 mod document;
 mod draw;
@@ -16,23 +16,23 @@ use crate::cli::TopArgs;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
-/// How soon a key is answered.
+/// The longest delay until a key is handled.
 const KEYS_EVERY: Duration = Duration::from_millis(50);
-/// A process that has said nothing for so long is not fresh.
+/// A process without a heartbeat for this long counts as silent.
 const SILENT_NS: u64 = 2_000_000_000;
 
-/// What was seen at some moment.
+/// A snapshot of the page at some moment.
 pub(crate) struct Look {
     page: Box<Page>,
     at_ns: u64,
 }
 
-/// What is shown: the last look, and what happened since the one before.
+/// What is shown: the last snapshot, and the changes since the one before.
 pub(crate) struct View<'a> {
     now: &'a Look,
     before: &'a Look,
     rates: Rates,
-    /// Other processes that could be looked at.
+    /// The number of other processes that could be shown.
     others: usize,
     paused: bool,
 }
@@ -43,7 +43,7 @@ impl<'a> View<'a> {
         Self { now, before, rates, others, paused }
     }
 
-    /// Why the page may not be what is going on.
+    /// Why the page may be out of date.
     fn silent(&self) -> Option<String> {
         let silent = self.now.at_ns.saturating_sub(self.now.page.head.beat_ns);
         if self.now.page.head.activity == abi::Activity::Ended as u32 {
@@ -68,7 +68,7 @@ impl Subject {
     }
 }
 
-/// Shows a process until it is told to end.
+/// Shows a process until the user quits.
 pub(crate) fn run(args: &TopArgs) -> Outcome {
     let subject = find(&telemetry::folder(), args.pid)?;
     if args.once {
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &TopArgs) -> Outcome {
     }
     let terminal = ratatui::try_init();
     let terminal = terminal.map_err(|e| Failure::usage(format!("no terminal to draw on: {e}")));
-    // Whatever happens to the loop, the terminal is as it was: the library's hook sees to panics.
+    // The terminal is restored whatever happens in the loop: on panics by the library's hook.
     let shown = terminal.and_then(|mut terminal| live(&mut terminal, &subject, args));
     let restored = ratatui::try_restore();
     let shown = shown?;
@@ -89,7 +89,7 @@ pub(crate) fn run(args: &TopArgs) -> Outcome {
     Ok(shown)
 }
 
-/// The process that was named, or the one that began last.
+/// The process with this id, or the one that started last.
 fn find(folder: &Folder, pid: Option<u32>) -> Result<Subject, Failure> {
     let living = folder.living();
     let named = |found: &&Found| pid.is_none_or(|pid| found.pid == pid);

@@ -1,4 +1,4 @@
-//! What `amk top` shows, character by character.
+//! The output of `amk top`, character by character.
 
 use abi::{Activity, EntryState, SequenceEnd, Trap};
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyModifiers};
@@ -15,7 +15,7 @@ fn named(out: &mut [u8], name: &str) {
     out[..name.len()].copy_from_slice(name.as_bytes());
 }
 
-/// A server of a model on a card, with three sequences, ten seconds into its life.
+/// A server of a model on a card, with three sequences, ten seconds after its start.
 fn served(at_ns: u64, tokens: u64) -> Look {
     let mut page = Page::boxed();
     let head = &mut page.head;
@@ -110,7 +110,7 @@ fn a_stalled_worker_is_named() {
 fn any_size_and_any_page_are_drawn() {
     let (before, now) = (served(START + 9 * SECOND, 12_000), served(START + 10 * SECOND, 13_500));
     let empty = Look { page: Page::boxed(), at_ns: START };
-    // Whatever is in a page: it is another process's.
+    // A page can hold anything: another process writes it.
     let mut odd = served(START + SECOND, 10_000);
     bytemuck::bytes_of_mut(&mut *odd.page).fill(0xff);
     for (before, now) in [
@@ -166,7 +166,7 @@ fn keys_do_what_the_last_line_says() {
     assert_eq!(wish(&Event::Resize(80, 24)), Wish::Redraw);
 }
 
-/// A frame as its terminal would show it.
+/// A frame as shown on a terminal.
 fn rendered(view: &View<'_>, (width, height): (u16, u16)) -> String {
     let mut terminal =
         ratatui::Terminal::new(ratatui::backend::TestBackend::new(width, height)).unwrap();

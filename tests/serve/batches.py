@@ -1,8 +1,8 @@
-"""Twelve clients of `amk serve` on a GPU: one after the other, then all at once. Each must get the same both times.
+"""Twelve clients of `amk serve` on a GPU: one after the other, then all at once. Each must get the same answer both times.
 
     batches.py AMK MODEL BATCH [SERVE_ARGUMENT...]
 
-With --batch 8 the requests share passes over the weights, and with a small --kv-pool some wait for pages. Every third request draws its tokens.
+With --batch 8 the requests share passes over the weights, and with a small --kv-pool some wait for pages. Every third request samples its tokens.
 Prints the times as JSON; exits with 1 if an answer differs. The standard library only: the machine with the GPU has no network.
 """
 

@@ -84,7 +84,7 @@ fn what_was_measured_becomes_a_bundle_that_holds() {
     assert_eq!(rebuilt.expect("the same program").1.id(), verdict.program_id.expect("it has one"));
 }
 
-/// Beyond the gate's positions: each logit is within the tolerance, which scales with the greatest one, but the error of the row is too large.
+/// Beyond the gate's positions: each logit is within the tolerance, which scales with the greatest one, but the row's error is too large.
 #[test]
 fn an_error_that_the_gate_accepts_can_be_too_large_for_the_bench() {
     let spread = |row: &mut Vec<f32>| {

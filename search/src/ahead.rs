@@ -1,9 +1,9 @@
-//! Work that is done before it is asked for, on threads beside the search.
+//! Speculative work on threads beside the search.
 //!
-//! While a device runs and times one candidate, the next ones can be lowered, verified and run on the reference VM: what comes of
-//! that follows from the schedule alone. Which schedules come next is a guess, namely that the trial under way is reverted. A guess
-//! decides nothing: the search asks for the candidates that it proposes itself, and finds some of them done. So the trials are the
-//! same with any number of threads, and with none.
+//! While a device runs and times one candidate, the next ones can be lowered, verified and run on the reference VM:
+//! those results follow from the schedule alone. The next schedules are guessed, on the assumption that the current
+//! trial is reverted. A guess decides nothing: the search requests the candidates that it proposes itself, and finds
+//! some of them done. So the trials are the same with any number of threads, and with none.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -18,20 +18,22 @@ use crate::history::Guess;
 use crate::rejection::Rejection;
 use crate::settings::Clock;
 
-/// Lowered candidates that are kept: those of some trials to come, three for each of eight devices among them, of some megabytes each.
+/// Maximum lowered candidates in memory, some megabytes each: those of some trials to come, three for each of eight
+/// devices among them.
 const LOWERED_MAX: usize = 64;
 
-/// A schedule as it lowers, or why it does not.
+/// A lowered schedule, or why it cannot be lowered.
 pub(crate) type Lowered = Result<Candidate, Rejection>;
 
-/// What the reference VM found, and how many seconds that took it by the clock of whoever asked.
+/// The result of the reference VM, and the seconds that it took by the caller's clock.
 #[derive(Clone)]
 pub(crate) struct Judged {
     pub(crate) found: Result<Agreement<Reference>, Rejection>,
     pub(crate) seconds: f64,
 }
 
-/// Results by id. One that a thread is at work on is waited for; if that ends in a panic, whoever waits does the work.
+/// Results by id. A thread waits for a result that another one computes; if that thread panics, the waiting one
+/// computes it.
 type Memo<T> = BTreeMap<String, Arc<OnceLock<T>>>;
 
 #[derive(Default)]
@@ -40,29 +42,29 @@ struct State {
     lowered: Memo<Lowered>,
     /// Ids of schedules in `lowered`, oldest first.
     order: VecDeque<String>,
-    /// What schedules lowered to, by their ids.
+    /// The program and kernel ids that schedules lowered to, by schedule id.
     keys: BTreeMap<String, (String, String)>,
     /// By the id of the program.
     judged: Memo<Judged>,
-    /// What the next trials are guessed from, the most urgent first. Those of an earlier trial have another serial number.
+    /// Guesses for the next trials, the most urgent first. Those of an earlier trial have another serial number.
     guesses: VecDeque<Guess>,
     serial: u64,
-    /// Guessed candidates that the reference VM has not run, in the order in which they may be asked for.
+    /// Guessed candidates that the reference VM has not run yet, in the order in which the search may need them.
     waiting: VecDeque<Candidate>,
     over: bool,
 }
 
-/// What is known of candidates, and the threads that find out more.
+/// Cached results of candidates, and the queue of the threads that compute more.
 pub(crate) struct Ahead<'a> {
     pub(crate) cpu: Cpu<'a>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// Which of the two memos.
+/// Selects one of the two memos.
 type Of<T> = fn(&mut State) -> &mut Memo<T>;
 
-/// Something for a thread to do.
+/// A job for a thread.
 enum Job {
     Judge(Box<Candidate>),
     Follow(Box<Guess>, u64),
@@ -77,7 +79,7 @@ impl<'a> Ahead<'a> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The result of an id: known, waited for, or computed here.
+    /// The result for an id: cached, awaited, or computed here.
     fn get<T: Clone>(&self, of: Of<T>, id: &str, compute: impl FnOnce() -> T) -> T {
         let cell = of(&mut self.lock()).entry(id.to_owned()).or_default().clone();
         cell.get_or_init(compute).clone()
@@ -103,7 +105,8 @@ impl<'a> Ahead<'a> {
         lowered
     }
 
-    /// The lowered schedule, or the trial of those `tried` that it would repeat. What is known to repeat one is not lowered again.
+    /// The lowered schedule, or the trial of `tried` that it would repeat. A schedule that is known to repeat one is
+    /// not lowered again.
     pub(crate) fn lower_new(
         &self,
         config: &ScheduleConfig,
@@ -145,7 +148,7 @@ impl<'a> Ahead<'a> {
         )
     }
 
-    /// Says what the next trials are guessed from: anew, or before what was said of this trial already.
+    /// Adds a guess at the next trials: an urgent one goes before the others of this trial, any other replaces them.
     pub(crate) fn guess(&self, guess: Guess) {
         let mut state = self.lock();
         if !guess.is_urgent() {
@@ -158,7 +161,7 @@ impl<'a> Ahead<'a> {
         self.changed.notify_all();
     }
 
-    /// Works until the search is over. What may be asked for first goes first.
+    /// Works until the search is over. What the search may need first goes first.
     fn work(&self, clock: Clock) {
         while let Some(job) = self.next_job() {
             match job {
@@ -168,7 +171,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// Guesses one candidate more, unless the guess is of an earlier trial by then.
+    /// Guesses one more candidate. It is discarded if the search has moved on to another trial meanwhile.
     fn follow(&self, mut guess: Guess, serial: u64) {
         let candidate = guess.next(|config, tried| self.lower_new(config, tried));
         let mut state = self.lock();
@@ -206,11 +209,12 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// The threads of a search; they end with it.
+/// The helper threads of a search; they end with it.
 pub(crate) struct Helpers<'a>(Arc<Ahead<'a>>);
 
 impl<'a> Helpers<'a> {
-    /// Starts `helpers` threads, each with `threads` more for the reference VM. Where the system has none to give, nothing is done ahead.
+    /// Starts `helpers` threads, each with a pool of `threads` threads for the reference VM. If the system cannot start
+    /// the pool, that helper is left out.
     pub(crate) fn start<'scope>(
         ahead: &Arc<Ahead<'a>>,
         scope: &'scope Scope<'scope, '_>,
@@ -223,7 +227,7 @@ impl<'a> Helpers<'a> {
     {
         for _ in 0..helpers {
             let ahead = ahead.clone();
-            // A pool of its own: a thread that waits for its part of one program must not take up another one.
+            // A separate pool: a thread that waits for its part of one program must not steal work of another one.
             let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() else {
                 continue;
             };

@@ -1,4 +1,4 @@
-//! From a candidate to what may be compared: the gates in order, written down in a verdict as they pass.
+//! From a candidate to something that can be compared: runs the gates in order and records them in a verdict.
 
 use ir::schedule::ScheduleConfig;
 use rayon::prelude::*;
@@ -17,38 +17,38 @@ use crate::verdict::{LatencyKind, Verdict};
 /// Positions of the first stage on the device, after which a candidate that is clearly slower is given up.
 const FIRST_STAGE: usize = 24;
 
-/// A candidate that agrees, with the proofs.
+/// A candidate that agrees, with its proofs.
 #[derive(Debug)]
 pub struct Assessed {
     /// The candidate.
     pub candidate: Candidate,
-    /// It agrees on the reference VM.
+    /// Its agreement on the reference VM.
     pub reference: Agreement<Reference>,
-    /// What the cost model says of it.
+    /// The prediction of the cost model.
     pub predicted: Predicted,
-    /// It agrees on the device, if there is one.
+    /// Its agreement on the device, if there is one.
     pub on_device: Option<Agreement<OnDevice>>,
 }
 
-/// A candidate that agrees on the reference VM and, once, on the device, at the positions of the first stage or at all. It may be
-/// timed, and all that its time can do is to give it up: nothing but an [`Assessed`] is ever kept.
+/// A candidate that agrees on the reference VM and, once, on the device: at the positions of the first stage or at all.
+/// It may be timed, but only to give it up: nothing but an [`Assessed`] is ever kept.
 #[derive(Debug)]
 pub(crate) struct Screened {
     pub(crate) candidate: Candidate,
     pub(crate) reference: Agreement<Reference>,
-    /// What the device gave at the positions that it ran.
+    /// The outputs of the positions that the device ran.
     ran: Ran,
     agreement: Agreement<OnDevice>,
 }
 
 impl Screened {
-    /// Positions that the device ran.
+    /// Number of positions that the device ran.
     pub(crate) fn positions(&self) -> usize {
         self.ran.logits.len()
     }
 }
 
-/// A verdict that knows what the schedule alone says.
+/// A verdict with the facts that follow from the schedule alone.
 #[must_use]
 pub fn begin(gate: &Gate<'_>, device: Option<&dyn Device>, config: &ScheduleConfig) -> Verdict {
     let name = device.map_or_else(|| "cpu".to_owned(), |device| device.describe().name);
@@ -57,10 +57,10 @@ pub fn begin(gate: &Gate<'_>, device: Option<&dyn Device>, config: &ScheduleConf
     verdict
 }
 
-/// What is noted of a legal schedule.
+/// The note on a legal schedule.
 const VALID: &str = "every rule of schedules holds";
 
-/// Writes down why a candidate is out.
+/// Records why a candidate is rejected.
 pub fn refuse(verdict: &mut Verdict, dropped: &Rejection) {
     let gate = match dropped {
         Rejection::Rejected(violations) => {
@@ -86,8 +86,8 @@ pub fn refuse(verdict: &mut Verdict, dropped: &Rejection) {
     verdict.failed(gate, dropped.to_string());
 }
 
-/// Writes down where a candidate that was refused goes wrong first. It is lowered again for that, and leaves the device afterwards:
-/// whoever refused it has let go of it.
+/// Records where a rejected candidate first goes wrong. It is lowered again for that, because the caller has released
+/// it, and is unloaded from the device afterwards.
 pub(crate) fn locate(
     gate: &Gate<'_>,
     device: Option<&mut (dyn Device + '_)>,
@@ -112,7 +112,7 @@ pub(crate) fn locate(
 /// Validates, lowers and verifies.
 ///
 /// # Errors
-/// Why the candidate is out; the verdict does not know it yet ([`refuse`]).
+/// Why the candidate is rejected; the caller records that in the verdict ([`refuse`]).
 pub fn lower(
     gate: &Gate<'_>,
     config: &ScheduleConfig,
@@ -123,7 +123,7 @@ pub fn lower(
     Ok(candidate)
 }
 
-/// Writes down what lowering says.
+/// Records the results of lowering.
 pub(crate) fn describe(candidate: &Candidate, verdict: &mut Verdict) {
     let program = &candidate.program;
     verdict.passed("validate", VALID);
@@ -142,7 +142,7 @@ pub(crate) fn describe(candidate: &Candidate, verdict: &mut Verdict) {
 /// Runs the candidate on the reference VM and, if there is one, on the device, at every position and twice.
 ///
 /// # Errors
-/// Why the candidate is out.
+/// Why the candidate is rejected.
 pub fn assess(
     gate: &mut Gate<'_>,
     device: Option<&mut (dyn Device + '_)>,
@@ -180,7 +180,7 @@ pub(crate) fn screen(
     Ok(Screened { candidate, reference, ran, agreement })
 }
 
-/// Runs what the first stage left out, if it left out anything.
+/// Runs the positions that the first stage left out, if any.
 pub(crate) fn extend(
     gate: &Gate<'_>,
     device: &mut dyn Device,
@@ -198,7 +198,7 @@ pub(crate) fn extend(
     Ok(screened)
 }
 
-/// Runs what was left out so far, and then everything once more on a fresh sequence, which must give the same bits.
+/// Runs the positions left out so far, then all of them again on a fresh sequence, which must give the same bits.
 pub(crate) fn complete(
     gate: &Gate<'_>,
     device: &mut dyn Device,
@@ -222,7 +222,8 @@ pub(crate) fn complete(
     Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement) })
 }
 
-/// Where two runs of the same positions differ first. Both agree with the graph, so that they have equally many rows of equal length.
+/// The first difference between two runs of the same positions. Both agree with the graph, so they have equally many
+/// rows of equal length.
 fn bits_differ(one: &[Vec<f32>], other: &[Vec<f32>]) -> Option<BitsDiffer> {
     let differ = |(position, (a, b)): (usize, (&Vec<f32>, &Vec<f32>))| {
         let word = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits())?;
@@ -248,7 +249,7 @@ fn passed_reference(
     }
 }
 
-/// Writes down that what was run was enough to give the candidate up.
+/// Records that the positions run so far were enough to give the candidate up.
 fn given_up(gate: &Gate<'_>, ran: usize, verdict: &mut Verdict) {
     let all = gate.expected().tokens.len();
     let (rest, when) = if ran == all {
@@ -267,7 +268,7 @@ fn set_errors(verdict: &mut Verdict, summary: Summary) {
     verdict.top1_agreement = Some(summary.top1_agreement);
 }
 
-/// Writes down a prediction.
+/// Records a prediction.
 pub(crate) fn set_predicted(verdict: &mut Verdict, predicted: &Predicted) {
     verdict.set_latency(predicted.us(), LatencyKind::Predicted, predicted.bound_us());
 }
@@ -275,9 +276,9 @@ pub(crate) fn set_predicted(verdict: &mut Verdict, predicted: &Predicted) {
 /// The bounds of a program on a device, in microseconds per token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bounds {
-    /// All bytes read, over the bandwidth: what percentages refer to.
+    /// All bytes read, over the bandwidth. Percentages refer to it.
     pub bound_us: f64,
-    /// The same, less what the cache may hold from one token to the next: what no honest time is below.
+    /// The same without the bytes that the cache may hold from one token to the next. No valid time is below it.
     pub artefact_us: f64,
 }
 
@@ -293,10 +294,10 @@ pub fn bounds(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u
     Bounds { bound_us: bytes / bandwidth * 1e6, artefact_us: beyond_cache / bandwidth * 1e6 }
 }
 
-/// Rounds below which a bootstrap interval of a median would promise too much.
+/// Minimum rounds for a bootstrap interval of a median.
 pub(crate) const INTERVAL_ROUNDS: usize = 4;
 
-/// Writes down a measured latency.
+/// Records a measured latency.
 ///
 /// # Errors
 /// If it is below the bound.
@@ -321,7 +322,7 @@ pub fn set_measured(
 pub struct Timing {
     /// Rounds of four blocks.
     pub rounds: usize,
-    /// Untimed blocks first.
+    /// Untimed blocks before the first round.
     pub warmup: usize,
 }
 
@@ -331,8 +332,8 @@ impl Default for Timing {
     }
 }
 
-/// Times two assessed programs against each other, a few rounds at a time, until `enough` says so, and checks the outputs of the timed
-/// runs. `enough` looks at all samples so far and says how many rounds to add.
+/// Times two assessed programs against each other, a few rounds at a time, and checks the outputs of the timed runs.
+/// `enough` takes all samples so far and returns the number of rounds to add, or `None` to end.
 pub(crate) fn race(
     gate: &Gate<'_>,
     device: &mut dyn Device,
@@ -359,8 +360,8 @@ pub(crate) fn race(
     Ok(samples)
 }
 
-/// Times a screened candidate against the incumbent, one round at the end of what was run. Nothing comes of it unless that is enough to
-/// give the candidate up, which is written down.
+/// Times a screened candidate against the incumbent for one round at the end of the positions run so far. Returns a
+/// result only if it is enough to give the candidate up, and records that.
 pub(crate) fn quick_look(
     gate: &Gate<'_>,
     device: &mut dyn Device,
@@ -388,8 +389,8 @@ pub(crate) fn quick_look(
     Ok(Some((samples, look)))
 }
 
-/// What a wrong output of a timed run says: of the candidate, that it is wrong; of the incumbent, which had agreed, that nothing can be
-/// compared with it on this device.
+/// Attributes a wrong output of a timed run. The candidate's makes the candidate wrong. The incumbent's, which had
+/// agreed, means that nothing can be compared with it on this device.
 fn blamed(
     (side, dropped): (Side, Rejection),
     incumbent: &Candidate,
@@ -402,8 +403,8 @@ fn blamed(
     Rejection::Failed(incumbent_failed(&who, dropped))
 }
 
-/// The end of a device on which a schedule fails that had passed: no candidate can be judged there, and none is to blame. A device that
-/// is gone says so itself.
+/// The error of a device on which a schedule fails that had passed before: no candidate can be judged there, and no
+/// candidate is to blame. The error of a lost device is returned as it is.
 pub(crate) fn incumbent_failed(who: &str, dropped: Rejection) -> DeviceError {
     if let Rejection::Failed(gone @ DeviceError::Unavailable { .. }) = dropped {
         return gone;
@@ -421,12 +422,13 @@ fn contenders<'a>(
     Ok([one(sides[0])?, one(sides[1])?])
 }
 
-/// So many rounds, whatever they show.
+/// A stopping rule with a fixed number of rounds.
 pub(crate) fn fixed(rounds: usize) -> impl FnMut(&Samples) -> Option<usize> {
     move |samples| (samples.rounds.len() < rounds).then_some(rounds)
 }
 
-/// The whole answer for one schedule: what `evaluate` prints. A measured latency comes with its noise, from racing the program against itself.
+/// Evaluates one schedule: the result that `evaluate` prints. A measured latency comes with its noise, from racing the
+/// program against itself.
 pub fn evaluate(
     gate: &mut Gate<'_>,
     mut device: Option<&mut (dyn Device + '_)>,

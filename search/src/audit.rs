@@ -1,11 +1,13 @@
-//! Whether the rows of a ledger follow from each other: what a forger who computes all hashes anew must get right as well.
+//! Checks whether the rows of a ledger follow from each other. A forger who recomputes all hashes must get this right
+//! as well.
 //!
-//! A row holds its raw samples, so everything that was decided from them can be decided again: the median, its interval, the gain, the
-//! threshold, the outcome, and that measuring went on for exactly as long as the rule says. A row that claims a latency without samples, a
-//! latency below its bound, a decision that its samples do not carry, or another incumbent than the one that led, is found and named.
+//! A row holds its raw samples, so every decision made from them can be repeated: the median, its interval, the gain,
+//! the threshold, the outcome, and that measuring lasted exactly as long as the stopping rule says. The audit finds and
+//! names a row that claims a latency without samples, a latency below its bound, a decision that its samples do not
+//! support, or another incumbent than the actual one.
 //!
-//! What this cannot show: samples that were made up consistently, down to every other figure. Only measuring again shows that. Nor does it
-//! look at what a prediction says beyond its bound and what follows from it: `replay` predicts again.
+//! It cannot detect samples that were made up consistently with every other figure. Only measuring again shows that. It
+//! does not check a prediction beyond its bound and the decisions made from it: `replay` predicts again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,7 +27,7 @@ mod tests;
 
 pub use bound::{RooflineBound, StepBytes};
 
-/// What a search was run with, as far as its rows depend on it.
+/// The parameters of a search that its rows depend on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Terms {
     /// The seed.
@@ -34,24 +36,24 @@ pub struct Terms {
     pub min_gain: f64,
     /// How the device was timed.
     pub timing: Timing,
-    /// Which kind its latencies are of; `None` accepts either.
+    /// Kind of its latencies; `None` accepts either.
     pub kind: Option<LatencyKind>,
     /// Bytes of the device's cache, which a step may find there instead of in memory.
     pub cache_bytes: u64,
 }
 
-/// How far a bound may be missed: the bandwidth is measured in each process, and differs by a per cent or so.
+/// Tolerance of a bound: the bandwidth is measured in each process, and differs by a per cent or so.
 const BOUND_SLACK: f64 = 0.98;
 
-/// Reads the rows of a search one after the other.
+/// Checks the rows of a search one after another.
 #[derive(Clone, Debug)]
 pub struct Audit {
     pub(crate) terms: Terms,
     bound: RooflineBound,
     pub(crate) trials: Vec<Trial>,
-    /// The trial that leads.
+    /// Index of the incumbent.
     pub(crate) champion: Option<usize>,
-    /// The noise of each card; of a search that has one, without a number.
+    /// The noise of each card, by its number; `None` is the card of a search that has one.
     pub(crate) noises: BTreeMap<Option<u32>, Noise>,
 }
 
@@ -63,13 +65,13 @@ impl Audit {
         Self { terms, bound, trials: Vec::new(), champion: None, noises: BTreeMap::new() }
     }
 
-    /// The same where the model or the card is known: bounds follow from them, and not from what rows say.
+    /// The same audit with a known model or card: bounds then follow from them and not from the rows.
     #[must_use]
     pub fn with_bound(self, bound: RooflineBound) -> Self {
         Self { bound, ..self }
     }
 
-    /// Looks at the next row.
+    /// Checks the next row.
     ///
     /// # Errors
     /// The first thing that does not follow.
@@ -80,7 +82,7 @@ impl Audit {
         }
     }
 
-    /// Looks at the next trial.
+    /// Checks the next trial.
     ///
     /// # Errors
     /// The first thing that does not follow.
@@ -90,7 +92,7 @@ impl Audit {
         Ok(())
     }
 
-    /// Takes a trial that follows.
+    /// Adds a trial that was checked.
     pub(crate) fn push(&mut self, trial: Trial) {
         let own = trial.noise_floor.map(|floor| (trial.card, floor, &trial.samples_us));
         let others = trial
@@ -125,7 +127,7 @@ impl Audit {
         self.beside(trial)
     }
 
-    /// Its number, its incumbent, and what it says that it changed.
+    /// Checks its number, its incumbent, and the changes that it claims.
     fn place(&self, trial: &Trial) -> Result<(), String> {
         let next = self.trials.len() as u64;
         if trial.trial != next {
@@ -147,7 +149,7 @@ impl Audit {
         Ok(())
     }
 
-    /// A trial that was compared: it agreed, has a latency, and its outcome follows.
+    /// Checks a trial that was compared: it agreed, has a latency, and its outcome follows.
     fn judged(&self, trial: &Trial) -> Result<(), String> {
         let verdict = &trial.verdict;
         proven(verdict)?;
@@ -202,7 +204,7 @@ impl Audit {
         }
         let bar =
             StoppingRule { threshold, spread: noise.spread, rounds: self.terms.timing.rounds };
-        // Measuring ends with the first look that decides.
+        // Measuring ends at the first look that decides.
         let mut done = 0;
         while let Some(more) = bar.more(done).filter(|more| done + more <= rounds) {
             done += more;
@@ -221,7 +223,7 @@ impl Audit {
         Err(format!("its {rounds} rounds decide nothing"))
     }
 
-    /// The noise of a card: nothing is compared on a card that has not measured it.
+    /// The noise of a card. It is an error to compare on a card that has not measured it.
     fn noise(&self, card: Option<u32>) -> Result<Noise, String> {
         let found = self.noises.get(&card).copied();
         found.ok_or_else(|| match card {
@@ -230,7 +232,7 @@ impl Audit {
         })
     }
 
-    /// What other cards measured of a baseline.
+    /// Checks the measurements of a baseline on other cards.
     fn beside(&self, trial: &Trial) -> Result<(), String> {
         if !trial.beside.is_empty() && trial.outcome != Outcome::Baseline {
             return Err("only a baseline is measured on several cards".to_owned());
@@ -255,7 +257,7 @@ impl Audit {
         Ok(())
     }
 
-    /// The figures of another card.
+    /// Checks the figures of another card.
     fn figures_of(
         &self,
         other: &Beside,
@@ -267,7 +269,7 @@ impl Audit {
         followed.map_err(|reason| format!("card {}: {reason}", other.card))
     }
 
-    /// Figures that follow from samples whatever they were compared with.
+    /// Checks the figures that follow from samples alone, whatever the trial was compared with.
     fn figures(
         &self,
         shown: &Beside,
@@ -294,7 +296,7 @@ impl Audit {
             return Err("its interval does not follow from its samples".to_owned());
         }
         self.bound.bound(weight_mb, bound)?;
-        // The bound was made of the bytes of a step, of which the weights are the greater part.
+        // The bound was computed from the bytes of a step, most of which are weights.
         let weights = self.bound.weights(weight_mb);
         let cached = self.bound.cached(self.terms.cache_bytes);
         let least =
@@ -334,7 +336,7 @@ impl Audit {
         if same { Ok(()) } else { Err(format!("the latencies say {}", outcome.name())) }
     }
 
-    /// Looks at a confirmation of what leads.
+    /// Checks a confirmation of the champion.
     ///
     /// # Errors
     /// The first thing that does not follow.
@@ -353,7 +355,7 @@ impl Audit {
         self.same_program(&champion.verdict, &confirmation.verdict)?;
         let refused = confirmation.verdict.gates.iter().any(|gate| !gate.passed);
         if refused && confirmation.decision == Decision::Reverted {
-            // It disagreed, or gave no time: nothing else of it counts.
+            // The champion disagreed, or has no time: nothing else of the confirmation counts.
             return if confirmation.samples_us.is_empty() {
                 Ok(())
             } else {
@@ -385,7 +387,7 @@ impl Audit {
         }
         for other in &confirmation.beside {
             let samples = samples_of(&other.samples_us);
-            // A card on which the champion failed has nothing to show for it.
+            // A card on which the champion failed has no samples.
             if samples.rounds.is_empty() && other.decision == Some(Decision::Reverted) {
                 continue;
             }
@@ -400,7 +402,7 @@ impl Audit {
         if same { Ok(()) } else { Err(format!("its samples say {all:?}")) }
     }
 
-    /// A confirmation that raced nothing: of a prediction, or of a champion that is the baseline.
+    /// Checks a confirmation without a race: of a prediction, or of a champion that is the baseline.
     fn confirmed_without_samples(
         &self,
         champion: &Trial,
@@ -436,7 +438,7 @@ impl Audit {
         Err("it is about another program than the champion's".to_owned())
     }
 
-    /// What the samples of one card decide about a champion.
+    /// The decision that the samples of one card give for a champion.
     fn confirmed(
         &self,
         card: Option<u32>,
@@ -451,7 +453,7 @@ impl Audit {
     }
 }
 
-/// Whether the gates say that a schedule was right.
+/// Checks that the gates passed.
 fn proven(verdict: &Verdict) -> Result<(), String> {
     if let Some(gate) = verdict.gates.iter().find(|gate| !gate.passed) {
         return Err(format!("it has an outcome, and the gate {} failed", gate.gate));
@@ -471,7 +473,7 @@ fn proven(verdict: &Verdict) -> Result<(), String> {
     Ok(())
 }
 
-/// A trial that was refused has nothing to show for it.
+/// Checks that a rejected trial has no latency, gain or samples.
 fn unjudged(trial: &Trial) -> Result<(), String> {
     let verdict = &trial.verdict;
     if verdict.latency_us.is_some() || trial.gain.is_some() || !trial.samples_us.is_empty() {

@@ -1,4 +1,4 @@
-//! How long a search goes on. Time is what the caller says it is.
+//! The budget of a search: a number of trials or a time. The caller supplies the elapsed time.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,20 +14,20 @@ use serde_json::Value;
 pub enum Budget {
     /// After this many trials, the baseline included.
     Trials(u64),
-    /// When no trial may begin any more. The one under way is finished.
+    /// Time after which no trial begins. The current one is finished.
     Time(Duration),
 }
 
-/// Longest budget, so that sums cannot overflow: a year.
+/// Longest time budget, so that sums cannot overflow: a year.
 const TIME_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Trials that a sweep may take before anything else gets some.
+/// Minimum length of a sweep, in trials.
 const SWEEP_MIN: u64 = 32;
 
-/// Most trials of a sweep.
+/// Maximum length of a sweep, in trials.
 const SWEEP_MAX: u64 = 40;
 
-/// Most trials.
+/// Largest trial budget.
 const TRIALS_MAX: u64 = 1_000_000;
 
 impl Budget {
@@ -40,7 +40,7 @@ impl Budget {
         }
     }
 
-    /// The trial before which a search ends, if it would end before this one.
+    /// The smaller of `trials` and the number of the trial before which the search ends.
     pub(crate) fn end(self, trials: u64) -> u64 {
         match self {
             Self::Trials(most) => trials.min(most),
@@ -48,8 +48,9 @@ impl Budget {
         }
     }
 
-    /// Trials, after the baseline, that a sweep over the knobs may take. A short search sweeps to its end: what it leaves out may be worth
-    /// more than all steps that it could take instead (docs/explanation/search.md).
+    /// Number of trials, after the baseline, that a sweep over the knobs may take. A short search sweeps to its end:
+    /// the moves that it would leave out may gain more than all steps that it could take instead
+    /// (docs/explanation/search.md).
     #[must_use]
     pub fn explore(self) -> u64 {
         match self {
@@ -59,7 +60,7 @@ impl Budget {
     }
 }
 
-/// A budget that cannot be read.
+/// A budget that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "budget {0:?} is neither a number of trials (64) nor a time (90s, 10m, 2h), at least 1 and at most a million trials or a year"

@@ -1,8 +1,8 @@
-//! A bundle: one file that says what a schedule reached, and lets anybody check what can be checked without the card.
+//! A bundle: one file with the result of a schedule, which anybody can verify as far as that is possible without the card.
 //!
-//! A time cannot be checked elsewhere. What it was a time of can: the bundle has the schedule, the ids of the program and the kernel that
-//! ran, every raw sample, and its own hash. [`Bundle::read`] refuses an edited file and figures that do not follow from the samples;
-//! [`Bundle::rebuild`] validates and lowers the schedule again and refuses another program.
+//! A time cannot be verified elsewhere. What was timed can: the bundle has the schedule, the ids of the program and the
+//! kernel that ran, every raw sample, and its own hash. [`Bundle::read`] rejects an edited file and figures that do not
+//! follow from the samples; [`Bundle::rebuild`] validates and lowers the schedule again and rejects another program.
 
 use corpus::Conditions;
 use ir::program::{Program, Verified};
@@ -19,10 +19,10 @@ use crate::verdict::GateReport;
 
 /// The schema id of a bundle.
 pub const BUNDLE_SCHEMA: &str = "amk.bundle.v2";
-/// The one before, whose conditions may have `notes` in the place of fields. It is read as well.
+/// The previous schema, whose conditions may have `notes` instead of fields. It is read as well.
 const OLDER_SCHEMA: &str = "amk.bundle.v1";
 
-/// How far the device's logits were from the `f32` evaluation of the same weights.
+/// The error of the device's logits relative to the `f32` evaluation of the same weights.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Proof {
@@ -34,9 +34,9 @@ pub struct Proof {
     pub rel_err_mean: f64,
     /// Mean divergence, in nats.
     pub kl_mean: f64,
-    /// Positions whose most likely token is decided.
+    /// Positions with a decided most likely token.
     pub top1_decided: usize,
-    /// Those of them where it was the same.
+    /// Those of them with the same token.
     pub top1_equal: usize,
 }
 
@@ -64,7 +64,7 @@ impl Proof {
     }
 }
 
-/// A schedule and what it reached.
+/// A schedule with its measured result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bundle {
@@ -80,7 +80,7 @@ pub struct Bundle {
     pub context: u32,
     /// Positions of the key/value cache.
     pub kv_capacity: u32,
-    /// What the tokens were drawn with.
+    /// Seed of the tokens.
     pub seed: u64,
     /// The schedule.
     pub config: ScheduleConfig,
@@ -102,7 +102,7 @@ pub struct Bundle {
     pub median_us: f64,
     /// 99 % interval of the median.
     pub ci_us: [f64; 2],
-    /// Every block, four a round: this program against itself, the second and third are the candidate's.
+    /// Every block, four per round: this program against itself; the second and third are the candidate's.
     pub rounds_us: Vec<[f64; 4]>,
     /// The bound: `bytes_per_token` over `bandwidth`, in microseconds.
     pub bound_us: f64,
@@ -114,19 +114,19 @@ pub struct Bundle {
     pub notes: Vec<String>,
 }
 
-/// Why a bundle proves nothing.
+/// Why a bundle is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// It is no bundle.
+    /// It is not a bundle.
     #[error("not a bundle: {0}")]
     Unreadable(String),
     /// The hash does not fit, or figures do not follow from the samples.
     #[error("{0}")]
     Tampered(String),
-    /// It does not say that the schedule was right.
+    /// It does not prove that the schedule was right.
     #[error("{0}")]
     Unproven(String),
-    /// The schedule is not legal, or lowers to something else now.
+    /// The schedule is not legal, or lowers to another program now.
     #[error("{0}")]
     Stale(String),
 }
@@ -135,7 +135,7 @@ impl Bundle {
     /// Reads a bundle and checks everything that needs no model.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The first problem found.
     pub fn read(text: &str) -> Result<Self, Refusal> {
         let unreadable = |error: serde_json::Error| Refusal::Unreadable(error.to_string());
         let mut fields: Map<String, Value> = serde_json::from_str(text).map_err(unreadable)?;
@@ -160,7 +160,7 @@ impl Bundle {
         serde_json::to_string_pretty(&corpus::seal(&fields)).unwrap_or_default() + "\n"
     }
 
-    /// Figures that must follow from others in the file.
+    /// Checks the figures that must follow from others in the file.
     fn check(&self) -> Result<(), Refusal> {
         self.times().map_err(Refusal::Tampered)?;
         let tampered = |what: String| Err(Refusal::Tampered(what));
@@ -197,7 +197,8 @@ impl Bundle {
         Ok(())
     }
 
-    /// What follows from the samples: the median, its interval, and that the bound is made of the bytes and the bandwidth.
+    /// Checks what follows from the samples: the median and its interval; and that the bound follows from bytes and
+    /// bandwidth.
     fn times(&self) -> Result<(), String> {
         let plausible = |us: &f64| us.is_finite() && *us > 0.0;
         if !self.rounds_us.iter().flatten().all(plausible) || !plausible(&self.bound_us) {
@@ -267,17 +268,18 @@ impl Bundle {
 /// The gates that a measured program passes.
 const GATES: &[&str] = &["validate", "lower", "verify", "reference", "device", "bound"];
 
-/// How much faster than the table says a card may read: cards of a name differ by a per cent or so.
+/// Largest plausible bandwidth, relative to the table: cards of one name differ by a per cent or so.
 const BANDWIDTH_SLACK: f64 = 1.05;
 
-/// The least share of the table's bandwidth that is believed. A smaller one would make a slow program look near its bound.
+/// Smallest plausible bandwidth, relative to the table. A smaller one would make a slow program look near its bound.
 const BANDWIDTH_LEAST: f64 = 0.5;
 
-/// How far a bound of the bundle's own bandwidth may be missed: it is measured in each process.
+/// Tolerance of a bound at the bundle's own bandwidth, which is measured in each process.
 const BOUND_SLACK: f64 = 0.98;
 
 impl Bundle {
-    /// Whether the figures are possible for this program on this target: the card, its bandwidth, the bytes of a step, the bound.
+    /// Checks that the figures are possible for this program on this target: the card, its bandwidth, the bytes of a
+    /// step, the bound.
     fn fits(&self, target: &Target, program: &Program) -> Result<(), Refusal> {
         let tampered = |what: String| Err(Refusal::Tampered(what));
         let card = self.conditions.card.to_lowercase().replace(' ', "");
@@ -303,7 +305,7 @@ impl Bundle {
                 self.bytes_per_token
             ));
         }
-        // What the cache may hold from one step to the next need not be read again.
+        // Bytes that the cache holds from one step to the next need not be read again.
         let bound =
             bytes.saturating_sub(target.l2_bytes) as f64 / self.bandwidth * 1e6 * BOUND_SLACK;
         if self.median_us < bound {

@@ -1,8 +1,9 @@
-//! The cost model against measurements: how well it ranks, how far off it is, and rates that fit better.
+//! The cost model against measurements: its ranking, its errors, and rates that fit better.
 //!
-//! A fit is a damped least-squares search (Levenberg and Marquardt) over the named rates: the residuals are the logarithms of predicted
-//! over measured, each model weighs the same, residuals beyond [`HUBER`] count linearly, and a weak pull towards the rates before keeps
-//! those in place that the rows say nothing about. It is deterministic: the same rows and rates give the same rates.
+//! A fit is a damped least-squares search (Levenberg-Marquardt) over the named rates. The residuals are the logarithms
+//! of predicted over measured; each model has the same weight; residuals beyond [`HUBER`] count linearly; and a weak
+//! pull towards the previous rates keeps those in place that the rows do not determine. It is deterministic: the same
+//! rows and rates give the same rates.
 
 use ir::{Graph, Target};
 use lower::{Predictor, Rates};
@@ -15,20 +16,20 @@ use crate::rejection::Rejection;
 /// Residuals up to this are squared; larger ones count linearly, so that a few odd rows do not decide.
 const HUBER: f64 = 0.15;
 
-/// Weight of the pull towards the rates before, for a rate that moved over its whole range.
+/// Weight of the pull towards the previous rates, for a rate that moved over its whole range.
 const PRIOR: f64 = 0.02;
 
-/// Iterations at most, and dampings that each tries.
+/// Maximum iterations, and the dampings that each tries.
 const ITERATIONS: usize = 12;
 const DAMPINGS: [f64; 5] = [1e-4, 1e-3, 1e-2, 1e-1, 1.0];
 
-/// Share of its range by which a rate is changed to see what it does.
+/// Step of a finite difference, as a fraction of a rate's range.
 const PROBE: f64 = 0.01;
 
-/// An iteration that gains less than this share of the loss is the last.
+/// The fit ends after an iteration that reduces the loss by less than this fraction.
 const ENOUGH: f64 = 2e-3;
 
-/// One row in so many is held out of a fit.
+/// One row in `HELD_OUT` is held out of a fit.
 const HELD_OUT: usize = 4;
 
 /// A measured row, ready to be predicted.
@@ -55,7 +56,7 @@ impl Case {
         Ok(Self { same_program: program.id() == row.program_id, row, predictor })
     }
 
-    /// What the model says with these rates.
+    /// Predicts with these rates.
     #[must_use]
     pub fn point(&self, rates: &Rates) -> Point {
         let predicted = self.predictor.predict(rates);
@@ -67,7 +68,7 @@ impl Case {
     }
 }
 
-/// A measurement and its prediction. They stand beside each other, and are never mixed.
+/// A measurement beside its prediction. The two are never mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Point {
     /// Measured microseconds per token.
@@ -78,7 +79,7 @@ pub struct Point {
     pub bound_us: f64,
 }
 
-/// How good predictions are.
+/// The quality of predictions.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Calibration {
     /// Rows.
@@ -87,16 +88,16 @@ pub struct Calibration {
     pub rank_correlation: f64,
     /// Median of `|predicted / measured - 1|`.
     pub error_median: f64,
-    /// What nine tenths of the rows stay below.
+    /// 90th percentile of `|predicted / measured - 1|`.
     pub error_p90: f64,
-    /// Median of `predicted / measured - 1`: whether it is too fast or too slow on the whole.
+    /// Median of `predicted / measured - 1`: positive if predictions are too slow.
     pub bias: f64,
     /// Predictions below the bound.
     pub below_bound: usize,
 }
 
 impl Calibration {
-    /// Compares; NaN of nothing.
+    /// Computes the figures; NaN without points.
     #[must_use]
     pub fn of(points: &[Point]) -> Self {
         let values = |of: fn(&Point) -> f64| points.iter().map(of).collect::<Vec<f64>>();
@@ -119,7 +120,7 @@ impl Calibration {
 /// Lowers every row, each with its graph and target.
 ///
 /// # Errors
-/// The first row that cannot be, by its place.
+/// The index and error of a row that cannot be lowered.
 pub fn cases(rows: Vec<(Observation, &Graph, &Target)>) -> Result<Vec<Case>, (usize, Rejection)> {
     let one = |(index, (row, graph, target)): (usize, (Observation, &Graph, &Target))| {
         Case::new(row, graph, target).map_err(|dropped| (index, dropped))
@@ -167,7 +168,7 @@ fn quantile(values: &[f64], share: f64) -> f64 {
     sorted.get(index.min(sorted.len().saturating_sub(1))).copied().unwrap_or(f64::NAN)
 }
 
-/// The rows that a fit sees, and those that it is judged by.
+/// Splits the rows into those of the fit and those held out to judge it.
 #[must_use]
 pub fn split(cases: Vec<Case>) -> (Vec<Case>, Vec<Case>) {
     let (mut fitted, mut held) = (Vec::new(), Vec::new());
@@ -178,7 +179,7 @@ pub fn split(cases: Vec<Case>) -> (Vec<Case>, Vec<Case>) {
     (fitted, held)
 }
 
-/// Rates that predict the rows better; `progress` is told the loss after each iteration.
+/// Rates that predict the rows better. `progress` is called with the loss after each iteration.
 #[must_use]
 pub fn fit(cases: &[Case], start: &Rates, mut progress: impl FnMut(usize, f64)) -> Rates {
     let problem = Problem::new(cases, start);
@@ -199,7 +200,7 @@ pub fn fit(cases: &[Case], start: &Rates, mut progress: impl FnMut(usize, f64)) 
     problem.rates(&at)
 }
 
-/// A least-squares problem over places in the ranges of the rates, zero to one each.
+/// A least-squares problem. Each unknown is a rate's position in its range, from zero to one.
 struct Problem<'a> {
     cases: &'a [Case],
     weights: Vec<f64>,
@@ -246,7 +247,7 @@ impl<'a> Problem<'a> {
         data + pull
     }
 
-    /// The best of the damped steps, if one is better than where it starts.
+    /// The best of the damped steps, if it reduces the loss.
     fn step(&self, at: &[f64], residuals: &[f64], loss: f64) -> Option<(Vec<f64>, Vec<f64>, f64)> {
         let count = at.len();
         let slope = |index: usize| {
@@ -257,7 +258,7 @@ impl<'a> Problem<'a> {
             moved.iter().zip(residuals).map(|(m, r)| (m - r) / by).collect::<Vec<f64>>()
         };
         let slopes: Vec<Vec<f64>> = (0..count).map(slope).collect();
-        // Residuals beyond the bound weigh less, as their loss grows only linearly.
+        // Residuals beyond [`HUBER`] have less weight, as their loss grows only linearly.
         let robust = |r: f64| if r.abs() <= HUBER { 1.0 } else { HUBER / r.abs() };
         let weight: Vec<f64> =
             residuals.iter().zip(&self.weights).map(|(r, w)| w * robust(*r)).collect();
@@ -285,7 +286,7 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Solves the damped equations; places that would leave their range are put on its end, and the others solved again.
+/// Solves the damped equations. Positions that would leave their range are fixed at its end, and the others solved again.
 fn solve_within(normal: &[Vec<f64>], right: &[f64], damping: f64, at: &[f64]) -> Vec<f64> {
     let mut fixed: Vec<Option<f64>> = vec![None; at.len()];
     loop {
@@ -350,7 +351,7 @@ mod tests {
         let up = [1.0, 2.0, 3.0, 4.0];
         assert!((rank_correlation(&up, &[10.0, 20.0, 30.0, 1000.0]) - 1.0).abs() < 1e-12);
         assert!((rank_correlation(&up, &[4.0, 3.0, 2.0, 1.0]) + 1.0).abs() < 1e-12);
-        // By hand: ranks 0 1 2 3 and 0.5 0.5 2 3.
+        // Computed by hand: ranks 0 1 2 3 and 0.5 0.5 2 3.
         let tied = rank_correlation(&up, &[7.0, 7.0, 8.0, 9.0]);
         assert!((tied - 0.948_683_298_050_513_8).abs() < 1e-12, "{tied}");
         assert!(rank_correlation(&up, &[1.0; 4]).is_nan());
@@ -375,7 +376,7 @@ mod tests {
         let found = solve_within(&normal, &[1.0, 2.0], 0.0, &[0.1, 0.1]);
         assert!((4.0 * found[0] + found[1] - 1.0).abs() < 1e-12, "{found:?}");
         assert!((found[0] + 3.0 * found[1] - 2.0).abs() < 1e-12, "{found:?}");
-        // The second may only move by 0.5; the first is solved for that.
+        // The second may move by 0.5 only; the first is solved for with that value.
         let found = solve_within(&normal, &[1.0, 2.0], 0.0, &[0.1, 0.5]);
         assert!((found[1] - 0.5).abs() < 1e-12, "{found:?}");
         assert!((found[0] - 0.125).abs() < 1e-12, "{found:?}");

@@ -1,25 +1,25 @@
-//! Whether a card's clocks stood still while it was timed. They are not locked by us; what they were is on record, and a run in which they
-//! changed or were held down says so by name.
+//! Checks whether a card's clocks were stable while it was timed. We do not lock them; the readings are recorded, and a
+//! run in which they changed or were throttled has a note that names the cause.
 
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-/// The share by which the multiprocessors' clock may differ between two readings and be called the same: two of its steps of 15 MHz.
+/// Relative difference up to which two readings of the SM clock count as equal: two of its steps of 15 MHz.
 const SAME: f64 = 0.016;
 
-/// Clocks at a moment.
+/// Clock readings at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Clocks {
-    /// Of the multiprocessors, in megahertz.
+    /// SM clock, in megahertz.
     pub sm_mhz: u32,
-    /// Of the memory.
+    /// Memory clock, in megahertz.
     pub memory_mhz: u32,
-    /// What holds them down, in words.
+    /// Reasons of throttling, in words.
     pub throttled: Vec<String>,
 }
 
-/// What was read before and after each run of timed blocks.
+/// The readings before and after each run of timed blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClockReadings {
     /// In the order in which they were taken.
@@ -32,7 +32,7 @@ impl ClockReadings {
         self.all.extend(later.all);
     }
 
-    /// What a record says of them: what they were, and by name what was not as it should be. Nothing if nobody could read them.
+    /// Notes for a record: the readings, and a note for each problem. Empty if the clocks could not be read.
     #[must_use]
     pub fn notes(&self) -> Vec<String> {
         let (Some(first), Some(last)) = (self.all.first(), self.all.last()) else {

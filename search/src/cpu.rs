@@ -1,5 +1,5 @@
-//! What judging a candidate takes before a device is asked: rules, lowering and the reference VM. All of it follows from the
-//! schedule and the model alone, and every thread of a search may do it.
+//! The part of judging a candidate that needs no device: rules, lowering and the reference VM. It depends on the
+//! schedule and the model alone, and any thread of a search may run it.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::device::{Device, DeviceError, Handle, ProgramGuard, Ran};
 use crate::expected::{Expected, affordable, draw_tokens};
 use crate::rejection::Rejection;
 
-/// Weight bytes that the reference VM may read for the champion of a search, which is run on longer and fresh tokens.
+/// Bytes of weights that the reference VM may read for a search's champion, which runs on longer and fresh tokens.
 const THOROUGH_BYTES: u64 = 24 << 30;
 
-/// Bytes of products that the reference VM keeps from one candidate to the next.
+/// Bytes of products that the reference VM caches from one candidate to the next.
 const PRODUCTS_BYTES: usize = 1 << 30;
 
-/// Names the kernel build of a kernel config.
+/// Returns the id of the kernel build for a kernel config.
 pub type KernelId<'a> = &'a (dyn Fn(&KernelConfig) -> String + Sync);
 
 /// A schedule that was validated, lowered and verified.
@@ -28,7 +28,7 @@ pub type KernelId<'a> = &'a (dyn Fn(&KernelConfig) -> String + Sync);
 pub struct Candidate {
     /// The schedule.
     pub config: Valid<ScheduleConfig>,
-    /// What it lowers to.
+    /// The program that it lowers to.
     pub program: Arc<Verified<Program>>,
     /// Hash of the schedule.
     pub schedule_id: String,
@@ -39,12 +39,12 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// The device with this candidate on it, for as long as the guard lives.
+    /// A guard that unloads this candidate from the device when dropped.
     pub(crate) fn guard<'d>(&self, device: &'d mut (dyn Device + 'd)) -> ProgramGuard<'d> {
         ProgramGuard::new(device, &self.program, self.config.kernel)
     }
 
-    /// Loads the program on a device, unless it is there.
+    /// Loads the program on a device, unless it is loaded.
     pub(crate) fn load(&self, device: &mut dyn Device) -> Result<Handle, DeviceError> {
         device.prepare(&self.program, &self.config.kernel)
     }
@@ -64,7 +64,7 @@ impl Candidate {
         device.release(&self.program, &self.config.kernel);
     }
 
-    /// What makes two schedules one evaluation: the ids of program and kernel.
+    /// The ids of program and kernel: schedules with equal keys need one evaluation.
     pub(crate) fn key(&self) -> (String, String) {
         (self.program_id.clone(), self.kernel_id.clone())
     }
@@ -78,7 +78,7 @@ pub(crate) struct Cpu<'a> {
     options: lower::Options,
     kernel_id: KernelId<'a>,
     pub(crate) expected: Expected,
-    /// What no schedule changes: stored rows times vectors.
+    /// Cached products of stored rows and vectors, which no schedule changes.
     products: Products<'a>,
 }
 
@@ -96,7 +96,7 @@ impl<'a> Cpu<'a> {
         Self { graph, weights, target, options, kernel_id, expected, products }
     }
 
-    /// Validates: what a proposal must show before a trial is spent on it.
+    /// Validates a proposal, before a trial is spent on it.
     pub(crate) fn validate(
         &self,
         config: &ScheduleConfig,
@@ -122,7 +122,8 @@ impl<'a> Cpu<'a> {
         self.interpret(candidate, &self.expected)
     }
 
-    /// Runs the program on fresh tokens, over more than one block of keys if the model's size allows; returns the positions.
+    /// Runs the program on fresh tokens, over more than one block of keys if the model's size allows; returns the
+    /// number of positions.
     pub(crate) fn thorough(&self, candidate: &Candidate, seed: u64) -> Result<usize, Rejection> {
         let most = candidate.config.tiling.attention.kv_block as usize + 2;
         let positions = affordable(self.graph, self.options.kv_capacity, THOROUGH_BYTES, most);
@@ -142,7 +143,7 @@ impl<'a> Cpu<'a> {
         inputs.examine(&mut machine)
     }
 
-    /// A fresh machine that shares the products.
+    /// A fresh reference VM that shares the cached products.
     pub(crate) fn machine<'m>(
         &'m self,
         program: &'m Verified<Program>,

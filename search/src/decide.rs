@@ -1,26 +1,26 @@
-//! Keep, revert, or say that the samples do not tell: pure functions of what was measured or predicted.
+//! Keep, revert or inconclusive: pure functions of measurements or predictions.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::measure::{Interval, Predicted};
 
-/// What becomes of a candidate that is correct.
+/// The decision on a correct candidate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Decision {
     /// It is better by more than the threshold: the new incumbent.
     Kept,
-    /// It is not.
+    /// It is not better by more than the threshold.
     Reverted,
-    /// The interval holds the threshold.
+    /// The interval contains the threshold.
     #[default]
     Inconclusive,
 }
 
 /// Decides on a measured gain. The threshold is the larger of the noise floor and the least gain worth keeping.
 ///
-/// Anything that is not a number decides nothing.
+/// A NaN gives [`Decision::Inconclusive`].
 #[must_use]
 pub fn decide_measured(gain: Interval, noise_floor: f64, min_gain: f64) -> Decision {
     let threshold = if noise_floor.is_nan() { f64::NAN } else { noise_floor.max(min_gain) };

@@ -1,8 +1,9 @@
-//! The device as the search sees it: something that holds programs, runs them and times them.
+//! The device interface of the search: it holds programs, runs them and times them.
 //!
-//! Programs are loaded beside each other and switched between, so that a candidate and the incumbent can alternate. The search
-//! asks for a program again before each use; a device that still has it answers at once, one that was restarted after a
-//! fault loads it anew. No method may take the candidate's word for a time: the implementation owns the clock.
+//! Programs are loaded beside each other and switched between, so that a candidate and the incumbent can alternate. The
+//! search requests a program again before each use: a device that still has it returns at once, one that was restarted
+//! after a fault loads it again. The implementation owns the clock; no method may rely on a time that the candidate
+//! reports.
 
 use std::sync::Arc;
 
@@ -14,22 +15,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::clocks::{ClockReadings, Clocks};
 
-/// What kind of device this is, and the conditions under which it measures.
+/// The device's identity, and the conditions under which it measures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DeviceInfo {
-    /// Such as `NVIDIA H200`.
+    /// Name, such as `NVIDIA H200`.
     pub name: String,
     /// Bytes per second that reading device memory reached on this device, in this process.
     pub bandwidth: Option<f64>,
     /// Bytes of the last-level cache, which a small model's weights may stay in.
     pub cache_bytes: u64,
-    /// What tells the card from others of its name.
+    /// Identifies the card among others of its name.
     pub uuid: Option<String>,
-    /// Multiprocessors.
+    /// Number of SMs.
     pub sms: Option<u32>,
-    /// Version of CUDA that its driver speaks.
+    /// CUDA version of its driver.
     pub cuda: Option<String>,
-    /// Processes of others that used it when it was opened; `None` if nobody can say.
+    /// Number of other processes that used it when it was opened; `None` if unknown.
     pub other_processes: Option<u32>,
 }
 
@@ -45,13 +46,13 @@ pub struct Contender<'a> {
 }
 
 impl<'a> Contender<'a> {
-    /// A program that may be timed.
+    /// Makes a contender of a loaded program and its proof.
     #[must_use]
     pub fn new(handle: Handle, agreement: &'a Agreement<OnDevice>) -> Self {
         Self { handle, agreement }
     }
 
-    /// Where the program is loaded.
+    /// The handle of the program.
     #[must_use]
     pub fn handle(&self) -> Handle {
         self.handle
@@ -63,8 +64,8 @@ impl<'a> Contender<'a> {
     }
 }
 
-/// What to time: one block decodes `tokens[first..]`, after `tokens[..first]` have filled the key/value cache untimed. A device that still
-/// has the sequence of the contender's last run need not fill it again.
+/// What to time: one block decodes `tokens[first..]`, after `tokens[..first]` have filled the key/value cache untimed.
+/// A device that still has the sequence of the contender's last run need not fill it again.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan<'a> {
     /// The forced tokens, from position zero.
@@ -77,7 +78,7 @@ pub struct Plan<'a> {
     pub warmup: usize,
 }
 
-/// Which of the two contenders a block ran.
+/// The contender that a block ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Side {
@@ -87,32 +88,32 @@ pub enum Side {
     Candidate,
 }
 
-/// The order of a round, so that drift hits both alike.
+/// The order of a round: drift affects both sides equally.
 pub const ROUND: [Side; 4] = [Side::Incumbent, Side::Candidate, Side::Candidate, Side::Incumbent];
 
-/// What timing two contenders gave.
+/// The result of timing two contenders.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Samples {
-    /// Microseconds per token of each block, four a round in the order of [`ROUND`].
+    /// Microseconds per token of each block, four per round in the order of [`ROUND`].
     pub rounds: Vec<[f64; 4]>,
     /// Logits of the last position of the last timed block of the incumbent and the candidate.
     pub last_logits: [Vec<f32>; 2],
     /// The token that was chosen by each of them.
     pub last_chosen: [u32; 2],
-    /// The card's clocks meanwhile, where they could be read.
+    /// The card's clocks before and after, where they could be read.
     pub clocks: ClockReadings,
 }
 
-/// What positions gave, in order.
+/// The outputs of a run of positions, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ran {
-    /// The logits of each.
+    /// The logits of each position.
     pub logits: Vec<Vec<f32>>,
-    /// The token that the device chose by them. It is what a sequence would go on with, and nothing else shows that it is right.
+    /// The token that the device chose from each. A sequence continues with it, and no other check covers it.
     pub chosen: Vec<u32>,
 }
 
-/// Why a device gave no result. What a search does next depends on the kind.
+/// Why a device gave no result. The kind determines what the search does next.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
 pub enum DeviceError {
     /// There is no device, or it is lost for good. The search cannot go on.
@@ -127,7 +128,7 @@ pub enum DeviceError {
         /// The compiler's log.
         log: String,
     },
-    /// A worker gave up and said who waits for what.
+    /// A worker trapped and reported which task waits for what.
     #[error(
         "trap {trap}: worker {worker}, task {task}, counter {counter} has {have} and needs {need}"
     )]
@@ -140,17 +141,17 @@ pub enum DeviceError {
         task: u32,
         /// The counter (or buffer word) waited for.
         counter: u32,
-        /// What it held.
+        /// Its value.
         have: u32,
-        /// What was needed.
+        /// The value that the task needs.
         need: u32,
     },
-    /// The host gave up waiting and stopped the device.
+    /// The host stopped waiting and ended the device's work.
     #[error("no answer within {after_ms} ms; last status: {status}")]
     TimedOut {
         /// Milliseconds waited.
         after_ms: u64,
-        /// What the device's status block said last.
+        /// The last contents of the device's status block.
         status: String,
     },
     /// Program, weights or cache do not fit.
@@ -169,7 +170,7 @@ pub enum DeviceError {
     },
 }
 
-/// What making programs run has cost.
+/// The cost of making programs run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, Add, AddAssign, Sub)]
 pub struct Costs {
     /// Kernels that were compiled, or taken from a cache.
@@ -194,11 +195,11 @@ pub struct Costs {
 
 /// A device that runs verified programs.
 pub trait Device {
-    /// What it is.
+    /// Describes the device.
     fn describe(&self) -> DeviceInfo;
 
-    /// Loads a program for a kernel variant, beside those already loaded. A program that is still loaded is returned at once; the same
-    /// allocation is the same program.
+    /// Loads a program for a kernel variant, beside those already loaded. A program that is still loaded returns at
+    /// once. Programs are identified by their allocation.
     ///
     /// # Errors
     /// If it cannot be compiled, loaded or held.
@@ -208,23 +209,25 @@ pub trait Device {
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 
-    /// Runs `tokens[first..]` and returns the logits of each, and the token that it chose by them. From position zero on it is a fresh sequence, with scratch memory
-    /// poisoned; from a later one it goes on with the sequence that the last run of this program left, of the same tokens.
+    /// Runs `tokens[first..]` and returns, for each, the logits and the token chosen from them. From position zero it
+    /// starts a fresh sequence with poisoned scratch memory; from a later one it continues the sequence of this
+    /// program's last run, which must have had the same tokens.
     ///
     /// # Errors
     /// If the device trapped, hung or was lost, or has no such sequence.
     fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError>;
 
-    /// Lets one program go on with the sequence that another one left. Caches lie alike for all programs of a model, so that a context
-    /// need not be filled anew for each.
+    /// Lets one program continue the sequence of another. Caches have the same layout in all programs of a model, so a
+    /// context need not be filled again for each.
     ///
     /// # Errors
-    /// If the device has no such sequence, or keeps those of its programs apart.
+    /// If the device has no such sequence, or cannot share sequences between programs.
     fn hand_over(&mut self, _from: Handle, _to: Handle) -> Result<(), DeviceError> {
         Err(DeviceError::Fault { reason: "this device keeps sequences apart".to_owned() })
     }
 
-    /// What each buffer of a program holds after its last step; of buffers that are no activations nothing. None where a device cannot say.
+    /// The contents of each buffer of a program after its last step; empty for buffers that are not activations. `None`
+    /// if the device cannot read them.
     ///
     /// # Errors
     /// If the device trapped, hung or was lost, or has run something else since.
@@ -232,20 +235,20 @@ pub trait Device {
         Ok(None)
     }
 
-    /// Kernel builds that are likely to be asked for soon. A device may compile them while it does other things.
+    /// Announces kernel builds that are likely to be needed soon. A device may compile them while it does other things.
     fn foresee(&mut self, _kernels: &[KernelConfig]) {}
 
-    /// What was spent so far on making programs run, as opposed to running them.
+    /// The total cost of making programs run so far, as opposed to running them.
     fn costs(&self) -> Costs {
         Costs::default()
     }
 
-    /// What its clocks are now; nothing where that cannot be known.
+    /// The current clocks; `None` if they cannot be read.
     fn clocks(&mut self) -> Option<Clocks> {
         None
     }
 
-    /// Times two contenders in alternation; the same one twice measures the noise.
+    /// Times two contenders in alternation. The same one twice measures the noise.
     ///
     /// # Errors
     /// If the device trapped, hung or was lost.
@@ -255,12 +258,12 @@ pub trait Device {
         plan: &Plan<'_>,
     ) -> Result<Samples, DeviceError>;
 
-    /// Unloads a program; one that is not loaded is ignored. Its handle is worth nothing afterwards.
+    /// Unloads a program; does nothing if it is not loaded. Its handle is invalid afterwards.
     fn release(&mut self, program: &Arc<Verified<Program>>, kernel: &KernelConfig);
 }
 
-/// A device with a program on it that is unloaded when this is dropped, unless it is kept: a candidate is refused in many places, and
-/// none of them may leave it behind.
+/// A device with a program that is unloaded when this guard is dropped, unless it is kept: a candidate can be rejected
+/// in many places, and none of them may leave it loaded.
 pub(crate) struct ProgramGuard<'d> {
     device: &'d mut (dyn Device + 'd),
     program: Arc<Verified<Program>>,
@@ -269,7 +272,7 @@ pub(crate) struct ProgramGuard<'d> {
 }
 
 impl<'d> ProgramGuard<'d> {
-    /// The program need not be loaded yet.
+    /// Guards a program, which need not be loaded yet.
     pub(crate) fn new(
         device: &'d mut (dyn Device + 'd),
         program: &Arc<Verified<Program>>,
@@ -296,7 +299,7 @@ impl Drop for ProgramGuard<'_> {
     }
 }
 
-/// Times two contenders, and reads the clocks before and after.
+/// Times two contenders and reads the clocks before and after.
 ///
 /// # Errors
 /// As [`Device::time`].

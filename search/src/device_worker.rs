@@ -1,5 +1,6 @@
-//! One device of a search: what it holds of the incumbent, and how a candidate is judged there. A candidate is timed beside the incumbent
-//! on the same device and never against a figure of another one; so each device assesses the incumbent itself, and has noise of its own.
+//! One device of a search: holds the incumbent and judges candidates against it. A candidate is timed beside the
+//! incumbent on the same device and never compared with a figure of another device. So each device assesses the
+//! incumbent itself and has a noise floor of its own.
 
 use std::sync::Arc;
 
@@ -20,13 +21,13 @@ use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
 use crate::verdict::Verdict;
 
-/// Kernels that are compiled before anything asks for them.
+/// Maximum kernels that are compiled in advance.
 const FORESEEN: usize = 12;
 
-/// What is noted of a candidate that only seems to win.
+/// The note on a candidate whose gain is only an order effect.
 const LEFT_BEHIND: &str = "order effect: the gain is gone where each side follows its own kind; the candidate slows what runs after it";
 
-/// The noise of one device, from the trial that raced a program against itself there.
+/// The noise of one device, from the trial that raced a program against itself on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Noise {
     pub(crate) floor: f64,
@@ -41,47 +42,47 @@ impl Noise {
     }
 }
 
-/// The trial that a candidate is compared with.
+/// The incumbent: the trial that a candidate is compared with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Lead {
     pub(crate) trial: u64,
     pub(crate) config: ScheduleConfig,
 }
 
-/// A trial to do.
+/// A trial to run.
 #[derive(Clone)]
 pub(crate) struct Job {
     pub(crate) index: u64,
     pub(crate) proposal: Proposal,
-    /// What the proposal was drawn from.
+    /// The schedule that the proposal was drawn from.
     pub(crate) parent: ScheduleConfig,
     pub(crate) skipped: Skipped,
     pub(crate) lead: Option<Lead>,
-    /// Of the device that does it.
+    /// The noise of the device that runs it.
     pub(crate) noise: Noise,
     /// Seconds of search so far.
     pub(crate) began_s: f64,
-    /// What was spent on proposing it.
+    /// Time spent on proposing it.
     pub(crate) spent: Spent,
     /// Whether an earlier trial had the same program.
     pub(crate) is_known_program: bool,
-    /// What helpers may begin with if the candidate is not given up.
+    /// A guess for the helpers to start on if the candidate is not given up.
     pub(crate) if_kept: Option<Guess>,
 }
 
-/// The champion, to be looked at once more.
+/// The confirmation of the champion.
 #[derive(Clone, Debug)]
 pub(crate) struct LastJob {
     pub(crate) confirmation: Confirmation,
     pub(crate) lead: Lead,
-    /// What the champion races; nothing if it is the baseline, or if there is none.
+    /// The schedule that the champion races; `None` if the champion is the baseline, or if there is no baseline.
     pub(crate) baseline: Option<ScheduleConfig>,
     pub(crate) noise: Noise,
-    /// Whether to run it on fresh tokens, which asks no device.
+    /// Whether to run it on fresh tokens, which needs no device.
     pub(crate) thorough: bool,
 }
 
-/// A device with what a search has there; or no device, where predictions are compared.
+/// A device with its state in a search. Without a device, predictions are compared.
 pub(crate) struct DeviceWorker<'d, 'a> {
     gate: Gate<'a>,
     pub(crate) device: Option<&'d mut (dyn Device + 'd)>,
@@ -89,7 +90,7 @@ pub(crate) struct DeviceWorker<'d, 'a> {
     clock: Clock,
     /// The incumbent with its proofs.
     incumbent: Option<(Lead, Assessed)>,
-    /// Candidates that were found better here, until the search says which of them lead.
+    /// Candidates that were better than the incumbent here, until the search decides which of them become incumbents.
     better: Vec<(u64, Assessed)>,
     spent: Spent,
 }
@@ -113,10 +114,10 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         self.device.as_deref().map_or_else(Default::default, Device::costs)
     }
 
-    /// Does a trial.
+    /// Runs a trial.
     ///
     /// # Errors
-    /// If the device is lost, or the schedule that leads fails there: such a device is no measure of others, and the candidate was not
+    /// If the device is lost, or the incumbent fails on it. Then no candidate can be judged there, and this one was not
     /// tried.
     pub(crate) fn try_out(&mut self, mut job: Job) -> Result<Trial, DeviceError> {
         if let Some(lead) = job.lead {
@@ -157,7 +158,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         Ok(trial)
     }
 
-    /// The gates, then the comparison with the incumbent. Nothing is assessed in full that was given up before.
+    /// Runs the gates, then compares with the incumbent. A candidate that was given up early is not assessed in full.
     fn judge(&mut self, job: &mut Job, trial: &mut Trial) -> Result<(), Rejection> {
         let verdict = &mut trial.verdict;
         let candidate = match job.proposal.lowered.take() {
@@ -184,11 +185,11 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         Ok(())
     }
 
-    /// Makes the trial that leads the incumbent here. Where it was not judged, or after a resume, it passes the gates before anything is
-    /// compared with it.
+    /// Makes this trial the incumbent of this device. If it was not judged here, or after a resume, it must pass the
+    /// gates before anything is compared with it.
     ///
     /// # Errors
-    /// If it does not pass them.
+    /// If it does not pass the gates.
     fn follow(&mut self, lead: Lead) -> Result<(), Rejection> {
         if self.incumbent.as_ref().is_some_and(|(here, _)| *here == lead) {
             return Ok(());
@@ -203,7 +204,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
             if trial == lead.trial && same {
                 found = Some(assessed);
             } else if trial > lead.trial {
-                // Judged ahead of the search: it may lead yet.
+                // Judged ahead of the search: it may still become the incumbent.
                 self.better.push((trial, assessed));
             } else {
                 self.release(&assessed.candidate);
@@ -237,12 +238,14 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         }
     }
 
-    /// Seconds that the reference VM took for this trial's program, ahead or now; none if an earlier trial had the same one.
+    /// Seconds that the reference VM took for this trial's program, ahead or now; zero if an earlier trial had the same
+    /// program.
     fn reference_s(&self, job: &Job, program_id: &str) -> f64 {
         if job.is_known_program { 0.0 } else { self.gate.ahead.seconds(program_id) }
     }
 
-    /// The first stage, which may end it; then the rest of the gate, and the race. The candidate stays on the device if it may lead.
+    /// Runs the first stage, which may end the trial; then the rest of the gate, and the race. The candidate stays on
+    /// the device if it may become the incumbent.
     fn judge_on_device(
         &mut self,
         device: &mut dyn Device,
@@ -288,7 +291,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         Ok(())
     }
 
-    /// What the cost model says of a program where it was timed, for those who learn from its errors.
+    /// The cost model's prediction for a program at the position where it was timed, to learn from its errors.
     fn predicted_us(
         &self,
         candidate: &Candidate,
@@ -298,8 +301,8 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         self.gate.predict_at(candidate, proof, at).ok().map(|predicted| predicted.us())
     }
 
-    /// How attention is split shows at later positions only: where it differs from the incumbent's, all positions are run before
-    /// anything is timed.
+    /// Runs all positions before timing if attention is split otherwise than in the incumbent, since that affects later
+    /// positions only.
     fn extend_if_needed(
         &mut self,
         device: &mut dyn Device,
@@ -316,7 +319,8 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         screened
     }
 
-    /// Times a candidate once at the end of what was run and gives it up if it is clearly not better than the incumbent.
+    /// Times a candidate once at the end of the positions run so far, and gives it up if it is clearly not better than
+    /// the incumbent.
     fn give_up(
         &mut self,
         device: &mut dyn Device,
@@ -406,7 +410,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         Ok(())
     }
 
-    /// Tells the device which kernels may be asked for next: the leading schedule's with its kernel knobs changed, one change first.
+    /// Announces likely kernels to the device: the incumbent's with its kernel knobs changed, single changes first.
     fn foresee(&mut self, leading: &ScheduleConfig) {
         let Some(device) = &mut self.device else { return };
         let kernel = |(knob, _): &&(Knob, Vec<Value>)| knob.acts_on() == ActsOn::Kernel;
@@ -458,7 +462,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
             confirmation.why = format!("agrees at {} positions", confirmation.positions);
         }
         let Some(baseline) = job.baseline.filter(|_| self.device.is_some()) else { return Ok(()) };
-        // Its failure is none of the champion's.
+        // A failure of the baseline is not the champion's.
         let baseline = self.assess_again(&baseline).map_err(|dropped| {
             Rejection::Failed(assess::incumbent_failed("the baseline (trial 0)", dropped))
         })?;
@@ -500,18 +504,19 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
     }
 }
 
-/// The first correct candidate leads whatever its latency.
+/// The first correct candidate leads, whatever its latency.
 fn first(trial: &mut Trial, why: String) {
     trial.outcome = if trial.trial == 0 { Outcome::Baseline } else { Outcome::Kept };
     trial.why = why;
 }
 
-/// The end of a device on which the schedule that leads fails.
+/// The error of a device on which the incumbent fails.
 fn failed_there(lead: Lead, dropped: Rejection) -> DeviceError {
     assess::incumbent_failed(&format!("the schedule that leads (trial {})", lead.trial), dropped)
 }
 
-/// Whether two candidates attend in the same way, so that their times at early positions say what those at late ones would.
+/// Whether two candidates split attention in the same way, so that their times at early positions are representative of
+/// late ones.
 fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
     let shape = |candidate: &Candidate| {
         let config = &candidate.config;
@@ -522,7 +527,7 @@ fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
     shape(one) == shape(other)
 }
 
-/// A comparison as a trial keeps it.
+/// Records a comparison in a trial.
 fn compared(trial: &mut Trial, look: Interim, samples: Samples, threshold: f64) {
     let Interim { gain, decision } = look;
     trial.outcome = decision.map_or(Outcome::Inconclusive, Outcome::from);

@@ -1,6 +1,8 @@
-//! Where a refused candidate goes wrong: the first task of the program that stored something else than the graph makes of what it had.
+//! Locates where a rejected candidate goes wrong: the first task of the program that stored something else than the
+//! graph computes from the task's inputs.
 //!
-//! Looked for when a gate has said no, never before: the gates compare what comes out at the end, and cost what they did.
+//! This runs only after a gate has rejected the candidate. The gates compare final outputs, so it adds nothing to their
+//! cost.
 
 use ir::program::{Program, Verified};
 use reference_vm::compare::Disagreement;
@@ -15,7 +17,7 @@ use crate::expected::Expected;
 use crate::gate::Gate;
 use crate::rejection::{BitsDiffer, Rejection};
 
-/// Where the gates saw it.
+/// The position at which a gate saw the disagreement.
 fn position_of(at: &Disagreement) -> Option<usize> {
     match *at {
         Disagreement::Nothing { position, .. }
@@ -28,7 +30,7 @@ fn position_of(at: &Disagreement) -> Option<usize> {
 }
 
 impl Gate<'_> {
-    /// Where a candidate that was refused goes wrong first. Nothing for what is refused for other reasons.
+    /// Finds where a rejected candidate first goes wrong. `None` for other kinds of rejection.
     pub fn locate(
         &self,
         device: Option<&mut (dyn Device + '_)>,
@@ -44,7 +46,7 @@ impl Gate<'_> {
             }
             Rejection::Unrepeatable(at) => Some(Self::race(candidate, at)),
             Rejection::Disagreed { by, at } => {
-                // What a timed run left is that of its last position.
+                // After a timed run the buffers hold the values of its last position.
                 let timed = (*by == "timed").then(|| self.expected().tokens.len() - 1);
                 let position = timed.or_else(|| position_of(at))?;
                 let found = self.on_device(device?, candidate, position);
@@ -62,7 +64,7 @@ impl Gate<'_> {
         }
     }
 
-    /// Of a device whose runs agree and yet differ in bits.
+    /// The divergence of a device whose runs agree with the graph and differ in their bits.
     fn race(candidate: &Candidate, at: &BitsDiffer) -> FirstDivergence {
         let found = FirstDivergence::new(DivergenceClass::Race, "device", at.to_string());
         let found = FirstDivergence {
@@ -90,7 +92,7 @@ impl Gate<'_> {
         }))
     }
 
-    /// Runs the device again as far as the position, twice, and looks at what its tasks have stored there.
+    /// Runs the device up to the position, twice, and checks what its tasks stored there.
     fn on_device(
         &self,
         device: &mut dyn Device,
@@ -121,7 +123,7 @@ impl Gate<'_> {
         Ok(if same { found } else { found.as_race(program) })
     }
 
-    /// Judges what a device left in its buffers beside a reference VM that made the same steps.
+    /// Checks the contents of a device's buffers against a reference VM that ran the same steps.
     fn among_buffers(
         &self,
         program: &Verified<Program>,
@@ -165,7 +167,8 @@ impl Gate<'_> {
     }
 }
 
-/// What each task of a step has left in the buffers, in the order of `fired`, and how many left nothing: others have written there since.
+/// What each task of a step left in the buffers, in the order of `fired`, and the number of writes that later tasks
+/// have overwritten.
 #[must_use]
 pub fn left_in(
     program: &Program,
@@ -180,7 +183,7 @@ pub fn left_in(
     };
     let mut overwritten = 0;
     let mut left = Vec::new();
-    // From the last one on: what is behind a write in time is in front of it here.
+    // From the last task to the first: `later` holds the ranges written after the current task.
     let mut later: Vec<std::ops::Range<u64>> = Vec::new();
     for task in fired.iter().rev() {
         let mut writes = Vec::new();

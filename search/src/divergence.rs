@@ -1,4 +1,4 @@
-//! The first task of a program that went wrong, as documents and ledgers say it.
+//! The first task of a program that went wrong, as documents and ledgers record it.
 
 use ir::program::{Program, unordered};
 use reference_vm::divergence::{Divergence, Place, ulps};
@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::rejection::Rejection;
 
-/// What kind of mistake it is.
+/// The kind of error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DivergenceClass {
     /// Repeats give the same wrong values.
     #[default]
     Wrong,
-    /// Repeats of the program on the same input differ among themselves.
+    /// Repeats of the program on the same input give different values.
     Race,
     /// The program stopped in the middle of a step.
     Halted,
@@ -30,7 +30,7 @@ pub struct TaskAt {
     pub task: u32,
     /// Its op.
     pub opcode: String,
-    /// Its layer; the number of layers for what follows the last.
+    /// Its layer; the number of layers for tasks after the last one.
     pub layer: u16,
 }
 
@@ -56,32 +56,32 @@ impl std::fmt::Display for TaskAt {
 pub struct FirstDivergence {
     /// wrong, race or halted.
     pub class: DivergenceClass,
-    /// Whose values they are: reference or device.
+    /// Where the values come from: reference or device.
     pub by: String,
     /// The position.
     pub position: Option<u64>,
-    /// The task; null where none stands out.
+    /// The task; null if no single task stands out.
     pub task: Option<TaskAt>,
     /// Where it stored: a buffer's name, `layers.N.keys`, `layers.N.values` or `token`.
     pub buffer: Option<String>,
-    /// The word of the buffer that is furthest off.
+    /// The word of the buffer with the largest error.
     pub index: Option<u64>,
-    /// What is there; null for what is not finite.
+    /// The value there; null if it is not finite.
     pub got: Option<f64>,
-    /// What the graph makes of what the task had.
+    /// The value that the graph computes from the task's inputs.
     pub want: Option<f64>,
-    /// How many numbers of f32 they are apart.
+    /// Their distance in units in the last place of f32.
     pub ulp: Option<u64>,
-    /// How far they may be apart.
+    /// The allowed difference.
     pub allowed: Option<f64>,
-    /// Words of this task that are further off than they may be.
+    /// Words of this task with a larger difference than allowed.
     pub words: Option<u64>,
-    /// Of a race: a task that writes words and one that reads them, with nothing that orders the two. Empty where there are none.
+    /// Of a race: a task that writes words and one that reads them, which nothing orders. Empty if there are none.
     #[serde(default)]
     pub unordered: Vec<TaskAt>,
-    /// All of it in words, and what could not be found out.
+    /// A description in words, including what could not be determined.
     pub detail: String,
-    /// The command that runs only that task again.
+    /// The command that reruns only that task.
     #[serde(default)]
     pub rerun: Option<String>,
 }
@@ -91,7 +91,7 @@ impl FirstDivergence {
         Self { class, by: by.to_owned(), detail, ..Self::default() }
     }
 
-    /// A task that stored what does not belong there.
+    /// The divergence of a task that stored a wrong value.
     #[must_use]
     pub fn of(program: &Program, by: &str, at: &Divergence) -> Self {
         let task = TaskAt::of(program, at.worker.0, at.task);
@@ -129,7 +129,7 @@ impl FirstDivergence {
         Some(Self { task: Some(task), ..found })
     }
 
-    /// Turns a finding into one of a race, and names two tasks that nothing orders.
+    /// Turns a divergence into a race, and names two tasks that nothing orders.
     #[must_use]
     pub fn as_race(mut self, program: &Program) -> Self {
         self.class = DivergenceClass::Race;

@@ -1,56 +1,58 @@
-//! How long to measure: a few rounds first, more only while they can change what is decided. The rule, in the order of its looks:
+//! How long to measure: a few rounds first, more only while they can change the decision. The rule, in the order of its
+//! looks:
 //!
 //! - **After 1, 2, 4 and 8 rounds** a candidate is *reverted* if its mean gain plus [`GIVE_UP`] standard errors is below the threshold.
 //!   The standard error comes from the spread within rounds, this pair's or the baseline's, whichever is larger.
 //! - **After 4 and 8 rounds** it is *kept* if its mean gain less Student's 99.95 % quantile of standard errors is above the threshold.
-//! - **After the full rounds, and after three times as many**, the bootstrap interval of [`gain`] decides, as it always did.
-//! - **Nothing is kept that wins by what it leaves behind.** In a round (A B B A) each side has one block that follows the other's and one
-//!   that follows its own kind. Clocks and caches as a candidate leaves them hit the incumbent's last block; so the gain must show
-//!   in the blocks that follow their own kind as well, or the decision is *inconclusive*.
+//! - **After the full rounds, and after three times as many**, the bootstrap interval of [`gain`] decides.
+//! - **A gain that is only an order effect is not kept.** In a round (A B B A) each side has one block after a block of
+//!   the other side and one after a block of its own. The clocks and caches that a candidate leaves behind affect the
+//!   incumbent's last block; so the gain must also show in the blocks that follow their own kind, or the decision is
+//!   *inconclusive*.
 //!
-//! A wrong revert costs a better schedule, and a later trial may find it again. A wrong keep would be a claim, so no keep rests on fewer
-//! than four rounds or on another pair's spread alone: the looks together keep an equal candidate in at most 1.1 % of trials even if the
-//! threshold were zero (2 x 0.05 % + 2 x 0.5 %).
+//! A wrong revert costs a better schedule, which a later trial may find again. A wrong keep would be a false claim, so
+//! no keep rests on fewer than four rounds or on another pair's spread alone: the looks together keep an equal
+//! candidate in at most 1.1% of trials even if the threshold were zero (2 x 0.05% + 2 x 0.5%).
 
 use crate::decide::{Decision, decide_measured};
 use crate::device::Samples;
 use crate::measure::{Interval, gain, median};
 
-/// Standard errors by which a candidate must miss the threshold to be given up early: 99.95 % one-sided, with room for the spread being
-/// an estimate itself.
+/// Standard errors by which a candidate must miss the threshold to be given up early: 99.95% one-sided, with a margin
+/// because the spread itself is an estimate.
 const GIVE_UP: f64 = 4.0;
 
 /// Rounds after which an early keep is possible, with Student's 99.95 % quantile for one degree of freedom less.
 const KEEP_AFTER: [(usize, f64); 2] = [(4, 12.92), (8, 5.41)];
 
-/// Looks before the full rounds.
+/// Rounds after which the samples are checked before the full rounds.
 const EARLY: [usize; 4] = [1, 2, 4, 8];
 
-/// How many times the full rounds are measured before it is given up as inconclusive.
+/// Multiple of the full rounds after which the comparison ends as inconclusive.
 const LONGEST: usize = 3;
 
-/// What a comparison must beat, and how much single blocks vary.
+/// The threshold of a comparison, its length, and the variation of single blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StoppingRule {
     /// The larger of the noise floor and the least gain worth keeping.
     pub threshold: f64,
-    /// Standard deviation of a block, as a share, from racing the baseline against itself.
+    /// Standard deviation of a block, as a fraction of its time, from racing the baseline against itself.
     pub spread: f64,
     /// Rounds of a full comparison.
     pub rounds: usize,
 }
 
-/// What samples say so far.
+/// The result of the samples so far.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interim {
-    /// Share of its time that the candidate saves.
+    /// Fraction of the incumbent's time that the candidate saves.
     pub gain: Interval,
-    /// What is decided; `None` asks for more rounds.
+    /// The decision; `None` asks for more rounds.
     pub decision: Option<Decision>,
 }
 
 impl StoppingRule {
-    /// Rounds to add to so many; `None` when nothing more is to be measured.
+    /// Rounds to add to `done` rounds; `None` when nothing more is to be measured.
     #[must_use]
     pub fn more(&self, done: usize) -> Option<usize> {
         let looks = EARLY.into_iter().filter(|&look| look < self.rounds);
@@ -66,7 +68,7 @@ impl StoppingRule {
         if decided { None } else { self.more(done) }
     }
 
-    /// Looks at the samples of so many rounds.
+    /// Decides on the samples so far.
     #[must_use]
     pub fn look(&self, samples: &Samples, seed: u64) -> Interim {
         let rounds = samples.rounds.len();
@@ -104,7 +106,8 @@ impl StoppingRule {
         Interim { gain: wide, decision: None }
     }
 
-    /// Whether a gain is gone where each side follows its own kind: then it is what the candidate does to the block after it.
+    /// Whether the gain is an order effect: it disappears in the blocks that follow their own kind, so the candidate
+    /// slows the block after it.
     #[must_use]
     pub fn is_left_behind(&self, samples: &Samples) -> bool {
         let (own, candidate): (Vec<f64>, Vec<f64>) =
@@ -114,13 +117,13 @@ impl StoppingRule {
     }
 }
 
-/// The gain that one round shows; drift within the round cancels.
+/// The gain of one round; drift within the round cancels.
 fn gain_of_round(&[a, b, c, d]: &[f64; 4]) -> f64 {
     1.0 - (b + c) / (a + d)
 }
 
-/// Standard deviation of a block as a share of its side's time, from the differences of the two blocks that each side has in a round.
-/// It is also that of a round's gain, which is a difference of two means of two.
+/// Standard deviation of a block as a fraction of its side's time, from the differences of the two blocks that each
+/// side has in a round. It equals that of a round's gain, which is a difference of two means of two blocks.
 #[must_use]
 pub fn spread(samples: &Samples) -> f64 {
     let squares = |&[a, b, c, d]: &[f64; 4]| {
@@ -211,7 +214,7 @@ mod tests {
 
     #[test]
     fn what_is_left_behind_is_no_gain() {
-        // Two equals, of which one makes the next block of the other 10 % slower.
+        // Two equal programs, one of which makes the next block of the other 10% slower.
         let samples = |rounds: usize| {
             let rounds = (0..rounds).map(|i| {
                 let us = 100.0 + 0.01 * (i % 3) as f64;

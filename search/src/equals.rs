@@ -1,4 +1,5 @@
-//! A/A: one program raced against a copy of itself, by the rule that a search keeps by. Whatever it would keep, it made up.
+//! A/A test: races a program against a copy of itself under the search's stopping rule. Every copy that it would keep
+//! is a false positive.
 
 use std::sync::Arc;
 
@@ -14,26 +15,26 @@ use crate::propose::mixed;
 use crate::rejection::Rejection;
 use crate::verdict::Verdict;
 
-/// Of 64 equal candidates a search may keep so many.
+/// Of 64 equal candidates a search may keep at most this many.
 const KEPT_OF_64: usize = 2;
 
-/// One comparison of equals.
+/// One comparison of a program with its copy.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Equal {
     /// What a search would have decided.
     pub decision: Decision,
-    /// The gain that the copy seemed to have, as a share.
+    /// The apparent gain of the copy, as a fraction.
     pub gain: Interval,
     /// Rounds that were measured.
     pub rounds: usize,
-    /// What the clocks were, and what was wrong with them.
+    /// The clock readings, and what was wrong with them.
     pub notes: Vec<String>,
 }
 
-/// All of them, and what they had to beat.
+/// All comparisons, and the threshold that they had to beat.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Equals {
-    /// The gain that the program seemed to have over itself when the baseline was measured.
+    /// The apparent gain of the program over itself when the baseline was measured.
     pub noise_floor: f64,
     /// The larger of that and the least gain worth keeping.
     pub threshold: f64,
@@ -42,13 +43,13 @@ pub struct Equals {
 }
 
 impl Equals {
-    /// How many a search would have kept.
+    /// How many copies a search would have kept.
     #[must_use]
     pub fn kept(&self) -> usize {
         self.all.iter().filter(|equal| equal.decision == Decision::Kept).count()
     }
 
-    /// How many it may: 2 of 64.
+    /// How many copies it may keep: 2 of 64.
     #[must_use]
     pub fn kept_max(&self) -> usize {
         self.all.len() * KEPT_OF_64 / 64
@@ -62,8 +63,8 @@ impl Equals {
     }
 }
 
-/// Measures the baseline's noise, then races an assessed program against a copy so many times. The copy is a program of its own to the
-/// device: loaded elsewhere, switched to and from, and proven like any candidate.
+/// Measures the baseline's noise, then races an assessed program against a copy `count` times. To the device the copy
+/// is a separate program: it is loaded separately, switched to and from, and proven like any candidate.
 ///
 /// # Errors
 /// If there is no device, it gives no result, or an output disagrees.

@@ -1,9 +1,10 @@
-//! The inputs of the gate and what the graph makes of them, with no schedule: what every executor is compared with.
+//! The inputs of the gate and the values that the graph computes from them, without a schedule. Every executor is
+//! compared with these.
 //!
-//! The reference VM runs two stretches of positions. The **near** one begins at position zero with an empty cache. The **far** one
-//! takes over a cache that somebody else filled, so that many keys, many blocks of them and large angles cost no more than two steps
-//! of the weights. How much is allowed is found with the values: each stretch is evaluated a second time with rounded hand-offs
-//! (docs/explanation/tolerances.md).
+//! The reference VM runs two segments of positions. The **near** one begins at position zero with an empty cache. The
+//! **far** one starts from a cache with synthetic contents, so that it covers many keys, many blocks of them and large
+//! angles at the cost of two steps of the weights. Tolerances are computed along with the values: each segment is
+//! evaluated a second time with rounded hand-offs (docs/explanation/tolerances.md).
 
 use ir::{Graph, Weights};
 use rand::RngExt;
@@ -15,44 +16,45 @@ use reference_vm::{Fired, Order};
 use crate::propose::generator;
 use crate::rejection::{ExpectedError, Rejection};
 
-/// Weight bytes that the reference VM may read for one candidate: what decides how many positions it runs.
+/// Bytes of weights that the reference VM may read per candidate. This limits the number of positions that it runs.
 const REFERENCE_BYTES: u64 = 2 << 30;
 
-/// Positions that the reference VM runs at least. With six, single elements of a last layer whose input is small at all of them passed
-/// with nine tenths of a tolerance (docs/explanation/trust.md); with eight none did.
+/// Minimum positions that the reference VM runs. With six, wrong single elements of a last layer whose input is small
+/// at all of them passed with nine tenths of a tolerance (docs/explanation/trust.md); with eight none did.
 const REFERENCE_POSITIONS_MIN: usize = 8;
 
-/// Positions that any executor runs at most, when the model allows: more than one block of the default `kv_block`.
+/// Maximum positions that any executor runs, if the model allows: more than one block of the default `kv_block`.
 pub const POSITIONS_MAX: usize = 144;
 
-/// Positions of the far stretch: the first ends a block of keys, the second begins one and reads what the first stored.
+/// Positions of the far segment: the first ends a block of keys, the second begins one and reads what the first stored.
 const FAR_POSITIONS: usize = 2;
 
-/// Keys that the far stretch begins with at most, its own among them: two blocks of the largest `kv_block`.
+/// Maximum keys at the far segment's first position, its own included: two blocks of the largest `kv_block`.
 const FAR_KEYS_MAX: usize = 1024;
 
-/// And at least, for a model of any size: more than one block of the default `kv_block`.
+/// Minimum of the same, for a model of any size: more than one block of the default `kv_block`.
 const FAR_KEYS_MIN: usize = 160;
 
-/// Of these keys, a whole number of the smallest `kv_block`.
+/// Granularity of these keys: the smallest `kv_block`.
 const FAR_KEYS_STEP: usize = 32;
 
-/// Multiply-adds of attention that a far position may cost: two blocks of the largest `kv_block` for a model of a billion weights.
+/// Multiply-adds of attention that a far position may cost: two blocks of the largest `kv_block` for a model of a
+/// billion weights.
 const FAR_WORK: usize = 36_000_000;
 
-/// Bytes of all keys and values that the far stretch takes over; every candidate copies them.
+/// Maximum bytes of the keys and values that the far segment starts from; every candidate copies them.
 const FAR_BYTES: usize = 64 << 20;
 
-/// Which numbers the tokens of a search are drawn with.
+/// Number of the random stream of a search's tokens.
 const TOKENS_STREAM: u64 = u64::MAX;
 
-/// Which numbers the far stretch's tokens and cache are drawn with.
+/// Number of the random stream of the far segment's tokens and cache.
 const FAR_STREAM: u64 = u64::MAX - 1;
 
 /// Keys and values of each layer.
 type Layers = Vec<(Vec<f32>, Vec<f32>)>;
 
-/// The inputs of the gate and what the graph makes of them.
+/// The inputs of the gate and the values that the graph computes from them.
 #[derive(Debug)]
 pub struct Expected {
     /// Tokens, from position zero.
@@ -61,13 +63,13 @@ pub struct Expected {
     pub logits: Vec<Vec<f32>>,
     /// Positions from zero that a candidate runs on the reference VM.
     pub reference_positions: usize,
-    /// How far the logits of a device may be off.
+    /// Tolerance of a device's logits.
     pub on_device: Tolerance,
     near: Segment,
     far: Option<Segment>,
 }
 
-/// Positions in a row that the reference VM runs.
+/// Consecutive positions that the reference VM runs.
 #[derive(Debug)]
 struct Segment {
     first: usize,
@@ -80,17 +82,17 @@ struct Segment {
     allowed: Allowed,
 }
 
-/// How far each kind of row may be off.
+/// Tolerance of each kind of row.
 #[derive(Debug)]
 struct Allowed {
     logits: Tolerance,
-    /// Of keys and of values of each layer.
+    /// Of the keys and of the values of each layer.
     cache: Vec<[Tolerance; 2]>,
 }
 
 impl Expected {
-    /// Draws tokens from the seed and evaluates the graph on them: as many as the reference VM can afford, or as a device is to
-    /// run ([`POSITIONS_MAX`] unless there is a reason).
+    /// Draws tokens from the seed and evaluates the graph on them: as many as the reference VM can afford, or as a
+    /// device is to run ([`POSITIONS_MAX`] unless there is a reason).
     ///
     /// # Errors
     /// If the graph cannot be evaluated, or gives nothing to judge by.
@@ -104,8 +106,8 @@ impl Expected {
         Self::within(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
     }
 
-    /// As [`new`](Self::new), with so many weight bytes that the reference VM may read for one candidate: with few, what a search of
-    /// a large model gets.
+    /// As [`new`](Self::new), with an explicit limit of the weight bytes that the reference VM may read per candidate.
+    /// A small limit gives the positions that a search of a large model gets.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -176,12 +178,12 @@ impl Expected {
         std::iter::once(&self.near).chain(&self.far)
     }
 
-    /// The tokens that a candidate is fed on the reference VM.
+    /// The tokens that a candidate runs on the reference VM.
     pub fn reference_tokens(&self) -> impl Iterator<Item = u32> {
         self.stretches().flat_map(|stretch| &stretch.tokens).copied()
     }
 
-    /// Where a candidate is run on the reference VM, for reports.
+    /// The positions that a candidate runs on the reference VM, for reports.
     #[must_use]
     pub fn reference_scope(&self) -> String {
         let near = format!("{} positions", self.reference_positions);
@@ -191,7 +193,7 @@ impl Expected {
         }
     }
 
-    /// The least and the most that any row may be off on the reference VM, as a share of its greatest magnitude.
+    /// The least and the greatest tolerance of any row on the reference VM, as a fraction of the row's greatest magnitude.
     #[must_use]
     pub fn allowed(&self) -> [f64; 2] {
         let all = self.stretches().flat_map(|stretch| {
@@ -201,13 +203,13 @@ impl Expected {
         all.fold([f64::INFINITY, 0.0], |[least, most], rel| [least.min(rel), most.max(rel)])
     }
 
-    /// Most keys that a candidate attends to on the reference VM.
+    /// The most keys that a candidate attends to on the reference VM.
     #[must_use]
     pub fn reference_keys(&self) -> usize {
         self.stretches().map(|stretch| stretch.first + stretch.tokens.len()).max().unwrap_or(0)
     }
 
-    /// Runs a fresh machine on the inputs and compares all that it leaves: tokens, logits, keys and values.
+    /// Runs a fresh reference VM on the inputs and compares all of its outputs: tokens, logits, keys and values.
     ///
     /// # Errors
     /// If it traps, gets stuck or disagrees.
@@ -215,10 +217,11 @@ impl Expected {
         self.examine_into(machine, &mut Vec::new())
     }
 
-    /// As [`examine`](Self::examine). `chosen` takes the token that the program chose at each position, as far as it came.
+    /// As [`examine`](Self::examine). Appends the token that the program chose at each position that it reached to
+    /// `chosen`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`examine`](Self::examine).
     pub fn examine_into(
         &self,
         machine: &mut Machine<'_>,
@@ -239,8 +242,8 @@ impl Expected {
         Ok(agreement)
     }
 
-    /// Runs a fresh machine on the inputs, a position at a time up to `until`, and shows what its tasks have stored there, until it
-    /// stops or nobody wants to see more.
+    /// Runs a fresh reference VM on the inputs, one position at a time up to `until`, and passes the writes of its
+    /// tasks to `look`. Ends early if the run does not finish or `look` returns false.
     pub fn each_position<'m>(
         &self,
         machine: &mut Machine<'m>,
@@ -264,7 +267,7 @@ impl Expected {
 }
 
 impl Allowed {
-    /// What either allows: the greatest error of a few rows says little of the greatest of the next few.
+    /// The looser of both tolerances: the greatest error of a few rows says little about that of the next few.
     fn or(&self, other: &Self) -> Self {
         let layers = self.cache.iter().zip(&other.cache);
         Self {
@@ -311,7 +314,7 @@ impl Segment {
             }
         };
         chosen.extend(&outputs.tokens);
-        // The tokens that the program chose must be those of its own logits.
+        // The chosen tokens must be the most likely ones of the program's own logits.
         for (index, (&got, logits)) in outputs.tokens.iter().zip(&outputs.logits).enumerate() {
             let want = reference_vm::argmax(logits);
             if got != want {
@@ -321,7 +324,7 @@ impl Segment {
         Ok(outputs)
     }
 
-    /// Compares the keys and values of the machine's last positions, which are this stretch's.
+    /// Compares the keys and values of the reference VM's last positions, which are this segment's.
     fn compare_cache(
         &self,
         mut agreement: Agreement<Reference>,
@@ -359,7 +362,7 @@ impl Segment {
     }
 }
 
-/// Whether no row says which of its values is the greatest.
+/// Whether all values of each row are equal, so that no token is the most likely.
 fn is_flat(rows: &[Vec<f32>]) -> bool {
     rows.iter().all(|row| row.iter().all(|value| *value == row[0]))
 }
@@ -368,8 +371,8 @@ fn rows(rows: &[Vec<f32>]) -> impl ExactSizeIterator<Item = &[f32]> {
     rows.iter().map(Vec::as_slice)
 }
 
-/// How far a device may be off at all of these positions: what its roundings do to the logits there. Fewer would not do, since errors
-/// of one position are up to thirteen times those of another (tests/tests/device_bound.rs).
+/// Tolerance of a device over all of these positions: the effect of its roundings on the logits. All positions are
+/// needed, since errors of one position are up to thirteen times those of another (tests/tests/device_bound.rs).
 fn on_a_device(
     graph: &Graph,
     weights: &dyn Weights,
@@ -381,17 +384,17 @@ fn on_a_device(
     Ok(Tolerance::of_device(distance(rows(logits), rows(&rounded)), longest(graph)))
 }
 
-/// Products of the longest sum.
+/// Number of products in the longest sum.
 fn longest(graph: &Graph) -> usize {
     graph.hidden.max(graph.ffn).max(graph.q_width()) as usize
 }
 
-/// A cache of no positions.
+/// A cache without positions.
 fn empty(graph: &Graph) -> Layers {
     vec![(Vec::new(), Vec::new()); graph.layers.len()]
 }
 
-/// Logits of the tokens after `before`, and their keys and values.
+/// Logits of the tokens after `before`, with their keys and values.
 fn evaluate(
     evaluator: &mut Evaluator<'_>,
     graph: &Graph,
@@ -408,7 +411,8 @@ fn evaluate(
     Ok((logits, (0..graph.layers.len()).map(own).collect()))
 }
 
-/// Where the far stretch begins: with as many keys as work and memory allow, whole blocks of them with its first position's.
+/// First position of the far segment: as many keys as work and memory allow, in whole blocks including the first
+/// position's own.
 fn far_first(graph: &Graph, room: usize) -> Option<usize> {
     let work = (2 * graph.layers.len() * graph.q_width() as usize).max(1);
     let workable = (FAR_WORK / work).clamp(FAR_KEYS_MIN, FAR_KEYS_MAX);
@@ -418,8 +422,8 @@ fn far_first(graph: &Graph, room: usize) -> Option<usize> {
     (keys / FAR_KEYS_STEP * FAR_KEYS_STEP).checked_sub(1)
 }
 
-/// Keys and values of so many positions that are as large as those that the model makes: some of them, element by element with another
-/// sign and up to half as large again.
+/// Keys and values for `positions` positions of the same magnitude as the model's own: repeats `made`, each element
+/// with a random sign and scaled by 0.5 to 1.5.
 fn filled(graph: &Graph, made: &Layers, positions: usize, rng: &mut impl RngExt) -> Layers {
     let words = positions * graph.kv_width() as usize;
     let mut varied = |values: &[f32]| -> Vec<f32> {
@@ -432,7 +436,7 @@ fn filled(graph: &Graph, made: &Layers, positions: usize, rng: &mut impl RngExt)
     made.iter().map(|(keys, values)| (varied(keys), varied(values))).collect()
 }
 
-/// Positions that may be run for so many weight bytes, at most `most`.
+/// Number of positions that may be run for `bytes` bytes of weights, at most `most`.
 pub(crate) fn affordable(graph: &Graph, kv_capacity: u32, bytes: u64, most: usize) -> usize {
     let room = kv_capacity.min(graph.max_positions).max(1) as usize;
     let positions = bytes / (graph.weight_bytes() as u64).max(1);

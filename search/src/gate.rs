@@ -1,7 +1,7 @@
-//! The gates of a trial, in order. Each takes the proof that the one before it made; the last hands out what may be timed.
+//! The gates of a trial, in order. Each takes the proof of the gate before it; the last one returns what may be timed.
 //!
-//! The expected values come from the graph, with no schedule, and are computed once. They cover several positions from zero on fresh
-//! tokens of the search's seed; how many of them a candidate must show depends on what the model's size allows.
+//! The expected values come from the graph, without a schedule, and are computed once. They cover several positions
+//! from zero on fresh tokens of the search's seed; the model's size limits how many of them a candidate runs.
 
 use std::sync::Arc;
 
@@ -19,19 +19,19 @@ use crate::measure::Predicted;
 use crate::rejection::Rejection;
 use crate::settings::{Clock, no_clock};
 
-/// Tokens that one block times at most. Eight steps of a small model are some milliseconds, of which the command's round trip is a
-/// few microseconds, the same for both sides; blocks of one length vary by tenths of a per cent.
+/// Maximum tokens of a timed block. Eight steps of a small model take some milliseconds, of which the command's round
+/// trip is a few microseconds, the same for both sides; blocks of one length vary by tenths of a per cent.
 const TIMED_TOKENS: usize = 8;
 
-/// Everything that candidates are judged by.
+/// The inputs and expected values that candidates are judged by.
 pub struct Gate<'a> {
     context: Option<u32>,
-    /// Threads for the reference VM beside the device; none: those of whoever calls.
+    /// Thread pool of the reference VM beside the device; `None` uses the caller's pool.
     pool: Option<Arc<ThreadPool>>,
-    /// The part that needs no device, with what it found so far.
+    /// The part that needs no device, with its cached results.
     pub(crate) ahead: Arc<Ahead<'a>>,
-    /// Seconds so far in which a device that had done its part waited for the reference VM, by the clock of those who asked for
-    /// [`first`](Self::first).
+    /// Seconds so far in which the device had finished and waited for the reference VM, by the clock passed to
+    /// [`judge_beside`](Self::judge_beside).
     pub(crate) waited_s: f64,
 }
 
@@ -51,15 +51,15 @@ impl<'a> Gate<'a> {
         Self { context: None, pool: None, ahead, waited_s: 0.0 }
     }
 
-    /// The same gate for another device, or another search without helpers: what needs no device is found out once for both.
+    /// The same gate for another device, or another search without helpers: both share the results that need no device.
     #[must_use]
     pub fn beside(&self) -> Self {
         let (pool, ahead) = (self.pool.clone(), self.ahead.clone());
         Self { context: self.context, pool, ahead, waited_s: 0.0 }
     }
 
-    /// Runs the reference VM on threads of its own. Where several devices share what is known, each needs them: a thread that waits
-    /// for its part of a program must not take up the same program for another device, which waits for the first.
+    /// Runs the reference VM on a pool of its own. Devices that share results need separate pools: a thread that waits
+    /// for its part of a program must not steal the same program's work for another device, which waits for the first.
     pub(crate) fn with_pool(self, pool: ThreadPool) -> Self {
         Self { pool: Some(Arc::new(pool)), ..self }
     }
@@ -105,7 +105,7 @@ impl<'a> Gate<'a> {
         self.ahead.judge(candidate, no_clock).found
     }
 
-    /// Runs the program on the reference VM, unless that was done ahead, and does something else meanwhile.
+    /// Runs the program on the reference VM, unless that was done ahead, and runs `here` at the same time.
     pub(crate) fn judge_beside<R>(
         &mut self,
         candidate: &Candidate,
@@ -122,7 +122,7 @@ impl<'a> Gate<'a> {
         (found, done)
     }
 
-    /// Compares what a device gave at the first positions, all that it ran.
+    /// Compares the outputs of a device at the first positions, all that it ran.
     pub(crate) fn agreed(
         &self,
         reference: Agreement<Reference>,
@@ -135,8 +135,8 @@ impl<'a> Gate<'a> {
             .map_err(|at| Rejection::Disagreed { by: "device", at })
     }
 
-    /// Checks the outputs of timed runs: a program that is only right when nobody times it is wrong. The error says which side's last
-    /// logits, or the token chosen by them, disagree, the candidate's first.
+    /// Checks the outputs of timed runs: a program that is right only when it is not timed is wrong. The error names
+    /// the side whose last logits, or the token chosen from them, disagree; the candidate is checked first.
     pub(crate) fn timed(
         &self,
         proof: Agreement<Reference>,
@@ -154,7 +154,8 @@ impl<'a> Gate<'a> {
         Ok(())
     }
 
-    /// What the cost model says, at the position where a device would be timed. One that is below the bound is a fault of the model.
+    /// The cost model's prediction at the position where a device would be timed. A prediction below the bound is an
+    /// error of the model.
     pub(crate) fn predict(
         &self,
         candidate: &Candidate,
@@ -187,7 +188,7 @@ impl<'a> Gate<'a> {
         crate::device::time(device, contenders, &plan)
     }
 
-    /// Position of the middle of the timed tokens: where bounds are computed.
+    /// Middle of the timed positions, where bounds are computed.
     #[must_use]
     pub fn timed_position(&self) -> u32 {
         let positions = self.expected().tokens.len();
@@ -195,12 +196,12 @@ impl<'a> Gate<'a> {
     }
 }
 
-/// Where the timed ones of so many tokens begin.
+/// First timed position of `tokens` tokens.
 fn timed_from(tokens: usize) -> usize {
     tokens.saturating_sub(TIMED_TOKENS).max(tokens / 2)
 }
 
-/// Does one thing here and another on a pool meanwhile: the caller's, if none is given.
+/// Runs `here` on this thread and `there` on a pool at the same time: the caller's pool if none is given.
 fn beside<R>(
     pool: Option<&ThreadPool>,
     there: Option<impl FnOnce() + Send>,

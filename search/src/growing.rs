@@ -1,11 +1,11 @@
-//! A map that only grows and is copied often: copies share what they have in common.
+//! An append-only map that is copied often: copies share their common entries.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Runs of entries, each longer than the one behind it. So there are as many as the length has binary digits, a copy takes as many
-/// steps, and an entry moves to a longer run so many times at most.
+/// Runs of entries, each longer than the next. There are at most as many runs as the length has binary digits, a copy
+/// takes as many steps, and an entry moves to a longer run at most that many times.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Growing<K, V> {
     runs: Vec<Arc<BTreeMap<K, V>>>,
@@ -47,12 +47,12 @@ impl<K: Clone + Ord, V: Clone> Growing<K, V> {
         self.runs.push(Arc::new(run));
     }
 
-    /// The values, in the order of the keys if these were added in order.
+    /// The values, in key order if keys were added in order.
     pub(crate) fn values(&self) -> impl DoubleEndedIterator<Item = &V> {
         self.runs.iter().flat_map(|run| run.values()).inspect(|_| count(1))
     }
 
-    /// The values of this key and of those behind it.
+    /// The values of this key and of greater ones.
     pub(crate) fn values_from(&self, key: K) -> impl Iterator<Item = &V> {
         let runs = self.runs.iter().flat_map(move |run| run.range(key.clone()..));
         runs.map(|(_, value)| value).inspect(|_| count(1))
@@ -61,7 +61,7 @@ impl<K: Clone + Ord, V: Clone> Growing<K, V> {
 
 #[cfg(test)]
 thread_local! {
-    /// Entries that were looked at or moved, on this thread.
+    /// Entries that this thread has read or moved.
     pub(crate) static VISITS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 

@@ -1,5 +1,6 @@
-//! What the next proposal follows from, and the search for it: the first draw that is legal and lowers to something new. The same steps
-//! serve the search itself and the guesses of [`ahead`](crate::ahead), which assume that the trial under way is reverted.
+//! The state that the next proposal follows from, and the choice of that proposal: the first draw that is legal and
+//! lowers to something new. The search itself and the guesses of [`ahead`](crate::ahead), which assume that the current
+//! trial is reverted, use the same steps.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,25 +16,26 @@ use crate::rejection::Rejection;
 use crate::strategy::{Question, Strategy};
 use crate::trial::{SKIPPED_SHOWN, Skipped, SkippedProposal, Trial, changed};
 
-/// Draws for one trial before the space counts as exhausted.
+/// Maximum draws for one trial, after which the space counts as exhausted.
 const DRAWS_MAX: usize = 20_000;
 
-/// Legal draws that are lowered for one trial before the space counts as exhausted.
+/// Maximum legal draws that are lowered for one trial, after which the space counts as exhausted.
 const LOWERED_MAX: u32 = 256;
 
-/// Trials that are guessed: far enough that what the reference VM takes long for is begun early.
+/// Number of trials guessed ahead: enough to start early on programs that take the reference VM long.
 const GUESSED: u64 = 16;
 
-/// Trials that are guessed for the case that the one under way is kept.
+/// Number of trials guessed for the case that the current one is kept.
 const GUESSED_KEPT: u64 = 2;
 
-/// Gain that a trial under way is guessed to have if it is reverted, and if it is kept. The proposer treats all losses alike.
+/// Gain assumed for a guessed trial if it is reverted, and if it is kept. The proposer treats all losses alike.
 const GUESSED_GAIN: [f64; 2] = [-0.01, 0.02];
 
-/// What the finished trials say to the next one. It grows by a trial at a time, and copies of it are cheap: helpers go on from one.
+/// The results of the finished trials that the next proposal depends on. It grows by one trial at a time. Copies are
+/// cheap: helpers continue from one.
 #[derive(Clone)]
 pub(crate) struct History {
-    /// What proposals are drawn from: the schedule that leads, else the default.
+    /// The schedule that proposals are drawn from: the incumbent, else the default.
     pub(crate) parent: ScheduleConfig,
     pub(crate) past: TrialRecords,
     /// Ids of the schedules that were tried.
@@ -47,7 +49,7 @@ pub(crate) type Tried = Growing<(String, String), u64>;
 /// A lowered schedule, the trial that it would repeat, or why it cannot be lowered.
 pub(crate) type Lowered = Result<Result<Candidate, u64>, Rejection>;
 
-/// A schedule to try. What it lowers to is there already, unless lowering is to fail in the open.
+/// A schedule to try, with its lowered form, unless it is to be lowered within its trial so that a failure is recorded.
 #[derive(Clone)]
 pub(crate) struct Proposal {
     pub(crate) origin: Origin,
@@ -81,7 +83,8 @@ impl History {
         }
     }
 
-    /// The proposal for a trial; `None` when none is found. `lower` gives the lowered schedule, or the trial that it would repeat.
+    /// The proposal for a trial; `None` if none is found. `lower` returns the lowered schedule, or the trial that it
+    /// would repeat.
     pub(crate) fn next(
         &self,
         strategy: &dyn Strategy,
@@ -106,7 +109,7 @@ impl History {
                     lowered += 1;
                     format!("lowers to the program and kernel of trial {twin}")
                 }
-                // Our own mistake must be seen, so it is tried and recorded.
+                // An internal error of the lowering must not be hidden: the schedule is tried and the error recorded.
                 Err(Rejection::Unloadable(LowerError::Internal(_))) => {
                     return Some(Proposal { origin, config, lowered: None });
                 }
@@ -126,7 +129,7 @@ impl History {
         None
     }
 
-    /// As if this trial had been reverted or kept, or had become the baseline that it was to be.
+    /// Updates the history as if this trial had been reverted or kept, or had become the baseline.
     pub(crate) fn assume(&mut self, index: u64, candidate: &Candidate, kept: bool) {
         let config = *candidate.config;
         if index > 0 {
@@ -143,13 +146,13 @@ impl History {
     }
 }
 
-/// Who is asked for the trials to come, and how many there can be.
+/// The strategy to ask for the coming trials, and the budget that limits their number.
 pub(crate) struct Asked {
     pub(crate) strategy: Arc<dyn Strategy>,
     pub(crate) budget: Budget,
 }
 
-/// What the next trials are guessed from.
+/// A guess at the next trials, and the state to continue it from.
 #[derive(Clone)]
 pub(crate) struct Guess {
     strategy: Arc<dyn Strategy>,
@@ -161,7 +164,8 @@ pub(crate) struct Guess {
 }
 
 impl Guess {
-    /// A guess at what comes after a trial: of one that begins, if it is reverted, and of one that was not given up, if it is kept.
+    /// Guesses the trials after this one: after a trial that begins, for the case that it is reverted; after a trial
+    /// that was not given up, for the case that it is kept.
     pub(crate) fn after(
         asked: Asked,
         mut history: History,
@@ -173,14 +177,14 @@ impl Guess {
         Self::onward(asked, history, index + 1, kept)
     }
 
-    /// A guess at what comes from a trial on: all are reverted.
+    /// Guesses the trials from this one on, assuming that all are reverted.
     pub(crate) fn onward(asked: Asked, history: History, index: u64, urgent: bool) -> Self {
         let most = if urgent { GUESSED_KEPT } else { GUESSED };
         let left = asked.budget.end(index + most).saturating_sub(index);
         Self { strategy: asked.strategy, history, index, left, urgent }
     }
 
-    /// Whether it goes before what was guessed earlier.
+    /// Whether it goes before earlier guesses.
     pub(crate) fn is_urgent(&self) -> bool {
         self.urgent
     }

@@ -1,12 +1,14 @@
 //! Propose, gate, measure, keep or revert.
 //!
-//! A trial in one line: a schedule is **proposed**, **validated**, **lowered** and **verified**, agrees with the graph on the
-//! **reference VM**, agrees on the **device**, is **timed** against the incumbent, and is **kept**, **reverted** or found
-//! **inconclusive**. Without a device the cost model's prediction is compared instead; the two kinds never meet.
+//! A trial in one line: a schedule is **proposed**, **validated**, **lowered** and **verified**, agrees with the graph
+//! on the **reference VM**, agrees on the **device**, is **timed** against the incumbent, and is **kept**, **reverted**
+//! or found **inconclusive**. Without a device, predictions of the cost model are compared instead. Measured and
+//! predicted latencies are never compared with each other.
 //!
-//! **Promises.** Pure: no IO, clock or environment; seeds and time are arguments, so equal inputs give equal trials, with any number of
-//! threads of the caller's `rayon` pool and any number of helpers. No latency without agreement: [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an
-//! `Agreement<Reference>`, and from nothing else. The search never learns which driver is behind [`Device`].
+//! **Promises.** Pure: no IO, clock or environment. Seeds and time are arguments, so equal inputs give equal trials,
+//! with any number of threads of the caller's `rayon` pool and any number of helpers. No latency without agreement:
+//! [`Latency`] and [`Contender`] are made from an `Agreement<Device>`, which is made from an `Agreement<Reference>`,
+//! and from nothing else. Nothing here depends on the driver behind [`Device`].
 
 #[cfg(test)]
 extern crate self as search;
@@ -37,7 +39,7 @@ mod rejection;
 pub mod replay;
 mod run;
 mod worker_pool;
-// Tests that look inside use the scripted device of the crate `tests` too.
+// The unit tests of this crate use the scripted device of the crate `tests` too.
 pub mod random_sample;
 #[cfg(test)]
 #[path = "../../tests/src/scripted.rs"]

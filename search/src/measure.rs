@@ -11,7 +11,7 @@ use crate::device::{ROUND, Samples, Side};
 /// Resamples of a bootstrap.
 const RESAMPLES: usize = 2000;
 
-/// Share of resamples left out at each end: a 99 % interval, because a search asks many times.
+/// Fraction of resamples left out at each end: a 99% interval, because a search makes many comparisons.
 const TAIL: f64 = 0.005;
 
 /// A closed interval.
@@ -23,7 +23,7 @@ pub struct Interval {
     pub high: f64,
 }
 
-/// A latency that a device measured, of a program that agreed there.
+/// A measured latency of a program that agreed on the device.
 ///
 /// ```compile_fail,E0451
 /// # use search::{Interval, Latency};
@@ -35,18 +35,18 @@ pub struct Latency {
     ci_us: Interval,
 }
 
-/// A time that cannot be: less than the bytes read need on this device.
+/// An impossible time: less than reading the bytes takes on this device.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[error("{measured_us:.3} us per token is below the bound of {bound_us:.3} us: an artefact")]
 pub struct BelowBound {
-    /// The least that the bytes read need.
+    /// The least time for reading the bytes.
     pub bound_us: f64,
-    /// What was measured.
+    /// The measured time.
     pub measured_us: f64,
 }
 
 impl Latency {
-    /// The latency of one side of the samples. The proof is asked for because nothing else may be timed.
+    /// The latency of one side of the samples. It takes the proof of agreement because nothing else may be timed.
     ///
     /// # Errors
     /// If it is below the bound.
@@ -78,7 +78,7 @@ impl Latency {
     }
 }
 
-/// A latency that the cost model predicts, for a program that agrees on the reference VM. Never compared with a [`Latency`].
+/// A latency that the cost model predicts for a program that agrees on the reference VM. Never compared with a [`Latency`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Predicted {
     us: f64,
@@ -89,13 +89,13 @@ impl Predicted {
     /// A prediction and the bound that it may not be below.
     ///
     /// # Errors
-    /// If it is below the bound, which is a fault of the cost model.
+    /// If it is below the bound, which is an error of the cost model.
     pub fn new(
         _proof: &Agreement<reference_vm::compare::Reference>,
         us: f64,
         bound_us: f64,
     ) -> Result<Self, BelowBound> {
-        // One part in a million: sums in another order may differ in the last bits.
+        // One part in a million: the last bits depend on the order of a sum.
         if !us.is_finite() || us < bound_us * (1.0 - 1e-6) {
             return Err(BelowBound { bound_us, measured_us: us });
         }
@@ -126,7 +126,7 @@ impl Samples {
         self.rounds.iter().flat_map(one).collect()
     }
 
-    /// What each side computed last, logits and the token chosen by them, as rows of one position.
+    /// The last outputs of each side, logits and the token chosen from them, as rows of one position.
     pub fn last(
         &self,
     ) -> impl DoubleEndedIterator<Item = (&[Vec<f32>], &[u32])> + ExactSizeIterator {
@@ -143,8 +143,8 @@ impl Samples {
     }
 }
 
-/// The share of its time that the candidate saves over the incumbent: the bootstrap interval over whole rounds, so that drift within a
-/// round stays paired.
+/// The fraction of the incumbent's time that the candidate saves: the bootstrap interval over whole rounds, so that
+/// drift within a round stays paired.
 #[must_use]
 pub fn gain(samples: &Samples, seed: u64) -> Interval {
     let rounds = &samples.rounds;
@@ -156,14 +156,14 @@ pub fn gain(samples: &Samples, seed: u64) -> Interval {
     bootstrap(rounds.len(), seed, statistic)
 }
 
-/// The gain that a program seems to have over itself: what no decision may rest on.
+/// The apparent gain of a program over itself. No decision may rest on a smaller gain.
 #[must_use]
 pub fn noise_floor(same_twice: &Samples, seed: u64) -> f64 {
     let Interval { low, high } = gain(same_twice, seed);
     low.abs().max(high.abs())
 }
 
-/// The median; NaN of nothing, or if a value is NaN.
+/// The median; NaN if there are no values or one of them is NaN.
 #[must_use]
 pub fn median(values: &[f64]) -> f64 {
     if values.is_empty() || values.iter().any(|v| v.is_nan()) {

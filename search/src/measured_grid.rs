@@ -1,5 +1,6 @@
-//! A measured grid: every point of a grid of schedules with its answer, so that strategies can be compared with no device. Whatever a strategy
-//! proposes within the grid was recorded; nothing is interpolated, and nothing is taken for its neighbour.
+//! A measured grid (a tabular benchmark): every point of a grid of schedules with its result, so that strategies can be
+//! compared without a device. Every proposal of a strategy within the grid was recorded; nothing is interpolated or
+//! taken from a neighbouring point.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +19,7 @@ pub use probe::{Probe, prepare};
 /// Schema of a measured grid's file: a line with the terms ([`Terms`]), then a line for each point ([`Row`]).
 pub const MEASURED_GRID_SCHEMA: &str = "amk.measured_grid.v1";
 
-/// Under which terms the rows that follow were recorded.
+/// The conditions under which the rows that follow were recorded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Terms {
@@ -32,7 +33,7 @@ pub struct Terms {
     pub graph_id: String,
     /// The target of the schedules.
     pub target: String,
-    /// Where it was measured; nothing where it was predicted.
+    /// Where it was measured; `None` for predictions.
     pub conditions: Option<Conditions>,
     /// Positions of the key/value cache.
     pub kv_capacity: u32,
@@ -40,42 +41,42 @@ pub struct Terms {
     pub context: u32,
     /// Tokens of a timed block.
     pub timed_tokens: u32,
-    /// Rounds of four blocks that a point is timed.
+    /// Rounds of four blocks per timed point.
     pub rounds: usize,
-    /// What tokens, and the order of the points, were drawn with.
+    /// Seed of the tokens and of the order of the points.
     pub seed: u64,
-    /// Bytes per second that the device read at the start.
+    /// Bandwidth measured at the start, in bytes per second.
     pub bandwidth: Option<f64>,
     /// The points.
     pub grid: Grid,
-    /// Which part of the points: `[i, n]` are those whose number is `i` modulo `n`.
+    /// The recorded part of the points: `[i, n]` are those whose number is `i` modulo `n`.
     pub shard: [u32; 2],
-    /// Hash of the file that this one was made of by `amk migrate`.
+    /// Hash of the file that `amk migrate` made this one from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migrated_from: Option<String>,
 }
 
-/// A point with its answer.
+/// A point with its result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// Number of the point in its grid.
     pub point: u32,
-    /// What became of it.
+    /// The result.
     #[serde(flatten)]
     pub answer: Answer,
 }
 
-/// What became of a point.
+/// The result of a point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Answer {
-    /// It breaks these rules; no device was asked.
+    /// It breaks these rules. It was not run.
     Illegal(Vec<String>),
-    /// It lowers to the program and kernel of another point, and has its answer.
+    /// It lowers to the same program and kernel as this point, and shares its result.
     Twin(u32),
     /// It agreed and was timed.
     Measured(Measured),
-    /// It lowers, and the cost model says so much. It was not run.
+    /// It lowers and has a prediction of the cost model. It was not run.
     Predicted {
         /// Hash of the program.
         program_id: String,
@@ -91,12 +92,12 @@ pub enum Answer {
         /// Why, in one line.
         why: String,
     },
-    /// The first point of all, timed once more later in the run: what drift there was.
+    /// The first point of all, timed again later in the run to show the drift.
     Again(Measured),
 }
 
 impl Answer {
-    /// What is illegal, by the rules that it breaks, each once.
+    /// An illegal point, with the rules that it breaks, each once.
     #[must_use]
     pub fn illegal(violations: &Violations) -> Self {
         let rules: BTreeSet<_> = violations.list().iter().map(|v| v.rule.id().to_owned()).collect();
@@ -104,7 +105,7 @@ impl Answer {
     }
 }
 
-/// What timing gave.
+/// The result of timing.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
@@ -114,8 +115,9 @@ pub struct Measured {
     pub kernel_id: String,
     /// Median of the blocks, in microseconds per token.
     pub us: f64,
-    /// The blocks, in the order in which they ran. The least and the greatest of eight enclose the median with 99.2 % (sign test).
+    /// The blocks, in the order in which they ran. The least and the greatest of eight enclose the median with 99.2%
+    /// (sign test).
     pub blocks_us: Vec<f64>,
-    /// The clock of the multiprocessors just after, where it is known.
+    /// SM clock just after, where it is known.
     pub sm_mhz: Option<u32>,
 }

@@ -1,9 +1,11 @@
-//! What to try next. A proposal is the incumbent with some knobs changed; whether it is legal is asked before a trial is spent on it.
+//! Proposals: which schedule to try next. A proposal is the incumbent with some knobs changed. Whether it is legal is
+//! checked before a trial is spent on it.
 //!
-//! A search first **sweeps**: moves that change what belongs together (all hand-offs, all row counts, the ring as a whole), each once,
-//! on top of whatever leads by then. Afterwards three kinds take turns: **steps** change one knob, those first whose changes paid so
-//! far; **combinations** put together what seemed to help and was too little on its own; **jumps** change a few knobs at random. What
-//! lost is remembered, and is not asked for again as long as nothing that interacts with it has changed.
+//! A search first **sweeps**: each move changes knobs that belong together (all hand-offs, all row counts, the ring as
+//! a whole), once, starting from the current incumbent. Afterwards three kinds take turns: **steps** change one knob,
+//! the knobs with the largest gains so far first; **combinations** merge changes that seemed to help but gained too
+//! little alone; **jumps** change a few knobs at random. A change that lost is not proposed again until something that
+//! interacts with it has changed.
 
 use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::rngs::Xoshiro256PlusPlus;
@@ -21,13 +23,13 @@ use moves::Move;
 pub(crate) use moves::group;
 pub use records::TrialRecords;
 
-/// Gain that an untried knob is credited with: more than noise, less than a knob that paid.
+/// Gain credited to an untried knob: more than noise, less than the gain of a knob that helped.
 const UNTRIED: f64 = 0.005;
 
-/// Gains above this, of a trial that was not kept, are worth combining.
+/// A trial that was not kept is combined with others if its gain is above this.
 const PROMISING: f64 = 0.0005;
 
-/// Most trials whose changes one combination puts together.
+/// Maximum number of trials whose changes one combination merges.
 const COMBINED_MAX: usize = 6;
 
 /// Where a proposal comes from.
@@ -45,15 +47,15 @@ pub enum Origin {
     Combine,
     /// A few knobs of the incumbent changed at random, or all of them.
     Jump,
-    /// What a model of the trials so far finds likely to be good.
+    /// A proposal of a model fitted to the trials so far.
     Model,
-    /// What helped in earlier searches.
+    /// A move that helped in earlier searches.
     Prior,
-    /// What somebody outside proposed.
+    /// A proposal from outside the search.
     External,
 }
 
-/// One knob with its value in the config compared with and in the proposal.
+/// A knob with its value before and after a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
     /// The knob.
@@ -71,24 +73,24 @@ pub fn changes(from: &ScheduleConfig, to: &ScheduleConfig) -> Vec<Change> {
     Knob::ALL.iter().map(change).filter(|change| change.from != change.to).collect()
 }
 
-/// What a finished trial says about its changes.
+/// A finished trial as proposals use it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrialRecord {
     /// The schedule.
     pub config: ScheduleConfig,
-    /// What it changed in the incumbent of its time.
+    /// The knobs that it changed in the incumbent of its time.
     pub changes: Vec<Change>,
-    /// Share of its time that it saved over that incumbent; `None` if it gave no latency.
+    /// Fraction of that incumbent's time that it saved; `None` if it has no latency.
     pub gain: Option<f64>,
     /// It became the incumbent.
     pub kept: bool,
-    /// Logarithm of its time over the baseline's, by way of all incumbents between them; `None` if it gave no latency.
+    /// Logarithm of its time over the baseline's, chained through the incumbents in between; `None` if it has no latency.
     pub score: Option<f64>,
 }
 
 impl SearchSpace {
-    /// Draws for a trial in the order in which they are to be tried: the same for the same history. They may be illegal, and they may
-    /// have been tried. The last ones are random and go on for ever.
+    /// Proposals for a trial, in the order in which to try them. Equal histories give equal draws. A draw may be
+    /// illegal or already tried. The iterator is infinite: random jumps follow the planned draws.
     pub fn draws<'a>(
         &'a self,
         trial: u64,
@@ -102,7 +104,7 @@ impl SearchSpace {
         }
         let steps = self.steps(incumbent, past, &mut rng);
         let combinations = combinations(incumbent, past, &mut rng);
-        // Every fourth trial looks further first, every fourth puts together what is there.
+        // Of every four trials, one tries a jump first and one tries combinations first.
         match trial % 4 {
             1 if trial > self.sweep => planned.push((Origin::Jump, self.jump(incumbent, &mut rng))),
             3 => planned.extend(combinations),
@@ -113,13 +115,14 @@ impl SearchSpace {
         planned.into_iter().chain(random)
     }
 
-    /// The first move that nobody made yet, in each of its forms: the first one that is legal counts.
+    /// The moves of the sweep that no trial has made yet, each in all its forms: the first legal one is tried.
     fn sweep(
         &self,
         incumbent: &ScheduleConfig,
         past: &TrialRecords,
     ) -> Vec<(Origin, ScheduleConfig)> {
-        // The caps of the ring follow its size, so they may have changed without being asked for.
+        // `fit_caps` adjusts the caps of the ring to its size, so a trial may have changed them besides the knobs of
+        // the move.
         let follows = |knob: Knob| moves::group(knob) == "pipeline";
         let made = |form: &Vec<(Knob, Value)>| {
             let named = |knob: Knob| form.iter().any(|&(other, _)| other == knob);
@@ -135,7 +138,7 @@ impl SearchSpace {
         moves.iter().filter(|mv| open(mv)).flat_map(|mv| mv.iter().map(with)).collect()
     }
 
-    /// Single changes, the most promising knob first; what lost since something of its group last changed is left out.
+    /// Single-knob changes, the most promising knob first. A value that lost since its group last changed is left out.
     fn steps(
         &self,
         incumbent: &ScheduleConfig,
@@ -161,7 +164,8 @@ impl SearchSpace {
         steps.into_iter().map(with).collect()
     }
 
-    /// Two to four knobs changed, half of the time within one group, half of the values being neighbours.
+    /// Changes two to four knobs at random: half of the time within one group, half of the values neighbours of the
+    /// current one.
     fn jump(&self, incumbent: &ScheduleConfig, rng: &mut Xoshiro256PlusPlus) -> ScheduleConfig {
         let count = rng.random_range(2..=4);
         let first = self.space.choose(rng).map(|(knob, _)| moves::group(*knob));
@@ -178,7 +182,7 @@ impl SearchSpace {
     }
 }
 
-/// Trials that seemed to help and were not kept, put together: all of them, then random parts.
+/// Combines trials that seemed to help and were not kept: first all of them, then random subsets.
 fn combinations(
     incumbent: &ScheduleConfig,
     past: &TrialRecords,
@@ -217,7 +221,7 @@ fn another(values: &[Value], current: Value, rng: &mut Xoshiro256PlusPlus) -> Va
     others.choose(rng).copied().unwrap_or(current)
 }
 
-/// The config with some knobs set, and with the caps of the ring brought back under what they must not exceed.
+/// Sets knobs of a config, then brings the caps of the ring back under their limits ([`fit_caps`]).
 pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> ScheduleConfig {
     let mut config = *config;
     for &(knob, value) in form {
@@ -228,7 +232,8 @@ pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> Schedul
     config
 }
 
-/// Brings the caps of the ring back under what they must not exceed.
+/// Rounds the caps of the ring down to whole stages (at least one) and clamps them: bytes in flight to the ring's size,
+/// bytes in flight before a wait to bytes in flight.
 pub(crate) fn fit_caps(config: &mut ScheduleConfig) {
     let ring = &mut config.pipeline;
     let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
@@ -238,7 +243,7 @@ pub(crate) fn fit_caps(config: &mut ScheduleConfig) {
         whole(ring.in_flight_before_wait_bytes.min(ring.in_flight_bytes));
 }
 
-/// A generator for one purpose of one trial.
+/// A random generator for one trial, or for another purpose with a number of its own.
 #[must_use]
 pub fn generator(seed: u64, trial: u64) -> Xoshiro256PlusPlus {
     Xoshiro256PlusPlus::seed_from_u64(mixed(seed, trial))

@@ -1,7 +1,9 @@
-//! A random sample: random legal schedules, each gated as in a search and timed on its own. What a cost model is fitted to and judged by.
+//! A random sample: random legal schedules, each gated as in a search and timed on its own. A cost model is fitted to
+//! it and judged by it.
 //!
-//! Half of the draws are **wide**: every knob takes any legal value. They say what a knob does in bad company. The other half are **near**
-//! a schedule that is known to be good (or the neutral one), one to four knobs away: they say what a search will ask about.
+//! Half of the draws are **wide**: every knob takes any legal value. They show the effect of a knob among bad values of
+//! the others. The other half are **near** a schedule that is known to be good (or the neutral one), one to four knobs
+//! away: they are typical of the schedules that a search tries.
 
 use corpus::Conditions;
 use ir::schedule::{Knob, ScheduleConfig, Value, largest_stages, legal_values, validate};
@@ -23,7 +25,7 @@ use crate::rejection::Rejection;
 /// Schema of a row.
 pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
 
-/// Most knobs that a near draw changes.
+/// Maximum number of knobs that a near draw changes.
 const EDITS_MAX: usize = 4;
 
 /// How a schedule was drawn.
@@ -70,9 +72,9 @@ pub struct Observation {
     pub median_us: f64,
     /// 99 % interval of the median.
     pub ci_us: [f64; 2],
-    /// Blocks that the median is of, in the order in which they were timed.
+    /// The blocks of the median, in the order in which they were timed.
     pub blocks_us: Vec<f64>,
-    /// Bound with the bandwidth measured in the same process.
+    /// Roofline bound at the bandwidth measured in the same process.
     pub bound_us: f64,
     /// That bandwidth, in bytes per second.
     pub bandwidth: f64,
@@ -86,21 +88,21 @@ impl Observation {
     }
 }
 
-/// What schedules are drawn from.
+/// The inputs of a random sample.
 #[derive(Clone, Copy, Debug)]
 pub struct RandomSample<'a> {
     /// The model.
     pub graph: &'a Graph,
     /// The GPU.
     pub target: &'a Target,
-    /// Schedules to draw near to.
+    /// Known schedules, which near draws start from.
     pub known: &'a [ScheduleConfig],
-    /// What draws are made with.
+    /// Seed of the draws.
     pub seed: u64,
 }
 
 impl<'a> RandomSample<'a> {
-    /// Legal schedules without end, wide and near in turn. They may repeat.
+    /// An endless sequence of legal schedules, wide and near in turn. They may repeat.
     pub fn draws(self) -> impl Iterator<Item = (Drawn, ScheduleConfig)> + 'a {
         let values = |&knob: &Knob| (knob, legal_values(knob, self.graph, self.target));
         let space: Vec<(Knob, Vec<Value>)> = Knob::ALL.iter().map(values).collect();
@@ -114,7 +116,7 @@ impl<'a> RandomSample<'a> {
                     Some(known) => self.near(known, &space, &mut rng),
                     None => (Drawn::Wide, self.wide(&space, &mut rng)),
                 };
-                // What the ring has no room for is cut back, and then nothing may be left of an edit.
+                // An edit that the ring has no room for is cut back, so a near draw may end up without a change.
                 let edited = !matches!(drawn, Drawn::Near { edits: 0, .. });
                 if edited && validate(config, self.graph, self.target).is_ok() {
                     return (drawn, config);
@@ -123,7 +125,8 @@ impl<'a> RandomSample<'a> {
         })
     }
 
-    /// Every knob at random. The ring is drawn from what fits: apart from each other, most of its knobs would be illegal together.
+    /// Sets every knob at random. The ring is drawn from the sizes that fit: independent ring knobs would mostly be
+    /// illegal together.
     fn wide(&self, space: &[(Knob, Vec<Value>)], rng: &mut Xoshiro256PlusPlus) -> ScheduleConfig {
         let mut config = ScheduleConfig::default();
         for (knob, values) in space {
@@ -140,7 +143,7 @@ impl<'a> RandomSample<'a> {
         config
     }
 
-    /// A few knobs of a known schedule at random, and the ring brought back to what fits.
+    /// Sets a few knobs of a known schedule at random, and shrinks the ring to the size that fits.
     fn near(
         &self,
         known: &ScheduleConfig,
@@ -180,7 +183,7 @@ fn greatest(space: &[(Knob, Vec<Value>)], knob: Knob) -> u32 {
     row.and_then(|(_, values)| values.iter().map(of).max()).unwrap_or(0)
 }
 
-/// The tokens of a random sample: where schedules are timed, and what the last timed position must show.
+/// The tokens of a random sample: the timed positions, and the expected logits at the last of them.
 #[derive(Clone, Debug)]
 pub struct Passage {
     /// From position zero.
@@ -191,7 +194,7 @@ pub struct Passage {
     pub last: Vec<f32>,
 }
 
-/// What timing an agreed candidate gave.
+/// The result of timing a candidate that agreed.
 #[derive(Clone, Debug)]
 pub struct Timed {
     /// Median and interval.
@@ -202,11 +205,11 @@ pub struct Timed {
     pub bound_us: f64,
 }
 
-/// Gates a candidate as a search does before it keeps one, at every position and twice, then times it against itself and checks the
-/// outputs of the timed runs.
+/// Gates a candidate at every position and twice, as a search does before it keeps one; then times it against itself
+/// and checks the outputs of the timed runs.
 ///
 /// # Errors
-/// Why the candidate is out: it has no time then.
+/// Why the candidate is rejected; it has no time then.
 pub fn observe(
     gate: &mut Gate<'_>,
     device: &mut dyn Device,

@@ -10,7 +10,7 @@ use reference_vm::machine::Run;
 use crate::device::DeviceError;
 use crate::measure::BelowBound;
 
-/// Why a candidate is out. Every end but a latency is data for the ledger, not a failure of the search.
+/// Why a candidate is rejected. Every such end is data for the ledger, not a failure of the search.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Rejection {
     /// The schedule breaks rules.
@@ -22,13 +22,13 @@ pub enum Rejection {
     /// The reference VM cannot run the lowered program.
     #[error("the reference VM cannot run it: {0}")]
     Unrunnable(#[from] MachineError),
-    /// The graph gives nothing to judge by on these tokens.
+    /// The graph gives no values to compare with on these tokens.
     #[error("the graph cannot be evaluated: {0}")]
     Unevaluated(ExpectedError),
     /// The program trapped, got stuck or used up its fuel on the reference VM.
     #[error("on the reference VM: {}", ended(.0))]
     Halted(Run),
-    /// The program chose another token than its own logits say.
+    /// The program chose another token than the most likely one of its own logits.
     #[error("token {got} was chosen at position {position} where the logits say {want}")]
     Sampled {
         /// The position.
@@ -46,18 +46,18 @@ pub enum Rejection {
         /// Where.
         at: Disagreement,
     },
-    /// Two runs on the device agree with the graph and differ in their bits: the program races, or what runs it does.
+    /// Two runs on the device agree with the graph and differ in their bits: the program races, or whatever runs it does.
     #[error("{0}")]
     Unrepeatable(BitsDiffer),
     /// The device gave no result.
     #[error(transparent)]
     Failed(#[from] DeviceError),
-    /// It was faster than the bytes that it read allow.
+    /// It was faster than reading its bytes allows.
     #[error(transparent)]
     BelowBound(#[from] BelowBound),
 }
 
-/// Why nothing can be judged by what a graph makes of its inputs.
+/// Why a graph gives no values to compare with.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ExpectedError {
     /// The graph cannot be evaluated on these tokens.
@@ -81,7 +81,7 @@ pub struct BitsDiffer {
     pub position: usize,
     /// The word of its logits.
     pub word: usize,
-    /// What the first run and the second one stored there.
+    /// The values of the first run and of the second one.
     pub values: [f32; 2],
 }
 

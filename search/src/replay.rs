@@ -1,8 +1,8 @@
-//! A recorded trial, done again: the same program from the schedule, the same values on the reference VM, the same latency.
+//! Replays a recorded trial: the same program from the schedule, the same values on the reference VM, the same latency.
 //!
-//! Everything that needs no device is repeated exactly. A time is not: on the card, driver and compiler that it was measured on it is
-//! measured again, and the recorded median must lie in the new interval, widened by the noise floor of the recorded search. Whether
-//! this is that card is for the caller to say, who knows the conditions.
+//! Everything that needs no device is repeated exactly. A time is not: on the card, driver and compiler of the record
+//! it is measured again, and the recorded median must lie in the new interval, widened by the noise floor of the
+//! recorded search. The caller, which has the conditions, decides whether this is that card.
 
 use serde::Serialize;
 
@@ -18,11 +18,11 @@ use crate::verdict::{LatencyKind, Verdict};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Repeated {
-    /// As it was recorded.
+    /// The same as recorded.
     Same,
-    /// Not as it was recorded.
+    /// Not the same as recorded.
     Differs,
-    /// Not done; the detail says why.
+    /// Not run; the detail gives the reason.
     Skipped,
 }
 
@@ -33,12 +33,12 @@ pub struct Stage {
     pub stage: &'static str,
     /// How it ended.
     pub result: Repeated,
-    /// What was compared, or why it was not.
+    /// What was compared, or why it was not compared.
     pub detail: String,
 }
 
 impl Stage {
-    /// A stage that was not done.
+    /// A stage that was not run.
     #[must_use]
     pub fn skipped(stage: &'static str, why: impl Into<String>) -> Self {
         Self { stage, result: Repeated::Skipped, detail: why.into() }
@@ -50,7 +50,7 @@ impl Stage {
     }
 }
 
-/// The device to measure on, or why there is none to be used.
+/// The device to measure on, or why there is none.
 pub enum Place<'d, 'a> {
     /// The card of the record.
     Here(&'d mut (dyn Device + 'a)),
@@ -58,7 +58,7 @@ pub enum Place<'d, 'a> {
     Elsewhere(String),
 }
 
-/// Does a trial again. `noise_floor` is that of its search.
+/// Replays a trial. `noise_floor` is that of its search.
 ///
 /// # Errors
 /// If the device is lost.
@@ -110,7 +110,8 @@ fn was(recorded: Option<&str>) -> String {
     recorded.map_or_else(|| "recorded: none,".to_owned(), |id| format!("recorded {id},"))
 }
 
-/// The reference VM agrees with the graph or not, as it did; where its errors are on record, they are the same bits.
+/// Checks that the reference VM agrees with the graph if and only if it did. If the record is a prediction, its errors
+/// must have the same bits.
 fn reference(
     gate: &Gate<'_>,
     trial: &Trial,

@@ -1,5 +1,6 @@
-//! The search: propose, gate, measure or predict, keep or revert. It does one trial at a time and hands it to the caller, who writes
-//! it down before asking for the next; a search that absorbs those rows again goes on as if it had never stopped.
+//! The search: propose, gate, measure or predict, keep or revert. It runs one trial at a time and returns it to the
+//! caller, who records it before asking for the next. A search that absorbs the recorded rows continues as if it had
+//! never stopped.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -33,13 +34,13 @@ pub use side_by_side::WastedSpeculation;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "lowercase")]
 pub enum StoppedBy {
-    /// As many trials as were asked for.
+    /// The requested number of trials is done.
     Trials,
     /// The time is up.
     Time,
-    /// Nothing new was found to try.
+    /// No new schedule was found.
     Exhausted,
-    /// Somebody stopped it.
+    /// The caller stopped it.
     Interrupted,
 }
 
@@ -51,7 +52,7 @@ impl StoppedBy {
     }
 }
 
-/// What a call of [`Search::step`] did.
+/// The result of a call of [`Search::step`].
 #[derive(Debug)]
 pub enum Step {
     /// One trial.
@@ -66,7 +67,7 @@ pub enum SearchError {
     /// The device is gone.
     #[error("{0}")]
     Device(DeviceError),
-    /// A ledger's row does not fit the search that reads it.
+    /// A ledger's row does not fit the search that absorbs it.
     #[error("trial {trial} of the ledger does not continue this search: {reason}; start a new one")]
     Foreign {
         /// The row's trial.
@@ -79,27 +80,27 @@ pub enum SearchError {
 /// A search under way.
 pub struct Search<'a> {
     gate: Gate<'a>,
-    /// The device of a search that has one, or none.
+    /// The device of a search with one device or none.
     here: DeviceWorker<'a, 'a>,
-    /// The devices of a search that has several.
+    /// The devices of a search with several.
     fleet: Option<Fleet<'a>>,
     settings: Arc<Settings>,
     strategy: Arc<dyn Strategy>,
-    /// The trials so far, and what checks those of a ledger.
+    /// The trials so far, with the checks for those of a ledger.
     rows: Audit,
-    /// What they say to the next one.
+    /// The state that the next proposal follows from.
     history: History,
-    /// Ids of their programs.
+    /// Program ids of the trials.
     programs: BTreeSet<String>,
     rejected: u64,
     clock: Clock,
     spent: Spent,
-    /// Threads that work ahead.
+    /// Threads that work ahead of the search.
     helpers: Option<Helpers<'a>>,
 }
 
 impl<'a> Search<'a> {
-    /// A search that has done nothing yet. Without a device it compares predictions.
+    /// A search without trials yet. Without a device it compares predictions.
     #[must_use]
     pub fn new(
         gate: Gate<'a>,
@@ -142,13 +143,13 @@ impl<'a> Search<'a> {
         Self { fleet: Some(Fleet::new(pool)), ..search }
     }
 
-    /// Has this strategy propose instead of the default one.
+    /// Uses this strategy instead of the default one.
     #[must_use]
     pub fn with_strategy(self, strategy: Arc<dyn Strategy>) -> Self {
         Self { strategy, ..self }
     }
 
-    /// Notes what trials spend their time on, by this clock. It decides nothing.
+    /// Records what trials spend their time on, by this clock. The times decide nothing.
     #[must_use]
     pub fn with_clock(self, clock: Clock) -> Self {
         let mut search = Self { clock, ..self };
@@ -156,8 +157,9 @@ impl<'a> Search<'a> {
         search
     }
 
-    /// Lowers the schedules that are likely to come next, and runs them on the reference VM, beside the trial under way: with so many
-    /// helpers, of so many threads each, which end with the search. They decide nothing: the trials are the same without them.
+    /// Lowers the schedules that are likely to come next and runs them on the reference VM while a trial runs: on
+    /// `helpers` helpers of `threads` threads each, which end with the search. They decide nothing: the trials are the
+    /// same without them.
     #[must_use]
     pub fn with_helpers<'scope>(
         mut self,
@@ -179,13 +181,13 @@ impl<'a> Search<'a> {
         &self.rows.trials
     }
 
-    /// The trial that leads.
+    /// The incumbent's trial.
     #[must_use]
     pub fn champion(&self) -> Option<&Trial> {
         self.rows.champion.map(|index| &self.rows.trials[index])
     }
 
-    /// What several devices began for nothing.
+    /// Speculative work on several devices that was wasted.
     #[must_use]
     pub fn dropped(&self) -> WastedSpeculation {
         self.fleet.as_ref().map_or_else(WastedSpeculation::default, Fleet::dropped)
@@ -203,7 +205,7 @@ impl<'a> Search<'a> {
         &self.gate
     }
 
-    /// Takes a finished trial from a ledger.
+    /// Adds a finished trial from a ledger.
     ///
     /// # Errors
     /// If it is not the next trial of this search, or its figures do not follow from its samples.
@@ -214,7 +216,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Checks, after the last trial was absorbed, that the leading schedule still lowers to what the ledger says.
+    /// Checks, after the last trial was absorbed, that the incumbent's schedule still lowers to the program in the ledger.
     ///
     /// # Errors
     /// If it does not: the ledger was written by another version, or for another model.
@@ -230,7 +232,7 @@ impl<'a> Search<'a> {
         Err(foreign(format!("its schedule lowers to program {} now", candidate.program_id)))
     }
 
-    /// Does one trial. `elapsed` is the time that the search has taken so far, sessions before a resume included.
+    /// Runs one trial. `elapsed` is the time that the search has taken so far, including sessions before a resume.
     ///
     /// # Errors
     /// If the device is lost.
@@ -259,7 +261,7 @@ impl<'a> Search<'a> {
         Ok(Step::Trial(Box::new(trial)))
     }
 
-    /// A trial to do, on a card of several or on the one that there is.
+    /// The job for a trial, on one of several cards or on the only device.
     fn job(
         &self,
         index: u64,
@@ -286,7 +288,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The trial that leads, as devices are told of it.
+    /// The incumbent in the form that device workers use.
     fn lead(&self) -> Option<Lead> {
         self.champion().map(|trial| Lead { trial: trial.trial, config: trial.config })
     }
@@ -299,16 +301,17 @@ impl<'a> Search<'a> {
         Asked { strategy: self.strategy.clone(), budget: self.settings.budget }
     }
 
-    /// What the finished trials say to the next one.
+    /// A copy of the state that the next proposal follows from.
     fn history(&self) -> History {
         self.history.clone()
     }
 
-    /// The next schedule that is legal and lowers to something new; `None` when none is found. Helpers go on with those after it.
+    /// The next schedule that is legal and lowers to something new; `None` if none is found. Helpers get a guess at
+    /// those after it.
     fn propose(&mut self, index: u64, skipped: &mut Skipped) -> Option<(Proposal, History)> {
         let history = self.history();
         let proposal = if index == 0 {
-            // The baseline is tried whatever comes of it.
+            // The baseline is tried in any case.
             let config = history.parent;
             Proposal { origin: Origin::Baseline, config, lowered: self.lower_timed(&config) }
         } else {
@@ -331,7 +334,7 @@ impl<'a> Search<'a> {
         lowered
     }
 
-    /// The proposal that follows a history.
+    /// The proposal that follows from a history.
     fn next_of(
         &mut self,
         history: &History,
@@ -361,8 +364,8 @@ impl<'a> Search<'a> {
         self.rows.push(trial);
     }
 
-    /// Runs the champion again, on longer and fresh tokens and, where there is a device, against the baseline. `None` when there is no
-    /// champion.
+    /// Runs the champion again, on longer and fresh tokens and, if there is a device, against the baseline. `None` if
+    /// there is no champion.
     ///
     /// # Errors
     /// If the device is lost.

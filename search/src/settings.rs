@@ -1,4 +1,4 @@
-//! The terms of a search, and its clock.
+//! The parameters of a search, and its clock.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use ir::schedule::{Knob, Value};
 use crate::assess::Timing;
 use crate::budget::Budget;
 
-/// How a search goes about it.
+/// The parameters of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// What proposals, tokens and intervals are drawn with.
+    /// Seed of proposals, tokens and intervals.
     pub seed: u64,
     /// When to end.
     pub budget: Budget,
@@ -27,10 +27,10 @@ pub struct Settings {
     pub timing: Timing,
 }
 
-/// Time since any fixed moment. The search has no clock of its own; it passes this one on to know what it spent on what.
+/// Time since any fixed moment. The search has no clock of its own; it uses this one to record where the time went.
 pub type Clock = fn() -> Duration;
 
-/// A clock that always reads zero: what is spent on what is not recorded.
+/// A clock that always reads zero: no times are recorded.
 pub(crate) fn no_clock() -> Duration {
     Duration::ZERO
 }

@@ -1,9 +1,9 @@
-//! Strategies: who decides what is tried next. One trait, to **ask** for proposals and be **told** how they ended.
+//! Strategies, which choose the schedules to try. One trait: **ask** a strategy for proposals and **tell** it the results.
 //!
-//! What a strategy is told is the list of finished trials, which it gets with each question; it keeps nothing of its own. So it is a function
-//! of its seed and that list: a resumed search goes on with the proposals that would have come, and helpers may ask what it would propose
-//! if the trial under way were reverted. Whether a proposal is legal, and new, is for whoever asks to find out: a strategy goes on proposing
-//! until one is, and what is not costs no trial.
+//! The results are the list of finished trials, which is passed with each question; a strategy has no state of its own.
+//! So it is a function of its seed and that list: a resumed search continues with the proposals that would have come,
+//! and helpers can query the proposals for the case that the current trial is reverted. The caller checks whether a
+//! proposal is legal and new. It takes further proposals until one is; the others cost no trial.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,38 +19,38 @@ mod tpe;
 
 pub use prior::{MoveStats, PriorMove, rank};
 
-/// Knobs with values to set them to.
+/// Knobs with the values to set them to.
 type Form = Vec<(Knob, Value)>;
 
-/// Proposals in the order in which they are to be tried. The last ones are random and go on for ever, unless there is nobody to go on.
+/// Proposals in the order in which to try them, with an endless tail of random ones unless the strategy can run out.
 pub type Proposals<'s> = Box<dyn Iterator<Item = (Origin, ScheduleConfig)> + 's>;
 
-/// What a strategy is asked.
+/// The input of a strategy.
 #[derive(Clone, Copy, Debug)]
 pub struct Question<'q> {
-    /// The trial to propose for; 0 is the baseline, which nobody is asked for.
+    /// The trial to propose for. Trial 0 is the baseline, which needs no proposal.
     pub trial: u64,
-    /// The schedule that leads.
+    /// The current incumbent.
     pub incumbent: &'q ScheduleConfig,
-    /// How the trials before it ended, the baseline left out.
+    /// The results of the trials before it, without the baseline.
     pub past: &'q TrialRecords,
 }
 
-/// A way of searching.
+/// A search strategy.
 pub trait Strategy: fmt::Debug + Send + Sync {
     /// Its name, as in the ledger's header.
     fn name(&self) -> &'static str;
 
-    /// Proposals for a trial: the same for the same question.
+    /// Proposals for a trial. Equal questions give equal proposals.
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s>;
 
-    /// Whether it may be asked about trials that have not ended yet, as often as one likes.
+    /// Whether it may be queried about trials that have not ended yet, any number of times.
     fn may_be_guessed(&self) -> bool {
         true
     }
 }
 
-/// The strategies that need nobody outside.
+/// The built-in strategies.
 #[derive(
     Clone,
     Copy,
@@ -69,12 +69,12 @@ pub trait Strategy: fmt::Debug + Send + Sync {
 pub enum StrategyName {
     /// Every knob at random, each time.
     Random,
-    /// A sweep over what belongs together, then single steps, combinations and jumps from the schedule that leads.
+    /// A sweep over knobs that belong together, then single steps, combinations and jumps from the incumbent.
     #[default]
     HillClimb,
-    /// A tree-structured Parzen estimator: values that good trials have more often than others.
+    /// A tree-structured Parzen estimator: prefers values that are more frequent in good trials than in others.
     Tpe,
-    /// What earlier searches learned, best first; then as `hill_climb`.
+    /// The moves that helped in earlier searches, best first; then as `hill-climb`.
     Prior,
 }
 
@@ -89,7 +89,7 @@ impl StrategyName {
     }
 }
 
-/// A strategy that nobody knows.
+/// An unknown strategy name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no strategy is called {0:?}; there are {names}", names = StrategyName::ALL.map(StrategyName::name).join(", "))]
 pub struct UnknownStrategy(String);
@@ -103,18 +103,18 @@ impl std::str::FromStr for StrategyName {
     }
 }
 
-/// What every strategy draws from.
+/// The space that every strategy draws from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchSpace {
     /// The knobs to vary, with the values to draw from.
     pub space: Vec<(Knob, Vec<Value>)>,
-    /// What random choices are made with, together with the trial's number.
+    /// Seed of random choices, combined with the trial's number.
     pub seed: u64,
-    /// Trials, after the baseline, of a sweep at most.
+    /// Maximum number of trials, after the baseline, in a sweep.
     pub sweep: u64,
 }
 
-/// The strategy of a name. What earlier searches learned is used by [`StrategyName::Prior`] alone.
+/// Creates the strategy of a name. Only [`StrategyName::Prior`] uses the known moves.
 #[must_use]
 pub fn strategy(
     name: StrategyName,
@@ -125,12 +125,12 @@ pub fn strategy(
     Arc::new(Builtin { name, search_space, moves })
 }
 
-/// One of those that need nobody outside.
+/// A built-in strategy.
 #[derive(Debug)]
 struct Builtin {
     name: StrategyName,
     search_space: SearchSpace,
-    /// What earlier searches learned, best first.
+    /// The moves that helped in earlier searches, best first.
     moves: Vec<Form>,
 }
 
@@ -150,7 +150,7 @@ impl Strategy for Builtin {
     }
 }
 
-/// Every knob at random, each time: what any other strategy must beat.
+/// Every knob at random, each time: the baseline for other strategies.
 fn random<'s>(search_space: &'s SearchSpace, question: &Question<'s>) -> Proposals<'s> {
     let mut rng = generator(search_space.seed, question.trial);
     let incumbent = question.incumbent;

@@ -1,4 +1,4 @@
-//! What the ledger keeps of a trial, and what a search concludes.
+//! The ledger's records: trials, and the confirmation at the end of a search.
 
 use derive_more::AddAssign;
 use ir::schedule::ScheduleConfig;
@@ -14,10 +14,11 @@ use crate::propose::{Change, Origin};
 use crate::rejection::Rejection;
 use crate::verdict::Verdict;
 
-/// Version of how trials are gated, timed and decided. It rises when figures of before and after may not stand beside each other.
+/// Version of the gates, the timing and the decision rule. It increases if figures before and after the change are not
+/// comparable.
 pub const PROTOCOL: u32 = 1;
 
-/// Proposals that a record describes among those that cost no trial; the rest are counted.
+/// Maximum proposals without a trial that a record describes; the others are only counted.
 pub(crate) const SKIPPED_SHOWN: usize = 8;
 
 /// How a trial ended.
@@ -38,16 +39,16 @@ pub(crate) const SKIPPED_SHOWN: usize = 8;
 #[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "snake_case")]
 pub enum Outcome {
-    /// The schedule that the search begins with, which the others are compared with.
+    /// The schedule that the search begins with. The others are compared with it.
     #[default]
     Baseline,
     /// Better than the incumbent: it is the incumbent now.
     Kept,
     /// Not better.
     Reverted,
-    /// The samples do not tell.
+    /// The samples are not decisive.
     Inconclusive,
-    /// The schedule breaks rules. Only the baseline can end so: other illegal proposals cost no trial.
+    /// The schedule breaks rules. Only the baseline can end like this: other illegal proposals cost no trial.
     Rejected,
     /// Legal, but it cannot be lowered.
     Unloadable,
@@ -59,15 +60,15 @@ pub enum Outcome {
     Unrepeatable,
     /// The kernel does not compile.
     CompileFailed,
-    /// A device worker gave up.
+    /// A worker trapped on the device.
     Trapped,
-    /// The host gave up.
+    /// The host stopped waiting for the device.
     TimedOut,
     /// Does not fit the device.
     OutOfMemory,
     /// The driver reported a fault.
     Fault,
-    /// Faster than it can be.
+    /// Faster than possible.
     BelowBound,
 }
 
@@ -84,7 +85,7 @@ impl Outcome {
         matches!(self, Self::Baseline | Self::Kept)
     }
 
-    /// Whether the candidate was correct, and compared.
+    /// Whether the candidate was correct and was compared.
     pub(crate) fn is_judged(self) -> bool {
         self.leads() || matches!(self, Self::Reverted | Self::Inconclusive)
     }
@@ -131,25 +132,25 @@ pub struct SkippedProposal {
     pub why: String,
 }
 
-/// Proposals that were drawn for a trial and cost none.
+/// Proposals that were drawn for a trial and cost no trial.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Skipped {
     /// Illegal ones.
     pub rejected: u64,
-    /// Those that lower to a program and kernel that were tried.
+    /// Proposals that lower to a program and kernel that were tried already.
     pub repeated: u64,
     /// The first few.
     pub examples: Vec<SkippedProposal>,
 }
 
-/// What a trial spent its seconds on.
+/// The seconds of a trial by activity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, AddAssign)]
 pub struct Spent {
-    /// All of it.
+    /// All of the trial.
     pub total_s: f64,
     /// Drawing and validating proposals.
     pub propose_s: f64,
-    /// Lowering and verifying, those included that repeat a trial.
+    /// Lowering and verifying, including proposals that repeat a trial.
     pub lower_s: f64,
     /// The gates: reference VM and device, which run side by side in the first stage.
     pub gates_s: f64,
@@ -160,7 +161,7 @@ pub struct Spent {
     pub reference_s: f64,
     /// Timing against the incumbent.
     pub timing_s: f64,
-    /// What of the device's parts went into making programs run.
+    /// The part of the device's time that went into making programs run.
     pub device: Costs,
 }
 
@@ -181,59 +182,59 @@ pub struct Trial {
     pub changed: Map<String, Value>,
     /// The schedule, whole.
     pub config: ScheduleConfig,
-    /// Share of its time that it saves over the incumbent.
+    /// Fraction of the incumbent's time that it saves.
     pub gain: Option<Interval>,
-    /// What the gain had to beat.
+    /// The threshold for the gain.
     pub threshold: Option<f64>,
-    /// The noise floor, on the trial that measured it.
+    /// The noise floor, if the trial measured it.
     pub noise_floor: Option<f64>,
-    /// Of a measured trial: microseconds per token that the cost model predicts at the position where it was timed. Nothing is decided by it.
+    /// For a measured trial: predicted µs per token at the position where it was timed. It decides nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_us: Option<f64>,
     /// Raw samples: microseconds per token of each round's four blocks (incumbent, candidate, candidate, incumbent).
     pub samples_us: Vec<[f64; 4]>,
-    /// The card that measured it, where the search has several: its number in the header's `cards`.
+    /// The card that measured it, if the search has several: its number in the header's `cards`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub card: Option<u32>,
-    /// The baseline on the other cards, which gives each its noise floor.
+    /// The baseline's measurements on the other cards, which give each its noise floor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub beside: Vec<Beside>,
-    /// Cards that the search does without from this trial on.
+    /// Cards that are left out of the search from this trial on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
     /// The verdict.
     pub verdict: Verdict,
     /// Proposals that were drawn before this one and cost no trial.
     pub skipped: Skipped,
-    /// What its time was spent on.
+    /// The seconds of the trial by activity.
     #[serde(default)]
     pub spent: Spent,
     /// Seconds of search when the trial began.
     pub began_s: f64,
-    /// Seconds of search when it ended. The caller, who has the clock, sets it.
+    /// Seconds of search when it ended. The caller sets it from its clock.
     pub ended_s: f64,
 }
 
-/// The champion, once more: on fresh tokens and, where there is a device, against the baseline.
+/// The champion's confirmation: on fresh tokens and, if there is a device, against the baseline.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Confirmation {
     /// Trials that were finished.
     pub trials: u64,
     /// The champion's trial.
     pub champion: u64,
-    /// Whether it stands: kept if it agrees again and, where it was measured, is better than the baseline again.
+    /// Whether it is confirmed: kept if it agrees again and, if it was measured, is better than the baseline again.
     pub decision: Decision,
     /// Why, in one line.
     pub why: String,
     /// Positions that the reference VM ran on fresh tokens.
     pub positions: usize,
-    /// Share of its time that it saves over the baseline.
+    /// Fraction of the baseline's time that it saves.
     pub gain: Option<Interval>,
-    /// What the gain had to beat.
+    /// The threshold for the gain.
     pub threshold: Option<f64>,
     /// Raw samples.
     pub samples_us: Vec<[f64; 4]>,
-    /// The card that these are of, where the search has several.
+    /// The card of these figures, if the search has several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub card: Option<u32>,
     /// The same on the other cards. The decision is that of all: kept if every card keeps it, reverted if one reverts it.
@@ -243,12 +244,12 @@ pub struct Confirmation {
     pub verdict: Verdict,
 }
 
-/// The same program on another card of the search. Its figures are that card's own: they are compared with nothing of the others.
+/// The same program on another card of the search. Its figures are that card's own and are compared with no other card's.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Beside {
     /// The card.
     pub card: u32,
-    /// What it decides about the champion; nothing of a baseline.
+    /// Its decision on the champion; none for a baseline.
     pub decision: Option<Decision>,
     /// Why, in one line.
     pub why: String,
@@ -256,26 +257,26 @@ pub struct Beside {
     pub latency_us: Option<f64>,
     /// Interval of that median.
     pub ci_us: Option<[f64; 2]>,
-    /// The bound there.
+    /// The roofline bound there.
     pub bound_us: Option<f64>,
-    /// The card's noise floor, of a baseline.
+    /// The card's noise floor, for a baseline.
     pub noise_floor: Option<f64>,
-    /// Share of its time that the champion saves over the baseline.
+    /// Fraction of the baseline's time that the champion saves.
     pub gain: Option<Interval>,
-    /// What the gain had to beat.
+    /// The threshold for the gain.
     pub threshold: Option<f64>,
     /// Raw samples.
     pub samples_us: Vec<[f64; 4]>,
-    /// The clocks, and what else a reader should know.
+    /// The clock readings, and what else a reader should know.
     pub notes: Vec<String>,
 }
 
-/// A card that a search goes on without.
+/// A card that is left out of the rest of a search.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct LeftOut {
     /// The card.
     pub card: u32,
-    /// What happened to it.
+    /// The reason.
     pub why: String,
 }
 
@@ -295,7 +296,7 @@ impl Beside {
     pub(crate) fn of_confirmation(card: u32, confirmation: &Confirmation) -> Self {
         let mut verdict = confirmation.verdict.clone();
         if confirmation.samples_us.is_empty() {
-            // What it shows then is what the card of the champion's trial measured.
+            // These figures are from the card of the champion's trial.
             (verdict.latency_us, verdict.ci_us, verdict.bound_us) = (None, None, None);
         }
         Self {
@@ -320,7 +321,7 @@ impl Beside {
     }
 }
 
-/// What several cards decide together.
+/// The joint decision of several cards.
 pub(crate) fn together(decisions: impl IntoIterator<Item = Decision>) -> Decision {
     use Decision::{Inconclusive, Kept, Reverted};
     let all: Vec<Decision> = decisions.into_iter().collect();

@@ -1,4 +1,4 @@
-//! The one structured answer to "what about this schedule?".
+//! The structured answer to "what about this schedule?".
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ pub const VERDICT_SCHEMA: &str = "amk.verdict.v2";
 pub enum LatencyKind {
     /// A device ran the program, agreed, and was timed.
     MeasuredGpu,
-    /// The cost model said so, for a program that agrees on the reference VM.
+    /// The prediction of the cost model, for a program that agrees on the reference VM.
     Predicted,
 }
 
@@ -67,7 +67,7 @@ pub struct Verdict {
     pub max_abs_err: Option<f64>,
     /// Largest difference over the largest expected magnitude of its position.
     pub max_rel_err: Option<f64>,
-    /// Share of positions with the expected most likely token.
+    /// Fraction of positions with the expected most likely token.
     pub top1_agreement: Option<f64>,
     /// Microseconds per token.
     pub latency_us: Option<f64>,
@@ -109,7 +109,7 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// A verdict that knows nothing yet.
+    /// An empty verdict.
     #[must_use]
     pub fn new(model: &str, target: &str, device: &str) -> Self {
         Self {
@@ -121,19 +121,19 @@ impl Verdict {
         }
     }
 
-    /// Notes that a gate was passed.
+    /// Records that a gate was passed.
     pub(crate) fn passed(&mut self, gate: &str, detail: impl Into<String>) {
         self.gates.push(GateReport { gate: gate.into(), passed: true, detail: detail.into() });
     }
 
-    /// Notes that a gate was not passed, which ends the trial.
+    /// Records that a gate was not passed, which ends the trial.
     pub(crate) fn failed(&mut self, gate: &str, detail: impl Into<String>) {
         let detail = detail.into();
         self.rejected_reason = Some(detail.clone());
         self.gates.push(GateReport { gate: gate.into(), passed: false, detail });
     }
 
-    /// Sets the latency and the share of the bound.
+    /// Sets the latency and its percentage of the bound.
     pub(crate) fn set_latency(&mut self, us: f64, kind: LatencyKind, bound_us: f64) {
         self.latency_us = Some(us);
         self.latency_kind = Some(kind);

@@ -1,5 +1,5 @@
-//! Several devices of one host, each opened and driven by a thread of its own. The threads judge what they are given and decide nothing:
-//! what is tried, and what becomes of it, is the search's ([`side_by_side`](crate::run)).
+//! Several devices of one host, each opened and driven by a thread of its own. The threads judge candidates and decide
+//! nothing: the search ([`side_by_side`](crate::run)) chooses the trials and decides on their results.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,15 +16,15 @@ use crate::trial::{Confirmation, Trial};
 /// Opens a device, on the thread that drives it from then on.
 pub type Opener<'a> = Box<dyn FnOnce() -> Result<Box<dyn Device + 'a>, DeviceError> + Send + 'a>;
 
-/// Why a device is not there any more whose thread ended by itself.
+/// The error of a device whose thread ended by itself.
 fn ended() -> DeviceError {
     DeviceError::Unavailable { reason: "the thread that drove it ended".to_owned() }
 }
 
-/// What a device does with its card, and what it says then.
+/// A job of a device's thread, which returns the event to report.
 type Work<'a> = Box<dyn for<'d> FnOnce(&mut DeviceWorker<'d, 'a>) -> Option<Event> + Send + 'a>;
 
-/// What a device is told.
+/// A message to a device's thread.
 enum Order<'a> {
     Begin(Box<Start<'a>>),
     Do(Work<'a>),
@@ -34,26 +34,26 @@ struct Start<'a> {
     gate: Gate<'a>,
     settings: Arc<Settings>,
     clock: Clock,
-    /// For the reference VM.
+    /// Threads of its pool for the reference VM.
     threads: usize,
 }
 
-/// What a device says.
+/// A message from a device's thread.
 pub(crate) enum Event {
     Opened(DeviceInfo),
     Tried(u64, Box<Trial>),
     Confirmed(Box<Confirmation>),
-    /// It says nothing any more.
+    /// The last message of a device.
     Lost(DeviceError),
 }
 
-/// One device's place.
+/// A device's slot in the pool.
 struct PoolSlot<'a> {
     orders: Option<Sender<Order<'a>>>,
     info: Result<DeviceInfo, DeviceError>,
 }
 
-/// The devices of a search. Their numbers are those of the openers.
+/// The devices of a search, numbered in the order of their openers.
 pub struct WorkerPool<'a> {
     slots: Vec<PoolSlot<'a>>,
     reports: Receiver<(u32, Event)>,
@@ -61,7 +61,7 @@ pub struct WorkerPool<'a> {
 }
 
 impl<'a> WorkerPool<'a> {
-    /// Opens devices side by side, and waits until each is open or has failed to.
+    /// Opens the devices in parallel, and waits until each is open or has failed.
     #[must_use]
     pub fn open<'scope>(scope: &'scope Scope<'scope, '_>, openers: Vec<Opener<'a>>) -> Self
     where
@@ -76,7 +76,7 @@ impl<'a> WorkerPool<'a> {
             slots.push(PoolSlot { orders: Some(orders), info: Err(ended()) });
         }
         let mut pool = Self { slots, reports, started: false };
-        // Every thread says one of the two, also one that panics, and only the first one counts.
+        // Every thread sends one of the two, even one that panics. Only the first counts.
         let mut waiting: BTreeSet<u32> = (0..pool.slots.len() as u32).collect();
         while !waiting.is_empty() {
             let Ok((card, said)) = pool.reports.recv() else { break };
@@ -97,7 +97,7 @@ impl<'a> WorkerPool<'a> {
         pool
     }
 
-    /// What each device is, or why it could not be opened.
+    /// The description of each device, or why it could not be opened.
     #[must_use]
     pub fn infos(&self) -> Vec<Result<&DeviceInfo, &DeviceError>> {
         self.slots.iter().map(|slot| slot.info.as_ref()).collect()
@@ -109,7 +109,7 @@ impl<'a> WorkerPool<'a> {
         info.map_or(0, |info| info.cache_bytes)
     }
 
-    /// Gives the devices what they judge by, once.
+    /// Sends the gate and the settings to the devices, once.
     pub(crate) fn begin(&mut self, gate: &Gate<'a>, settings: &Arc<Settings>, clock: Clock) {
         if std::mem::replace(&mut self.started, true) {
             return;
@@ -123,20 +123,21 @@ impl<'a> WorkerPool<'a> {
         }
     }
 
-    /// The devices that are there.
+    /// The numbers of the remaining devices.
     pub(crate) fn cards(&self) -> Vec<u32> {
         let there = self.slots.iter().enumerate().filter(|(_, slot)| slot.orders.is_some());
         there.map(|(card, _)| card as u32).collect()
     }
 
-    /// The device of a trial: they take turns by its number, whoever is free. None if there is no device.
+    /// The device of a trial: devices take turns by the trial's number, even if another one is idle. `None` if there is
+    /// no device.
     pub(crate) fn card_of(&self, index: u64) -> Option<u32> {
         let cards = self.cards();
         let turn = index.checked_rem(cards.len() as u64)?;
         cards.get(usize::try_from(turn).ok()?).copied()
     }
 
-    /// A trial for one device. Nobody waits for it any more once it is cancelled.
+    /// Sends a trial to one device. The device skips it if it is cancelled before it starts.
     pub(crate) fn try_out(&self, card: u32, number: u64, job: Job, cancelled: Arc<AtomicBool>) {
         let work = move |card: &mut DeviceWorker<'_, 'a>| {
             let tried = (!cancelled.load(Ordering::Relaxed)).then(|| card.try_out(job))?;
@@ -156,23 +157,23 @@ impl<'a> WorkerPool<'a> {
 
     fn order(&self, card: u32, order: Order<'a>) {
         if let Some(orders) = &self.slots[card as usize].orders {
-            // A thread that has ended has said so, and is heard of.
+            // A thread that has ended has already sent its `Lost` event.
             let _ = orders.send(order);
         }
     }
 
-    /// The next thing that a device says. Every device answers within its own limits.
+    /// The next event of any device. Every device answers within its own limits.
     pub(crate) fn recv(&self) -> Option<(u32, Event)> {
         self.reports.recv().ok()
     }
 
-    /// Goes on without a device. Whether it was there.
+    /// Removes a device; returns whether it was there.
     pub(crate) fn leave_out(&mut self, card: u32) -> bool {
         self.slots[card as usize].orders.take().is_some()
     }
 }
 
-/// Where a device's thread speaks; it says when it ends, however it ends.
+/// The sending side of a device's thread. It reports the end of the thread, however it ends.
 struct Line {
     card: u32,
     say: Sender<(u32, Event)>,
@@ -180,7 +181,7 @@ struct Line {
 
 impl Line {
     fn say(&self, said: Event) {
-        // Nobody may be listening any more.
+        // The receiver may be gone.
         let _ = self.say.send((self.card, said));
     }
 }
@@ -191,7 +192,7 @@ impl Drop for Line {
     }
 }
 
-/// The thread of one device.
+/// The main function of a device's thread.
 fn drive<'a>(open: Opener<'a>, orders: &Receiver<Order<'a>>, line: &Line) {
     let mut device = match open() {
         Ok(device) => device,

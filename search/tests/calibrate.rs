@@ -1,4 +1,4 @@
-//! Fits to made-up measurements, whose rates are known.
+//! Fits to synthetic measurements with known rates.
 
 use ir::Target;
 use ir::schedule::{neutral_config, validate};
@@ -9,7 +9,8 @@ use search::random_sample::{OBSERVATION_SCHEMA, Observation, RandomSample};
 
 const KV_CAPACITY: u32 = 256;
 
-/// Cases of the toy model that "measured" what these rates predict, with a deterministic error of up to so much.
+/// Cases of the toy model whose measurements are the predictions of these rates, with a deterministic error of at most
+/// `error`.
 fn cases(count: usize, truth: &Rates, error: f64) -> Vec<Case> {
     let graph = model::preset("toy-2l").unwrap().graph;
     let target = Target::by_name("h200").unwrap();

@@ -1,4 +1,4 @@
-//! Draws of a random sample, and what may become a row, on a scripted device.
+//! The draws of a random sample, and which of them give a row, on a scripted device.
 
 use std::collections::BTreeSet;
 
@@ -42,7 +42,7 @@ fn draws_are_legal_repeatable_and_cover_every_knob() {
     }
 }
 
-/// Observes the neutral schedule of the toy model on a device that behaves like this.
+/// Observes the neutral schedule of the toy model on a device with this behaviour.
 fn observed(behaviour: &Behaviour, context: usize) -> Result<(f64, usize), Rejection> {
     let (model, target) = model("toy");
     let (graph, weights) = (&model.graph, &*model.weights);
@@ -86,7 +86,7 @@ fn points(model: &Model, target: &Target) -> Vec<ScheduleConfig> {
     points
 }
 
-/// Measures the points, each behind the one before it, and says what became of them; also positions that were run untimed.
+/// Measures the points one after another; returns their results and the number of positions that were run untimed.
 fn recorded(behaviours: [Behaviour; 4]) -> (Vec<Answer>, usize) {
     let (model, target) = model("toy");
     let (graph, weights) = (&model.graph, &*model.weights);

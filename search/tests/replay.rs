@@ -1,4 +1,4 @@
-//! Trials that are done again, on a scripted device and without one.
+//! Replays of trials, on a scripted device and without one.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ impl Bench {
         Gate::new(graph, weights, &self.target, options, &KernelConfig::id, expected(&self.model))
     }
 
-    /// The trials of a search of two.
+    /// The trials of a search with two trials.
     fn trials<'a>(&'a self, device: Option<&'a mut (dyn Device + 'a)>) -> Vec<Trial> {
         let (graph, target) = (&self.model.graph, &self.target);
         let values = |knob| (knob, ir::schedule::legal_values(knob, graph, target));
@@ -110,13 +110,13 @@ fn a_measured_trial_is_measured_again_on_its_card_only() {
     let stages = bench.again(Place::Elsewhere("the card was another".into()), baseline);
     assert_eq!(last(&stages), ("measure", Repeated::Skipped));
     assert_eq!(stages[stages.len() - 1].detail, "the card was another");
-    // Nothing is timed of a program that is not the recorded one.
+    // A program other than the recorded one is not timed.
     let mut other = baseline.clone();
     other.verdict.program_id = Some("0".into());
     let mut card = device(&bench.model, 100.0);
     let stages = bench.again(Place::Here(&mut card), &other);
     assert_eq!((last(&stages), card.timings), (("measure", Repeated::Skipped), 0));
-    // Wrong values are a difference, whatever the time.
+    // Wrong values are a difference, whatever the latency.
     let expected = expected(&bench.model).logits;
     let wrong = |_: &_, _: &_| Behaviour { wrong: true, ..Behaviour::takes(100.0) };
     let mut card = ScriptedDevice::new(expected, 7, wrong);

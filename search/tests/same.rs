@@ -1,6 +1,8 @@
-//! A/A: a search over candidates that are one and the same program to the card, at the settings of `amk loop`. Whatever it keeps, it made up.
+//! A/A test: a search over candidates that are the same program to the card, with the settings of `amk loop`.
+//! Everything that it keeps is a false positive.
 //!
-//! `AMK_AA_SEEDS=100` searches with so many seeds for each kind of noise, and prints how many of 64 were kept how often.
+//! With `AMK_AA_SEEDS=100` it searches with that many seeds for each kind of noise, and prints how many searches kept
+//! how many of the 64.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,13 +17,13 @@ use tests::scripted::{Behaviour, Jitter, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
 
-/// Equal candidates of a search.
+/// Number of equal candidates of a search.
 const CANDIDATES: u64 = 64;
 
-/// Most of them that a search may call better.
+/// Maximum number of them that a search may keep.
 const KEPT_MAX: usize = 2;
 
-/// The card at rest: blocks of one length vary by 0.2 % (docs/explanation/measuring.md).
+/// A card at rest: blocks of one length vary by 0.2% (docs/explanation/measuring.md).
 const QUIET: Jitter = Jitter {
     sigma: 0.002,
     keeps: 0.0,
@@ -54,7 +56,7 @@ const KINDS: [(&str, Jitter); 7] = [
     ),
 ];
 
-/// How many equal candidates a search keeps.
+/// The number of equal candidates that a search keeps.
 fn kept(seed: u64, jitter: Jitter) -> usize {
     let model = model::preset("toy").unwrap();
     let target = Target::by_name("h200").unwrap();
@@ -95,10 +97,10 @@ fn of_64_equal_candidates_at_most_two_are_kept_whatever_the_noise() {
     }
 }
 
-/// Handles of copies begin here.
+/// First handle of copies.
 const COPY: u64 = 1000;
 
-/// A scripted card with clocks, on which a copy of a program takes another share of its time than the program.
+/// A scripted card with clocks, on which a copy of a program takes `factor` times as long as the program.
 struct Biased<'a> {
     card: ScriptedDevice<'a>,
     original: Option<std::sync::Arc<ir::program::Verified<ir::program::Program>>>,
@@ -153,7 +155,7 @@ impl Device for Biased<'_> {
     }
 }
 
-/// What `amk evaluate --aa` does, on a card of our making.
+/// Runs the check of `amk evaluate --aa` on a simulated card.
 fn a_against_a(jitter: Jitter, factor: f64, sm_mhz: impl FnMut() -> u32 + 'static) -> Equals {
     let model = model::preset("toy").unwrap();
     let target = Target::by_name("h200").unwrap();
@@ -195,7 +197,8 @@ fn a_card_that_favours_the_copy_and_clocks_that_change_are_seen() {
     assert_eq!(biased.all.iter().filter(changed).count(), 1, "the clock changed once");
 }
 
-/// The noise is there, and without the rule it would be called a gain: times of equals differ by more than is worth keeping.
+/// Shows that the noise matters: without the rule it would be called a gain, as times of equal programs differ by more
+/// than the least gain worth keeping.
 #[test]
 fn the_noise_is_larger_than_what_is_worth_keeping() {
     use search::Device;

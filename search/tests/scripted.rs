@@ -1,4 +1,4 @@
-//! The whole search on a scripted device: every way in which a trial can end, and what must never happen.
+//! The whole search on a scripted device: every way in which a trial can end, and the invariants of a search.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -42,7 +42,7 @@ impl Bench {
         Gate::new(graph, weights, &self.target, options, &KernelConfig::id, self.expected())
     }
 
-    /// A search over a few knobs, each of which changes the toy's program or kernel.
+    /// The settings of a search over a few knobs, each of which changes the toy model's program or kernel.
     fn settings(&self, trials: u64) -> Settings {
         let knobs = [
             Knob::SyncQkv,
@@ -92,7 +92,7 @@ fn outcomes(trials: &[Trial]) -> Vec<Outcome> {
     trials.iter().map(|trial| trial.outcome).collect()
 }
 
-/// Weights that leave the cache first are a third faster; everything else is noise.
+/// With weights evicted first a program is a third faster. Everything else is noise.
 fn evict_wins(_: &Program, kernel: &KernelConfig) -> Behaviour {
     let us = if kernel.evict == Evict::First { 66.0 } else { 100.0 };
     Behaviour::takes(us).with_noise(0.01)
@@ -114,7 +114,7 @@ fn the_better_schedule_is_kept_and_confirmed() {
     assert_eq!(kept[0].verdict.latency_kind, Some(LatencyKind::MeasuredGpu));
     assert!(kept[0].gain.is_some_and(|gain| gain.low > 0.3 && gain.high < 0.4));
     assert_eq!(kept[0].samples_us.len(), 4, "a third faster is clear after four rounds");
-    // Each measurement has its prediction beside it, which is in no verdict.
+    // Each measured trial has its prediction, which is not in its verdict.
     assert!(trials.iter().all(|trial| trial.predicted_us.is_some_and(|us| us > 0.0)));
     assert!(trials.iter().all(|trial| trial.verdict.latency_us != trial.predicted_us));
     let mut text = serde_json::to_value(&trials[1]).unwrap();
@@ -228,7 +228,7 @@ fn a_trap_names_who_waits_for_what() {
 fn faster_than_the_bytes_allow_is_an_artefact() {
     let bench = Bench::new();
     let first = Cell::new(true);
-    // The toy's bytes take about 100 us at 1 GB/s.
+    // Reading the toy model's bytes takes about 100 µs at 1 GB/s.
     let mut device = bench
         .device(5, |_, _| Behaviour::takes(if first.replace(false) { 200.0 } else { 1.0 }))
         .with_bandwidth(1e9);
@@ -255,7 +255,7 @@ fn a_lost_device_ends_the_search_and_loses_no_trial() {
     assert_eq!(search.trials().len(), 2);
 }
 
-/// What a ledger would have kept.
+/// A trial as read back from a ledger.
 fn through_json(trial: &Trial) -> Trial {
     let text = serde_json::to_string(&Row::Trial(Box::new(trial.clone()))).unwrap();
     match serde_json::from_str(&text).unwrap() {
@@ -298,7 +298,7 @@ fn a_resumed_search_makes_the_same_trials() {
     }
 }
 
-/// A search after these trials, on a device.
+/// A search on a device that resumes after these trials.
 fn resumed<'a>(
     bench: &'a Bench,
     past: &[Trial],
@@ -313,7 +313,7 @@ fn resumed<'a>(
     search
 }
 
-/// What ended a search.
+/// The reason of a lost device.
 fn reason<T: std::fmt::Debug>(ended: Result<T, SearchError>) -> String {
     match ended {
         Err(SearchError::Device(DeviceError::Unavailable { reason })) => reason,
@@ -354,7 +354,7 @@ fn an_incumbent_that_fails_after_a_resume_is_named_and_costs_no_trial() {
         assert!(device.costs().loads <= 1, "no candidate was loaded");
         assert_eq!(device.live(), 0);
     }
-    // On a device where it passes the candidates come that would have come.
+    // On a device where it passes, the search continues with the same candidates.
     let mut device = bench.device(1, evict_wins);
     let rest = all(&mut resumed(&bench, past, &mut device, settings())).1;
     let ids = |trials: &[Trial]| -> Vec<_> {
@@ -371,7 +371,7 @@ fn what_a_candidate_is_timed_against_is_not_the_candidates_fault() {
     let lead = whole.iter().rfind(|trial| trial.outcome.leads()).unwrap();
     let past = &whole[..whole.len() - 2];
     let kernel = lead.config.kernel;
-    // It agrees, and is wrong while it is timed beside a candidate.
+    // It agrees, but is wrong when timed beside a candidate.
     let mut device = bench.device(1, move |program, k| Behaviour {
         wrong_when_timed: *k == kernel && Some(program.id()) == lead.verdict.program_id,
         ..Behaviour::takes(66.0)
@@ -419,7 +419,7 @@ fn refused_candidates_leave_the_device() {
     assert!(trials[1..].iter().all(|trial| !trial.outcome.leads()), "{:?}", outcomes(&trials));
     assert_eq!((device.live(), device.most_live), (1, 2), "the baseline, and one candidate");
 
-    // A champion takes the place of the one before it, and its baseline comes back for the confirmation only.
+    // A new champion replaces the previous one on the device, and the baseline is loaded again for the confirmation only.
     let mut device = bench.device(1, evict_wins);
     let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(16));
     all(&mut search);
@@ -454,12 +454,12 @@ fn two_runs_that_differ_in_one_bit_are_unrepeatable_and_never_lead() {
             assert_eq!(place, (Some(at.0 as u64), Some("logits"), Some(at.1 as u64)));
             assert!(trial.why.contains(&format!("word {} of the logits", at.1)), "{}", trial.why);
         }
-        // The ledger's rows are read again.
+        // The ledger's rows can be read back.
         let mut device = bench.device(seed, |_, _| Behaviour::takes(100.0));
         let again = resumed(&bench, &trials, &mut device, settings);
         assert_eq!(again.trials().len(), 3);
     }
-    // A baseline that does not repeat itself leads nothing.
+    // A baseline that is not repeatable does not lead.
     let mut device =
         bench.device(1, |_, _| Behaviour { unrepeatable: Some((0, 0)), ..Behaviour::takes(100.0) });
     let mut search = Search::new(bench.gate(), Some(&mut device), bench.settings(2));
@@ -595,7 +595,7 @@ fn another_attention_is_run_at_every_position_before_it_is_given_up() {
         assert!(device.detail.contains("at 48 positions; a second run"), "{}", device.detail);
     }
     assert_eq!(device.positions, 4 * LONG as usize, "the baseline twice, the others once");
-    // What is wrong at the last position only is never timed.
+    // A program that is wrong at the last position only is never timed.
     let wrong = |_: &Program, _: &KernelConfig| Behaviour {
         wrong_from: Some(LONG as usize - 1),
         ..Behaviour::takes(120.0)
@@ -658,7 +658,7 @@ fn a_schedule_is_data() {
     assert_eq!(costs.loads, 12);
     assert!(trials[1..].iter().all(|t| t.spent.device.compiles + t.spent.device.launches == 0));
 
-    // A kernel knob costs its build once, and a launch whenever the two sides take turns.
+    // A kernel knob costs its build once, and a launch at each switch between the two sides.
     let mut device = bench.device(1, |_, _| Behaviour::takes(100.0).with_noise(0.01));
     let mut settings = bench.settings(3);
     settings.space.retain(|(knob, _)| knob.acts_on() == ir::schedule::ActsOn::Kernel);
@@ -670,7 +670,7 @@ fn a_schedule_is_data() {
 #[test]
 fn of_64_equal_candidates_at_most_two_are_kept() {
     let bench = Bench::new();
-    // Blocks of one length vary by 0.2 % on a quiet card; by some per cent on one that others use.
+    // Blocks of one length vary by 0.2% on a quiet card, and by some per cent on a shared one.
     for (noise, min_gain) in [(0.007, 0.01), (0.007, 0.0), (0.06, 0.01), (0.06, 0.0)] {
         for seed in 0..3 {
             let mut device =
@@ -711,9 +711,9 @@ fn the_clock_says_what_trials_spend_and_decides_nothing() {
     assert!(plain.iter().all(|trial| trial.spent.total_s == 0.0));
 }
 
-/// The trials of a search, and how its champion was confirmed, as a ledger would have them. With helpers if there are any.
+/// The rows of a search and the confirmation of its champion as a ledger would hold them, with `helpers` helpers.
 fn rows(bench: &Bench, device: Option<u64>, settings: Settings, helpers: usize) -> String {
-    // Each poll interval has its own time; the best differs a little from what else is good.
+    // Each poll interval has its own time; the best differs little from the other good ones.
     let script = |program: &Program, kernel: &KernelConfig| {
         let us =
             100.0 - f64::from(kernel.poll_sleep_ns) / 20.0 - f64::from(program.pipeline.stages);

@@ -1,4 +1,4 @@
-//! A search on several scripted devices: the same rows as on one, figures of two cards never beside each other, and cards that fail.
+//! A search on several scripted devices: the same rows as on one, no comparison of two cards' figures, and cards that fail.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -20,7 +20,7 @@ const KV_CAPACITY: u32 = 24;
 const TRIALS: u64 = 20;
 const MIN_GAIN: f64 = 0.01;
 
-/// A model, a target, and what is found out about programs once for all tests.
+/// A model, a target, and results of programs that all tests share.
 struct Host {
     model: &'static Model,
     target: &'static Target,
@@ -34,10 +34,10 @@ fn fresh_gate(model: &'static Model, target: &'static Target) -> Gate<'static> {
     Gate::new(graph, weights, target, options, &KernelConfig::id, expected)
 }
 
-/// What one card does with a program.
+/// The behaviour of one card for a program.
 type Script = Arc<dyn Fn(&Program, &KernelConfig) -> Behaviour + Send + Sync>;
 
-/// How a search ended, and what it wrote.
+/// The end of a search, and its records.
 struct Ran {
     trials: Vec<Trial>,
     confirmation: Option<Confirmation>,
@@ -145,15 +145,15 @@ fn audit(ran: &Ran) -> Result<(), String> {
     ran.confirmation.iter().try_for_each(|confirmation| audit.confirmation(confirmation))
 }
 
-/// What a program takes, the same in every process.
+/// The time of a program, the same in every process.
 fn us(program: &Program, kernel: &KernelConfig) -> f64 {
     let id = program.id() + &kernel.id();
-    // With this number the search keeps two, which is in the way of what is begun ahead.
+    // With this seed the search keeps two candidates, so some speculative trials are wasted.
     let mut hash: u32 = 2_166_136_261 ^ 2;
     for byte in id.bytes() {
         hash = (hash ^ u32::from(byte)).wrapping_mul(16_777_619);
     }
-    // From 10 % faster to 5 % slower.
+    // From 10% faster to 5% slower.
     100.0 * (0.90 + 0.15 * f64::from(hash >> 8) / f64::from(1 << 24))
 }
 
@@ -161,7 +161,7 @@ fn card(slower: f64) -> Script {
     Arc::new(move |program, kernel| Behaviour::takes(us(program, kernel) * slower))
 }
 
-/// What a row says, without what differs from card to card and from day to day.
+/// The content of a row without what differs between cards and runs.
 fn said(trial: &Trial) -> impl PartialEq + std::fmt::Debug + use<> {
     let verdict = &trial.verdict;
     let rounded = trial.gain.map(|gain| (gain.low * 1e9).round() as i64);
@@ -192,7 +192,7 @@ fn several_cards_write_the_rows_of_one() {
         for trial in &many.trials[1..] {
             let turn = (trial.trial % cards.len() as u64) as u32;
             assert_eq!(trial.card, Some(turn), "trial {}", trial.trial);
-            // The incumbent's blocks are this card's.
+            // The incumbent's blocks are from this card.
             let slower = cards[turn as usize];
             let incumbent = &many.trials[trial.incumbent.unwrap() as usize];
             let here =
@@ -206,7 +206,7 @@ fn several_cards_write_the_rows_of_one() {
 fn helpers_change_no_row_of_several_cards() {
     let host = Host::new();
     let without = host.run(&[card(1.0), card(1.03)], &[], StrategyName::HillClimb);
-    // A gate of its own: helpers end what they share.
+    // A gate of its own: the end of the helpers also ends the shared state that they work on.
     let gate = fresh_gate(host.model, host.target);
     let with = std::thread::scope(|scope| {
         let pool = WorkerPool::open(scope, host.openers(&[card(1.0), card(1.03)]));
@@ -218,7 +218,8 @@ fn helpers_change_no_row_of_several_cards() {
 
 #[test]
 fn a_figure_of_another_card_would_have_decided_otherwise() {
-    // The same rows, and the mistake that they must not make: the candidate's time over the incumbent's last one, whoever measured it.
+    // The same rows, compared in the wrong way: the candidate's time over the incumbent's recorded time, whichever card
+    // measured it.
     let host = Host::new();
     let latency = |trial: &Trial| trial.verdict.latency_us.unwrap();
     let mut wrong = Vec::new();
@@ -259,7 +260,7 @@ fn a_resumed_search_goes_on_as_if_it_had_not_stopped() {
         assert_eq!(on(&again), on(&whole));
         audit(&again).unwrap();
     }
-    // Resumed on one of two cards only, it goes on there.
+    // Resumed on one of two cards, it continues on that one.
     let lost: Opener<'_> = Box::new(|| Err(DeviceError::Unavailable { reason: "no card".into() }));
     let again = std::thread::scope(|scope| {
         let openers = vec![host.openers(&cards).remove(0), lost];
@@ -274,7 +275,7 @@ fn a_resumed_search_goes_on_as_if_it_had_not_stopped() {
     audit(&again).unwrap();
 }
 
-/// A card that is lost once it has loaded so many programs.
+/// A card that is lost after it has loaded `loads` programs.
 fn lost_after(loads: usize) -> Script {
     let loaded = Arc::new(AtomicUsize::new(0));
     Arc::new(move |program, kernel| {
@@ -326,7 +327,7 @@ fn a_card_without_a_correct_baseline_takes_no_part() {
         assert!(ran.trials[0].left_out[0].why.contains("the baseline is disagreed there"));
         audit(&ran).unwrap();
     }
-    // Where no baseline is correct there is nothing to compare by, on one card as on two.
+    // Without a correct baseline nothing can be compared, on one card as on two.
     let ran = host.run(&[wrong.clone(), wrong], &[], StrategyName::HillClimb);
     assert!(ran.trials.iter().all(|trial| trial.outcome == Outcome::Disagreed));
     assert!(ran.trials.iter().all(|trial| trial.card == Some(0)));
@@ -364,14 +365,14 @@ fn a_champion_is_confirmed_on_each_card() {
     assert_eq!(confirmation.beside[0].samples_us.len(), 24);
     assert!(confirmation.why.contains("; card 1: gain "), "{}", confirmation.why);
 
-    // Where nothing is better than the baseline nothing is raced, and no card has a figure of another one.
+    // If nothing is better than the baseline, nothing is raced, and no card has a figure of another one.
     let equal = |slower: f64| -> Script { Arc::new(move |_, _| Behaviour::takes(100.0 * slower)) };
     let none = host.run(&[equal(1.0), equal(1.03)], &[], StrategyName::HillClimb);
     let last = none.confirmation.as_ref().unwrap();
     assert_eq!((last.champion, last.card, last.beside.len()), (0, Some(0), 0));
     audit(&none).unwrap();
 
-    // On one card the champion is as slow as the baseline, but only after it was kept on the other.
+    // On one card the champion is slower than the baseline, but only after it was kept on the other.
     let champion = ran.trials.iter().rfind(|trial| trial.outcome.leads()).unwrap();
     let (program, kernel) =
         (champion.verdict.program_id.clone().unwrap(), champion.config.kernel.id());
@@ -385,7 +386,7 @@ fn a_champion_is_confirmed_on_each_card() {
     let confirmation = again.confirmation.as_ref().unwrap();
     assert_eq!(confirmation.decision, Decision::Reverted, "{}", confirmation.why);
     audit(&again).unwrap();
-    // What one card says against it cannot be left out of the row.
+    // An adverse result of one card cannot be removed from the row.
     let forged = |forge: fn(&mut Confirmation)| {
         let mut forged = again.confirmation.clone().unwrap();
         forge(&mut forged);
@@ -416,7 +417,7 @@ fn turned(decision: &mut Option<Decision>) {
 #[test]
 fn rows_that_mix_cards_are_refused() {
     let host = Host::new();
-    // Two cards with noise of their own.
+    // Two cards with different noise.
     let noisy = |slower: f64, noise: f64| -> Script {
         Arc::new(move |p, k| Behaviour::takes(us(p, k) * slower).with_noise(noise))
     };

@@ -1,4 +1,4 @@
-//! The regret curves as one SVG: a panel a measured grid, a line a strategy, the mean over seeds.
+//! The regret curves as one SVG: a panel per measured grid, a line per strategy, the mean over seeds.
 
 use std::path::Path;
 
@@ -8,13 +8,13 @@ use tests::measured_grid::MeasuredGrid;
 
 use super::{Line, TRIALS, mean};
 
-/// Pixels of a panel.
+/// Size of a panel, in pixels.
 const PANEL: (u32, u32) = (420, 320);
 
-/// Regret at the lower and upper end of the axis, per cent.
+/// Range of the regret axis, per cent.
 const RANGE: (f64, f64) = (0.1, 100.0);
 
-/// Line colours that people who see colours differently can tell apart (Okabe and Ito).
+/// Line colours for readers with colour vision deficiency (Okabe and Ito).
 const COLOURS: [RGBColor; 5] = [
     RGBColor(130, 130, 130),
     RGBColor(0, 114, 178),

@@ -1,5 +1,5 @@
-//! Compares strategies on recorded measured grids and writes what came of it into docs/explanation/search.md, with a chart beside it:
-//! `cargo run --release -p search --example study -- corpus/grids/*.jsonl --out docs`.
+//! Compares strategies on recorded measured grids and writes the results into docs/explanation/search.md, with a chart
+//! beside it: `cargo run --release -p search --example study -- corpus/grids/*.jsonl --out docs`.
 //!
 //! Every figure follows from the files and the seeds: the same command gives the same bytes.
 
@@ -19,7 +19,7 @@ mod tests;
 
 use play::{Played, play, play_halving, search_space};
 
-/// Searches of each strategy on each measured grid.
+/// Number of searches of each strategy on each measured grid.
 const SEEDS: u64 = 20;
 
 /// Trials of a search.
@@ -28,29 +28,30 @@ const TRIALS: u64 = 64;
 /// Budgets that strategies are compared at.
 const BUDGETS: [u64; 3] = [16, 32, TRIALS];
 
-/// Trials of a search that knows what earlier ones found.
+/// Trials of a search with a store of earlier results.
 const SHORT: u64 = 16;
 
-/// Searches that fill the store, and the first of their seeds: others than those that are compared.
+/// Seeds of the searches that fill the store. They differ from the seeds of the compared searches.
 const EARLIER: std::ops::Range<u64> = 1000..1005;
 
 /// The least gain worth keeping, as in a measured search.
 const MIN_GAIN: f64 = 0.01;
 
-/// How near the best point counts as there.
+/// Regret up to which a schedule counts as near the best point.
 const NEAR: f64 = 0.02;
 
 /// The regret of each search after each trial, by measured grid and seed.
 type Paths = Vec<Vec<Vec<f64>>>;
 
-/// A way of searching, with its searches of each budget in [`BUDGETS`]: a short search is no long one cut off, since it plans for its length.
+/// A search method, with its searches of each budget in [`BUDGETS`]. A short search is not a prefix of a long one,
+/// since it plans for its length.
 struct Line {
     name: String,
     paths: [Paths; 3],
 }
 
 impl Line {
-    /// Those of the longest searches.
+    /// The longest searches.
     fn whole(&self) -> &Paths {
         &self.paths[BUDGETS.len() - 1]
     }
@@ -82,7 +83,7 @@ fn main() {
     }
 }
 
-/// Strategies that know nothing of other searches.
+/// Strategies without knowledge from other searches.
 const ALONE: [StrategyName; 3] = [StrategyName::Random, StrategyName::HillClimb, StrategyName::Tpe];
 
 fn read(path: &Path) -> MeasuredGrid {
@@ -101,7 +102,8 @@ fn regrets(land: &MeasuredGrid, played: &Played) -> Vec<f64> {
     played.best_us.iter().map(|us| us / best - 1.0).collect()
 }
 
-/// A way of searching, by what it does on a measured grid (of a number) with a seed and a budget.
+/// Runs a search method on every measured grid with every seed and budget. `play` takes the grid's index, the grid, the
+/// seed and the budget.
 fn line(
     name: &str,
     lands: &[MeasuredGrid],
@@ -140,7 +142,7 @@ fn with_prior(lands: &[MeasuredGrid], known: &[Vec<PriorMove>]) -> Line {
     })
 }
 
-/// What searches of the other models would have left in a store.
+/// The moves that searches of the other models would have left in a store.
 fn others(lands: &[MeasuredGrid], held_out: usize, seeds: std::ops::Range<u64>) -> Vec<PriorMove> {
     let mut seen = Vec::new();
     for (_, land) in lands.iter().enumerate().filter(|(index, _)| *index != held_out) {
@@ -155,7 +157,7 @@ fn others(lands: &[MeasuredGrid], held_out: usize, seeds: std::ops::Range<u64>) 
     rank(seen)
 }
 
-/// Regrets at the end of all searches of a measured grid and a budget, sorted.
+/// Final regrets of all searches of a measured grid and a budget, sorted.
 fn after(line: &Line, land: usize, trials: u64) -> Vec<f64> {
     let budget = BUDGETS.iter().position(|&budget| budget == trials).expect("one of the budgets");
     let paths = &line.paths[budget][land];
@@ -168,7 +170,7 @@ fn mean(all: &[f64]) -> f64 {
     all.iter().sum::<f64>() / all.len().max(1) as f64
 }
 
-/// Mean over measured grids and budgets of the regret at the end: what a search returns is where it ends, not how it came there.
+/// Mean of the final regret over measured grids and budgets: the result of a search is its final schedule.
 fn ends(line: &Line) -> f64 {
     let lands = 0..line.whole().len();
     let all: Vec<f64> =
@@ -176,7 +178,7 @@ fn ends(line: &Line) -> f64 {
     mean(&all)
 }
 
-/// Searches that came near the best point, and the median of the trials that it took those.
+/// Number of searches that came near the best point, and the median of the trials that they needed.
 fn arrivals(line: &Line, land: usize) -> (usize, Option<f64>) {
     let first = |path: &Vec<f64>| path.iter().position(|regret| *regret <= NEAR);
     let trials: Vec<f64> =
@@ -190,7 +192,7 @@ fn report(lands: &[MeasuredGrid], lines: &[Line], once: &Line, known: &[Vec<Prio
     table(&mut out, lands, lines);
     let mut best: Vec<(f64, &str)> =
         lines[..ALONE.len()].iter().map(|line| (ends(line), line.name.as_str())).collect();
-    // Of equal ones the simpler, which comes first.
+    // Of equal strategies the simpler one wins, which comes first.
     best.sort_by(|a, b| a.0.total_cmp(&b.0));
     let order: Vec<String> =
         best.iter().map(|(end, name)| format!("{name} {:.2} %", 100.0 * end)).collect();
@@ -284,7 +286,7 @@ fn held_out(
     }
 }
 
-/// Puts the text between the marks of a page.
+/// Replaces the text between the marks of a page.
 fn insert(path: &Path, text: &str) {
     let page = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let (begin, end) = ("<!-- study:begin -->\n", "<!-- study:end -->");

@@ -1,6 +1,7 @@
-//! Searches on a recorded measured grid: what a strategy would have done, trial by trial, by the loop's own rule of keep and revert. What a trial
-//! sees is not the recorded median but the median of as many blocks drawn from the recorded ones, anew for each trial and both sides, so that
-//! searches of several seeds meet the noise of the card; what they are judged by is the recorded median.
+//! Simulates searches on a recorded measured grid: the trials that a strategy would have run, under the loop's own
+//! keep-or-revert rule. The latency of a simulated trial is not the recorded median but the median of as many blocks
+//! resampled from the recorded ones, anew for each trial and both sides, so that searches with several seeds meet the
+//! noise of the card. The recorded median judges the result.
 
 use std::collections::BTreeSet;
 
@@ -11,30 +12,30 @@ use search::{TrialRecord, TrialRecords, changes, generator, median};
 
 use tests::measured_grid::{Found, MeasuredGrid};
 
-/// Draws for one trial before a search counts as exhausted.
+/// Maximum draws for one trial, after which a search counts as exhausted.
 const DRAWS_MAX: usize = 20_000;
 
-/// Which numbers the noise is drawn with.
+/// Number of the random stream of the noise.
 const NOISE_STREAM: u64 = u64::MAX - 2;
 
-/// Candidates of a bracket of successive halving.
+/// Number of candidates in a bracket of successive halving.
 const BRACKET: usize = 16;
 
-/// A search that was played.
+/// A simulated search.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Played {
-    /// Microseconds of the schedule that leads, after each trial, the baseline's first.
+    /// Recorded µs per token of the incumbent after each trial, the baseline's first.
     pub(super) best_us: Vec<f64>,
     /// Proposals that broke rules.
     pub(super) rejected: u64,
-    /// Proposals that the measured grid has no answer for: outside its grid, or not recorded.
+    /// Proposals without a result in the measured grid: outside its grid, or not recorded.
     pub(super) unknown: u64,
     /// The trials after the baseline.
     pub(super) past: TrialRecords,
 }
 
 impl Played {
-    /// What a store would know of these moves.
+    /// The statistics that a store would have of these moves.
     pub(super) fn seen(&self) -> Vec<MoveStats> {
         let one = |past: &TrialRecord| MoveStats {
             to: past
@@ -49,20 +50,20 @@ impl Played {
     }
 }
 
-/// A proposal with its time and the blocks that say so; without them if it failed.
+/// A proposal with its recorded time, unless it failed.
 type Asked<'l> = (ir::ScheduleConfig, Option<Timed<'l>>);
 
-/// The recorded median, and the blocks that it is of.
+/// The recorded median and its blocks.
 type Timed<'l> = (f64, &'l [f64]);
 
-/// A search under way.
+/// A search in progress.
 struct Game<'l> {
     land: &'l MeasuredGrid,
     incumbent: ir::ScheduleConfig,
-    /// The recorded median and the blocks of the schedule that leads.
+    /// The recorded median and the blocks of the incumbent.
     us: f64,
     blocks: &'l [f64],
-    /// Its score, as trials saw it.
+    /// The incumbent's score as the simulated trials measured it.
     score: f64,
     min_gain: f64,
     rng: Xoshiro256PlusPlus,
@@ -89,7 +90,7 @@ impl<'l> Game<'l> {
         })
     }
 
-    /// The first proposals that are legal and new, at most so many.
+    /// The first `count` proposals that are legal and new, or fewer.
     fn next(&mut self, strategy: &dyn Strategy, trial: u64, count: usize) -> Vec<Asked<'l>> {
         let past = std::mem::take(&mut self.played.past);
         let incumbent = self.incumbent;
@@ -116,7 +117,7 @@ impl<'l> Game<'l> {
         found
     }
 
-    /// One bracket: returns the blocks that it took.
+    /// Runs one bracket; returns the number of blocks that it measured.
     fn halve(&mut self, asked: Vec<Asked<'l>>, full: usize) -> usize {
         let mut left: Vec<(Asked<'l>, Vec<f64>)> = Vec::new();
         for (config, timed) in asked {
@@ -137,7 +138,7 @@ impl<'l> Game<'l> {
                 break;
             }
             for ((config, timed), all) in left.split_off(left.len().div_ceil(2)) {
-                // Given up: whatever it seemed to gain is not enough.
+                // Eliminated: its apparent gain counts as not enough.
                 let gain = timed.map(|_| (1.0 - seen(&all) / self.us).min(self.min_gain));
                 self.end(config, timed, gain);
             }
@@ -148,7 +149,7 @@ impl<'l> Game<'l> {
         spent
     }
 
-    /// Ends a trial: keep, or revert.
+    /// Ends a trial: keeps or reverts.
     fn judge(&mut self, (config, timed): Asked<'l>) {
         let gain = timed.map(|(_, blocks)| {
             1.0 - resampled(blocks, &mut self.rng) / resampled(self.blocks, &mut self.rng)
@@ -156,7 +157,7 @@ impl<'l> Game<'l> {
         self.end(config, timed, gain);
     }
 
-    /// Ends a trial that seemed to gain so much.
+    /// Ends a trial with this apparent gain.
     fn end(&mut self, config: ir::ScheduleConfig, timed: Option<Timed<'l>>, gain: Option<f64>) {
         let kept = gain.is_some_and(|gain| gain > self.min_gain);
         let score = gain.map(|gain| self.score + (1.0 - gain).ln());
@@ -168,13 +169,13 @@ impl<'l> Game<'l> {
     }
 }
 
-/// The median of as many blocks, drawn from these.
+/// The median of as many blocks, resampled from these.
 fn resampled(blocks: &[f64], rng: &mut Xoshiro256PlusPlus) -> f64 {
     let drawn: Vec<f64> = blocks.iter().filter_map(|_| blocks.choose(rng).copied()).collect();
     median(&drawn)
 }
 
-/// Plays a search of so many trials, the baseline included. `None` if the measured grid does not know its own start.
+/// Simulates a search of `trials` trials, the baseline included. `None` if the measured grid has no time for its own start.
 pub(super) fn play(
     land: &MeasuredGrid,
     strategy: &dyn Strategy,
@@ -184,7 +185,7 @@ pub(super) fn play(
 ) -> Option<Played> {
     let mut game = Game::new(land, min_gain, seed)?;
     for trial in 1..trials {
-        // Who has nothing left stays where it is.
+        // A search without new proposals stays where it is.
         if let Some(asked) = game.next(strategy, trial, 1).pop() {
             game.judge(asked);
         }
@@ -193,8 +194,9 @@ pub(super) fn play(
     Some(game.played)
 }
 
-/// Plays a search by successive halving on measuring: the strategy fills a bracket of candidates, each is measured for one block, the better
-/// half for one more, and so on; the last one is judged. As many blocks are one trial as the measured grid has of a point.
+/// Simulates a search by successive halving of the measurements: the strategy fills a bracket of candidates; each is
+/// measured for one block, the better half for one more, and so on; the last one is judged. A trial counts as many
+/// blocks as the measured grid has per point.
 pub(super) fn play_halving(
     land: &MeasuredGrid,
     strategy: &dyn Strategy,
@@ -224,7 +226,7 @@ pub(super) fn play_halving(
     Some(game.played)
 }
 
-/// What strategies draw from on a measured grid, with the sweep that a search of so many trials has.
+/// The space of strategies on a measured grid, with the sweep of a search of `trials` trials.
 pub(super) fn search_space(land: &MeasuredGrid, seed: u64, trials: u64) -> SearchSpace {
     let sweep = search::Budget::Trials(trials).explore();
     SearchSpace { space: land.space().axes().to_vec(), seed, sweep }

@@ -1,4 +1,4 @@
-//! Played searches on a small measured grid whose best point is known.
+//! Simulated searches on a small measured grid with a known best point.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -97,7 +97,7 @@ fn what_one_search_learned_saves_the_next_one_trials() {
     assert!(first.best_us[4] > best, "the first search had to look for it");
 }
 
-/// The measured grids that were measured.
+/// The measured grids of the corpus.
 fn measured() -> Vec<MeasuredGrid> {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/grids");
     let read = |name: &str| {
@@ -109,7 +109,7 @@ fn measured() -> Vec<MeasuredGrid> {
         let grid = std::fs::read_to_string(folder.join(format!("{name}.grid.json"))).unwrap();
         assert_eq!(land.terms.grid, serde_json::from_str(&grid).unwrap());
         for point in 0..land.space().points() {
-            // What was illegal then is illegal now, and nothing else.
+            // The points that were illegal when recorded are illegal now, and no others.
             let config = land.space().config(point);
             let legal = ir::schedule::validate(config, &graph, &target).is_ok();
             assert_eq!(legal, land.at(&config) != Found::Illegal, "{name}, point {point}");
@@ -119,7 +119,7 @@ fn measured() -> Vec<MeasuredGrid> {
     ["llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"].map(read).to_vec()
 }
 
-/// Mean regret of some seeds after so many trials.
+/// Mean regret over some seeds after `trials` trials.
 fn regret(land: &MeasuredGrid, name: StrategyName, known: &[PriorMove], trials: u64) -> f64 {
     let (_, best) = land.best().unwrap();
     let one = |seed| {

@@ -1,15 +1,15 @@
-//! The least time that a step can take, from the model and the card instead of from what a row says.
+//! The least time that a step can take, from the model and the card instead of from the rows.
 //!
-//! The weights that a step streams follow from the graph: every tile is loaded once, whatever the schedule. What a card reads a second and
-//! what its cache may hold stand in the table of targets. Cards of one name differ, so the table's figures are taken with a margin: this
-//! refuses times that no card of the name can have, and is no measurement.
+//! The weights that a step streams follow from the graph: every tile is loaded once, whatever the schedule. The table
+//! of targets has each card's bandwidth and cache size. Cards of one name differ, so the figures are used with a
+//! margin: this check rejects times that no card of the name can have, and is not a measurement.
 
 use ir::{Graph, Target};
 
-/// How much faster than the table says a card of the name may read.
+/// Largest bandwidth of a card, relative to the table.
 const FASTEST: f64 = 1.25;
 
-/// How much slower.
+/// Smallest bandwidth of a card, relative to the table.
 const SLOWEST: f64 = 0.25;
 
 /// Bytes that a step reads.
@@ -17,12 +17,12 @@ const SLOWEST: f64 = 0.25;
 pub struct StepBytes {
     /// Weights.
     pub weights: u64,
-    /// Keys and values at the last position of the cache.
+    /// Keys and values that are read at the last position of the cache.
     pub kv_most: u64,
 }
 
 impl StepBytes {
-    /// Those of a graph: of its neutral schedule, since all schedules stream the same. `None` if that cannot be lowered.
+    /// The bytes of a graph, from its neutral schedule: all schedules stream the same. `None` if that cannot be lowered.
     #[must_use]
     pub fn of(graph: &Graph, target: &Target, kv_capacity: u32) -> Option<Self> {
         let config = ir::schedule::default_config(graph, target);
@@ -33,17 +33,17 @@ impl StepBytes {
     }
 }
 
-/// What is known of a search besides its rows.
+/// Facts about a search that do not come from its rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RooflineBound {
     /// Bytes of a step, where the model is known.
     pub bytes: Option<StepBytes>,
-    /// The card, where its name is one of the table.
+    /// The card, if its name is in the table.
     pub card: Option<Target>,
 }
 
 impl RooflineBound {
-    /// Whether a roofline bound can be that of the model on the card.
+    /// Checks that a roofline bound is possible for the model on the card.
     pub(super) fn bound(&self, weight_mb: Option<f64>, bound_us: f64) -> Result<(), String> {
         let Some(card) = &self.card else { return Ok(()) };
         let bandwidth = card.bandwidth as f64;
@@ -64,7 +64,7 @@ impl RooflineBound {
         ))
     }
 
-    /// Bytes of weights that a step streams: those of the model, else those that the row says.
+    /// Bytes of weights that a step streams: from the model if known, else from the row.
     pub(super) fn weights(&self, weight_mb: Option<f64>) -> f64 {
         let said = weight_mb.unwrap_or(0.0) * 1e6;
         self.bytes.map_or(said, |bytes| bytes.weights as f64)

@@ -1,4 +1,4 @@
-//! Rows that a forger makes up consistently, as far as that goes, and what the audit says of them.
+//! Rows forged as consistently as possible, and the audit's findings.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use crate::settings::Settings;
 
 const KV_CAPACITY: u32 = 32;
 
-/// A search of the toy that keeps its second schedule, with what its audit must be told.
+/// A search of the toy model that keeps its second schedule, with the parameters that its audit needs.
 struct Ran {
     trials: Vec<Trial>,
     confirmation: Confirmation,
@@ -65,7 +65,7 @@ impl Ran {
         audit.confirmation(&self.confirmation)
     }
 
-    /// What is said of it once it was edited; `is` must be part of that.
+    /// Asserts that the audit of an edited search fails with a reason that contains `is`.
     #[track_caller]
     fn refused(&self, is: &str) {
         let said = self.audit().expect_err(is);
@@ -131,7 +131,7 @@ fn a_confirmation_that_failed_a_gate_is_a_refusal_without_a_time() {
     ran.refused("has samples");
 }
 
-/// A baseline of 0.001 us with everything that follows from constant samples.
+/// A baseline of 0.001 µs with everything that follows from constant samples.
 fn impossible(ran: &mut Ran) {
     ran.trials.truncate(1);
     let first = &mut ran.trials[0];
@@ -160,7 +160,7 @@ fn a_bound_follows_from_the_model_and_the_card_and_not_from_the_row() {
     for (is, forge) in forged {
         let mut ran = ran(true);
         impossible(&mut ran);
-        // The toy fits into the cache of the card, so its bound says something without one only.
+        // The toy model fits into the card's cache, so its bound is effective only without a cache.
         ran.bound.card.as_mut().unwrap().l2_bytes = 0;
         ran.terms.cache_bytes = u64::MAX;
         forge(&mut ran);

@@ -1,4 +1,4 @@
-//! What is said of candidates that a gate refuses, on devices that are the reference VM with a mistake.
+//! The first divergence reported for candidates that a gate rejects, on devices that are the reference VM with a defect.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::{Timing, Verdict};
 const KV_CAPACITY: u32 = 24;
 const POSITIONS: usize = 12;
 
-/// What is wrong with a device.
+/// The defect of a device.
 #[derive(Clone, Copy)]
 enum Wrong {
     Nothing,
@@ -92,7 +92,7 @@ impl Device for Copy<'_> {
     fn release(&mut self, _: &Arc<Verified<Program>>, _: &KernelConfig) {}
 }
 
-/// The verdict on the neutral schedule on such a device, and how often its buffers were looked at.
+/// The verdict on the neutral schedule on such a device, and how often its buffers were read.
 fn verdict(wrong: Wrong) -> (Verdict, usize) {
     let model = model::preset("toy-2l").unwrap();
     let (graph, weights) = (&model.graph, &*model.weights);
@@ -150,9 +150,9 @@ fn repeats_that_differ_are_a_race() {
     let (wrong, _) = verdict(Wrong::Sometimes(Defect::Relu));
     let at = found(&wrong);
     assert_eq!(at.class, DivergenceClass::Race, "{at:?}");
-    // The program is verified: no two of its tasks are to blame, and that is said.
+    // The program is verified: no two of its tasks race, and the detail says so.
     assert!(at.unordered.is_empty() && at.detail.contains("in what runs it"), "{at:?}");
-    // Other bits that are as good are refused as well, and the first one is named.
+    // Runs that differ in bits within the tolerance are rejected too, and the first differing word is named.
     let (other, _) = verdict(Wrong::Bits);
     assert!(!other.correct && other.latency_us.is_none(), "{other:?}");
     let at = found(&other);
@@ -177,13 +177,13 @@ fn a_machine_and_a_graph_that_were_given_other_weights_name_no_task() {
     let zeroed = Zeroed(weights, up, vec![0; weights.bytes(up).len()]);
     let (config, target) = neutral(&model);
     let options = lower::Options { kv_capacity: KV_CAPACITY };
-    // What is expected is of the right weights; the gate's machine has the others, and so has what judges its tasks.
+    // The expected values use the right weights; the gate's reference VM and the examiner of its tasks use the zeroed ones.
     let expected = Expected::new(graph, weights, KV_CAPACITY, 1, None).unwrap();
     let mut gate = Gate::new(graph, &zeroed, &target, options, &KernelConfig::id, expected);
     let (refused, _) = evaluate(&mut gate, None, &config, Timing::default(), 1);
     let at = found(&refused);
     assert!(at.task.is_none() && at.detail.contains("no single task"), "{at:?}");
-    // A machine with the others beside the right graph: the product that they are in.
+    // A reference VM with the zeroed weights and an examiner with the right ones: the product with those weights is named.
     let program = lower::lower(
         &ir::schedule::validate(config, graph, &target).unwrap(),
         graph,
@@ -214,10 +214,10 @@ fn what_was_overwritten_is_not_judged_and_counted() {
     let (left, overwritten) = left_in(&program, &fired, &buffers, None);
     let writes = |all: &[Fired]| all.iter().map(|fired| fired.writes.len()).sum::<usize>();
     assert_eq!((left.len(), overwritten), (fired.len(), 0));
-    // All but the logits, which are no buffer of the arena.
+    // All but the logits, which are not in a buffer of the arena.
     let logits = fired.iter().filter(|fired| fired.writes.len() == 2).count();
     assert_eq!(writes(&left), writes(&fired) - logits);
-    // The residual after the last layer in the bytes of the first: what was there first is gone.
+    // The residual after the last layer shares the bytes of the first: the first one's values are overwritten.
     let mut shared = (*program).clone();
     let place = |name: &str| program.buffers.iter().position(|buffer| buffer.name == name).unwrap();
     shared.buffers[place("x.2")].offset = shared.buffers[place("x.0")].offset;

@@ -1,4 +1,4 @@
-//! What a history costs, and that keeping it up to date says what reading all of it again would.
+//! The cost of a history, and that its incremental updates give the same answers as reading all trials again.
 
 use std::sync::Arc;
 
@@ -14,7 +14,8 @@ use crate::strategy::{SearchSpace, StrategyName, strategy};
 use crate::trial::{Outcome, Spent};
 use crate::verdict::Verdict;
 
-/// A model with everything that trials are made of but gates: each has a program of its own, and ends as its number says.
+/// A model with everything that trials need except gates: each schedule counts as a program of its own, and a trial's
+/// number decides its result.
 struct Bench {
     model: model::Model,
     target: Target,
@@ -51,7 +52,7 @@ impl Bench {
         }))
     }
 
-    /// Entries that were looked at or moved by so many trials, each with a copy of the history for helpers.
+    /// Entries that were read or moved in a search of `trials` trials that copies the history for helpers in each.
     fn visits(&self, trials: u64, name: StrategyName) -> usize {
         let search_space = SearchSpace { space: self.space(), seed: 3, sweep: 40 };
         let strategy = strategy(name, search_space, Vec::new());
@@ -82,7 +83,7 @@ impl Bench {
     }
 }
 
-/// A trial that ended as its number says; about one in a hundred is kept.
+/// A trial whose number decides its result; about one in a hundred is kept.
 fn trial(index: u64, config: ScheduleConfig) -> Trial {
     let mut rng = generator(11, index);
     let gain = rng.random_range(-0.2..0.002);
@@ -123,13 +124,13 @@ fn ten_thousand_trials_cost_so_much_each_as_a_thousand() {
     let bench = Bench::new();
     for name in [StrategyName::HillClimb, StrategyName::Random] {
         let [few, many] = [1_000, 10_000].map(|trials| bench.visits(trials, name));
-        // An entry moves once a doubling, and a lookup asks one run a doubling: 10 doublings here, 14 there.
+        // An entry moves once per doubling, and a lookup reads one run per doubling: 10 doublings here, 14 there.
         assert!(many <= 16 * few, "{}: {few} visits of 1 000, {many} of 10 000", name.name());
         assert!(many <= 10_000 * 500, "{}: {many} visits of 10 000 trials", name.name());
     }
 }
 
-/// The same questions, answered by reading all trials.
+/// The same queries, answered by reading all trials.
 mod scan {
     use super::*;
     use crate::propose::group;

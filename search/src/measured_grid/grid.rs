@@ -12,24 +12,24 @@ pub const GRID_SCHEMA: &str = "amk.grid.v1";
 /// Most points, legal or not.
 const POINTS_MAX: usize = 1 << 20;
 
-/// A grid as it is written: knobs by dotted path.
+/// A grid as it is written in a file: knobs by dotted path.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Grid {
     /// [`GRID_SCHEMA`].
     pub schema: String,
-    /// Values of knobs that no point varies and that are not the neutral ones.
+    /// Values of fixed knobs that differ from the neutral ones.
     pub base: BTreeMap<String, Json>,
     /// Knobs with the values to combine.
     pub axes: BTreeMap<String, Vec<Json>>,
 }
 
-/// A grid that means nothing.
+/// Why a grid cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the grid cannot be used: {0}")]
 pub struct BadGrid(String);
 
-/// A grid that was read: its knobs in the order of the knob table.
+/// A parsed grid: its knobs in the order of the knob table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Space {
     base: ScheduleConfig,
@@ -50,7 +50,7 @@ fn value(knob: Knob, json: &Json) -> Result<Value, BadGrid> {
 }
 
 impl Grid {
-    /// Reads the knobs and values; what is left out is as in `neutral`.
+    /// Parses the knobs and values. Knobs that are left out take the value of `neutral`.
     ///
     /// # Errors
     /// The first thing that is wrong: an unknown knob or value, a knob twice, or too many points.
@@ -101,13 +101,13 @@ impl Space {
         &self.axes
     }
 
-    /// Points, legal or not.
+    /// Number of points, legal or not.
     #[must_use]
     pub fn points(&self) -> u32 {
         self.axes.iter().map(|(_, values)| values.len() as u32).product()
     }
 
-    /// The schedule of a point. Numbers behind the last begin anew.
+    /// The schedule of a point. Numbers past the last wrap around.
     #[must_use]
     pub fn config(&self, point: u32) -> ScheduleConfig {
         let (mut config, mut rest) = (self.base, point);

@@ -1,5 +1,5 @@
-//! A point of a measured grid on a device: agreement first, as everywhere, then a few blocks. What makes it cheap is the context, which is filled
-//! once: each program goes on with the sequence that the one before it left.
+//! Measures a point of a measured grid on a device: agreement first, as everywhere, then a few blocks. It is cheap
+//! because the context is filled once: each program goes on with the sequence that the one before it left.
 
 use std::ops::Range;
 
@@ -15,10 +15,10 @@ use crate::measure::{Latency, median};
 use crate::rejection::Rejection;
 use crate::trial::Outcome;
 
-/// Lowers a point and runs it on the reference VM: all that needs no device. Any number of threads may do it.
+/// Lowers a point and runs it on the reference VM: all that needs no device. Any number of threads may call it.
 ///
 /// # Errors
-/// What becomes of a point that comes no further.
+/// The result of a point that is rejected here.
 pub fn prepare(
     gate: &Gate<'_>,
     config: &ScheduleConfig,
@@ -38,20 +38,20 @@ fn answer(dropped: &Rejection) -> Answer {
     Answer::Failed { outcome, why: dropped.to_string() }
 }
 
-/// Measures the points of a grid, one after the other.
+/// Measures the points of a grid one after another.
 pub struct Probe<'g, 'a> {
     gate: &'g Gate<'a>,
     timed: Range<usize>,
     rounds: usize,
     seed: u64,
-    /// A program that is known to be right, which fills the context.
+    /// A program that is known to be right; it fills the context.
     anchor: (Candidate, Agreement<Reference>),
-    /// Whose sequence is on the device.
+    /// The program whose sequence is on the device.
     holder: Option<(Handle, Candidate)>,
 }
 
 impl<'g, 'a> Probe<'g, 'a> {
-    /// Points are timed on these of the gate's tokens, so many rounds of four blocks.
+    /// Points are timed on this range of the gate's tokens, in `rounds` rounds of four blocks.
     #[must_use]
     pub fn new(
         gate: &'g Gate<'a>,
@@ -72,8 +72,8 @@ impl<'g, 'a> Probe<'g, 'a> {
         self.measure(device, &candidate, reference)
     }
 
-    /// Runs the timed positions of a point, compares their logits, and times them. A wrong answer is asked for once more on a context
-    /// that the anchor filled: the program before may have spoilt it.
+    /// Runs the timed positions of a point, compares their logits, and times them. A wrong result is checked once more
+    /// on a context that the anchor filled: the program before may have corrupted it.
     ///
     /// # Errors
     /// If the device is lost.
@@ -103,14 +103,14 @@ impl<'g, 'a> Probe<'g, 'a> {
         }
     }
 
-    /// The context on the device is worth nothing any more.
+    /// Discards the context on the device.
     fn forget(&mut self, device: &mut dyn Device) {
         if let Some((_, before)) = self.holder.take() {
             before.release(device);
         }
     }
 
-    /// A program that has the context, which the anchor fills if there is none.
+    /// The program that holds the context. If none does, the anchor fills it.
     fn holder(&mut self, device: &mut dyn Device) -> Result<Handle, Rejection> {
         if let Some((handle, _)) = self.holder {
             return Ok(handle);

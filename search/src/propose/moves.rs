@@ -1,11 +1,12 @@
-//! The moves of a sweep: changes of what belongs together. Which knobs do is read off the knob table, by path and values.
+//! The moves of a sweep: joint changes of knobs that belong together. The groups follow from the paths and values of
+//! the knob table.
 
 use ir::schedule::{ActsOn, Knob, ScheduleConfig, Value};
 
-/// One idea, in the forms to try it in: the first legal one is the move.
+/// One change in alternative forms: the first legal form is tried.
 pub(super) type Move = Vec<Vec<(Knob, Value)>>;
 
-/// Bytes on their way to a worker that a sweep tries, with those of the cap before a wait.
+/// Caps that a sweep tries: bytes in flight to a worker, and bytes in flight before a wait.
 const CAPS: [(u32, u32); 6] = [
     (32 << 10, 32 << 10),
     (48 << 10, 32 << 10),
@@ -14,10 +15,10 @@ const CAPS: [(u32, u32); 6] = [
     (128 << 10, 32 << 10),
     (96 << 10, 64 << 10),
 ];
-/// Of them, the pair that lets handoffs through between the bytes.
+/// The pair of caps that a sweep also tries with each ring size: it lets hand-offs through between the bytes.
 const NEAR_CAPS: (u32, u32) = (65_536, 32_768);
 
-/// What a knob interacts with first: those of the same part of the schedule.
+/// The group of a knob: the part of the schedule that it interacts with most.
 pub(crate) fn group(knob: Knob) -> &'static str {
     let path = knob.path();
     if path.starts_with("tiling.attention") || path == "fusion_grouping.merge" {
@@ -26,7 +27,7 @@ pub(crate) fn group(knob: Knob) -> &'static str {
     path.split('.').next().unwrap_or(path)
 }
 
-/// Knobs of one group whose last word and values are the same: the hand-offs, the row counts.
+/// The family of a knob, whose members a sweep sets to one value together: the hand-offs, the row counts.
 fn family(knob: Knob) -> Option<&'static str> {
     let path = knob.path();
     if path.starts_with("sync.") {
@@ -38,8 +39,8 @@ fn family(knob: Knob) -> Option<&'static str> {
     }
 }
 
-/// Every move, in the order of the sweep: program knobs first, because their trials need no compiler, which can prepare the kernels
-/// of the others meanwhile; the ring last, because what it should be depends on how fast its bytes are consumed.
+/// Every move, in the order of the sweep. Program knobs come first: their trials need no compiler, which can prepare
+/// the kernels of the others meanwhile. The ring comes last: its best shape depends on how fast its bytes are consumed.
 pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> Vec<Move> {
     let mut moves = families(space);
     let is_ring = |knob: Knob| knob.path().starts_with("pipeline.");
@@ -49,7 +50,7 @@ pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> V
     for (knob, values) in alone {
         let at = values.iter().position(|&v| v == incumbent.get(*knob)).unwrap_or(0);
         let others = values.iter().enumerate().filter(|&(index, _)| index != at);
-        // Of many values the neighbours and the ends; of few, all.
+        // Few values: all of them. Many values: the neighbours, the middle and the last.
         let few = values.len() <= 3;
         let shown = others.filter(|&(index, _)| {
             few || index.abs_diff(at) == 1 || index == values.len() / 2 || index + 1 == values.len()
@@ -79,8 +80,9 @@ fn families(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     moves
 }
 
-/// The ring as a whole: each stage size with as many stages as fit, with the caps as they are and with the lower one before a handoff
-/// (measured on an H200: stages of 32 KB are worse than those of 16 KB with the first, and better with the second), then each pair of caps.
+/// The ring as a whole: each stage size with as many stages as fit, with the caps as they are and with the lower one
+/// before a hand-off (measured on an H200: stages of 32 KB are worse than stages of 16 KB with the former, and better
+/// with the latter), then each pair of caps.
 fn ring(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     let values = |knob: Knob| {
         space.iter().find(|(other, _)| *other == knob).map_or(&[][..], |(_, values)| values)

@@ -1,5 +1,5 @@
-//! The finished trials, with what proposals ask of them brought up to date by each: a question costs as much after a million trials as
-//! after ten.
+//! The finished trials, with aggregates for the proposals that each trial updates: a query costs as much after a
+//! million trials as after ten.
 
 use std::collections::BTreeMap;
 
@@ -13,49 +13,49 @@ use crate::growing::Growing;
 pub struct TrialRecords {
     all: Growing<usize, TrialRecord>,
     knobs: BTreeMap<Knob, Tried>,
-    /// The last trial that was kept and changed something, by the group of what it changed.
+    /// By group: the last kept trial that changed a knob of the group.
     kept: BTreeMap<&'static str, usize>,
-    /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
+    /// The trials with the greatest gains among those that were not kept, greatest first.
     promising: Vec<TrialRecord>,
-    /// The score of the schedule that leads.
+    /// The score of the last trial that was kept.
     leading: Option<f64>,
 }
 
-/// What trials say of one knob. A gain is shared by all knobs that changed.
+/// Results of the trials that changed one knob. A trial's gain is divided equally among the knobs that it changed.
 #[derive(Clone, Debug, PartialEq)]
 struct Tried {
-    /// The last trial that changed this knob alone, by the value, among those that were not kept.
+    /// By value: the last trial that changed this knob alone and was not kept.
     lost_alone: BTreeMap<Value, usize>,
-    /// The best gain among those that were not kept.
+    /// The best gain among the trials that were not kept.
     lost: f64,
-    /// The best gain among those that were kept, by whether the value rose, and the value.
+    /// The best gain among the kept trials, by direction (whether the value rose) and value.
     kept: BTreeMap<(bool, Value), f64>,
 }
 
 impl TrialRecords {
-    /// How many.
+    /// Number of trials.
     #[must_use]
     pub fn len(&self) -> usize {
         self.all.len()
     }
 
-    /// Whether no trial but the baseline was finished.
+    /// Whether no trial after the baseline has finished.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// All of them, in order.
+    /// The trials, in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &TrialRecord> {
         self.all.values()
     }
 
-    /// Those from a number on.
+    /// The trials from a number on.
     pub fn since(&self, first: usize) -> impl Iterator<Item = &TrialRecord> {
         self.all.values_from(first)
     }
 
-    /// Score of a trial that saved this share of the time of the schedule that leads: the last one that was kept, else the baseline.
+    /// Score of a trial with this gain over the incumbent: the last trial that was kept, else the baseline.
     #[must_use]
     pub fn score(&self, gain: f64) -> f64 {
         self.leading.unwrap_or(0.0) + (1.0 - gain).ln()
@@ -93,7 +93,7 @@ impl TrialRecords {
         self.all.insert(index, past);
     }
 
-    /// Of equal gains the older one comes first.
+    /// Adds a promising trial. Of equal gains the older one comes first.
     fn promise(&mut self, past: TrialRecord) {
         let gain = |past: &TrialRecord| past.gain.unwrap_or(0.0);
         let at =
@@ -102,20 +102,20 @@ impl TrialRecords {
         self.promising.truncate(COMBINED_MAX);
     }
 
-    /// Trials that seemed to help and were not kept: those of the greatest gain, greatest first.
+    /// The trials with the greatest gains among those that were not kept, greatest first.
     pub(crate) fn promising(&self) -> &[TrialRecord] {
         &self.promising
     }
 
-    /// Whether setting a knob to a value lost, on its own, and nothing of its group became the incumbent's since.
+    /// Whether setting this knob alone to this value lost, and no change to its group was kept since.
     pub(crate) fn is_refuted(&self, knob: Knob, value: Value) -> bool {
         let lost = self.knobs.get(&knob).and_then(|tried| tried.lost_alone.get(&value));
         let kept = self.kept.get(moves::group(knob));
         lost.is_some_and(|lost| kept.is_none_or(|kept| lost > kept))
     }
 
-    /// What a step may bring: the best gain that came with changes of this knob, shared by all knobs that changed with it; more when it
-    /// goes on in the direction that was kept.
+    /// Gain to expect of a step: the best gain of a trial that changed this knob, divided by the number of knobs that
+    /// it changed. It counts double if the step continues in a direction that was kept.
     pub(crate) fn worth(&self, knob: Knob, value: Value) -> f64 {
         let Some(tried) = self.knobs.get(&knob) else { return UNTRIED };
         let kept = tried.kept.iter().map(|(&(rose, to), &share)| {

@@ -8,7 +8,7 @@ fn past(from: &ScheduleConfig, to: &ScheduleConfig, gain: f64, kept: bool) -> Tr
     TrialRecord { config: *to, changes: changes(from, to), gain: Some(gain), kept, score: None }
 }
 
-/// What a search does whose every proposal is legal and ends as `gain` says, for so many trials.
+/// Runs a search of `trials` trials in which every proposal is legal; `gain` gives the result of each.
 fn run(
     trials: u64,
     seed: u64,

@@ -1,9 +1,10 @@
 //! A search on several devices at once.
 //!
-//! What is tried, and what it is compared with, is what one device would be given: the rows are those of a search that does one trial
-//! after the other. While a trial runs on one device, the ones after it are begun on the others, as if it had been reverted. When it ends
-//! otherwise, or says something else to the proposals than was assumed, what was begun on a wrong assumption is dropped and costs time only.
-//! Which device does a trial follows from the trial's number, so that rows do not depend on who was quicker.
+//! The trials and their incumbents are those of one device: the rows equal those of a search that runs one trial after
+//! another. While a trial runs on one device, the next ones start on the others, on the assumption that it is reverted.
+//! If it ends otherwise, or with a result that leads to other proposals than assumed, the work started on the wrong
+//! assumption is dropped and costs time only. A trial's number determines its device, so rows do not depend on which
+//! device was quicker.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,11 +19,12 @@ use crate::history::{Guess, Proposal};
 use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
 use crate::worker_pool::{Event, WorkerPool};
 
-/// Trials that a device has before it at most, where there are several: the one that it does, and one so that it does not wait for every
-/// slower one of another device. Of those still further on most would be dropped: a trial takes long because it is about to be kept.
+/// Maximum trials queued per device, if there are several: the running one, and one so that the device need not wait
+/// for a slower trial of another device. Most trials further ahead would be dropped: a trial takes long because it is
+/// about to be kept.
 const AHEAD: usize = 2;
 
-/// A trial that was begun.
+/// A trial that was started.
 struct Flight {
     number: u64,
     card: u32,
@@ -37,12 +39,12 @@ impl Drop for Flight {
     }
 }
 
-/// What was begun for nothing.
+/// Speculative trials that were dropped.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WastedSpeculation {
     /// Trials.
     pub trials: u64,
-    /// Seconds of devices.
+    /// Device seconds.
     pub seconds: f64,
 }
 
@@ -53,15 +55,15 @@ impl WastedSpeculation {
     }
 }
 
-/// The devices, and what they are at.
+/// The devices and their trials in flight.
 pub(super) struct Fleet<'a> {
     pool: WorkerPool<'a>,
-    /// Trials in the order of their numbers, from the next one on.
+    /// Trials in the order of their numbers, starting with the next one.
     flights: VecDeque<Flight>,
     numbers: u64,
     dropped: WastedSpeculation,
     left_out: Vec<LeftOut>,
-    /// Why the last device was left out.
+    /// The error of the device that was left out last.
     last: Option<DeviceError>,
 }
 
@@ -85,7 +87,7 @@ impl<'a> Fleet<'a> {
 
     fn leave_out(&mut self, card: u32, error: DeviceError) {
         if self.pool.leave_out(card) {
-            // What it measured last is not taken any more: from the row that says so on, no row is its.
+            // Discards its unused results: from the row that records its loss on, no row is from this device.
             for flight in self.flights.iter_mut().filter(|flight| flight.card == card) {
                 flight.done.take().iter().for_each(|trial| self.dropped.add(trial));
             }
@@ -94,21 +96,21 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// The error of a search whose devices are all gone.
+    /// The error of a search that has lost all its devices.
     fn lost(&self) -> SearchError {
         let reason = "there is none".to_owned();
         let none = || DeviceError::Unavailable { reason };
         SearchError::Device(self.last.clone().unwrap_or_else(none))
     }
 
-    /// Drops what was begun from this place in line on.
+    /// Drops the trials from this place in the queue on.
     fn cut(&mut self, at: usize) {
         for flight in self.flights.drain(at..) {
             flight.done.iter().for_each(|trial| self.dropped.add(trial));
         }
     }
 
-    /// Takes what a device says.
+    /// Handles the next event of a device.
     fn recv(&mut self) -> Result<(), SearchError> {
         let Some((card, said)) = self.pool.recv() else { return Err(self.lost()) };
         match said {
@@ -124,7 +126,7 @@ impl<'a> Fleet<'a> {
         if self.pool.cards().is_empty() { Err(self.lost()) } else { Ok(()) }
     }
 
-    /// What each of these devices answers, in the order of their numbers; those that are lost meanwhile are left out.
+    /// The answers of these devices, in the order of their numbers. Devices that are lost meanwhile are left out.
     fn collect<T>(
         &mut self,
         mut cards: Vec<u32>,
@@ -187,7 +189,7 @@ impl<'a> Search<'a> {
         Step::Trial(Box::new(trial))
     }
 
-    /// The first trial, on every device: it gives each its noise floor.
+    /// Runs the first trial on every device, which gives each its noise floor.
     fn baseline(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) -> Result<Trial, SearchError> {
         let config = self.settings.default;
         let lowered = self.lower_timed(&config);
@@ -219,7 +221,7 @@ impl<'a> Search<'a> {
         Ok(Trial { card: Some(card), beside, ..first })
     }
 
-    /// After a resume: a device whose noise was never measured cannot be used.
+    /// After a resume, leaves out devices whose noise was never measured.
     fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
         let leads = self.champion().is_some();
         let last = self.trials().last().and_then(|trial| trial.card);
@@ -227,7 +229,7 @@ impl<'a> Search<'a> {
             let why = if leads && !self.rows.noises.contains_key(&Some(card)) {
                 "its noise was not measured when the search began"
             } else if !leads && last.is_some_and(|last| last != card) {
-                // The device that measured so far goes on alone.
+                // The device that measured so far continues alone.
                 "no card has a correct baseline"
             } else {
                 continue;
@@ -236,8 +238,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Brings what is under way in line with what is known by now: what nobody would try any more is dropped, and devices get what comes
-    /// next. The first flight, afterwards, is the trial that one device would do now.
+    /// Updates the trials in flight to the results so far: drops trials that would no longer be proposed, and
+    /// dispatches the next ones. Afterwards the first flight is the trial that a single device would run now.
     fn plan(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) {
         self.reassign(fleet, elapsed);
         let guessed = self.strategy.may_be_guessed();
@@ -275,7 +277,7 @@ impl<'a> Search<'a> {
             } else if let Some(candidate) = &flight.job.proposal.lowered {
                 history.assume(index, candidate, false);
             } else {
-                break; // what does not lower tells nobody what comes next
+                break; // a schedule that does not lower gives no basis for guessing the next one
             }
         }
         fleet.cut(at);
@@ -285,7 +287,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Gives a trial to a device, and puts it in line.
+    /// Dispatches a trial to a device and queues it.
     fn dispatch(&self, fleet: &mut Fleet<'a>, card: u32, mut job: Job, elapsed: Duration) {
         (job.noise, job.began_s) = (self.noise(Some(card)), elapsed.as_secs_f64());
         let (number, cancelled) = (fleet.number(), Arc::<AtomicBool>::default());
@@ -294,7 +296,8 @@ impl<'a> Search<'a> {
         fleet.flights.push_back(Flight { number, card, job, cancelled, done: None });
     }
 
-    /// Gives flights of a device that was left out, and those whose turns have moved, to those that are there.
+    /// Reassigns the flights of a device that was left out, and those whose device changes with it, to the remaining
+    /// devices.
     fn reassign(&self, fleet: &mut Fleet<'a>, elapsed: Duration) {
         let cards = fleet.pool.cards();
         if fleet.flights.iter().all(|flight| cards.contains(&flight.card)) {
@@ -309,7 +312,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The champion once more, on every device that is there.
+    /// Confirms the champion on every remaining device.
     pub(super) fn confirm_side_by_side(
         &mut self,
         fleet: &mut Fleet<'a>,
@@ -335,7 +338,7 @@ impl<'a> Search<'a> {
         let ran = found.iter().map(|(_, c)| c.positions).chain([first.positions]).max();
         first.positions = ran.unwrap_or(0);
         if first.positions == 0 && first.decision != Decision::Reverted {
-            // The card that was to run fresh tokens is gone: nothing is confirmed, and a resumed search does it again.
+            // The card that was to run fresh tokens is lost: nothing is confirmed, and a resumed search repeats it.
             return Err(fleet.lost());
         }
         let beside: Vec<Beside> =
@@ -348,7 +351,7 @@ impl<'a> Search<'a> {
         for LeftOut { card, why: reason } in std::mem::take(&mut fleet.left_out) {
             why += &format!("; card {card} was left out: {reason}");
         }
-        // Where nothing was raced the figures are still those of the champion's trial.
+        // Without a race the figures are still those of the champion's trial.
         let own = job.baseline.is_some();
         let card = if own { Some(card) } else { self.champion().and_then(|trial| trial.card) };
         Ok(Confirmation { card, beside, decision, why, ..first })

@@ -1,4 +1,4 @@
-//! Guesses against what a search then does.
+//! Compares guesses with the trials that the search then runs.
 
 use std::cell::Cell;
 
@@ -14,8 +14,8 @@ use crate::scripted::{Behaviour, ScriptedDevice};
 const KV_CAPACITY: u32 = 32;
 const TRIALS: u64 = 24;
 
-/// Runs a search of which the candidates behave as `script` says by their number, and asks at each trial which ones are guessed to follow
-/// if it ends as `kept` says. Returns the guesses beside the schedules that did follow.
+/// Runs a search whose candidates behave as `script` gives for their number, and at each trial asks for the guesses of
+/// the case that it ends as `kept` says. Returns, per trial, its outcome, the schedules that followed, and the guesses.
 fn guessed(
     script: impl Fn(u64) -> Behaviour,
     kept: bool,

@@ -1,4 +1,4 @@
-//! What earlier searches learned, on other graphs too: the moves that helped, best first, and before them all of them at once.
+//! Moves that helped in earlier searches, on other graphs too: first all of them at once, then each, best first.
 
 use std::collections::BTreeMap;
 
@@ -8,26 +8,26 @@ use serde_json::Value as Json;
 use super::{Form, Proposals, Question, SearchSpace};
 use crate::propose::{Origin, TrialRecords, edited};
 
-/// Trials without a gain that each move is credited with, so that one lucky trial does not lead the list.
+/// Trials with zero gain that each move is credited with, so that one lucky trial does not lead the list.
 const DOUBT: f64 = 1.0;
 
-/// Least gain, with the doubt, of a move that is remembered.
+/// Least gain of a move that is used, after the credit of [`DOUBT`].
 const WORTH_MIN: f64 = 0.001;
 
-/// Most moves that a search is given.
+/// Maximum number of moves for a search.
 const MOVES_MAX: usize = 32;
 
-/// A loss of one trial counts no more than this: how much worse a bad idea was says nothing of the good ones.
+/// Largest loss that one trial counts for: the size of a loss is no information about the good moves.
 const LOSS_MAX: f64 = -0.1;
 
-/// What a store knows of one move, of one graph on one card.
+/// Statistics of one move in a store, for one graph on one card.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoveStats {
     /// Paths of the knobs that were changed, with their new values.
     pub to: BTreeMap<String, Json>,
     /// Trials that made the move.
     pub tries: f64,
-    /// Sum of the gains, shares of the time.
+    /// Sum of the gains, as fractions of the incumbent's time.
     pub gain_sum: f64,
 }
 
@@ -37,11 +37,12 @@ pub struct MoveStats {
 pub struct PriorMove {
     /// Paths of the knobs with the values that helped.
     pub to: BTreeMap<String, Json>,
-    /// The gain to expect of it, a share of the time.
+    /// Expected gain, as a fraction of the incumbent's time.
     pub worth: f64,
 }
 
-/// The moves that helped, best first. What several graphs or cards say of one move is put together, each having as much to say as it tried.
+/// Ranks the moves that helped, best first. Results of a move on several graphs or cards are added, weighted by their
+/// number of trials.
 #[must_use]
 pub fn rank(seen: impl IntoIterator<Item = MoveStats>) -> Vec<PriorMove> {
     let mut sums: BTreeMap<String, (BTreeMap<String, Json>, f64, f64)> = BTreeMap::new();
@@ -55,13 +56,13 @@ pub fn rank(seen: impl IntoIterator<Item = MoveStats>) -> Vec<PriorMove> {
         .into_values()
         .map(|(to, tries, gains)| PriorMove { to, worth: gains / (tries + DOUBT) });
     let mut known: Vec<PriorMove> = known.filter(|known| known.worth >= WORTH_MIN).collect();
-    // Equal ones stay in the order of their names.
+    // Moves of equal worth stay in the order of their names.
     known.sort_by(|a, b| b.worth.total_cmp(&a.worth));
     known.truncate(MOVES_MAX);
     known
 }
 
-/// The moves of a ground. What names a knob or a value that it lacks is left out.
+/// The moves that fit into a search space. A move with a knob or value outside it is left out.
 pub(super) fn moves(search_space: &SearchSpace, known: Vec<PriorMove>) -> Vec<Form> {
     let form = |known: PriorMove| -> Option<Form> {
         let one = |(path, json): (&String, &Json)| {
@@ -81,7 +82,7 @@ fn refuted(form: &Form, past: &TrialRecords) -> bool {
     })
 }
 
-/// Moves all at once, then parts of them, then each, then as `hill_climb`.
+/// Proposes all moves at once, then the better half and quarter of them, then each, then continues as `hill-climb`.
 pub(super) fn ask<'s>(
     search_space: &'s SearchSpace,
     moves: &[Form],
@@ -92,7 +93,7 @@ pub(super) fn ask<'s>(
     if trial <= search_space.sweep {
         let count = moves.len();
         let parts = [count, count.div_ceil(2), count.div_ceil(4)];
-        // Where two set the same knob, the better one does.
+        // If two moves set the same knob, the better one wins.
         let union =
             |part: usize| -> Form { moves[..part].iter().rev().flatten().copied().collect() };
         let unions = parts.into_iter().filter(|&part| part > 1).map(union);

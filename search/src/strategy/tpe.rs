@@ -1,5 +1,6 @@
-//! A tree-structured Parzen estimator (Bergstra et al., 2011) over knobs taken one by one: the quarter of the trials that did best says where
-//! to look, the others where not to. Of some draws by the first, that is proposed which the first finds likely and the second does not.
+//! A tree-structured Parzen estimator (Bergstra et al., 2011) with independent knobs. The best quarter of the trials
+//! gives one distribution per knob, the others another one. Samples are drawn from the first; those with the highest
+//! ratio of the first density to the second are proposed.
 
 use ir::schedule::{Knob, ScheduleConfig, Value};
 use rand::RngExt;
@@ -8,16 +9,16 @@ use rand::rngs::Xoshiro256PlusPlus;
 use super::{Form, Proposals, Question, SearchSpace};
 use crate::propose::{Origin, TrialRecord, TrialRecords, edited, generator};
 
-/// Trials that are drawn at random before there is anything to estimate.
+/// Number of random trials before the estimator is used.
 const RANDOM_FIRST: usize = 8;
 
-/// Share of the trials that count as good.
+/// Fraction of the trials that count as good.
 const GOOD: f64 = 0.25;
 
-/// Draws of which the best ones are proposed.
+/// Number of samples that are ranked for a proposal.
 const CANDIDATES: usize = 64;
 
-/// Weight of an even spread over the values, in trials.
+/// Weight of the uniform prior over the values, in trials.
 const EVEN: f64 = 1.0;
 
 pub(super) fn ask<'s>(search_space: &'s SearchSpace, question: &Question<'s>) -> Proposals<'s> {
@@ -39,7 +40,7 @@ pub(super) fn ask<'s>(search_space: &'s SearchSpace, question: &Question<'s>) ->
     Box::new(planned.into_iter().chain(random))
 }
 
-/// The trials that did best, and the others. What gave no latency is among the others.
+/// The best trials, and the others. Trials without a latency are among the others.
 fn halves(past: &TrialRecords) -> [Vec<&TrialRecord>; 2] {
     let mut all: Vec<&TrialRecord> = past.iter().collect();
     all.sort_by(|a, b| {
@@ -50,7 +51,7 @@ fn halves(past: &TrialRecords) -> [Vec<&TrialRecord>; 2] {
     [all, rest]
 }
 
-/// How often each value of a knob occurs.
+/// Smoothed relative frequency of each value of a knob.
 fn shares((knob, values): &(Knob, Vec<Value>), among: &[&TrialRecord]) -> Vec<f64> {
     let all = among.len() as f64 + EVEN;
     let of = |value: &Value| {
@@ -60,7 +61,7 @@ fn shares((knob, values): &(Knob, Vec<Value>), among: &[&TrialRecord]) -> Vec<f6
     values.iter().map(of).collect()
 }
 
-/// A value for every knob by these shares, and which they are.
+/// Draws a value for every knob from these frequencies; returns the values and their indices.
 fn draw(
     space: &[(Knob, Vec<Value>)],
     shares: &[Vec<f64>],

@@ -1,10 +1,10 @@
-//! What a device process costs a trial: handing a program over, and bringing logits back.
+//! Measures the cost of a device process per trial: sending a program and returning logits.
 //!
 //! ```text
 //! cargo run --release -p remote --example handover_cost -- llama-3.2-1b
 //! ```
 //!
-//! The device is one that does nothing, so all of the time is that of the two processes.
+//! The device does nothing, so all of the time is that of the two processes.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use ir::{KernelConfig, Target};
 use remote::{Board, Limits, Remote, Room, Served, Watch, serve};
 use search::{Device, DeviceError, DeviceInfo, Handle, Plan};
 
-/// Set in the device process.
+/// Environment variable that is set in the device process.
 const CHILD: &str = "AMK_EXAMPLE_DEVICE";
 
-/// Positions of the gate's first stage, and of all of it.
+/// Positions of the gate's first stage, and of the whole gate.
 const ROWS: [usize; 2] = [24, 144];
 
-/// Each is done so often; the median counts.
+/// Repetitions of each measurement; the median counts.
 const REPEATS: usize = 9;
 
-/// Answers at once. Rows are written, as a download would.
+/// A device that answers at once. It writes the rows, as a download would.
 struct Nothing;
 
 impl Served for Nothing {

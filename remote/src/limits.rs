@@ -1,9 +1,9 @@
-//! How long the parent waits for what. The device's own limits are shorter (a trap after seconds), so these only end what does not
-//! answer at all; a slow machine must not reach them.
+//! The parent's deadlines. The device's own limits are shorter (a trap after seconds), so these only end a process that
+//! does not answer at all; a slow machine must not reach them.
 
 use std::time::Duration;
 
-/// Bytes per second that the slowest way of bringing weights to a device is taken to reach.
+/// Bandwidth assumed for the slowest way of loading weights, in bytes per second.
 const SLOWEST_LOAD: u64 = 100_000_000;
 
 /// The deadlines of requests, and how often a process is started.
@@ -11,19 +11,19 @@ const SLOWEST_LOAD: u64 = 100_000_000;
 pub struct Limits {
     /// Starting a process: its driver, its compiler, the measurement of the bandwidth.
     pub open: Duration,
-    /// Any request, whatever else it does: a trap, the end of a kernel and its report fit.
+    /// Any request, whatever else it does: long enough for a trap, the end of a kernel and its report.
     pub answer: Duration,
     /// The first program of a process: weights, caches, constants.
     pub boot: Duration,
-    /// A kernel variant that the process did not compile yet.
+    /// A kernel variant that the process has not compiled yet.
     pub compile: Duration,
     /// A launch of another kernel variant.
     pub launch: Duration,
     /// A position that is run.
     pub position: Duration,
-    /// A process that was told to leave, or killed.
+    /// A process that was asked to end, or killed.
     pub leave: Duration,
-    /// Starts that may fail one after the other.
+    /// Consecutive starts that may fail.
     pub starts: u32,
 }
 
@@ -42,7 +42,7 @@ impl Default for Limits {
     }
 }
 
-/// What a request asks for, as far as its time depends on it.
+/// The parts of a request that its deadline depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Work {
     pub(crate) opens: bool,
@@ -53,14 +53,14 @@ pub(crate) struct Work {
 }
 
 impl Limits {
-    /// The limits for a model of so many bytes of weights.
+    /// The limits for a model with `bytes` bytes of weights.
     #[must_use]
     pub fn for_weights(bytes: u64) -> Self {
         let limits = Self::default();
         Self { boot: limits.boot + Duration::from_secs(bytes / SLOWEST_LOAD), ..limits }
     }
 
-    /// The longest that an answer may take.
+    /// The deadline of an answer.
     pub(crate) fn of(&self, work: &Work) -> Duration {
         let once = |asked: bool, limit: Duration| if asked { limit } else { Duration::ZERO };
         self.answer

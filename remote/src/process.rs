@@ -1,4 +1,4 @@
-//! The device process: started, asked to leave, killed, waited for.
+//! The device process: starting it, waiting for its end, killing it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,15 +7,16 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How often an ending process is looked at.
+/// Polling interval for the end of a process.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// A process that may still run.
 pub(crate) struct Process(Option<Child>);
 
 impl Process {
-    /// Starts it, with the socket as its standard input. It has a process group of its own: what a terminal sends at Ctrl-C or Ctrl-Z
-    /// is for the parent, which ends its work first. Standard output is the parent's answer and nothing of the child's.
+    /// Starts it with the socket as its standard input. It has a process group of its own: the signals of Ctrl-C or
+    /// Ctrl-Z in a terminal go to the parent, which ends its work first. Its standard output is discarded: standard
+    /// output carries the parent's result only.
     pub(crate) fn start(mut command: Command) -> io::Result<(Self, UnixStream)> {
         let (here, there) = UnixStream::pair()?;
         let child = command
@@ -30,7 +31,7 @@ impl Process {
         self.0.as_ref().map_or(0, Child::id)
     }
 
-    /// How it ended, if it does within this time.
+    /// Waits up to `limit` for its end and returns the status.
     pub(crate) fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
         let began = Instant::now();
         loop {
@@ -40,7 +41,7 @@ impl Process {
                     self.0 = None;
                     return Some(status);
                 }
-                // Reaped by somebody else: there is nothing left to wait for.
+                // Already reaped elsewhere: nothing is left to wait for.
                 Err(_) => {
                     self.0 = None;
                     return None;
@@ -51,10 +52,10 @@ impl Process {
         }
     }
 
-    /// Kills it and waits, so long and no longer. False if it is still there: a driver may keep a process that was killed.
+    /// Kills it and waits up to `limit`. False if it is still there: a driver may keep a process that was killed.
     pub(crate) fn kill(&mut self, limit: Duration) -> bool {
         if let Some(child) = &mut self.0 {
-            let _ = child.kill(); // it may have ended by itself
+            let _ = child.kill(); // fails if it has ended already
         }
         let _ = self.wait(limit);
         self.0.is_none()
@@ -62,7 +63,7 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// What does not end in time is left to a thread that waits, so that no zombie stays behind.
+    /// Hands a process that is still running to a thread that waits for it, so that no zombie is left.
     fn drop(&mut self) {
         if let Some(mut child) = self.0.take() {
             let _ = child.kill();
@@ -71,11 +72,11 @@ impl Drop for Process {
     }
 }
 
-/// An end in words.
+/// The end of a process in words.
 pub(crate) fn describe(status: Option<ExitStatus>) -> String {
     match status.map(|status| (status.code(), status.signal())) {
         Some((Some(code), _)) => format!("exit code {code}"),
         Some((None, Some(signal))) => format!("signal {signal}"),
-        Some((None, None)) | None => "nobody knows how".to_owned(),
+        Some((None, None)) | None => "unknown exit status".to_owned(),
     }
 }

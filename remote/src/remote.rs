@@ -1,4 +1,4 @@
-//! The parent's side: a device that is a process, and what happens when it does not answer.
+//! The parent's side: a device in another process, and its supervision.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,10 +17,10 @@ use crate::process::{Process, describe};
 use crate::shared::{Board, Rows, Shared};
 use crate::wire::{Answer, Broken, Channel, Reply, Request};
 
-/// How long a process that closed its socket may take to be gone, so that its end can be named.
+/// How long to wait for the exit status of a process that closed its socket.
 const NAME_WITHIN: Duration = Duration::from_secs(1);
 
-/// Pause before a process is started again.
+/// Pause before a process is restarted.
 const START_AGAIN: Duration = Duration::from_millis(100);
 
 /// Makes the command that starts a device process: one that calls [`serve`](crate::serve()).
@@ -29,26 +29,26 @@ pub type Launcher<'a> = Box<dyn FnMut() -> Command + 'a>;
 /// Reads the clocks of the device.
 pub type ReadClocks<'a> = Box<dyn FnMut() -> Option<Clocks> + 'a>;
 
-/// How many logits a request may bring back.
+/// The size of the logits that one request can return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Positions of a run; longer ones are asked for in pieces.
+    /// Maximum positions of a run; longer runs are split into several requests.
     pub rows: usize,
-    /// Values of a position.
+    /// Logits per position.
     pub vocab: usize,
 }
 
-/// A program as the parent keeps it: a new process gets it from here.
+/// A program in the parent, for loading into a new process.
 struct Kept {
     program: Arc<Verified<Program>>,
     kernel: KernelConfig,
 }
 
-/// A process that answers.
+/// A live process.
 struct Running {
     process: Process,
     channel: Channel,
-    /// Programs that it has.
+    /// Programs loaded in it.
     loaded: BTreeSet<u64>,
     /// Kernels that it has compiled.
     compiled: Vec<KernelConfig>,
@@ -60,7 +60,7 @@ struct Running {
 
 /// A device in a process of its own.
 ///
-/// The process gets a signal when the thread that started it ends, so requests are best made from one thread that lives long.
+/// The process gets a signal when the thread that started it ends, so requests are best made from one long-lived thread.
 pub struct Remote<'a> {
     launcher: Launcher<'a>,
     limits: Limits,
@@ -72,11 +72,11 @@ pub struct Remote<'a> {
     programs: BTreeMap<u64, Kept>,
     next: u64,
     number: u32,
-    /// Of processes that are gone.
+    /// The costs of processes that have ended.
     costs_before: Costs,
     costs: Costs,
     clocks: Option<ReadClocks<'a>>,
-    /// What programs are sealed with for the processes of this device.
+    /// The key that seals programs for the processes of this device.
     key: SealKey,
 }
 
@@ -111,23 +111,23 @@ impl<'a> Remote<'a> {
         Ok(remote)
     }
 
-    /// The process, while there is one: for tests that kill it.
+    /// The id of the process, if there is one; for tests that kill it.
     #[must_use]
     pub fn process_id(&self) -> Option<u32> {
         self.running.as_ref().map(|running| running.process.id())
     }
 
-    /// Notes how many processes of others used the device before this one did.
+    /// Sets how many other processes used the device before this one did.
     pub fn set_other_processes(&mut self, count: Option<u32>) {
         self.info.other_processes = count;
     }
 
-    /// How the device's clocks are read, from here: a process that is busy cannot be asked.
+    /// Sets how the parent reads the device's clocks: a busy process cannot answer.
     pub fn read_clocks(&mut self, clocks: ReadClocks<'a>) {
         self.clocks = Some(clocks);
     }
 
-    /// Starts a process, several times if need be. A process that says why it has no device is believed.
+    /// Starts a process, with retries. If a process reports that it has no device, that is final.
     fn start(&mut self) -> Result<DeviceInfo, DeviceError> {
         let mut last = String::new();
         for attempt in 0..self.limits.starts.max(1) {
@@ -173,11 +173,11 @@ impl<'a> Remote<'a> {
         self.ask(&Request::Open { key: self.key.to_bytes() }, &[], work)
     }
 
-    /// A process that answers, with these programs loaded.
+    /// Makes sure that a process runs and has these programs loaded.
     fn ready(&mut self, handles: &[Handle]) -> Result<(), DeviceError> {
         if self.running.is_none() {
             let info = self.start()?;
-            // Another bandwidth would move the bounds in the middle of a search; another card would move everything.
+            // Another bandwidth would move the bounds in the middle of a search; another card would change everything.
             if info.name != self.info.name {
                 let reason = format!("the device was {} and is {} now", self.info.name, info.name);
                 self.end();
@@ -190,7 +190,7 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
-    /// Loads a program into the process, unless it is there.
+    /// Loads a program into the process, unless it is loaded.
     fn load(&mut self, handle: u64) -> Result<(), DeviceError> {
         let Some(kept) = self.programs.get(&handle) else {
             return Err(DeviceError::Fault { reason: "the program was released".into() });
@@ -212,7 +212,7 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
-    /// What a run of these programs makes the process do first.
+    /// The work that the process does for a run of these programs.
     fn work(&self, handles: &[Handle], switches: usize, positions: usize) -> Work {
         let kernel = |handle: &Handle| self.programs.get(&handle.0).map(|kept| kept.kernel);
         let first = handles.first().and_then(kernel);
@@ -228,7 +228,7 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// One request, one answer, within its deadline. Whatever else happens ends the process.
+    /// Sends a request and receives its answer within the deadline. Anything else ends the process.
     fn ask<T: TryFrom<Reply>>(
         &mut self,
         request: &Request,
@@ -268,13 +268,13 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// An answer to something else.
+    /// The error of an answer to another request.
     fn confused(&mut self) -> DeviceError {
         let what = "an answer to something that was not asked".to_owned();
         self.lose(&Broken::Nonsense(what), Duration::ZERO)
     }
 
-    /// Gives a process up: what it said last, how it ended, and the error that says so.
+    /// Ends a process and returns the error, with the process's last state and its exit.
     fn lose(&mut self, broken: &Broken, waited: Duration) -> DeviceError {
         let last = self.board.last();
         let status = match (&mut self.running, broken) {
@@ -304,20 +304,20 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// Kills the process. False if it is still there after its time.
+    /// Kills the process. False if it has not ended within its time.
     fn end(&mut self) -> bool {
         self.costs_before += std::mem::take(&mut self.costs);
         let Some(mut running) = self.running.take() else { return true };
         running.process.kill(self.limits.leave)
     }
 
-    /// The handle of a program that the parent keeps.
+    /// The handle of a program, if the parent has it.
     fn handle_of(&self, program: &Arc<Verified<Program>>, kernel: &KernelConfig) -> Option<u64> {
         let same = |kept: &Kept| Arc::ptr_eq(&kept.program, program) && kept.kernel == *kernel;
         self.programs.iter().find(|(_, kept)| same(kept)).map(|(&handle, _)| handle)
     }
 
-    /// The process has run this program.
+    /// Records that the process has run this program.
     fn ran(&mut self, handle: Handle) {
         let kernel = self.programs.get(&handle.0).map(|kept| kept.kernel);
         if let Some(running) = &mut self.running {
@@ -382,7 +382,7 @@ impl Device for Remote<'_> {
     }
 
     fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
-        // A process that took the place of another has run nothing yet.
+        // A restarted process has run nothing yet.
         let has = |running: &Running| running.loaded.contains(&program.0);
         if !self.running.as_ref().is_some_and(has) {
             return Ok(None);
@@ -392,7 +392,7 @@ impl Device for Remote<'_> {
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {
         if self.running.is_some() {
-            // A hint: a process that fails at it is replaced when it is needed.
+            // Only a hint: a process that fails at it is replaced when one is needed.
             let request = Request::Foresee { kernels: kernels.to_vec() };
             let _ = self.ask::<()>(&request, &[], Work::default());
         }
@@ -418,7 +418,7 @@ impl Device for Remote<'_> {
             warmup: warmup as u64,
         };
         let blocks = rounds.saturating_mul(ROUND.len()).saturating_add(warmup.saturating_mul(2));
-        // Both may have to fill their caches; settling after a switch takes less than a block.
+        // Both programs may have to fill their caches; settling after a switch takes less than a block.
         let block = tokens.len().saturating_sub(first);
         let positions = blocks.saturating_mul(2 * block).saturating_add(2 * tokens.len());
         let work = self.work(&handles, blocks, positions);
@@ -443,7 +443,7 @@ impl Device for Remote<'_> {
 }
 
 impl Drop for Remote<'_> {
-    /// Hangs up, which tells the process to end its kernel; waits; kills what does not leave.
+    /// Closes the socket, so that the process ends its kernel; waits; kills a process that does not end.
     fn drop(&mut self) {
         if let Some(Running { mut process, channel, .. }) = self.running.take() {
             drop(channel);

@@ -1,4 +1,4 @@
-//! The child's side: one request after the other, and a thread that watches the parent.
+//! The child's side: handles one request after another, with a thread that watches the parent.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,15 +16,17 @@ use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
 use crate::shared::{Board, Phase, Rows, Shared};
 use crate::wire::{Answer, BUFFER_WORDS_MAX, Channel, Reply, Request};
 
-/// How often the watching thread looks at the kernel.
+/// Interval at which the watching thread polls the kernel.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// How long the device may take to leave when the parent is gone. Then the process kills itself, and the driver cleans up.
+/// How long the device may take to end its work when the parent is gone. After that the process kills itself, and the
+/// driver cleans up.
 const LEAVE: Duration = Duration::from_secs(5);
 
-/// What a device process drives. As [`search::Device`], errors included, but for where logits go and who proves what is timed.
+/// The device of a device process. As [`search::Device`], errors included, except for the destination of logits and for
+/// proofs of agreement, which the parent has.
 pub trait Served {
-    /// What it is.
+    /// Describes the device.
     fn describe(&self) -> DeviceInfo;
 
     /// As [`search::Device::prepare`].
@@ -34,7 +36,8 @@ pub trait Served {
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError>;
 
-    /// As [`search::Device::run`]; the logits of `tokens[first..]` are written to `logits`, row behind row, and what was chosen is returned.
+    /// As [`search::Device::run`]. Writes the logits of `tokens[first..]` to `logits`, one row after another, and
+    /// returns the chosen tokens.
     fn run(
         &mut self,
         program: Handle,
@@ -43,8 +46,9 @@ pub trait Served {
         logits: &mut [f32],
     ) -> Result<Vec<u32>, DeviceError>;
 
-    /// Times two programs in alternation. The parent holds the proofs that they agree; this is its door and nobody else's. The last logits
-    /// of both are written to `last`, one behind the other; the tokens chosen by them come with the times.
+    /// Times two programs in alternation. The parent holds the proofs that they agree, and only the parent may call
+    /// this. Writes the last logits of both to `last`, one after the other; returns the times and the last chosen
+    /// tokens.
     fn time(
         &mut self,
         programs: [Handle; 2],
@@ -73,27 +77,28 @@ pub trait Served {
     /// As [`search::Device::release`].
     fn release(&mut self, program: Handle);
 
-    /// Whether only a new process gets the device back.
+    /// Whether only a new process can use the device again.
     fn lost(&self) -> bool {
         false
     }
 }
 
-/// What the watching thread does beside the requests. It must not wait for the device.
+/// The watching thread's work beside the requests. It must not wait for the device.
 pub trait Watch: Send {
-    /// Notes what the kernel says. Called every 10 ms.
+    /// Records the state of the kernel. Called every 10 ms.
     fn look(&mut self, board: &Board);
 
-    /// The parent is gone: tells the kernel to leave.
+    /// Asks the kernel to end, because the parent is gone.
     fn leave(&mut self);
 }
 
-/// Nobody started this process as a device.
+/// The error of a process that was not started as a device process.
 #[derive(Debug, thiserror::Error)]
 #[error("a device process is started by `amk` itself, with a socket as its standard input ({0})")]
 pub struct NotAChild(std::io::Error);
 
-/// Serves the parent that started this process, until it hangs up. `open` opens the device; if it cannot, the parent is told why.
+/// Serves the parent that started this process until the socket closes. `open` opens the device; if that fails, the
+/// error is sent to the parent.
 ///
 /// # Errors
 /// If standard input is not the socket of a parent.
@@ -114,10 +119,10 @@ pub fn serve<D: Served>(
     Ok(())
 }
 
-/// Takes over what the parent left: the socket on standard input, and the shared memory that comes through it.
+/// Takes the parent's socket from standard input, and receives the shared memory through it.
 fn adopt() -> std::io::Result<(Channel, UnixStream, Arc<Shared>)> {
     let socket = UnixStream::from(rustix::stdio::stdin().try_clone_to_owned()?);
-    // A parent that died before this line has closed the socket, which is found next.
+    // If the parent died before this line, its socket is closed, which the next read detects.
     set_parent_process_death_signal(Some(Signal::KILL))?;
     let channel = Channel::new(socket.try_clone()?);
     let file = File::from(channel.receive_file()?);
@@ -125,8 +130,8 @@ fn adopt() -> std::io::Result<(Channel, UnixStream, Arc<Shared>)> {
     Ok((channel, socket, Arc::new(Shared::open(&file)?)))
 }
 
-/// Beats, looks at the kernel, and notices when the parent hangs up. The death signal of the system does the same at once, but only
-/// for a parent that died.
+/// Increments the heartbeat count, polls the kernel, and detects when the parent closes the socket. The system's
+/// parent-death signal acts at once, but only for a parent that died.
 fn watch_parent(socket: &UnixStream, mut watch: impl Watch, board: &Board, over: &AtomicBool) {
     loop {
         let mut files = [PollFd::new(socket, PollFlags::RDHUP)];
@@ -152,7 +157,7 @@ fn watch_parent(socket: &UnixStream, mut watch: impl Watch, board: &Board, over:
     let _ = kill_process(getpid(), Signal::KILL);
 }
 
-/// Opens the device, then answers until there is nobody to answer. The device is closed before this returns.
+/// Opens the device, then answers requests until the socket closes. The device is closed before this returns.
 fn answer_all<D: Served>(
     mut channel: Channel,
     shared: &Arc<Shared>,
@@ -191,7 +196,7 @@ fn answer_all<D: Served>(
 struct Session<D> {
     device: D,
     key: SealKey,
-    /// The device's handles by the parent's.
+    /// The device's handle for each handle of the parent.
     handles: BTreeMap<u64, Handle>,
     rows: Rows,
     board: Board,
@@ -212,7 +217,7 @@ impl<D: Served> Session<D> {
             Request::Run { handle, tokens, first } => {
                 let handle = self.handle(handle)?;
                 let first = index(first).filter(|&first| first <= tokens.len());
-                let first = first.ok_or_else(|| fault("it begins behind its end"))?;
+                let first = first.ok_or_else(|| fault("the first position is past the end"))?;
                 self.board.enter(Phase::Running);
                 let rows = self.rows.first_mut(tokens.len() - first);
                 let rows = rows.ok_or_else(|| fault("more positions than rows are shared"))?;
@@ -223,7 +228,7 @@ impl<D: Served> Session<D> {
                 let (Some(first), Some(rounds), Some(warmup)) =
                     (index(first), index(rounds), index(warmup))
                 else {
-                    return Err(fault("numbers that are too large"));
+                    return Err(fault("a number is too large"));
                 };
                 self.board.enter(Phase::Timing);
                 let plan = Plan { tokens: &tokens, first, rounds, warmup };
@@ -275,7 +280,7 @@ mod tests {
 
     use super::*;
 
-    /// A kernel that leaves when it is told to.
+    /// A kernel that ends when asked to.
     struct Kernel {
         looks: Arc<AtomicBool>,
         leaves: Arc<AtomicBool>,
@@ -312,7 +317,7 @@ mod tests {
             assert!(!leaves.load(Ordering::Acquire));
             drop(parent);
             until(&leaves);
-            // The requests have ended; otherwise it would end this process.
+            // The requests have ended; otherwise the watcher would kill this process.
             over.store(true, Ordering::Release);
             watcher.join().unwrap();
         });
@@ -336,7 +341,7 @@ mod tests {
             assert_eq!(key.open(&torn, &seal).unwrap_err(), Unsealed::Broken);
         }
         assert_eq!(SealKey::new([4; 32]).open(&bytes, &seal).unwrap_err(), Unsealed::Broken);
-        // A program that was never verified has no seal: a plain hash of its bytes is none.
+        // A program that was never verified has no seal; a plain hash of its bytes is not a seal.
         let mut broken = program.into_inner();
         for worker in &mut broken.workers {
             for task in &mut worker.tasks {

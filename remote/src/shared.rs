@@ -1,7 +1,7 @@
-//! Memory that both processes map: a page of words in which the child says what it is doing, then rows of logits.
+//! Memory that both processes map: a header in which the child records what it is doing, then rows of logits.
 //!
-//! The words are read after a kill, so each is written as soon as it is known. The rows belong to the child between a request and its
-//! answer, and to the parent otherwise.
+//! The header is read after a kill, so each word is written as soon as it is known. The rows belong to the child
+//! between a request and its answer, and to the parent otherwise.
 
 use std::fs::File;
 use std::io;
@@ -14,13 +14,13 @@ use rayon::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags};
 use telemetry::Suspect;
 
-/// Bytes of the words; rows begin behind them.
+/// Bytes of the header; rows follow it.
 const HEAD_BYTES: usize = 4096;
 
-/// First word: says what this memory is.
+/// First word, which identifies this memory.
 const MAGIC: u32 = u32::from_le_bytes(*b"AMKS");
 
-/// Places of the words.
+/// Offsets of the header's words.
 mod at {
     pub(super) const MAGIC: usize = 0;
     pub(super) const ROWS: usize = 1;
@@ -29,16 +29,16 @@ mod at {
     pub(super) const PHASE: usize = 4;
     pub(super) const BEAT: usize = 5;
     pub(super) const HEARTBEAT: usize = 6;
-    /// Words of an `abi::Status`, the last of which says that it is complete.
+    /// Words of an `abi::Status`, the last of which marks it complete.
     pub(super) const STATUS: usize = 16;
-    /// Whether a worker is suspected, then the words of the suspicion.
+    /// Whether a worker is suspected, then the words of the `Suspect`.
     pub(super) const SUSPECTED: usize = 64;
     pub(super) const SUSPECT: usize = 65;
 }
 
 const STATUS_WORDS: usize = size_of::<Status>() / 4;
 
-/// Declares the phases once: their numbers and their words.
+/// Declares the phases once, with their numbers and names.
 macro_rules! phases {
     ($($(#[$doc:meta])* $name:ident = $words:literal,)+) => {
         /// What a device process is doing.
@@ -50,7 +50,7 @@ macro_rules! phases {
         impl Phase {
             const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// In words.
+            /// The phase in words.
             #[must_use]
             pub fn words(self) -> &'static str {
                 match self {
@@ -62,21 +62,21 @@ macro_rules! phases {
 }
 
 phases! {
-    /// Not a word from it yet.
+    /// Has not reported anything yet.
     Starting = "starting",
     /// Looks for driver, compiler and device.
     Opening = "opening the device",
-    /// Has answered.
+    /// Waits for a request, after an answer.
     Waiting = "waiting for a request",
     /// Opens and decodes a sealed program.
     Unsealing = "opening a program",
     /// Compiles a kernel variant, or waits for one.
     Compiling = "compiling a kernel",
-    /// Brings the model onto the device.
+    /// Loads the model onto the device.
     Booting = "bringing the weights to the device",
     /// Ends a kernel and launches another.
     Launching = "launching a kernel",
-    /// Uploads a program, switches to it, poisons what it will write.
+    /// Uploads a program, switches to it, poisons the memory that it will write.
     Loading = "loading a program",
     /// The device runs positions.
     Running = "running positions",
@@ -84,11 +84,11 @@ phases! {
     Timing = "timing",
     /// Copies logits.
     Reading = "reading logits",
-    /// Waits for a kernel to leave.
+    /// Waits for a kernel to end.
     Stopping = "waiting for a kernel to leave",
 }
 
-/// The mapping.
+/// The mapping of the shared memory.
 pub(crate) struct Shared {
     map: MmapRaw,
     rows: usize,
@@ -96,12 +96,12 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Makes the memory: for so many rows of a vocabulary. Pages that nobody writes cost nothing.
+    /// Creates the memory for `rows` rows of `vocab` logits. Pages that are never written cost nothing.
     pub(crate) fn create(rows: usize, vocab: usize) -> io::Result<(Self, File)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(rustix::fs::memfd_create(c"amk-device", flags)?);
         file.set_len(Self::bytes(rows, vocab)?)?;
-        // A page that a process cut off would be a fault in the other.
+        // If a process truncated the file, accesses of the other would fault.
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let map = MmapOptions::new().map_raw(&file)?;
         let shared = Self { map, rows, vocab };
@@ -112,7 +112,7 @@ impl Shared {
         Ok((shared, file))
     }
 
-    /// Maps memory that the other process made.
+    /// Maps memory that the other process created.
     pub(crate) fn open(file: &File) -> io::Result<Self> {
         let refuse = |what: &str| Err(io::Error::other(format!("the shared memory {what}")));
         let bytes = file.metadata()?.len();
@@ -122,12 +122,12 @@ impl Shared {
         let map = MmapOptions::new().map_raw(file)?;
         let mut shared = Self { map, rows: 0, vocab: 0 };
         if shared.word(at::MAGIC).load(Ordering::Acquire) != MAGIC {
-            return refuse("is something else");
+            return refuse("has another magic number");
         }
         shared.rows = shared.word(at::ROWS).load(Ordering::Relaxed) as usize;
         shared.vocab = shared.word(at::VOCAB).load(Ordering::Relaxed) as usize;
         if Self::bytes(shared.rows, shared.vocab)? != bytes {
-            return refuse("has another length than its words say");
+            return refuse("has another length than its header gives");
         }
         Ok(shared)
     }
@@ -147,12 +147,12 @@ impl Shared {
     }
 
     fn values(&self) -> *mut f32 {
-        // SAFETY: the mapping is longer than its first page, or there are no values and nobody reads any.
+        // SAFETY: the mapping is longer than its first page, or there are no values and none are read.
         unsafe { self.map.as_mut_ptr().add(HEAD_BYTES).cast() }
     }
 }
 
-/// The rows of logits, as one process sees them.
+/// The rows of logits in one process's mapping.
 pub(crate) struct Rows(Arc<Shared>);
 
 impl Rows {
@@ -160,32 +160,32 @@ impl Rows {
         Self(shared.clone())
     }
 
-    /// How many there are.
+    /// Number of rows.
     pub(crate) fn len(&self) -> usize {
         self.0.rows
     }
 
-    /// The first rows, for the child to write between a request and its answer.
+    /// The first rows, which the child may write between a request and its answer.
     pub(crate) fn first_mut(&mut self, count: usize) -> Option<&mut [f32]> {
         if count > self.0.rows {
             return None;
         }
-        // SAFETY: in range. This process has one `Rows`, which is borrowed exclusively; the other process leaves them alone until it
-        // has the answer.
+        // SAFETY: in range. This process has one `Rows`, which is borrowed exclusively; the other process does not
+        // access the rows until it has the answer.
         Some(unsafe { std::slice::from_raw_parts_mut(self.0.values(), count * self.0.vocab) })
     }
 
-    /// Copies the first rows out, with all cores. The child has answered.
+    /// Copies the first rows, with all cores. The child must have answered.
     pub(crate) fn copy(&self, count: usize) -> Vec<Vec<f32>> {
         let (count, vocab) = (count.min(self.0.rows), self.0.vocab);
-        // SAFETY: in range. The child writes between a request and its answer only, and no request is under way; whatever the bytes
-        // are, they are numbers.
+        // SAFETY: in range. The child writes only between a request and its answer, and no request is under way. Every
+        // bit pattern is a valid `f32`.
         let values = unsafe { std::slice::from_raw_parts(self.0.values(), count * vocab) };
         values.par_chunks_exact(vocab.max(1)).map(<[f32]>::to_vec).collect()
     }
 }
 
-/// Where a device process notes what it is doing.
+/// The header in which a device process records what it is doing.
 #[derive(Clone)]
 pub struct Board(Arc<Shared>);
 
@@ -194,12 +194,12 @@ impl Board {
         Self(shared.clone())
     }
 
-    /// The process begins something.
+    /// Records the phase that begins.
     pub fn enter(&self, phase: Phase) {
         self.0.word(at::PHASE).store(phase as u32, Ordering::Release);
     }
 
-    /// What was last seen of the kernel: its poller's clock and, if it has given up, who waited for what.
+    /// Records the latest state of the kernel: its poller's clock and, if it has trapped, which task waited for what.
     pub fn kernel(&self, heartbeat: u32, status: Option<&Status>) {
         self.0.word(at::HEARTBEAT).store(heartbeat, Ordering::Relaxed);
         let Some(status) = status else { return };
@@ -211,7 +211,7 @@ impl Board {
         self.0.word(at::STATUS + last).store(words[last], Ordering::Release);
     }
 
-    /// A worker is suspected to have stalled, or none is any more.
+    /// Records a worker that is suspected to have stalled, or that none is.
     pub fn suspect(&self, suspect: Option<&Suspect>) {
         for (index, word) in suspect.map(Suspect::to_words).iter().flatten().enumerate() {
             self.0.word(at::SUSPECT + index).store(*word, Ordering::Relaxed);
@@ -220,12 +220,12 @@ impl Board {
         self.0.word(at::SUSPECTED).store(suspected, Ordering::Release);
     }
 
-    /// The process is alive.
+    /// Increments the heartbeat count, which shows that the process is alive.
     pub(crate) fn beat(&self) {
         self.0.word(at::BEAT).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The parent asks for something: what was said before is about something else.
+    /// Starts a request: clears the status and the suspect of the one before.
     pub(crate) fn begin(&self, request: u32) {
         self.0.word(at::REQUEST).store(request, Ordering::Relaxed);
         for index in 0..STATUS_WORDS {
@@ -234,13 +234,13 @@ impl Board {
         self.suspect(None);
     }
 
-    /// A new process: nothing is known of it.
+    /// Clears the header for a new process.
     pub(crate) fn reset(&self) {
         self.begin(0);
         self.enter(Phase::Starting);
     }
 
-    /// What the process said last.
+    /// The last state that the process recorded.
     #[must_use]
     pub fn last(&self) -> Last {
         let word = |index: usize| self.0.word(index).load(Ordering::Relaxed);
@@ -262,26 +262,26 @@ impl Board {
     }
 }
 
-/// What a device process said last.
+/// The last state that a device process recorded.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Last {
-    /// What it was doing; nothing if it wrote nonsense.
+    /// What it was doing; `None` if the number is invalid.
     pub phase: Option<Phase>,
     /// The request, counted from one.
     pub request: u32,
     /// Ticks of its watching thread.
     pub beat: u32,
-    /// The kernel's poller's clock.
+    /// The clock of the kernel's poller.
     pub heartbeat: u32,
-    /// What the kernel said when it gave up, if it did.
+    /// The status of the kernel, if it has trapped.
     pub status: Option<Status>,
-    /// A worker that was still when it was last looked at: the kernel had not given up.
+    /// A worker without progress when last checked; the kernel had not trapped.
     pub suspect: Option<Suspect>,
 }
 
 impl std::fmt::Display for Last {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let phase = self.phase.map_or("doing what nobody knows", Phase::words);
+        let phase = self.phase.map_or("in an unknown phase", Phase::words);
         write!(f, "{phase} (request {})", self.request)?;
         let Some(status) = &self.status else {
             write!(f, ", the kernel reported no trap")?;

@@ -1,7 +1,8 @@
-//! What goes over the socket: one request, one answer, each a frame with a head, a body in postcard and bytes that belong to it.
+//! The protocol of the socket: one request, one answer. Each is a frame with a header, a body in postcard format, and
+//! trailing bytes.
 //!
-//! Lengths are bounded before anything is allocated. The parent trusts nothing that comes back: a frame that is too long, of another
-//! request, cut off or not decodable ends the process that sent it.
+//! Lengths are checked before anything is allocated. The parent trusts no answer: a frame that is too long, belongs to
+//! another request, is cut off or cannot be decoded ends the process that sent it.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -19,40 +20,41 @@ use search::{Costs, DeviceError, DeviceInfo};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// First word of a frame, before the number of the request, the bytes of its body and those behind it.
+/// First word of a frame. It is followed by the request's number, the length of the body and the length of the trailing
+/// bytes.
 const MAGIC: u32 = u32::from_le_bytes(*b"AMKR");
 
-/// Longest body: tokens of a request, a compiler's log or timed blocks in an answer.
+/// Maximum length of a body: tokens of a request, a compiler's log or timed blocks in an answer.
 const BODY_BYTES_MAX: u32 = 16 << 20;
 
-/// Words of all buffers that fit into an answer.
+/// Maximum words of all buffers in an answer.
 pub(crate) const BUFFER_WORDS_MAX: usize = BODY_BYTES_MAX as usize / size_of::<f32>() / 2;
 
-/// Longest saved program.
+/// Maximum length of a saved program.
 const BYTES_MAX: u32 = 512 << 20;
 
-/// What the parent asks. Handles are the parent's.
+/// A request of the parent. Handles are the parent's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// Opens the device; the shared memory comes with it. The key is that of all programs to come.
+    /// Opens the device; the shared memory is sent beside it. The key seals all later programs.
     Open { key: [u8; 32] },
-    /// Loads the program that is saved behind the body.
+    /// Loads the program in the trailing bytes.
     Prepare { handle: u64, kernel: KernelConfig, seal: Seal },
-    /// Runs tokens from `first` on; the logits go to the shared rows, what was chosen by them into the answer.
+    /// Runs tokens from `first` on. Logits go to the shared rows, chosen tokens into the answer.
     Run { handle: u64, tokens: Vec<u32>, first: u64 },
-    /// Times two programs, both of which the parent has a proof for; their last logits go to the first two shared rows.
+    /// Times two programs that the parent has proofs for. Their last logits go to the first two shared rows.
     Time { handles: [u64; 2], tokens: Vec<u32>, first: u64, rounds: u64, warmup: u64 },
-    /// Lets one program go on with the sequence of another.
+    /// Lets one program continue the sequence of another.
     HandOver { from: u64, to: u64 },
-    /// Kernels that will be asked for.
+    /// Announces kernels that will be needed.
     Foresee { kernels: Vec<KernelConfig> },
-    /// Lets go of a program.
+    /// Unloads a program.
     Release { handle: u64 },
-    /// What a program's buffers hold.
+    /// Reads a program's buffers.
     Buffers { handle: u64 },
 }
 
-/// What came of a request, each kind a type of its own.
+/// The result of a request. Each kind has a type of its own.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, derive_more::TryInto)]
 pub(crate) enum Reply {
     Opened(DeviceInfo),
@@ -62,26 +64,26 @@ pub(crate) enum Reply {
     Buffers(Option<Vec<Vec<f32>>>),
 }
 
-/// What the child answers.
+/// An answer of the child.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Answer {
     pub(crate) result: Result<Reply, DeviceError>,
-    /// Only a new process gets the device back.
+    /// Whether only a new process can use the device again.
     pub(crate) lost: bool,
-    /// Of this process so far.
+    /// The costs of this process so far.
     pub(crate) costs: Costs,
 }
 
-/// Why there is no message.
+/// Why no message was received or sent.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Broken {
-    /// The deadline is over.
+    /// The deadline has passed.
     #[error("no answer in time")]
     Overrun,
-    /// The other side is gone.
+    /// The other side has closed the socket.
     #[error("the socket was closed")]
     Closed,
-    /// It said something that is no message.
+    /// It sent an invalid message.
     #[error("it sent {0}")]
     Nonsense(String),
     /// The socket failed.
@@ -103,7 +105,7 @@ impl From<io::Error> for Broken {
 /// One end of the socket.
 pub(crate) struct Channel {
     socket: UnixStream,
-    /// Of the request under way.
+    /// The deadline of the current request.
     deadline: Option<Instant>,
 }
 
@@ -112,12 +114,12 @@ impl Channel {
         Self { socket, deadline: None }
     }
 
-    /// What is sent and received from now on must be through by then.
+    /// Sets the deadline of all following sends and receives.
     pub(crate) fn set_deadline(&mut self, deadline: Instant) {
         self.deadline = Some(deadline);
     }
 
-    /// Sends a message with bytes behind it.
+    /// Sends a message with trailing bytes.
     pub(crate) fn send<T: Serialize>(
         &mut self,
         number: u32,
@@ -136,7 +138,7 @@ impl Channel {
         self.write(bytes)
     }
 
-    /// Receives a message: its number, its body and the bytes behind it.
+    /// Receives a message: its number, its body and its trailing bytes.
     pub(crate) fn receive<T: DeserializeOwned>(&mut self) -> Result<(u32, T, Vec<u8>), Broken> {
         let mut head = [0_u32; 4];
         self.read(bytemuck::bytes_of_mut(&mut head))?;
@@ -158,13 +160,13 @@ impl Channel {
         Ok((number, body, bytes))
     }
 
-    /// The time that is left, at least a moment: what has arrived already is taken whatever the clock says.
+    /// The time left, at least 1 ms: data that has already arrived is read even past the deadline.
     fn left(&self) -> Option<Duration> {
         let moment = Duration::from_millis(1);
         self.deadline.map(|end| end.saturating_duration_since(Instant::now()).max(moment))
     }
 
-    /// Turns a failed read or write into what it means; an interruption and time that is left mean nothing.
+    /// Converts a failed read or write to an error. An interruption, or a timeout before the deadline, is no error.
     fn failed(&self, error: io::Error, late: &mut bool) -> Result<(), Broken> {
         if error.kind() == io::ErrorKind::Interrupted {
             return Ok(());
@@ -172,7 +174,7 @@ impl Channel {
         if ![io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut].contains(&error.kind()) {
             return Err(error.into());
         }
-        // A process that was stopped and goes on finds its deadline past and an answer waiting: looked at once more.
+        // A process that was stopped and continued may find its deadline passed and an answer waiting: it reads once more.
         let over = self.deadline.is_some_and(|end| Instant::now() >= end);
         if std::mem::replace(late, over) { Err(Broken::Overrun) } else { Ok(()) }
     }
@@ -203,7 +205,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends a file, with one byte to carry it.
+    /// Sends a file descriptor, with one byte to carry it.
     pub(crate) fn send_file(&self, file: impl AsFd) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -238,7 +240,7 @@ fn within(len: usize, most: u32) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// Two ends whose deadlines no test comes near that does not set its own.
+    /// Two ends with a deadline that only tests with their own deadline reach.
     fn pair() -> (Channel, Channel) {
         let (one, other) = UnixStream::pair().unwrap();
         let (mut one, mut other) = (Channel::new(one), Channel::new(other));
@@ -248,7 +250,7 @@ mod tests {
         (one, other)
     }
 
-    /// A deadline that passes while a test looks.
+    /// A deadline that passes during a test.
     fn soon() -> Instant {
         Instant::now() + Duration::from_millis(50)
     }

@@ -1,5 +1,5 @@
-//! Searches on a device process that runs, hangs, dies or talks nonsense. This binary is its own device process: it starts itself
-//! again with [`MODE`] set.
+//! Searches on a device process that works, hangs, dies or sends nonsense. This binary is its own device process: it
+//! starts itself again with [`MODE`] set.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -23,27 +23,27 @@ use search::{
 };
 use tests::scripted::{Behaviour, ScriptedDevice};
 
-/// Set in the process that is to be the device: what it does, such as `hang 5` at its fifth run.
+/// Set in the device process: its behaviour, such as `hang 5` to hang in its fifth run.
 const MODE: &str = "AMK_TEST_DEVICE";
 
-/// A file that says that the device has misbehaved once, and is not to again.
+/// A file that exists once the device has misbehaved, which it does only once.
 const ONCE: &str = "AMK_TEST_ONCE";
 
-/// Set in a parent that is to be killed: where it writes the number of its device process.
+/// Set in a parent that is to be killed: the file to which it writes the id of its device process.
 const PARENT: &str = "AMK_TEST_PARENT";
 
-/// The test in which this binary plays its other parts.
+/// The test in which this binary takes its other roles.
 const PARTS: &str = "a_search_on_a_device_process_is_a_search";
 
 const KV_CAPACITY: u32 = 24;
 const TRIALS: u64 = 9;
 
-/// No limit of a test that does not wait for one is ever near, however busy the machine is.
+/// Limits that are never reached by tests that do not wait for one, however busy the machine is.
 fn patient() -> Limits {
     Limits { leave: Duration::from_secs(30), ..Limits::default() }
 }
 
-/// What is scripted takes no time, so only the answer is waited for.
+/// Limits for scripted work, which takes no time: only the answer is waited for.
 fn impatient() -> Limits {
     Limits {
         answer: Duration::from_secs(4),
@@ -58,7 +58,7 @@ fn expected(model: &Model) -> Expected {
     Expected::new(&model.graph, &*model.weights, KV_CAPACITY, 1, Some(144)).unwrap()
 }
 
-/// Weights that leave the cache first are a third faster; everything else is noise.
+/// With weights evicted first a program is a third faster. Everything else is noise.
 fn script(_: &Program, kernel: &KernelConfig) -> Behaviour {
     let us = if kernel.evict == Evict::First { 66.0 } else { 100.0 };
     Behaviour::takes(us).with_noise(0.01)
@@ -116,7 +116,7 @@ fn open<'a>(
     Remote::open(Box::new(move || again(mode, once)), limits, room())
 }
 
-/// A file that is not there yet.
+/// A path where no file exists yet.
 fn marker(name: &str) -> PathBuf {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -126,7 +126,7 @@ fn marker(name: &str) -> PathBuf {
     path
 }
 
-/// What the kernel is made to say before the device hangs.
+/// The status that the kernel reports before the device hangs.
 const SAID: Status = Status {
     trap: Trap::CounterDeadline as u32,
     worker: 17,
@@ -142,7 +142,7 @@ const SAID: Status = Status {
     valid: 1,
 };
 
-/// "Done, not lost, nothing spent", as it is sent.
+/// The encoding of "done, not lost, no costs".
 const DONE: [u8; 46] = {
     let mut bytes = [0; 46];
     bytes[1] = 1;
@@ -205,7 +205,7 @@ impl Misbehaving {
         forever()
     }
 
-    /// Whether it is to misbehave at this run.
+    /// Whether to misbehave in this run.
     fn due(&mut self) -> bool {
         let Some(left) = &mut self.runs_left else { return false };
         *left = left.saturating_sub(1);
@@ -213,7 +213,7 @@ impl Misbehaving {
     }
 }
 
-/// Whether nobody has misbehaved before this process.
+/// Whether no process has misbehaved before this one.
 fn first_time() -> bool {
     std::env::var_os(ONCE)
         .is_none_or(|path| OpenOptions::new().write(true).create_new(true).open(path).is_ok())
@@ -277,7 +277,7 @@ impl Watch for NoKernel {
     fn leave(&mut self) {}
 }
 
-/// This binary as a device process.
+/// Runs this binary as a device process.
 fn be_a_device(mode: &str) {
     let (mode, at) = mode.split_once(' ').map_or((mode, None), |(m, n)| (m, n.parse().ok()));
     match mode {
@@ -298,7 +298,7 @@ fn be_a_device(mode: &str) {
     .unwrap();
 }
 
-/// This binary as a search that is killed while its device hangs.
+/// Runs this binary as a search that is killed while its device hangs.
 fn be_a_parent(path: &Path) {
     let mut remote = open("hang 1", None, patient()).unwrap();
     std::fs::write(path, remote.process_id().unwrap().to_string()).unwrap();
@@ -323,12 +323,12 @@ fn a_search_on_a_device_process_is_a_search() {
     assert_eq!(rows(&one), rows(&other), "the same ledger, to the last digit");
 }
 
-/// What the ledger would hold. The search was given no clock, so there are no times in it.
+/// The rows of a ledger. The search has no clock, so they contain no times.
 fn rows(trials: &[Trial]) -> Vec<String> {
     trials.iter().map(|trial| serde_json::to_string(trial).unwrap()).collect()
 }
 
-/// Searches on a device that fails once: one trial ends so, and says this; the others are as if nothing had been.
+/// Searches on a device that fails once: one trial ends with `outcome` and these words; the others are unaffected.
 fn one_bad_trial(mode: &str, outcome: Outcome, says: &[&str]) {
     let once = marker("once");
     let limits = if outcome == Outcome::TimedOut { impatient() } else { patient() };
@@ -407,7 +407,7 @@ fn a_process_that_does_not_come_up_is_started_again_and_then_given_up() {
         assert!(matches!(error, DeviceError::Unavailable { .. }), "{error}");
         let said = error.to_string();
         assert!(said.contains("started 2 times") && said.contains(says), "{said}");
-        // Once is no reason to give up.
+        // One failed start is not final.
         let once = marker("start");
         let limits = Limits { open: Duration::ZERO, starts: 2, ..impatient() };
         assert!(open(mode, Some(&once), limits).is_ok(), "{mode}");
@@ -435,7 +435,7 @@ fn a_process_that_is_killed_between_requests_is_replaced() {
     let first = device.process_id().unwrap();
     kill(first);
     assert!(matches!(device.run(handle, &expected.tokens, 0), Err(DeviceError::Fault { .. })));
-    // The same handle: the program is loaded anew.
+    // The same handle: the program is loaded again.
     assert_eq!(device.run(handle, &expected.tokens, 0).unwrap(), before);
     let second = device.process_id().unwrap();
     assert_ne!(first, second);
@@ -458,10 +458,10 @@ fn a_device_process_ends_with_its_parent() {
         .spawn()
         .unwrap();
     let device = number_in(&path, &mut parent);
-    // In the middle of a request that never ends.
+    // Wait until it is in the middle of a request that never ends.
     std::thread::sleep(Duration::from_millis(300));
     assert!(!gone(device));
-    // Stopped, it can do nothing by itself: only the system's signal ends it, not its own look at its parent.
+    // A stopped process cannot end by itself: only the system's signal ends it, not its own watch of the parent.
     let process = rustix::process::Pid::from_raw(device.cast_signed()).unwrap();
     rustix::process::kill_process(process, rustix::process::Signal::STOP).unwrap();
     parent.kill().unwrap();
@@ -474,7 +474,7 @@ fn a_device_process_ends_with_its_parent() {
     let _ = std::fs::remove_file(path);
 }
 
-/// Waits for a process number that another process writes.
+/// Waits for a process id that another process writes.
 fn number_in(path: &Path, writer: &mut Child) -> u32 {
     let began = Instant::now();
     loop {
@@ -493,7 +493,7 @@ fn kill(process: u32) {
     rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
 }
 
-/// Whether a process has ended. One that nobody has waited for yet has.
+/// Whether a process has ended. A zombie counts as ended.
 fn gone(process: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     stat.rsplit(')')

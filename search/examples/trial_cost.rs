@@ -1,5 +1,5 @@
-//! Measures the cost of a trial on this machine without a device: `cargo run --release -p search --example trial_cost
-//! -- llama-3.2-1b 8`.
+//! Measures the cost of a trial on this machine without a device:
+//! `cargo run --release -p search --example trial_cost -- llama-3.2-1b 8`.
 
 use std::time::Instant;
 

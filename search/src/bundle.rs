@@ -100,7 +100,7 @@ pub struct Bundle {
     pub timed_tokens: u32,
     /// Measured: microseconds per token, the median of the candidate's blocks.
     pub median_us: f64,
-    /// 99 % interval of the median.
+    /// 99% interval of the median.
     pub ci_us: [f64; 2],
     /// Every block, four per round: this program against itself; the second and third are the candidate's.
     pub rounds_us: Vec<[f64; 4]>,

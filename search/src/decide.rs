@@ -43,7 +43,7 @@ pub fn decide_predicted(incumbent: &Predicted, candidate: &Predicted, min_gain: 
     }
 }
 
-/// The share of its predicted time that the candidate saves over the incumbent.
+/// The fraction of the incumbent's predicted time that the candidate saves.
 #[must_use]
 pub fn predicted_gain(incumbent: &Predicted, candidate: &Predicted) -> f64 {
     1.0 - candidate.us() / incumbent.us()

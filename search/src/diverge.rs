@@ -213,7 +213,7 @@ pub fn left_in(
 }
 
 impl Expected {
-    /// The first task that goes wrong at the positions of the gate, up to the one where the gate saw it.
+    /// Finds the first task that goes wrong at the gate's positions, up to `until`, where the gate saw the disagreement.
     #[must_use]
     pub fn diverges(
         &self,

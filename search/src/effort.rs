@@ -3,7 +3,7 @@
 //!
 //! - **After 1, 2, 4 and 8 rounds** a candidate is *reverted* if its mean gain plus [`GIVE_UP`] standard errors is below the threshold.
 //!   The standard error comes from the spread within rounds, this pair's or the baseline's, whichever is larger.
-//! - **After 4 and 8 rounds** it is *kept* if its mean gain less Student's 99.95 % quantile of standard errors is above the threshold.
+//! - **After 4 and 8 rounds** it is *kept* if its mean gain less Student's 99.95% quantile of standard errors is above the threshold.
 //! - **After the full rounds, and after three times as many**, the bootstrap interval of [`gain`] decides.
 //! - **A gain that is only an order effect is not kept.** In a round (A B B A) each side has one block after a block of
 //!   the other side and one after a block of its own. The clocks and caches that a candidate leaves behind affect the
@@ -22,7 +22,7 @@ use crate::measure::{Interval, gain, median};
 /// because the spread itself is an estimate.
 const GIVE_UP: f64 = 4.0;
 
-/// Rounds after which an early keep is possible, with Student's 99.95 % quantile for one degree of freedom less.
+/// Rounds after which an early keep is possible, with Student's 99.95% quantile for one degree of freedom less.
 const KEEP_AFTER: [(usize, f64); 2] = [(4, 12.92), (8, 5.41)];
 
 /// Rounds after which the samples are checked before the full rounds.
@@ -145,7 +145,7 @@ mod tests {
 
     const BAR: StoppingRule = StoppingRule { threshold: 0.01, spread: 0.002, rounds: 12 };
 
-    /// A block: noise of four uniform numbers, and in one of fifty a spike of up to 5 %.
+    /// A block: noise of four uniform numbers, and in one of fifty a spike of up to 5%.
     fn block(us: f64, noise: f64, rng: &mut Xoshiro256PlusPlus) -> f64 {
         let sum: f64 = (0..4).map(|_| rng.random::<f64>() - 0.5).sum();
         let spike = if rng.random_bool(0.02) { 0.05 * rng.random::<f64>() } else { 0.0 };

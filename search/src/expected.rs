@@ -95,7 +95,7 @@ impl Expected {
     /// device is to run ([`POSITIONS_MAX`] unless there is a reason).
     ///
     /// # Errors
-    /// If the graph cannot be evaluated, or gives nothing to judge by.
+    /// If the graph cannot be evaluated, or gives no values to compare with.
     pub fn new(
         graph: &Graph,
         weights: &dyn Weights,

@@ -70,7 +70,7 @@ pub struct Observation {
     pub kernel_id: String,
     /// Measured median, in microseconds per token.
     pub median_us: f64,
-    /// 99 % interval of the median.
+    /// 99% interval of the median.
     pub ci_us: [f64; 2],
     /// The blocks of the median, in the order in which they were timed.
     pub blocks_us: Vec<f64>,

@@ -91,7 +91,7 @@ impl StrategyName {
 
 /// An unknown strategy name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no strategy is called {0:?}; there are {names}", names = StrategyName::ALL.map(StrategyName::name).join(", "))]
+#[error("unknown strategy {0:?}; the strategies are {names}", names = StrategyName::ALL.map(StrategyName::name).join(", "))]
 pub struct UnknownStrategy(String);
 
 impl std::str::FromStr for StrategyName {

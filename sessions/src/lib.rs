@@ -1,15 +1,16 @@
-//! Sessions that share one machine: who runs next, how much, and what state each command is in. The host's half, and pure: it knows no
-//! clock, no thread and no device. Time is counted in turns.
+//! Scheduling of sessions that share one machine: which runs next, for how many tokens, and the state of each command.
+//! This is the host's half. It is pure: no clock, no thread and no device. Time is counted in turns.
 //!
 //! **Promises.**
 //!
-//! - A state changes only as [`abi::CHANGES`] says, and only by the side that it names; anything else is refused and changes nothing.
-//! - Nothing starves: a command that is ready gets its turn after at most `patience + capacity - 1` turns of others
+//! - A state changes only as in [`abi::CHANGES`], and only by the side given there; any other change is refused and
+//!   changes nothing.
+//! - No starvation: a ready command gets its turn after at most `patience + capacity - 1` turns of others
 //!   ([`Scheduler::longest_wait`]), whatever the others do. Higher priorities have less patience.
 //! - No session is given more tokens than its quota.
 //! - A session that faults, waits or is cancelled takes no turn from another and changes nothing of another.
 //!
-//! A turn is a value that cannot be copied, and whoever took it gives it back:
+//! A turn is a value that cannot be copied and must be given back:
 //!
 //! ```compile_fail
 //! # use sessions::{Outcome, Priority, Scheduler};

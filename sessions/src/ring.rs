@@ -1,9 +1,9 @@
-//! The states of a ring's entries, as the host keeps them. The reference for every machine that moves entries: what it refuses, they
-//! must refuse.
+//! The states of a ring's entries on the host. This is the reference for every implementation that changes entries:
+//! they must refuse what it refuses.
 
 use abi::{EntryState, RING_ENTRIES, Side, Transition, transition};
 
-/// A change that was asked for and not made.
+/// A change that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// The table has no such change.
@@ -11,17 +11,17 @@ pub enum Refused {
     Illegal {
         /// The entry.
         entry: usize,
-        /// What was asked for.
+        /// The requested change.
         transition: Transition,
     },
     /// The table gives the change to the other side.
-    #[error("entry {entry}: going from {} to {} is the {}'s to do", transition.from.name(), transition.to.name(), owner.name())]
+    #[error("entry {entry}: a change from {} to {} may only be made by the {}", transition.from.name(), transition.to.name(), owner.name())]
     NotYours {
         /// The entry.
         entry: usize,
-        /// What was asked for.
+        /// The requested change.
         transition: Transition,
-        /// Who may.
+        /// The side that may make it.
         owner: Side,
     },
 }
@@ -34,26 +34,26 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A ring of empty entries: as many as asked for, at most those of the wire.
+    /// A ring of `entries` empty entries, at most [`RING_ENTRIES`].
     #[must_use]
     pub fn new(entries: usize) -> Self {
         let states = vec![EntryState::Empty; entries.min(RING_ENTRIES as usize)];
         Self { states, entered: [0; EntryState::ALL.len()] }
     }
 
-    /// Entries.
+    /// Number of entries.
     #[must_use]
     pub fn len(&self) -> usize {
         self.states.len()
     }
 
-    /// Whether there is none.
+    /// Whether it has no entries.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.states.is_empty()
     }
 
-    /// The state of an entry; one that does not exist is empty for ever.
+    /// The state of an entry; an entry that does not exist is always empty.
     #[must_use]
     pub fn state(&self, entry: usize) -> EntryState {
         self.states.get(entry).copied().unwrap_or(EntryState::Empty)
@@ -62,7 +62,7 @@ impl Ring {
     /// Changes an entry's state.
     ///
     /// # Errors
-    /// If the table has no such change, or gives it to the other side; nothing was changed then.
+    /// If the table has no such change, or gives it to the other side. Nothing has changed then.
     pub fn change(&mut self, by: Side, entry: usize, to: EntryState) -> Result<(), Refused> {
         let refused = Transition { from: self.state(entry), to };
         let change = transition(refused.from, to)
@@ -80,7 +80,7 @@ impl Ring {
         Ok(())
     }
 
-    /// How often any entry came into each state, by the state's number.
+    /// How many times any entry entered each state, by the state's number.
     #[must_use]
     pub fn entered(&self) -> [u64; EntryState::ALL.len()] {
         self.entered

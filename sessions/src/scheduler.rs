@@ -1,20 +1,21 @@
-//! Who runs next.
+//! The scheduler: which session runs next.
 //!
-//! A command that becomes ready is stamped with the turn at which its patience ends: now plus the patience of its priority. The earliest
-//! stamp runs next, the first to become ready of equals. A session that has run is stamped anew, later than all whose patience has
-//! ended, so these run one after the other and each before anybody twice: that is the whole proof that nothing starves.
+//! A command that becomes ready is stamped with its deadline in turns: now plus the patience of its priority. The
+//! earliest stamp runs next; among equals, the first to become ready. A session that has run gets a new stamp, later
+//! than all expired ones. So expired sessions run one after another, each before any runs twice. That is the whole
+//! proof that nothing starves.
 
 use abi::EntryState::{self, Claimed, Done, Empty, Fault, Published, Requeue, WaitIo, Yield};
 use abi::{Side, Transition};
 
 use crate::ring::{Refused, Ring};
 
-/// How soon a session wants its turns.
+/// Priority of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
     /// After others, unless it has waited long.
     Low,
-    /// As most.
+    /// The priority of most sessions.
     Normal,
     /// Before others, unless they have waited long.
     High,
@@ -24,7 +25,7 @@ impl Priority {
     /// All of them, lowest first.
     pub const ALL: [Self; 3] = [Self::Low, Self::Normal, Self::High];
 
-    /// Turns that pass before a ready command of this priority goes before all that become ready later.
+    /// Number of turns after which a ready command of this priority goes before all that become ready later.
     #[must_use]
     pub const fn patience(self) -> u64 {
         match self {
@@ -35,7 +36,7 @@ impl Priority {
     }
 }
 
-/// A session. Never that of a later session in the same place.
+/// Id of a session. A later session in the same place has another id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId {
     place: u32,
@@ -43,14 +44,15 @@ pub struct SessionId {
 }
 
 impl SessionId {
-    /// Its place among the sessions that can be open at once: also its entry, and its caches on a device.
+    /// Its place among the sessions that can be open at once; also the index of its ring entry and of its caches on a
+    /// device.
     #[must_use]
     pub fn place(self) -> usize {
         self.place as usize
     }
 }
 
-/// A session's turn on the machine. Whoever took it gives it back.
+/// A session's turn on the machine. It must be given back.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the session's command stays claimed until the turn is given back"]
 pub struct Turn {
@@ -59,13 +61,13 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// Whose turn it is.
+    /// The session that has the turn.
     #[must_use]
     pub fn session(&self) -> SessionId {
         self.session
     }
 
-    /// Tokens that may be run in it.
+    /// Maximum tokens to run in it.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.tokens
@@ -75,41 +77,41 @@ impl Turn {
 /// How a turn ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The command is finished.
+    /// The command has completed.
     Done,
-    /// There is more to do.
+    /// The command has more to do.
     Yield,
-    /// Nothing can be done before [`Scheduler::returned`].
+    /// The command cannot continue before [`Scheduler::returned`].
     WaitIo,
-    /// The session is broken.
+    /// The session has failed.
     Fault,
 }
 
 /// Why a session is in `fault`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// Its turn ended so.
+    /// Its turn ended with a fault.
     Trapped,
-    /// It asked for what is not there.
+    /// It requested something that does not exist.
     Refused,
     /// It ran more tokens than its turn allowed.
     Overran,
-    /// Its command wants to go on and its quota is spent.
+    /// Its command wants to continue, but its quota is spent.
     Quota,
-    /// What it waited for will not come.
+    /// What it waited for is lost.
     Io,
 }
 
-/// What came of a turn.
+/// The result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Report {
-    /// The command is in line again.
+    /// The command is queued again.
     Ready,
     /// It waits for its weights.
     Waiting,
-    /// It is finished; [`Scheduler::retire`] makes room for the next one.
+    /// It has completed; [`Scheduler::retire`] makes room for the next one.
     Finished,
-    /// It was cancelled while it ran, and is gone.
+    /// It was cancelled while it ran, and is removed.
     Cancelled,
     /// It failed; the session can be closed.
     Failed(Why),
@@ -118,16 +120,16 @@ pub enum Report {
 /// When a cancellation takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cancelled {
-    /// The command is gone.
+    /// The command is removed.
     Now,
-    /// It runs; it is gone when its turn is given back.
+    /// It is running; it is removed when its turn is given back.
     AtTurnEnd,
 }
 
-/// What was asked for and not done. Nothing has changed.
+/// Why a request was refused. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// Every place is taken.
+    /// All places are taken.
     #[error("{0} sessions are open already, and there are no more places")]
     Full(usize),
     /// The session was closed.
@@ -136,24 +138,25 @@ pub enum Rejected {
     /// Its command is running.
     #[error("the session's command is running; cancel it and give its turn back first")]
     Running,
-    /// The state says no.
+    /// The state of its command does not allow it.
     #[error(transparent)]
     State(#[from] Refused),
 }
 
-/// A session's terms and where it stands.
+/// A session's terms and state.
 #[derive(Clone, Debug)]
 struct Session {
     serial: u64,
     priority: Priority,
     quota: u64,
-    /// The stamp of a ready command: the turn at which its patience ends, and its number among all that ever became ready.
+    /// The stamp of a ready command: the turn at which its patience ends, and its sequence number among all that became
+    /// ready.
     stamp: Option<(u64, u64)>,
     cancelled: bool,
     why: Option<Why>,
 }
 
-/// Sessions in their places, and the states of their commands.
+/// The open sessions, and the states of their commands.
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     ring: Ring,
@@ -164,7 +167,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// So many places, at most the entries of a ring.
+    /// A scheduler with `capacity` places, at most the entries of a ring.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         let ring = Ring::new(capacity);
@@ -172,7 +175,7 @@ impl Scheduler {
         Self { ring, places, turns: 0, readied: 0, opened: 0 }
     }
 
-    /// The most turns of others between the moment a command becomes ready and its turn.
+    /// Maximum turns of others between the moment a command becomes ready and its turn.
     #[must_use]
     pub fn longest_wait(&self, priority: Priority) -> u64 {
         priority.patience() + (self.places.len() as u64).saturating_sub(1)
@@ -204,7 +207,7 @@ impl Scheduler {
         Ok(SessionId { place: place as u32, serial })
     }
 
-    /// Puts a command of the session in line.
+    /// Queues a command of the session.
     ///
     /// # Errors
     /// If the session has one already, or was closed.
@@ -214,16 +217,17 @@ impl Scheduler {
         self.ready(session)
     }
 
-    /// The next turn, of at most `slice` tokens; none if no command is ready.
+    /// The next turn, of at most `slice` tokens; `None` if no command is ready.
     pub fn next(&mut self, slice: u64) -> Option<Turn> {
         let turn = self.claim(slice, &mut |_| true)?;
         self.turns += 1;
         Some(turn)
     }
 
-    /// One more session for a machine that runs several at once: beside the turn that was given last, and not counted as one of its own. It is
-    /// the earliest of those ready that `suits` accepts. Who joins is stamped anew like everybody who has run, so nobody waits longer for
-    /// it: [`longest_wait`](Self::longest_wait) holds in turns of [`next`](Self::next).
+    /// Adds a session to the latest turn, for a machine that runs several sequences at once; it does not count as a
+    /// turn. It is the earliest of the ready sessions that `suits` accepts. It gets a new stamp like every session that
+    /// has run, so no session waits longer because of it: [`longest_wait`](Self::longest_wait) holds in turns of
+    /// [`next`](Self::next).
     pub fn join(&mut self, slice: u64, suits: &mut dyn FnMut(SessionId) -> bool) -> Option<Turn> {
         self.claim(slice, suits)
     }
@@ -246,7 +250,7 @@ impl Scheduler {
     /// Ends a turn in which `used` tokens were run.
     ///
     /// # Errors
-    /// If the turn is not one of this scheduler.
+    /// If the turn is not from this scheduler.
     pub fn give_back(
         &mut self,
         turn: Turn,
@@ -292,19 +296,19 @@ impl Scheduler {
         }
     }
 
-    /// What a command waited for is there: it is in line again.
+    /// What a command waited for has arrived: queues it again.
     ///
     /// # Errors
     /// If it does not wait.
     pub fn returned(&mut self, session: SessionId) -> Result<(), Rejected> {
         self.expect(session, &[WaitIo], Claimed)?;
         match self.find(session)?.stamp {
-            Some(_) => Ok(()), // told before
+            Some(_) => Ok(()), // already reported
             None => self.ready(session),
         }
     }
 
-    /// What a command waits for will not come: it fails.
+    /// What a command waited for is lost: it fails.
     ///
     /// # Errors
     /// If it does not wait.
@@ -315,10 +319,10 @@ impl Scheduler {
         Ok(())
     }
 
-    /// A command in line asks for what is not there: it fails without a turn.
+    /// A queued command requests something that does not exist: it fails without a turn.
     ///
     /// # Errors
-    /// If it is not in line.
+    /// If it is not queued.
     pub fn refuse(&mut self, session: SessionId) -> Result<(), Rejected> {
         if self.state(session)? == Claimed {
             return Err(Rejected::Running);
@@ -328,7 +332,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Takes a session's command back.
+    /// Cancels a session's command.
     ///
     /// # Errors
     /// If there is none, or it has ended.
@@ -343,7 +347,7 @@ impl Scheduler {
         Ok(Cancelled::Now)
     }
 
-    /// Takes the answer or the report of an ended command: the session may submit the next one.
+    /// Takes the result of a command that has ended: the session may submit the next one.
     ///
     /// # Errors
     /// If no command has ended.
@@ -355,7 +359,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Closes a session, its command cancelled or retired.
+    /// Closes a session. A command that is not running is removed.
     ///
     /// # Errors
     /// If its command is running.
@@ -389,7 +393,7 @@ impl Scheduler {
         Ok(self.ring.state(session.place()))
     }
 
-    /// Refuses if a command's state is none of those that `to` is reached from so.
+    /// Refuses unless a command's state is one of `states`; `to` is for the error.
     fn expect(
         &mut self,
         session: SessionId,
@@ -402,7 +406,7 @@ impl Scheduler {
         if states.contains(&from) { Ok(()) } else { Err(illegal.into()) }
     }
 
-    /// Puts a command in line, behind those whose patience ends sooner.
+    /// Queues a command behind those whose patience ends sooner.
     fn ready(&mut self, session: SessionId) -> Result<(), Rejected> {
         let (now, number) = (self.turns, self.readied);
         self.readied += 1;

@@ -1,4 +1,5 @@
-//! Every state and every change on the reference ring, what no operation may do, and the bound on waiting under hostile loads.
+//! Every state and every change of the reference ring, the operations that must be refused, and the bound on waiting
+//! under hostile loads.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,7 +39,7 @@ fn the_table_has_each_change_once_and_every_state_has_a_way_in_and_out() {
     assert_eq!(SESSIONS_MAX, RING_ENTRIES, "a session's place is its entry");
 }
 
-/// Entries are brought into each state by legal changes, then each change is asked for by each side.
+/// Brings entries into each state by legal changes, then requests each change from each side.
 #[test]
 fn the_ring_makes_the_changes_of_the_table_and_no_others() {
     let road = |to: EntryState| -> Vec<EntryState> {
@@ -222,7 +223,7 @@ fn random_sessions_reach_every_state_and_make_every_change() {
     assert!(missing.is_empty(), "never made: {missing:?}");
 }
 
-/// Notes a change, or the two that a turn makes at once which ends in `yield` and goes on to another state.
+/// Records a change. A turn that ends in `yield` and goes on to another state makes two changes at once.
 fn record(made: &mut BTreeMap<(u32, u32), u64>, from: EntryState, to: EntryState, spent: bool) {
     let mut note = |from: EntryState, to: EntryState| {
         assert!(transition(from, to).is_ok(), "{from:?} to {to:?}");
@@ -236,11 +237,11 @@ fn record(made: &mut BTreeMap<(u32, u32), u64>, from: EntryState, to: EntryState
     note(EntryState::Yield, to);
 }
 
-/// Something that decides who runs next, for the hostile loads.
+/// A scheduler under the hostile loads.
 trait Picks {
     fn open(&mut self, priority: Priority) -> usize;
     fn submit(&mut self, session: usize);
-    /// Runs the next one and gives it back; says whose turn it was.
+    /// Runs the next session and gives its turn back; returns the session.
     fn turn(&mut self, outcome: Outcome) -> Option<usize>;
     fn reopen(&mut self, session: usize);
     fn land(&mut self, session: usize);
@@ -286,7 +287,7 @@ impl Picks for Real {
     }
 }
 
-/// What anybody would write first: the highest priority, the first to come of equals.
+/// The naive scheduler: the highest priority first, and first come, first served among equals.
 #[derive(Default)]
 struct Strict {
     priorities: Vec<Priority>,
@@ -325,9 +326,9 @@ impl Picks for Strict {
     }
 }
 
-/// Sixty-four sessions that do what they can to keep each other away: long commands, short ones that come again at once, sessions that
-/// close and open anew, some that wait for weights. Gives the longest wait and the turns of each priority; fails with the first wait that
-/// is too long.
+/// Sixty-four sessions that try to keep each other from running: long commands, short ones that are resubmitted at
+/// once, sessions that close and reopen, some that wait for weights. Returns the longest wait and the turns of each
+/// priority; fails at the first wait that is too long.
 fn hostile(
     picks: &mut dyn Picks,
     crowd: [usize; 3],
@@ -396,7 +397,7 @@ fn nothing_starves_among_64_hostile_sessions() {
             hostile(&mut real, crowd, seed).unwrap_or_else(|late| panic!("{crowd:?}: {late}"));
         let present = crowd.iter().filter(|sessions| **sessions > 0).count();
         assert_eq!(seen.len(), present, "{crowd:?}: {seen:?}");
-        // Priority is worth something: a session's share of the turns, and its longest wait.
+        // Priority has an effect: on turns per session, and on the longest wait.
         let of = |priority: Priority| {
             seen.get(&priority)
                 .map(|(wait, turns)| (*wait, *turns as f64 / crowd[priority as usize] as f64))
@@ -409,7 +410,7 @@ fn nothing_starves_among_64_hostile_sessions() {
     }
 }
 
-/// The same loads find out a scheduler that does starve.
+/// The same loads detect a scheduler that does starve.
 #[test]
 fn the_hostile_load_starves_a_strict_scheduler() {
     let late = hostile(&mut Strict::default(), [1, 0, 63], 0).unwrap_err();
@@ -421,7 +422,7 @@ fn the_first_of_equals_runs_first() {
     let mut scheduler = Scheduler::new(8);
     let open = |scheduler: &mut Scheduler| scheduler.open(Priority::Normal, 9).unwrap();
     let sessions: Vec<SessionId> = (0..8).map(|_| open(&mut scheduler)).collect();
-    // Not in the order of their places.
+    // Another order than that of their places.
     let order = [3, 7, 0, 5, 1, 6, 2, 4].map(|place: usize| sessions[place]);
     for session in order {
         scheduler.submit(session).unwrap();
@@ -430,7 +431,7 @@ fn the_first_of_equals_runs_first() {
     assert_eq!(ran.collect::<Vec<_>>(), order);
 }
 
-/// Runs sessions that write a text each, one of them with a fault at its fifth token.
+/// Runs sessions that generate a text each, one of them with a fault at its fifth token.
 fn texts(faulty: bool) -> BTreeMap<usize, Vec<u64>> {
     let mut scheduler = Scheduler::new(8);
     let sessions: Vec<SessionId> =
@@ -463,8 +464,8 @@ fn a_faulty_session_is_faulted_alone() {
     assert_eq!(good, bad);
 }
 
-/// Most of 64 sessions run eight at a time, beside whoever of them has the turn; the others run alone. Neither makes anybody wait beyond the
-/// bound, in turns of `next`.
+/// Most of 64 sessions run eight at a time, joined to the one that has the turn; the others run alone. No session waits
+/// longer than the bound, in turns of `next`.
 #[test]
 fn who_joins_makes_nobody_wait_longer() {
     const SEQS: usize = 8;

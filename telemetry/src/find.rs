@@ -1,4 +1,4 @@
-//! Where pages lie: one file a process in a folder of the user's own.
+//! The location of pages: one file per process in a folder that belongs to the user.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 
-/// What a page's name ends with, behind the number of its process.
+/// Suffix of a page's file name, after the process id.
 const SUFFIX: &str = ".telemetry";
-/// Pages that are looked at, at most.
+/// Maximum pages that are listed.
 const PAGES_MAX: usize = 1024;
 
 /// A folder of pages.
@@ -21,11 +21,11 @@ pub struct Folder(PathBuf);
 pub struct Found {
     /// The process that writes it.
     pub pid: u32,
-    /// Where it is.
+    /// Its file.
     pub path: PathBuf,
 }
 
-/// The folder of this user: `$XDG_RUNTIME_DIR/amk`, or `/tmp/amk-UID` where there is none.
+/// The folder of this user: `$XDG_RUNTIME_DIR/amk`, or `/tmp/amk-UID` if that variable names no folder.
 #[must_use]
 pub fn folder() -> Folder {
     let named = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -37,35 +37,38 @@ pub fn folder() -> Folder {
 }
 
 impl Folder {
-    /// Another folder.
+    /// A folder at another path.
     #[must_use]
     pub fn at(path: &Path) -> Self {
         Self(path.to_owned())
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// The name of a process's page.
+    /// The path of a process's page.
     #[must_use]
     pub fn page(&self, pid: u32) -> PathBuf {
         self.0.join(format!("{pid}{SUFFIX}"))
     }
 
-    /// Makes a new file for this process, locked for as long as it is open, and takes away what ended processes left.
+    /// Creates a file for this process, locked as long as it is open, and removes the files of ended processes.
     pub(crate) fn create(&self, pid: u32) -> io::Result<(File, PathBuf)> {
         DirBuilder::new().mode(0o700).recursive(true).create(&self.0)?;
         let folder = std::fs::symlink_metadata(&self.0)?;
-        // In a folder that everybody may write to, somebody else may have been first.
+        // In a folder that is writable by all users, another user may have created it first.
         if !folder.is_dir() || folder.uid() != rustix::process::getuid().as_raw() {
-            return Err(io::Error::other(format!("{} is somebody else's", self.0.display())));
+            return Err(io::Error::other(format!(
+                "{} is not this user's folder",
+                self.0.display()
+            )));
         }
         for (found, lives) in self.all() {
             if !lives {
-                let _ = std::fs::remove_file(found.path); // another process may be quicker
+                let _ = std::fs::remove_file(found.path); // another process may have removed it
             }
         }
         let path = self.page(pid);
@@ -76,7 +79,7 @@ impl Folder {
         Ok((file, path))
     }
 
-    /// The pages of processes that live, by number.
+    /// The pages of live processes, by process id.
     #[must_use]
     pub fn living(&self) -> Vec<Found> {
         let living = self.all().into_iter().filter(|(_, lives)| *lives);
@@ -101,7 +104,8 @@ impl Folder {
     }
 }
 
-/// Whether a page's process holds its lock. A number may be used again, and be another's in a container; a lock ends with its process.
+/// Whether a page's process holds its lock. A process id can be reused, or belong to another process in a container; a
+/// lock ends with its process.
 fn lives(path: &Path) -> io::Result<bool> {
     let file = open(path)?;
     match flock(&file, FlockOperation::NonBlockingLockShared) {

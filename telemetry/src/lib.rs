@@ -1,13 +1,14 @@
-//! What a running machine says of itself. The process that owns the machine writes a page ([`Publisher`]); others map it and read
-//! ([`Reader`]), as often as they like.
+//! Telemetry of a running machine, in a shared stats segment. The process that owns the machine writes the segment,
+//! called the page ([`Publisher`]); other processes map and read it ([`Reader`]), as often as they like.
 //!
 //! **Promises.**
 //!
-//! - A reader gets a whole state or none: the words change under a sequence that it checks ([`Reader::read`]). It maps the page for
-//!   reading only and takes no lock, so nothing that it does is felt by the writer.
-//! - Reading allocates nothing, and every loop in it is bounded. What a page says is believed only after its length, magic and version.
-//! - Writing allocates nothing, never waits for a reader, and says what it costs (`write_ns`).
-//! - Whatever cannot be written is no error of the work that it is about: without a folder the page is this process's own.
+//! - A reader gets a consistent state or none: a sequence lock covers the words ([`Reader::read`]). It maps the page
+//!   read-only and takes no lock, so it does not slow the writer.
+//! - Reading allocates nothing, and every loop in it is bounded. The contents are trusted only after length, magic and
+//!   version are checked.
+//! - Writing allocates nothing, never waits for a reader, and records its own cost (`write_ns`).
+//! - A failure to publish is no error for the process: without a usable folder, only the process itself sees its page.
 
 mod find;
 mod openmetrics;

@@ -1,4 +1,4 @@
-//! A page as OpenMetrics text. The encoder is Prometheus's own; here is which words of the page become which metrics.
+//! A page as OpenMetrics text. The encoder is Prometheus's own; this file maps the words of the page to metrics.
 
 use std::fmt::{Error, Write as _};
 
@@ -12,10 +12,10 @@ use crate::page::{Page, now_ns, text};
 use crate::rates::spent_ns;
 use crate::steps::{BUCKETS, upper_ns};
 
-/// Buckets that become one: bounds every half octave. Any of the page's bounds would be exact.
+/// Number of buckets merged into one: bounds every half octave. Any of the page's bounds would be exact.
 const MERGED: usize = 4;
 
-/// A number of the page with no labels.
+/// A metric without labels.
 struct Plain {
     name: &'static str,
     help: &'static str,
@@ -29,7 +29,7 @@ const BYTES: Option<Unit> = Some(Unit::Bytes);
 
 macro_rules! plain {
     ($($kind:ident $name:literal $unit:expr, $help:literal, $value:expr;)+) => {
-        /// Declared once: name, unit, help, where it comes from.
+        /// The metrics without labels: name, unit, help, source.
         const PLAIN: &[Plain] = &[$(Plain {
             name: $name, help: $help, unit: $unit, kind: MetricType::$kind, value: $value,
         }),+];
@@ -46,29 +46,29 @@ plain! {
     Gauge "workers" None, "Workers of the machine.", |h| f64::from(h.workers);
     Gauge "places" None, "Sequences that can be open at once.", |h| f64::from(h.places);
     Gauge "waiting_requests" None, "Requests that wait for a place.", |h| f64::from(h.waiting);
-    Counter "commands_published" None, "Commands that the machine was given.", |h| h.published as f64;
-    Counter "commands_drained" None, "Commands that it has answered.", |h| h.drained as f64;
+    Counter "commands_published" None, "Commands published to the machine.", |h| h.published as f64;
+    Counter "commands_drained" None, "Commands that it has completed.", |h| h.drained as f64;
     Counter "commands_unseen" None, "Of these, commands whose positions and times are not counted.", |h| h.unseen as f64;
     Counter "turns" None, "Turns given to sequences.", |h| h.turns as f64;
     Counter "yields" None, "Turns after which a sequence yielded.", |h| h.yields as f64;
-    Counter "requeues" None, "Times that a sequence went back in line.", |h| h.requeues as f64;
-    Counter "io_waits" None, "Turns that found their weights on the way.", |h| h.io_waits as f64;
+    Counter "requeues" None, "Times that a sequence was queued again.", |h| h.requeues as f64;
+    Counter "io_waits" None, "Turns whose weights had not arrived.", |h| h.io_waits as f64;
     Counter "faults" None, "Times that a sequence's command failed.", |h| h.faults as f64;
     Counter "traps" None, "Commands of a kernel that trapped.", |h| h.traps as f64;
     Counter "sequences_opened" None, "Sequences that were opened.", |h| h.opened as f64;
     Counter "device_running" SECONDS, "Time from taking a command up to completing it, by the device's clock.", |h| seconds(h.device_running_ns);
     Counter "device_idle" SECONDS, "Time from completing a command to taking up the next one, by the device's clock.", |h| seconds(h.device_idle_ns);
     Gauge "step_weights" BYTES, "Weights that a step reads.", |h| h.step_bytes as f64;
-    Gauge "bandwidth_bytes_per_second" None, "Measured on the card; zero without one.", |h| h.bandwidth as f64;
+    Gauge "bandwidth_bytes_per_second" None, "Bandwidth measured on the card; zero without a card.", |h| h.bandwidth as f64;
     Gauge "resident" BYTES, "Weights and caches on the device.", |h| h.resident_bytes as f64;
-    Gauge "weights" BYTES, "Weights that are to be on the device.", |h| h.weights_bytes as f64;
+    Gauge "weights" BYTES, "Weights to be loaded onto the device.", |h| h.weights_bytes as f64;
     Gauge "weights_arrived" BYTES, "Weights that have arrived.", |h| h.arrived_bytes as f64;
-    Counter "streamed" BYTES, "Weights, keys and values that loaders asked for.", |h| h.streamed_bytes as f64;
-    Counter "uploaded" BYTES, "Copied to the device.", |h| h.uploaded_bytes as f64;
-    Counter "avoided" BYTES, "Not copied because it was on the device already.", |h| h.avoided_bytes as f64;
+    Counter "streamed" BYTES, "Weights, keys and values that loaders requested.", |h| h.streamed_bytes as f64;
+    Counter "uploaded" BYTES, "Bytes copied to the device.", |h| h.uploaded_bytes as f64;
+    Counter "avoided" BYTES, "Bytes not copied because they were on the device already.", |h| h.avoided_bytes as f64;
     Gauge "kv_pages" None, "Pages of keys and values on the device.", |h| f64::from(h.kv_pages);
-    Gauge "kv_pages_held" None, "Of these, those that sequences have.", |h| f64::from(h.kv_held);
-    Gauge "kv_pages_promised" None, "Those that sequences have or were promised.", |h| f64::from(h.kv_promised);
+    Gauge "kv_pages_held" None, "Of these, pages that sequences hold.", |h| f64::from(h.kv_held);
+    Gauge "kv_pages_promised" None, "Pages that sequences hold or were promised.", |h| f64::from(h.kv_promised);
     Counter "batches" None, "Commands that ran several sequences at once.", |h| h.batches as f64;
     Counter "batched_turns" None, "Turns of sequences in these commands.", |h| h.batched as f64;
     Counter "launches" None, "Times that a kernel was launched.", |h| h.launches as f64;
@@ -85,7 +85,7 @@ const PRIORITIES: [&str; 3] = ["low", "normal", "high"];
 #[derive(Debug)]
 struct Snapshot(Box<Page>);
 
-/// A name, the name of its one label, what it is about, its unit and kind, and its values by label.
+/// A metric with one label: its name, its label's name, its help, its unit and kind, and its values by label.
 type Family =
     (&'static str, &'static str, &'static str, Option<Unit>, MetricType, Vec<(String, f64)>);
 
@@ -116,17 +116,10 @@ impl Snapshot {
         let (ran, goals) = (by_place(|s| s.positions), by_place(|s| s.goal));
         [
             ("occupancy", "state", "Places by the state of their command.", None, Gauge, states),
-            ("sequences_ended", "outcome", "Sequences that ended, by how.", None, Counter, endings),
+            ("sequences_ended", "outcome", "Sequences ended, by outcome.", None, Counter, endings),
             ("positions", "priority", "Positions run, by priority.", None, Counter, positions),
             ("tokens", "priority", "Tokens chosen, by priority.", None, Counter, tokens),
-            (
-                "activity",
-                "activity",
-                "Time spent, by what the process was doing.",
-                SECONDS,
-                Counter,
-                spent.collect(),
-            ),
+            ("activity", "activity", "Time spent, by activity.", SECONDS, Counter, spent.collect()),
             (
                 "place_positions",
                 "place",
@@ -138,7 +131,7 @@ impl Snapshot {
             (
                 "place_positions_goal",
                 "place",
-                "Positions that it may run, at most.",
+                "Maximum positions that it may run.",
                 None,
                 Gauge,
                 goals,
@@ -148,7 +141,7 @@ impl Snapshot {
 
     fn steps(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
         let head = &self.0.head;
-        let about = "Steps of the machine, a position each.";
+        let about = "Steps of the machine, one position each.";
         let mut metric = encoder.encode_descriptor(
             "step_duration",
             about,
@@ -192,7 +185,7 @@ impl Collector for Snapshot {
         ];
         let mut build = encoder.encode_descriptor(
             "process",
-            "Whose figures these are.",
+            "The process of these metrics.",
             None,
             MetricType::Info,
         )?;
@@ -223,7 +216,7 @@ pub fn openmetrics(page: Box<Page>) -> String {
     registry.register_collector(Box::new(Snapshot(page)));
     let mut text = String::new();
     if prometheus_client::encoding::text::encode(&mut text, &registry).is_err() {
-        // A string takes everything; half a page would be believed.
+        // Writing to a string cannot fail. A partial page would look complete, so nothing is written.
         text.clear();
         let _ = writeln!(text, "# EOF");
     }
@@ -234,7 +227,7 @@ pub fn openmetrics(page: Box<Page>) -> String {
 mod tests {
     use super::*;
 
-    /// The value behind a name with its labels.
+    /// The value of a name with its labels.
     fn value(text: &str, name: &str) -> f64 {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         line.unwrap_or_else(|| panic!("no {name} in\n{text}")).parse().unwrap()

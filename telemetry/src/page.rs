@@ -1,4 +1,4 @@
-//! The page: its memory, who writes it and who reads it.
+//! The telemetry page, a shared stats segment: its memory, its writer and its readers.
 
 use std::fs::File;
 use std::io;
@@ -13,18 +13,18 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use crate::find::{Folder, open};
 use crate::sequence::{self, Mapped, Words};
 
-/// Places of sessions.
+/// Number of session places.
 const SESSIONS: usize = abi::SESSIONS_MAX as usize;
-/// Workers.
+/// Number of worker entries.
 const WORKERS: usize = abi::WORKERS_MAX as usize;
-/// Times that a reader tries, while somebody writes.
+/// Maximum attempts of a reader during writes.
 const TRIES: u32 = 10_000;
 
-/// Everything that a process says of itself, as one value.
+/// The contents of a page.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Page {
-    /// The process and its sums.
+    /// The process and its totals.
     pub head: Telemetry,
     /// Sequences by place.
     pub sessions: [SessionWords; SESSIONS],
@@ -37,14 +37,14 @@ const HEAD_WORDS: usize = size_of::<Telemetry>() / WORD_BYTES;
 const SESSION_WORDS: usize = size_of::<SessionWords>() / WORD_BYTES;
 const WORKER_WORDS: usize = size_of::<WorkerWords>() / WORD_BYTES;
 const WORDS: usize = size_of::<Page>() / WORD_BYTES;
-/// Where the sequence is.
+/// Index of the sequence word.
 const SEQUENCE: usize = core::mem::offset_of!(Telemetry, sequence) / WORD_BYTES;
 
 const _: () = assert!(WORDS == HEAD_WORDS + SESSIONS * SESSION_WORDS + WORKERS * WORKER_WORDS);
 const _: () = assert!(core::mem::offset_of!(Telemetry, sequence).is_multiple_of(WORD_BYTES));
 
 impl Page {
-    /// An empty page, on the heap: it is larger than a stack likes.
+    /// An empty page, on the heap: it is large for a stack.
     #[must_use]
     pub fn boxed() -> Box<Self> {
         Box::new(bytemuck::Zeroable::zeroed())
@@ -54,32 +54,32 @@ impl Page {
         bytemuck::cast_slice(std::slice::from_ref(self))
     }
 
-    /// Workers that there are.
+    /// The workers in use.
     #[must_use]
     pub fn running(&self) -> &[WorkerWords] {
         &self.workers[..(self.head.workers as usize).min(WORKERS)]
     }
 
-    /// Sequences that are open.
+    /// The open sequences.
     pub fn open(&self) -> impl Iterator<Item = (usize, &SessionWords)> {
         self.sessions.iter().enumerate().filter(|(_, session)| session.serial != 0)
     }
 
-    /// Steps of the histogram.
+    /// Number of steps in the histogram.
     #[must_use]
     pub fn step_count(&self) -> u64 {
         self.head.steps.iter().fold(0, |sum, count| sum.wrapping_add(*count))
     }
 }
 
-/// Text of a page: up to its first zero, and what is no text replaced.
+/// Decodes a text field: up to its first zero, with invalid UTF-8 replaced and control characters removed.
 #[must_use]
 pub fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).chars().filter(|c| !c.is_control()).collect()
 }
 
-/// As much of a text as there is room for, whole characters.
+/// Writes as much of a text as fits, in whole characters.
 fn put(out: &mut [u8], text: &str) {
     let mut end = text.len().min(out.len());
     while !text.is_char_boundary(end) {
@@ -99,13 +99,14 @@ pub fn now_ns() -> u64 {
 /// The memory of a page.
 struct Memory {
     map: MmapRaw,
-    /// Its lock says that the process lives.
+    /// Holds the lock that shows that the process is alive.
     _file: File,
     path: Option<PathBuf>,
 }
 
 impl Memory {
-    /// In a folder if that can be had; else only this process sees it, and the second value says why.
+    /// Creates the memory in the folder. If that fails, creates memory that only this process sees, and returns the
+    /// reason as well.
     fn create(folder: &Folder) -> io::Result<(Self, Option<io::Error>)> {
         let (file, path, why) = match folder.create(std::process::id()) {
             Ok((file, path)) => (file, Some(path), None),
@@ -113,7 +114,7 @@ impl Memory {
         };
         match Self::map(file, path) {
             Ok(memory) => Ok((memory, why)),
-            // No room there: memory that was not set aside would be a fault at the first write.
+            // No space in the folder: writing to memory without reserved space would fault.
             Err(error) => Ok((Self::map(anonymous()?, None)?, Some(error))),
         }
     }
@@ -131,7 +132,7 @@ impl Memory {
     }
 
     fn words(&self) -> Mapped {
-        // SAFETY: a mapping begins at a page and has the length of a `Page`, as it was made; the caller keeps it beside the words.
+        // SAFETY: a mapping is page-aligned and was made with the length of a `Page`; the caller keeps it beside the words.
         unsafe { Mapped::new(self.map.as_mut_ptr().cast_const().cast(), WORDS) }
     }
 }
@@ -139,7 +140,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Some(path) = &self.path {
-            let _ = std::fs::remove_file(path); // whoever reads it keeps what it has mapped
+            let _ = std::fs::remove_file(path); // readers keep their mapping
         }
     }
 }
@@ -148,13 +149,13 @@ fn anonymous() -> io::Result<File> {
     Ok(File::from(memfd_create(c"amk-telemetry", MemfdFlags::CLOEXEC)?))
 }
 
-/// What is written, and which of it has changed.
+/// The contents to publish, with the parts that have changed.
 struct Writing {
     page: Box<Page>,
     words: Mapped,
-    /// Sessions that changed, a bit each.
+    /// Bitmask of changed sessions.
     sessions: u64,
-    /// Whether workers did.
+    /// Whether workers changed.
     workers: bool,
     memory: Arc<Memory>, // of the words: dropped after them
 }
@@ -165,11 +166,11 @@ const _: () = assert!(SESSIONS <= u64::BITS as usize);
 #[derive(Clone)]
 pub struct Publisher(Arc<Mutex<Writing>>);
 
-/// A change of the page under way.
+/// An edit of the page in progress.
 pub struct Edit<'a>(&'a mut Writing);
 
 impl Edit<'_> {
-    /// The process and its sums.
+    /// The process and its totals.
     pub fn head(&mut self) -> &mut Telemetry {
         &mut self.0.page.head
     }
@@ -180,12 +181,12 @@ impl Edit<'_> {
         put(&mut self.0.page.head.model, model);
     }
 
-    /// What runs the model, once it is known by name.
+    /// Sets the device that runs the model, once its name is known.
     pub fn device(&mut self, name: &str) {
         put(&mut self.0.page.head.device, name);
     }
 
-    /// A sequence; a place that does not exist is the last one.
+    /// A sequence. An out-of-range place is taken as the last one.
     pub fn session(&mut self, place: usize) -> &mut SessionWords {
         let place = place.min(SESSIONS - 1);
         self.0.sessions |= 1 << place;
@@ -200,7 +201,8 @@ impl Edit<'_> {
 }
 
 impl Publisher {
-    /// Makes the page of this process, with what is known of it. Where its folder cannot be used nobody else sees it, and the second value says why.
+    /// Creates the page of this process, with the fields that `about` sets. If its folder cannot be used, no other
+    /// process sees it, and the second value is the reason.
     ///
     /// # Errors
     /// If there is no memory for it.
@@ -233,7 +235,7 @@ impl Publisher {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where other processes find it, if they can.
+    /// Its path, if other processes can see it.
     #[must_use]
     pub fn path(&self) -> Option<PathBuf> {
         self.lock().memory.path.clone()
@@ -246,7 +248,7 @@ impl Publisher {
         Reader { words: memory.words(), _memory: memory }
     }
 
-    /// Changes the page and shows it. What it costs is on the page too, from the next change on.
+    /// Edits the page and publishes the change. The cost is published with the next change.
     pub fn edit<T>(&self, change: impl FnOnce(&mut Edit<'_>) -> T) -> T {
         let began = Instant::now();
         let mut writing = self.lock();
@@ -261,7 +263,7 @@ impl Publisher {
 }
 
 impl Writing {
-    /// Writes what changed.
+    /// Writes the changed parts.
     fn show(&mut self) {
         let (page, words) = (self.page.words(), &self.words);
         let write = |from: usize, len: usize| {
@@ -300,8 +302,8 @@ pub enum Unreadable {
     /// It cannot be opened.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// It is something else.
-    #[error("it is no page of `amk`")]
+    /// It is not a telemetry page.
+    #[error("it is not a telemetry page of `amk`")]
     Foreign,
     /// It was written by another version.
     #[error("it has version {found} and {size} bytes; this program reads version {TELEMETRY_VERSION} with {}", size_of::<Page>())]
@@ -311,12 +313,12 @@ pub enum Unreadable {
         /// Its bytes.
         size: u32,
     },
-    /// Its sequence stays odd: its process died while it wrote.
+    /// Its sequence stays odd: its process died during a write.
     #[error("its process stopped in the middle of writing it")]
     Torn,
 }
 
-/// Reads a page, its own process's or another's.
+/// Reads a page of this process or another one.
 pub struct Reader {
     words: Mapped,
     _memory: Arc<Memory>, // of the words: dropped after them
@@ -336,8 +338,8 @@ impl Reader {
         let short = about.len() != size_of::<Page>() as u64;
         let map = MmapOptions::new().map_raw_read_only(&file)?;
         let len = map.len() / WORD_BYTES;
-        // SAFETY: a mapping begins at a page; it is kept beside the words, which are only loaded. The file is its writer's, of this
-        // user, who sets its length once.
+        // SAFETY: a mapping is page-aligned; it is kept beside the words, which are only loaded. The file belongs to
+        // its writer, a process of this user, which sets its length once.
         let words = unsafe { Mapped::new(map.as_ptr().cast(), len) };
         let word = |index: usize| words.load(index, std::sync::atomic::Ordering::Relaxed);
         if word(0).to_ne_bytes() != TELEMETRY_MAGIC {
@@ -351,10 +353,10 @@ impl Reader {
         Ok(Self { words, _memory: Arc::new(memory) })
     }
 
-    /// Copies the page as it is at some moment. Allocates nothing.
+    /// Copies a consistent state of the page. Allocates nothing.
     ///
     /// # Errors
-    /// If no moment was found at which nobody writes.
+    /// If a write was in progress at every attempt.
     pub fn read(&self, page: &mut Page) -> Result<(), Unreadable> {
         let out: &mut [u64] = bytemuck::cast_slice_mut(std::slice::from_mut(page));
         for _ in 0..TRIES {

@@ -1,4 +1,4 @@
-//! The page as its processes meet it: whole, alive, foreign, torn, and what it costs.
+//! The page between processes: consistent, live, of another version, torn, and its cost.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use super::*;
 
-/// Counts what this thread allocates.
+/// An allocator that counts the allocations of this thread.
 struct Counting;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-// SAFETY: it only counts, and the system does the rest.
+// SAFETY: it only counts; the system allocator does the rest.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
@@ -31,7 +31,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// How often this thread allocates in `work`.
+/// Number of allocations of this thread in `work`.
 fn allocations(work: impl FnOnce()) -> u64 {
     let before = ALLOCATIONS.with(Cell::get);
     work();
@@ -138,7 +138,7 @@ fn what_is_no_page_is_refused_with_the_reason() {
     let refused = opened(&other).unwrap().to_string();
     let reads = format!("reads version {TELEMETRY_VERSION} ");
     assert!(refused.contains("version 9") && refused.contains(&reads), "{refused}");
-    // Its process died while it wrote: the sequence stays odd, and the reader does not wait for ever.
+    // The process died during a write: the sequence stays odd, and the reader gives up.
     let mut torn = good;
     torn[SEQUENCE * WORD_BYTES] |= 1;
     assert!(opened(&torn).is_none());

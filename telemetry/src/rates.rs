@@ -1,11 +1,11 @@
-//! Figures from two looks at a page.
+//! Rates computed from two snapshots of a page.
 
 use abi::{Activity, Telemetry};
 
 use crate::page::Page;
 use crate::steps::{BUCKETS, quantile_ns};
 
-/// Where the time went.
+/// The time by activity, as fractions.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
     /// The machine ran commands.
@@ -14,40 +14,40 @@ pub struct Shares {
     pub between: f64,
     /// There was nothing to do.
     pub idle: f64,
-    /// Models and programs were brought to the machine.
+    /// Models and programs were loaded onto the machine.
     pub loading: f64,
 }
 
-/// What happened between two looks.
+/// The rates between two snapshots.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Rates {
     /// Seconds between them.
     pub seconds: f64,
-    /// Tokens chosen a second.
+    /// Tokens chosen per second.
     pub tokens: f64,
-    /// Positions run a second.
+    /// Positions run per second.
     pub positions: f64,
-    /// Where the time went.
+    /// The time by activity.
     pub shares: Shares,
-    /// Of the time between two commands on the device, the share in which it had none; nothing if the device has no clock.
+    /// Fraction of the device's time without a command; `None` if the device has no clock.
     pub device_idle: Option<f64>,
-    /// Half of the steps took less, in microseconds; nothing without steps.
+    /// Median time of a step, in microseconds; `None` without steps.
     pub p50_us: Option<f64>,
-    /// 99 of 100 steps took less.
+    /// 99th percentile of the step time.
     pub p99_us: Option<f64>,
-    /// Mean of the steps.
+    /// Mean step time.
     pub mean_us: Option<f64>,
-    /// The least that a step can take: its weights at the bandwidth of the card.
+    /// Roofline bound of a step: its weights over the card's bandwidth.
     pub bound_us: Option<f64>,
     /// Bytes per second while the machine ran.
     pub bytes: f64,
-    /// Whether the loaders counted these bytes; else they are positions times the weights of a step.
+    /// Whether the loaders counted these bytes; otherwise they are computed as positions times the weights of a step.
     pub counted: bool,
-    /// Share of the time that was spent writing the page.
+    /// Fraction of the time that was spent writing the page.
     pub telemetry: f64,
 }
 
-/// Time spent with something until `now`.
+/// Time spent on an activity until `now`.
 pub(crate) fn spent_ns(head: &Telemetry, activity: Activity, now_ns: u64) -> u64 {
     let open =
         if head.activity == activity as u32 { now_ns.saturating_sub(head.activity_ns) } else { 0 };
@@ -55,7 +55,7 @@ pub(crate) fn spent_ns(head: &Telemetry, activity: Activity, now_ns: u64) -> u64
 }
 
 impl Rates {
-    /// Between two looks at the same page, with the time of each.
+    /// The rates between two snapshots of the same page, with the time of each.
     #[must_use]
     pub fn between(before: (&Page, u64), after: (&Page, u64)) -> Self {
         let ((before, from), (after, to)) = (before, after);
@@ -105,7 +105,7 @@ impl Rates {
         }
     }
 
-    /// Since the process began.
+    /// The rates since the process began.
     #[must_use]
     pub fn since_start(page: &Page, now_ns: u64) -> Self {
         let mut empty = Page::boxed();
@@ -114,13 +114,13 @@ impl Rates {
     }
 }
 
-/// The least that a step can take.
+/// Roofline bound of a step.
 fn bound_us(head: &Telemetry) -> Option<f64> {
     (head.bandwidth > 0 && head.step_bytes > 0)
         .then(|| head.step_bytes as f64 / head.bandwidth as f64 * 1e6)
 }
 
-/// Nothing of nothing is nothing.
+/// `part / whole`, or zero if `whole` is zero.
 fn ratio(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }
@@ -148,7 +148,7 @@ mod tests {
         after.head.bandwidth = 4_000_000_000_000;
         after.head.activity = Activity::Idle as u32;
         after.head.activity_ns = 13 * SECOND;
-        // It ran from 9 s to 12 s and was between two commands for one.
+        // It ran from 9 s to 12 s, then was between two commands for 1 s.
         after.head.spent_ns[Activity::Running as usize] = 3 * SECOND;
         after.head.spent_ns[Activity::Between as usize] = SECOND;
         after.head.steps[bucket(600_000)] = 200;
@@ -178,7 +178,7 @@ mod tests {
         let rates = Rates::between((&page, 5), (&page, 5));
         assert_eq!((rates.p50_us, rates.bound_us, rates.device_idle), (None, None, None));
         assert!(close(rates.tokens, 0.0) && close(rates.bytes, 0.0));
-        // A page that goes backwards is another process's: no rate is negative.
+        // A page that goes backwards is from another process: no rate may be negative.
         let mut more = Page::boxed();
         more.head.tokens = 9;
         assert!(close(Rates::between((&more, 0), (&page, SECOND)).tokens, 0.0));

@@ -1,13 +1,15 @@
-//! Words that change together under a sequence: odd while they change, another even number afterwards.
+//! A sequence lock: the sequence is odd while the words change, and another even number afterwards.
 //!
-//! One writer at a time (the page's lock sees to that). A reader copies the words and believes them if the sequence was even and is the same
-//! afterwards. The two fences are what makes that sound: the writer's keeps its words behind the odd sequence, the reader's keeps its
-//! second look behind its words. `loom` runs both in every execution, and finds each fence and the odd sequence needed. That the end releases and the
-//! first look acquires it cannot show: it takes all that a thread stores behind a release fence for ordered by it.
+//! There is one writer at a time (ensured by the page's lock). A reader copies the words and accepts them if the
+//! sequence was even and is the same afterwards. Two fences make that sound: the writer's keeps its stores to the words
+//! behind the odd sequence; the reader's keeps its second load of the sequence behind its loads of the words. `loom`
+//! runs both in every execution, and shows that each fence and the odd sequence are needed. It cannot show that the
+//! release at the end and the acquire of the first load are needed: it treats everything that a thread stores after a
+//! release fence as ordered by it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The words of a page, by index. Written against a trait, so that a model checker can run it.
+/// The words of a page, by index. A trait, so that a model checker can run the algorithm.
 pub(crate) trait Words {
     fn load(&self, index: usize, order: Ordering) -> u64;
     fn store(&self, index: usize, value: u64, order: Ordering);
@@ -37,7 +39,7 @@ impl Mapped {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.len, "word {index} of {}", self.len);
-        // SAFETY: in range, as asserted, and of words as `new` was promised.
+        // SAFETY: in range, as asserted; the words are valid as promised to `new`.
         unsafe { &*self.base.add(index) }
     }
 }
@@ -52,10 +54,10 @@ impl Words for Mapped {
     }
 }
 
-/// Begins a change: the sequence is odd. Pairs with [`copy`].
+/// Begins a change: makes the sequence odd. Pairs with [`copy`].
 pub(crate) fn begin<W: Words>(words: &W, sequence: usize) {
     let before = words.load(sequence, Ordering::Relaxed);
-    // A writer that died in the middle left it odd: then it stays odd.
+    // A writer that died during a change left it odd: it stays odd.
     words.store(sequence, before | 1, Ordering::Relaxed);
     W::fence(Ordering::Release);
 }
@@ -66,7 +68,7 @@ pub(crate) fn end(words: &impl Words, sequence: usize) {
     words.store(sequence, now.wrapping_add(1), Ordering::Release);
 }
 
-/// Copies all words; false if they changed meanwhile.
+/// Copies all words; false if they changed during the copy.
 pub(crate) fn copy<W: Words>(words: &W, sequence: usize, out: &mut [u64]) -> bool {
     let before = words.load(sequence, Ordering::Acquire);
     if before & 1 != 0 {
@@ -88,7 +90,7 @@ mod tests {
 
     use super::*;
 
-    /// What is left out.
+    /// The parts of the algorithm to leave out.
     #[derive(Clone, Copy, Default)]
     struct Broken {
         writer_fence: bool,
@@ -147,7 +149,8 @@ mod tests {
         }
     }
 
-    /// Two changes of two words beside a reader: executions, or nothing if it saw half a change in one of them.
+    /// Two changes of two words beside a reader. Returns the number of executions, or `None` if a reader accepted an
+    /// inconsistent copy in one of them.
     fn holds(broken: Broken) -> Option<usize> {
         static EXECUTIONS: AtomicUsize = AtomicUsize::new(0);
         let before = EXECUTIONS.load(Ordering::Relaxed);

@@ -1,35 +1,35 @@
-//! Suspicion of a stall, from two looks at the workers: none of a worker's tasks was finished between them, for longer than a limit, while a
-//! step was under way. The kernel's own watchdogs report at their deadline, which is later; this names the worker before.
+//! Early detection of stalls, from two samples of the workers: a worker is suspected if it finished no task for longer
+//! than a limit while a step was under way. The kernel's own watchdogs report at their deadline, which is later.
 
 use abi::{Trap, WorkerHeartbeat, WorkerWords};
 
-/// Looks at workers and remembers since when they have not moved.
+/// Compares samples of workers, and records since when each has made no progress.
 #[derive(Clone, Copy, Debug)]
 pub struct Stalls {
     limit_ns: u64,
 }
 
-/// A worker that is suspected.
+/// A worker suspected of a stall.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Suspect {
     /// The worker.
     pub worker: u32,
-    /// Nanoseconds since it moved.
+    /// Nanoseconds since its last progress.
     pub still_ns: u64,
-    /// Its words.
+    /// Its words in the page.
     pub words: WorkerWords,
-    /// Nanoseconds since its watchdog wrote; if that does not live, the multiprocessor does not.
+    /// Nanoseconds since its watchdog last wrote. If the watchdog is silent, the SM is not running.
     pub silent_ns: u64,
 }
 
 impl Stalls {
-    /// With this limit.
+    /// A detector with this limit.
     #[must_use]
     pub fn new(limit_ns: u64) -> Self {
         Self { limit_ns }
     }
 
-    /// Takes a worker's worker heartbeat in. `under_way`: the machine has a command that it has not answered.
+    /// Updates a worker's words from its heartbeat. `under_way`: the machine has a command that it has not completed.
     pub fn look(
         &self,
         words: &mut WorkerWords,
@@ -38,7 +38,7 @@ impl Stalls {
         now_ns: u64,
     ) {
         let idle = worker_heartbeat.active == 0 || !under_way;
-        // A worker that does not move while a step is under way is what is looked for; that of another step is another matter.
+        // Only a worker without progress in a running step counts as stalled; a new step restarts the time.
         let moved = idle
             || (worker_heartbeat.progress, worker_heartbeat.epoch) != (words.progress, words.epoch);
         let beats = worker_heartbeat.beat != words.beat || words.beat_ns == 0;
@@ -63,8 +63,8 @@ impl Stalls {
         };
     }
 
-    /// The first of those that are suspected, and how many they are. The first that waits for nothing comes before those who wait: they may
-    /// wait for it.
+    /// One of the suspected workers, and their number. A worker that waits for nothing comes before those that wait,
+    /// since they may wait for it; otherwise the first is returned.
     #[must_use]
     pub fn suspects(workers: &[WorkerWords], now_ns: u64) -> (u32, Option<Suspect>) {
         let mut count = 0;
@@ -89,10 +89,10 @@ impl Stalls {
 }
 
 impl Suspect {
-    /// Words of one.
+    /// Number of words of a suspect.
     pub const WORDS: usize = 9;
 
-    /// As words, for memory that processes share.
+    /// Encodes it as words, for memory that processes share.
     #[must_use]
     pub fn to_words(&self) -> [u32; Self::WORDS] {
         let WorkerWords { task, position, wait, object, have, need, .. } = self.words;
@@ -101,7 +101,7 @@ impl Suspect {
         [self.worker, still, silent, task, position, wait, object, have, need]
     }
 
-    /// From words.
+    /// Decodes it from words.
     #[must_use]
     pub fn from_words(words: [u32; Self::WORDS]) -> Self {
         let [worker, still, silent, task, position, wait, object, have, need] = words;
@@ -131,7 +131,7 @@ impl std::fmt::Display for Suspect {
         )?;
         let waits = [
             (Trap::CounterDeadline, "counter"),
-            (Trap::PayloadDeadline, "word of slot"),
+            (Trap::PayloadDeadline, "word of buffer"),
             (Trap::StageDeadline, "stage"),
         ];
         let Some((_, name)) = waits.iter().find(|(trap, _)| *trap as u32 == wait) else {
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(words.suspected, 0);
         stalls.look(&mut words, &worker_heartbeat(5), false, START + 1800 * MS);
         assert_eq!(words.suspected, 0);
-        // It counts from when the next step was seen, not from the last one.
+        // The time counts from the first sample of the next step, not from the last step.
         stalls.look(&mut words, &worker_heartbeat(5), true, START + 1900 * MS);
         assert_eq!(words.suspected, 0);
         stalls.look(&mut words, &worker_heartbeat(5), true, START + 2001 * MS);

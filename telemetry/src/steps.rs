@@ -1,10 +1,10 @@
-//! The histogram of step times: fixed buckets, eight an octave, so that any quantile follows from it within an eighth of an octave.
+//! The histogram of step times: fixed buckets, eight per octave, so that any quantile is exact to an eighth of an octave.
 
-/// Buckets.
+/// Number of buckets.
 pub const BUCKETS: usize = 128;
-/// The first octave begins at 2^14 ns, 16.4 us; what is shorter is in the first bucket.
+/// Log2 of the start of the first octave: 2^14 ns, 16.4 µs. Shorter times are in the first bucket.
 const FIRST: u32 = 14;
-/// Buckets of an octave, as a power of two.
+/// Log2 of the buckets per octave.
 const FINE: u32 = 3;
 
 /// The bucket of a time.
@@ -18,7 +18,7 @@ pub fn bucket(ns: u64) -> usize {
     ((((octave - FIRST) << FINE) as usize) + part as usize).min(BUCKETS - 1)
 }
 
-/// Where a bucket ends, itself not included; the last one has no end.
+/// The upper end of a bucket, exclusive; the last bucket has none.
 #[must_use]
 pub fn upper_ns(bucket: usize) -> Option<u64> {
     if bucket >= BUCKETS - 1 {
@@ -28,8 +28,8 @@ pub fn upper_ns(bucket: usize) -> Option<u64> {
     Some(((1 << FINE) + part + 1) << (FIRST + octave - FINE))
 }
 
-/// The time below which this share of the steps lies, linear inside a bucket; nothing without steps. A quantile in the last bucket is where
-/// that begins.
+/// The quantile of the step times, by linear interpolation inside a bucket; `None` without steps. A quantile in the
+/// last bucket is that bucket's lower end.
 #[must_use]
 pub fn quantile_ns(steps: &[u64; BUCKETS], share: f64) -> Option<f64> {
     let total: u64 = steps.iter().fold(0, |sum, count| sum.saturating_add(*count));
@@ -62,7 +62,7 @@ mod tests {
             assert!(upper > last, "{index}");
             assert_eq!(bucket(upper - 1), index);
             assert_eq!(bucket(upper), index + 1);
-            // A bucket is at most an eighth of its lower bound wide.
+            // A bucket's width is at most an eighth of its lower bound.
             assert!(index == 0 || (upper - last) * 8 <= last, "{index}");
             last = upper;
         }
@@ -74,7 +74,7 @@ mod tests {
     fn quantiles_are_within_a_bucket_of_the_truth() {
         let mut steps = [0; BUCKETS];
         assert_eq!(quantile_ns(&steps, 0.5), None);
-        // 1 000 times between 0.5 and 1.5 ms, and two of a second.
+        // 1 000 times between 0.5 and 1.5 ms, and 1 000 of one second.
         let times = |i: u64| 500_000 + i * 1000;
         (0..1000).for_each(|i| steps[bucket(times(i))] += 1);
         for share in [0.01, 0.5, 0.9, 0.99] {

@@ -1,11 +1,6 @@
 //! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task records timestamps,
 //! else in the virtual time of the cost model; the records are the same.
 
-mod counters;
-mod digest;
-mod perfetto;
-mod timeline;
-
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -13,8 +8,10 @@ use std::io::{self, BufWriter, Write};
 use abi::{LoaderRecord, TaskRecord};
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
-use lower::{Predictor, Rates, SimulatedStep};
+use lower::{Predictor, Rates};
 use serde_json::{Value, json};
+use trace::counters::{self, Counter};
+use trace::{Clock, Path, Timeline, digest, perfetto, timeline};
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
 use super::bench::blocks::Blocks;
@@ -24,9 +21,6 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::spinner::Spinner;
 use crate::{files, report};
-
-use counters::{Counter, Ring};
-use timeline::{Clock, Timeline};
 
 const TIMED_TOKENS: u32 = 32;
 /// Timed blocks; the median counts.
@@ -113,6 +107,7 @@ impl Traced {
             }
         }
         self.document["step"] = sums(&self.timeline);
+        self.document["critical_path"] = critical_path(&self.timeline);
         Ok(self.document)
     }
 }
@@ -131,6 +126,13 @@ fn sums(timeline: &Timeline) -> Value {
     })
 }
 
+/// The critical path by cause and op, longest first. The rows add up to `span_ns`.
+fn critical_path(timeline: &Timeline) -> Value {
+    let rows = Path::new(timeline).table(timeline);
+    let row = |&(cause, op, ns): &(trace::Cause, usize, u64)| json!({"cause": cause.name(), "op": timeline.names[op], "ns": ns});
+    rows.iter().map(row).collect()
+}
+
 /// Simulates a step in the virtual time of the cost model.
 fn simulated(
     context: &Context,
@@ -139,52 +141,14 @@ fn simulated(
     config: &ScheduleConfig,
     program: &Verified<Program>,
 ) -> Traced {
-    let predictor = Predictor::new(program, &config.kernel, &context.target, first);
-    let step = predictor.simulate(Rates::shipped());
-    let records = virtual_records(program, &step);
+    let rates = Rates::shipped();
+    let predicted = trace::predicted(program, &config.kernel, &context.target, first, rates);
     let mut trace_buffer = TraceBuffer::default();
-    trace_buffer.add(program, &records);
-    let us = predictor.predict(Rates::shipped()).latency_us;
+    trace_buffer.add(program, &predicted.records);
+    let us = predicted.us;
     report::say(&format!("{name}: {us:.1} us per token, predicted"));
     let document = json!({"name": name, "us_per_token": us, "ops": trace_buffer.ops()});
-    let span = Some([0, (step.us * 1000.0).round() as u64]);
-    let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
-    let bytes = predictor.task_bytes();
-    let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
-    let pipeline = &program.pipeline;
-    let stage = u64::from(pipeline.stage_units) * u64::from(abi::UNIT_BYTES);
-    let ring = Ring {
-        bytes: u64::from(pipeline.stages) * stage,
-        in_flight: u64::from(pipeline.in_flight) * stage,
-    };
-    let mut counters = vec![counters::multiplied(&timeline)];
-    counters.extend(counters::rings(&timeline, &step, ring));
-    Traced { document, timeline, counters }
-}
-
-/// The records that the traced kernel would write if a cycle took a nanosecond.
-fn virtual_records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
-    let ns = |us: f64| (us * 1000.0).round() as u64;
-    let mut records = Vec::with_capacity(program.task_len());
-    for (worker, (queue, times)) in program.workers.iter().zip(&step.workers).enumerate() {
-        for (task, t) in queue.tasks.iter().zip(times) {
-            let begin = ns(t.begin);
-            let since = |us: f64| ns(us).saturating_sub(begin) as u32;
-            records.push(TaskRecord {
-                begin,
-                ready: since(t.ready),
-                staged: since(t.staged),
-                multiplied: since(t.multiplied),
-                end: since(t.end),
-                starved: ns(t.starved) as u32,
-                worker: worker as u32,
-                task: records.len() as u32,
-                opcode: task.opcode as u32,
-                reserved: [0; 2],
-            });
-        }
-    }
-    records
+    Traced { document, timeline: predicted.timeline, counters: predicted.counters }
 }
 
 /// Times one schedule, then traces it.

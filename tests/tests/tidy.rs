@@ -21,6 +21,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("remote", &["abi", "ir", "search", "telemetry"]),
     ("sessions", &["abi"]),
     ("telemetry", &["abi"]),
+    ("trace", &["abi", "ir", "lower"]),
     (
         "amk",
         &[
@@ -34,6 +35,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "search",
             "sessions",
             "telemetry",
+            "trace",
             "vm-device",
             "vm-host",
         ],
@@ -62,6 +64,7 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     ("remote", &["lower", "model", "tests"]),
     // Sources of programs to run. The library is built without them.
     ("reference-vm", &["lower", "model"]),
+    ("trace", &["model"]),
     ("vm-host", &["lower", "model", "reference-vm", "sessions"]),
     ("amk", &["tests"]),
 ];

@@ -4,13 +4,15 @@
 use std::collections::HashMap;
 use std::fmt::Write;
 
-use super::timeline::{Sums, Task, Timeline};
+use crate::attribution::Path;
+use crate::timeline::{Sums, Task, Timeline};
 
 /// A length that fits a small context window.
-pub(super) const BYTES_MAX: usize = 6 * 1024;
+pub const BYTES_MAX: usize = 6 * 1024;
 
 /// Rows of each table.
-const OPS: usize = 14;
+const CAUSES: usize = 10;
+const OPS: usize = 12;
 const LAYERS: usize = 6;
 const PAIRS: usize = 8;
 const WAITS: usize = 10;
@@ -20,10 +22,11 @@ const NAME: usize = 16;
 const TITLE: usize = 200;
 
 /// Writes the digest. `title` is a line.
-pub(super) fn write(timeline: &Timeline, title: &str) -> String {
+pub fn write(timeline: &Timeline, title: &str) -> String {
     let mut out = format!("# {}\n", title.chars().take(TITLE).collect::<String>());
     let total = timeline.total();
     whole(timeline, &total, &mut out);
+    causes(timeline, &mut out);
     ops(timeline, &total, &mut out);
     layers(timeline, &mut out);
     waits(timeline, &mut out);
@@ -69,6 +72,20 @@ fn whole(timeline: &Timeline, total: &Sums, out: &mut String) {
     out.push_str("bound: the step's bytes at the full bandwidth. excess: at work beyond that (below zero: bytes arrived while waiting). waiting: for what others hand over. bubble: no task.\n");
 }
 
+/// The critical path by cause and op. The rows, with that of the others, add up to the span.
+fn causes(timeline: &Timeline, out: &mut String) {
+    let rows = Path::new(timeline).table(timeline);
+    let us = |ns: u64| ns as f64 / 1000.0;
+    let share = |ns: u64| 100.0 * ns as f64 / timeline.span().max(1) as f64;
+    out.push_str("\n## critical path\ncause\top\tus\t% of span\n");
+    for &(cause, op, ns) in rows.iter().take(CAUSES) {
+        let name = cut(&timeline.names[op]);
+        row!(out, "{}\t{name}\t{:.1}\t{:.1}", cause.name(), us(ns), share(ns));
+    }
+    let rest: u64 = rows.iter().skip(CAUSES).map(|row| row.2).sum();
+    row!(out, "others\t\t{:.1}\t{:.1}", us(rest), share(rest));
+}
+
 fn table_row(timeline: &Timeline, name: &str, s: &Sums, out: &mut String) {
     let us = |ns| mean(timeline, ns);
     let sum = us(s.bound + s.excess + s.waiting);
@@ -91,7 +108,7 @@ fn by_time<K>(sums: HashMap<K, Sums>, key: impl Fn(&K) -> u64) -> Vec<(K, Sums)>
 }
 
 fn ops(timeline: &Timeline, total: &Sums, out: &mut String) {
-    out.push_str("\n## by op\nop\ttasks\tfloor\texcess\twaiting\tsum\n");
+    out.push_str("\n## by op\nop\ttasks\tbound\texcess\twaiting\tsum\n");
     let rows = by_time(timeline.by(|task| task.name), |&name| name as u64);
     let (shown, rest) = rows.split_at(rows.len().min(OPS));
     for (name, sums) in shown {
@@ -113,7 +130,7 @@ fn layers(timeline: &Timeline, out: &mut String) {
         rows.len().min(LAYERS),
         rows.len()
     );
-    out.push_str("layer\ttasks\tfloor\texcess\twaiting\tsum\n");
+    out.push_str("layer\ttasks\tbound\texcess\twaiting\tsum\n");
     for (layer, sums) in rows.iter().take(LAYERS) {
         table_row(timeline, &layer.to_string(), sums, out);
     }

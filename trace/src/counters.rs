@@ -2,14 +2,17 @@
 
 use lower::SimulatedStep;
 
-use super::timeline::{Task, Timeline};
+use crate::timeline::{Task, Timeline};
 
+/// A total over all workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Counter {
-    pub(super) name: String,
-    pub(super) unit: &'static str,
+pub struct Counter {
+    /// Its name in the trace.
+    pub name: String,
+    /// The unit of its samples.
+    pub unit: &'static str,
     /// The time in nanoseconds, and the value from then on.
-    pub(super) samples: Vec<(u64, i64)>,
+    pub samples: Vec<(u64, i64)>,
 }
 
 /// The most samples of a counter.
@@ -17,9 +20,11 @@ const SAMPLES: u64 = 1000;
 
 /// The size of a worker's ring, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Ring {
-    pub(super) bytes: u64,
-    pub(super) in_flight: u64,
+pub struct Ring {
+    /// All stages.
+    pub bytes: u64,
+    /// The cap on bytes in flight.
+    pub in_flight: u64,
 }
 
 fn bin(timeline: &Timeline) -> u64 {
@@ -28,7 +33,7 @@ fn bin(timeline: &Timeline) -> u64 {
 
 /// Bytes that are multiplied or attended to; a bin's value is at its begin. The bytes of a task are spread evenly over
 /// its products; the sum over all bins is the bytes of the step.
-pub(super) fn multiplied(timeline: &Timeline) -> Counter {
+pub fn multiplied(timeline: &Timeline) -> Counter {
     let width = bin(timeline);
     let mut bins = vec![0_i64; (timeline.span() / width + 1) as usize];
     for task in &timeline.tasks {
@@ -59,7 +64,7 @@ fn spread(task: &Task, start: u64, width: u64, bins: &mut [i64]) {
 }
 
 /// Bytes waiting in the rings, and bytes in flight, of a simulated step. The device's records do not hold them.
-pub(super) fn rings(timeline: &Timeline, step: &SimulatedStep, ring: Ring) -> [Counter; 2] {
+pub fn rings(timeline: &Timeline, step: &SimulatedStep, ring: Ring) -> [Counter; 2] {
     let mut changes: Vec<(u64, usize, u64)> = Vec::new();
     for (worker, (times, tasks)) in step.workers.iter().zip(&timeline.workers).enumerate() {
         for (times, task) in times.iter().zip(&timeline.tasks[tasks.clone()]) {

@@ -2,26 +2,28 @@
 
 use std::collections::BTreeSet;
 
-use super::super::{Traced, digest, simulated};
-use super::*;
-use crate::cli::{DeviceChoice, PlaceArgs};
-use crate::context::Context;
+use ir::Target;
+use ir::schedule::{neutral_config, validate};
+use lower::Rates;
 
-fn traced() -> Traced {
-    let place = PlaceArgs {
-        target: Some("h200".to_owned()),
-        device: DeviceChoice::Cpu,
-        kv_capacity: Some(256),
-    };
-    let context = Context::load("toy-2l", &place).unwrap_or_else(|f| panic!("{}", f.message));
-    let config = context.neutral_config();
-    let program = context.lowered(&config).unwrap_or_else(|f| panic!("{}", f.message));
-    simulated(&context, 128, "default", &config, &program)
+use serde_json::{Value, json};
+
+use crate::perfetto::write;
+use crate::{Cause, Edit, Path, Predicted, digest, predicted, replay};
+
+fn traced() -> Predicted {
+    let model = model::load("toy-2l").unwrap();
+    let target = Target::by_name("h200").unwrap();
+    let config = neutral_config(&model.graph, &target);
+    let config = validate(config, &model.graph, &target).unwrap();
+    let options = lower::Options { kv_capacity: 256 };
+    let program = lower::lower(&config, &model.graph, &target, options).unwrap();
+    predicted(&program, &config.kernel, &target, 128, Rates::shipped())
 }
 
 #[test]
 fn every_nanosecond_is_somewhere() {
-    let Traced { mut timeline, .. } = traced();
+    let Predicted { mut timeline, .. } = traced();
     let total = timeline.total();
     assert_eq!(total.sum(), (timeline.span() * timeline.workers.len() as u64) as i64);
     assert!(total.bound > 0 && total.waiting > 0 && total.bubbles() > 0, "{total:?}");
@@ -39,18 +41,17 @@ fn every_nanosecond_is_somewhere() {
 
 #[test]
 fn the_bound_is_that_of_the_bytes() {
-    let Traced { timeline, document, .. } = traced();
+    let Predicted { timeline, us, .. } = traced();
     let bytes: u64 = timeline.tasks.iter().map(|task| task.bytes).sum();
     let bandwidth = ir::Target::by_name("h200").expect("it is known").bandwidth;
     let exact = bytes as f64 * 1e9 / bandwidth as f64 * timeline.workers.len() as f64;
     assert!((timeline.total().bound as f64 - exact).abs() <= 1.0, "rounded once, not once a task");
-    let us = document["us_per_token"].as_f64().expect("a number");
     assert!((timeline.span() as f64 / 1000.0 - us).abs() < 0.001, "the step that is predicted");
 }
 
 #[test]
 fn who_is_waited_for_has_just_ended() {
-    let Traced { timeline, .. } = traced();
+    let Predicted { timeline, .. } = traced();
     let alone = timeline.tasks.iter().filter(|task| task.producer.is_none());
     let alone: BTreeSet<&str> = alone.map(|task| timeline.name(task)).collect();
     assert_eq!(alone, BTreeSet::from(["embed", "nop"]), "all others wait for somebody");
@@ -63,7 +64,7 @@ fn who_is_waited_for_has_just_ended() {
 
 #[test]
 fn the_trace_file_tells_the_same() {
-    let Traced { timeline, counters, .. } = traced();
+    let Predicted { timeline, counters, .. } = traced();
     let mut file = Vec::new();
     write(&mut file, &timeline, &counters, "toy").expect("memory takes it");
     let document: Value = serde_json::from_slice(&file).expect("it is JSON");
@@ -111,7 +112,7 @@ fn the_trace_file_tells_the_same() {
 
 #[test]
 fn the_digest_is_small_and_names_the_worst_wait() {
-    let Traced { timeline, .. } = traced();
+    let Predicted { timeline, .. } = traced();
     let text = digest::write(&timeline, &"toy/".repeat(3000));
     assert!(text.len() <= digest::BYTES_MAX);
     let worst = timeline.tasks.iter().max_by_key(|task| task.arrived - task.begin).expect("one");
@@ -126,5 +127,54 @@ fn the_digest_is_small_and_names_the_worst_wait() {
     );
     for heading in ["## by op", "## by layer", "## waits", "## bubbles"] {
         assert!(text.contains(heading), "{heading}");
+    }
+}
+
+#[test]
+fn the_critical_path_has_no_gap() {
+    let Predicted { timeline, .. } = traced();
+    let path = Path::new(&timeline);
+    let mut end = timeline.end;
+    for piece in &path.pieces {
+        assert_eq!(piece.to, end, "{piece:?}");
+        end = piece.from;
+    }
+    assert_eq!(end, timeline.start);
+    let us = |cause| -> u64 {
+        path.pieces.iter().filter(|piece| piece.cause == cause).map(|p| p.to - p.from).sum()
+    };
+    assert!(us(Cause::HandOff) > 0 && us(Cause::Products) > 0, "{:?}", path.pieces);
+}
+
+#[test]
+fn the_identity_edit_is_exact() {
+    let Predicted { timeline, .. } = traced();
+    let same = replay(&timeline, &Edit::default());
+    assert!((same.span - timeline.span() as f64).abs() < 1e-6, "{}", same.span);
+    for (task, end) in timeline.tasks.iter().zip(&same.ends) {
+        assert!((end - (task.end - timeline.start) as f64).abs() < 1e-6, "{task:?} {end}");
+    }
+}
+
+#[test]
+fn edits_move_the_span_as_far_as_the_path_allows() {
+    let Predicted { timeline, .. } = traced();
+    let span = timeline.span() as f64;
+    let path = Path::new(&timeline);
+    let on_path = |cause| -> f64 {
+        let of = path.pieces.iter().filter(|piece| piece.cause == cause);
+        of.map(|piece| (piece.to - piece.from) as f64).sum()
+    };
+    let at = |edit: Edit| replay(&timeline, &edit).span;
+    // Halving what is on the path saves at most half of it, since another path may take over.
+    let hop = at(Edit { hop: 0.5, ..Edit::default() });
+    assert!(hop < span && hop >= span - 0.5 * on_path(Cause::HandOff) - 1e-6, "{hop} {span}");
+    let slow = at(Edit { hop: 2.0, ..Edit::default() });
+    assert!(slow >= span + on_path(Cause::HandOff) - 1e-6, "the recorded path is one of them");
+    let stream = at(Edit { stream: 2.0, ..Edit::default() });
+    assert!(stream <= span);
+    for name in 0..timeline.names.len() {
+        let none = at(Edit { ops: vec![(name, 0.0)], ..Edit::default() });
+        assert!(none <= span + 1e-6, "{}", timeline.names[name]);
     }
 }

@@ -5,8 +5,8 @@ use std::io::{self, Write};
 
 use serde_json::{Value, json};
 
-use super::counters::Counter;
-use super::timeline::{Task, Timeline};
+use crate::counters::Counter;
+use crate::timeline::{Task, Timeline};
 
 /// The parts of a task, inside its slice.
 const PARTS: [&str; 4] = ["wait", "input", "products", "output"];
@@ -29,7 +29,7 @@ fn slice(worker: u32, name: &str, [begin, end]: [u64; 2], args: &Value) -> Value
 }
 
 /// Writes the file, one event per line.
-pub(super) fn write(
+pub fn write(
     out: &mut impl Write,
     timeline: &Timeline,
     counters: &[Counter],
@@ -72,7 +72,3 @@ pub(super) fn write(
     }
     out.write_all(b"\n]}\n")
 }
-
-#[cfg(test)]
-#[path = "perfetto_tests.rs"]
-mod tests;

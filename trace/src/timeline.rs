@@ -6,56 +6,67 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use abi::{BufferKind, TaskRecord};
-use ir::program::{Program, Region, Task as ProgramTask, accesses};
+use abi::TaskRecord;
+use ir::program::Program;
+
+use crate::graph;
 
 /// How to read the times in records.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Clock {
+pub struct Clock {
     /// Nanoseconds per cycle.
-    pub(super) ns_per_cycle: f64,
+    pub ns_per_cycle: f64,
     /// The begin and end of the step, if not in the records.
-    pub(super) span: Option<[u64; 2]>,
+    pub span: Option<[u64; 2]>,
     /// Whether a task that polls flag-in-data words is marked ready before they arrive. The device marks the end of
     /// counter waits, and then the arrival of the input; the simulation has the time of arrival.
-    pub(super) polls_after_ready: bool,
+    pub polls_after_ready: bool,
 }
 
+/// A task with its times.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Task {
-    pub(super) worker: u32,
-    pub(super) layer: u16,
+pub struct Task {
+    /// Its worker.
+    pub worker: u32,
+    /// Its layer.
+    pub layer: u16,
     /// Index of its name in [`Timeline::names`].
-    pub(super) name: usize,
+    pub name: usize,
     /// The marks in nanoseconds, in order: none is before the one above it.
-    pub(super) begin: u64,
+    pub begin: u64,
     /// When its input had arrived.
-    pub(super) arrived: u64,
-    pub(super) staged: u64,
-    pub(super) multiplied: u64,
-    pub(super) end: u64,
+    pub arrived: u64,
+    /// When its input was in shared memory.
+    pub staged: u64,
+    /// When its products were done.
+    pub multiplied: u64,
+    /// When its stores were done and signalled.
+    pub end: u64,
     /// How long its products waited for weights.
-    pub(super) starved: u64,
+    pub starved: u64,
     /// Bytes it takes out of the ring.
-    pub(super) bytes: u64,
+    pub bytes: u64,
     /// The time of these bytes at the worker's part of the bandwidth.
-    pub(super) bound: u64,
-    /// Of the tasks that it waited for, the last to finish.
-    pub(super) producer: Option<usize>,
+    pub bound: u64,
+    /// The tasks whose output it reads, or whose signal it waits for.
+    pub dependencies: Vec<u32>,
+    /// Of those, the last to finish.
+    pub producer: Option<usize>,
 }
 
 /// Parts of workers' time, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Sums {
-    pub(super) tasks: u64,
+pub struct Sums {
+    /// Number of tasks.
+    pub tasks: u64,
     /// The time of the bytes at the full bandwidth, divided evenly.
-    pub(super) bound: i64,
+    pub bound: i64,
     /// Work beyond that. Negative if bytes arrived while the worker waited: the ring runs ahead.
-    pub(super) excess: i64,
+    pub excess: i64,
     /// Waiting for the input of tasks.
-    pub(super) waiting: i64,
+    pub waiting: i64,
     /// No task running: before the first, between two, after the last.
-    pub(super) bubble: [i64; 3],
+    pub bubble: [i64; 3],
 }
 
 /// Nanoseconds from one mark to the next.
@@ -68,15 +79,18 @@ fn between(from: u64, to: u64) -> i64 {
 }
 
 impl Sums {
-    pub(super) fn bubbles(&self) -> i64 {
+    /// All three bubbles.
+    pub fn bubbles(&self) -> i64 {
         self.bubble.iter().sum()
     }
 
-    pub(super) fn sum(&self) -> i64 {
+    /// All parts.
+    pub fn sum(&self) -> i64 {
         self.bound + self.excess + self.waiting + self.bubbles()
     }
 
-    pub(super) fn add(&mut self, other: &Self) {
+    /// Adds the parts of others.
+    pub fn add(&mut self, other: &Self) {
         self.tasks += other.tasks;
         self.bound += other.bound;
         self.excess += other.excess;
@@ -94,21 +108,27 @@ impl Sums {
 
 /// One step of every worker.
 #[derive(Clone, Debug)]
-pub(super) struct Timeline {
-    pub(super) names: Vec<String>,
+pub struct Timeline {
+    /// Names of phases.
+    pub names: Vec<String>,
     /// Worker by worker, in queue order.
-    pub(super) tasks: Vec<Task>,
-    pub(super) workers: Vec<Range<usize>>,
-    pub(super) start: u64,
-    pub(super) end: u64,
+    pub tasks: Vec<Task>,
+    /// The tasks of each worker.
+    pub workers: Vec<Range<usize>>,
+    /// The begin of the step.
+    pub start: u64,
+    /// The end of the step.
+    pub end: u64,
     /// Nanoseconds by which marks were moved because a clock put one before its predecessor.
-    pub(super) moved: u64,
+    pub moved: u64,
+    /// The tasks in an order in which queues and dependencies point backwards.
+    pub order: Vec<u32>,
 }
 
 impl Timeline {
     /// The step in the records, which are in the program's order, one per task. `bytes` are the bytes that each task
     /// takes out of the ring, and `bandwidth` is that of all workers together, in bytes per second.
-    pub(super) fn new(
+    pub fn new(
         program: &Program,
         records: &[TaskRecord],
         bytes: &[Vec<u64>],
@@ -125,7 +145,9 @@ impl Timeline {
             start,
             end: start,
             moved: 0,
+            order: Vec::new(),
         };
+        let mut dependencies = graph::dependencies(program).into_iter();
         let mut names = HashMap::new();
         let mut bounds = Bounds { bytes: 0, workers: program.workers.len() as u64, bandwidth };
         for (index, worker) in program.workers.iter().enumerate() {
@@ -137,7 +159,7 @@ impl Timeline {
                     timeline.names.push((*name).to_owned());
                     timeline.names.len() - 1
                 });
-                let waits_for_words = clock.polls_after_ready && polls(program, task);
+                let waits_for_words = clock.polls_after_ready && graph::polls(program, task);
                 let marks = timeline.marks(record, clock.ns_per_cycle, before, waits_for_words);
                 let [begin, arrived, staged, multiplied, end] = marks;
                 before = end;
@@ -153,6 +175,7 @@ impl Timeline {
                     starved: (f64::from(record.starved) * clock.ns_per_cycle).round() as u64,
                     bytes,
                     bound: bounds.of(bytes),
+                    dependencies: dependencies.next().unwrap_or_default(),
                     producer: None,
                 });
             }
@@ -160,10 +183,41 @@ impl Timeline {
             timeline.workers.push(first..timeline.tasks.len());
         }
         timeline.end = timeline.end.max(clock.span.map_or(0, |[_, end]| end));
-        for (index, producer) in producers(program, &timeline.tasks).into_iter().enumerate() {
-            timeline.tasks[index].producer = producer;
-        }
+        timeline.link();
         timeline
+    }
+
+    /// Finds the producer of each task, and an order of all.
+    fn link(&mut self) {
+        let ends: Vec<u64> = self.tasks.iter().map(|task| task.end).collect();
+        for task in &mut self.tasks {
+            let last = task.dependencies.iter().max_by_key(|&&of| (ends[of as usize], of));
+            task.producer = last.map(|&of| of as usize);
+        }
+        let previous: Vec<Option<u32>> =
+            (0..self.tasks.len()).map(|task| self.previous(task).map(|p| p as u32)).collect();
+        self.order = graph::topological(&self.tasks, &previous);
+    }
+
+    /// The task before it in its worker's queue.
+    #[must_use]
+    pub fn previous(&self, task: usize) -> Option<usize> {
+        let before = task.checked_sub(1)?;
+        (self.tasks[before].worker == self.tasks[task].worker).then_some(before)
+    }
+
+    /// When its worker became free for it: the end of the previous task, or the start of the step.
+    #[must_use]
+    pub fn free(&self, task: usize) -> u64 {
+        self.previous(task).map_or(self.start, |previous| self.tasks[previous].end)
+    }
+
+    /// The hand-off of a task that was there before its producer was done: from that end to the arrival of its input.
+    #[must_use]
+    pub fn hand_off(&self, task: usize) -> Option<u64> {
+        let of = &self.tasks[task];
+        let end = self.tasks[of.producer?].end;
+        (end >= of.begin && end <= of.arrived).then(|| of.arrived - end)
     }
 
     /// The marks: begin, arrival, staged, multiplied, end; in order, and not before the end of the previous task.
@@ -187,15 +241,18 @@ impl Timeline {
         marks
     }
 
-    pub(super) fn span(&self) -> u64 {
+    /// Nanoseconds of the step.
+    pub fn span(&self) -> u64 {
         self.end - self.start
     }
 
-    pub(super) fn name(&self, task: &Task) -> &str {
+    /// The phase of a task.
+    pub fn name(&self, task: &Task) -> &str {
         &self.names[task.name]
     }
 
-    pub(super) fn worker(&self, worker: usize) -> Sums {
+    /// The parts of one worker's time.
+    pub fn worker(&self, worker: usize) -> Sums {
         let mut sums = Sums::default();
         let mut before = self.start;
         for (place, task) in self.tasks[self.workers[worker].clone()].iter().enumerate() {
@@ -211,7 +268,7 @@ impl Timeline {
     ///
     /// # Panics
     /// If the parts do not add up to the whole, or marks are out of order.
-    pub(super) fn total(&self) -> Sums {
+    pub fn total(&self) -> Sums {
         let mut total = Sums::default();
         for worker in 0..self.workers.len() {
             let sums = self.worker(worker);
@@ -223,7 +280,7 @@ impl Timeline {
     }
 
     /// The tasks' time grouped by `key`. Bubbles belong to no task.
-    pub(super) fn by<K: std::hash::Hash + Eq>(&self, key: impl Fn(&Task) -> K) -> HashMap<K, Sums> {
+    pub fn by<K: std::hash::Hash + Eq>(&self, key: impl Fn(&Task) -> K) -> HashMap<K, Sums> {
         let mut sums: HashMap<K, Sums> = HashMap::new();
         for task in &self.tasks {
             sums.entry(key(task)).or_default().add_task(task);
@@ -250,58 +307,4 @@ impl Bounds {
         self.bytes += u128::from(bytes);
         self.until_now() - before
     }
-}
-
-fn flag_in_data<'a>(
-    program: &'a Program,
-    regions: &'a [Region],
-) -> impl Iterator<Item = &'a Region> {
-    regions
-        .iter()
-        .filter(|region| program.buffers[region.buffer.index()].kind == BufferKind::FlagInData)
-}
-
-fn polls(program: &Program, task: &ProgramTask) -> bool {
-    flag_in_data(program, &accesses(program, task).reads).next().is_some()
-}
-
-/// For each task, the last to finish of those that it waits for, by counter or by flag-in-data words.
-fn producers(program: &Program, times: &[Task]) -> Vec<Option<usize>> {
-    let all = || program.workers.iter().flat_map(|worker| &worker.tasks).enumerate();
-    let later =
-        |a: Option<usize>, b: usize| a.filter(|&a| times[a].end >= times[b].end).unwrap_or(b);
-    let mut signalled: Vec<Option<usize>> = vec![None; program.counters as usize];
-    let mut writers: HashMap<_, Vec<(u32, u32, usize)>> = HashMap::new();
-    for (index, task) in all() {
-        if let Some(counter) = task.signal {
-            let last = &mut signalled[counter.index()];
-            *last = Some(later(*last, index));
-        }
-        for region in flag_in_data(program, &accesses(program, task).writes) {
-            let of_buffer = writers.entry(region.buffer).or_default();
-            of_buffer.push((region.start, region.end, index));
-        }
-    }
-    // Memoized, since many tasks read the same words.
-    let mut known: HashMap<ir::program::Region, Option<usize>> = HashMap::new();
-    let mut found = Vec::with_capacity(times.len());
-    for (_, task) in all() {
-        let counters = task.waits.iter().filter_map(|wait| signalled[wait.counter.index()]);
-        let mut last = counters.fold(None, |last, index| Some(later(last, index)));
-        for region in flag_in_data(program, &accesses(program, task).reads) {
-            let writer = *known.entry(*region).or_insert_with(|| {
-                let of_buffer = writers.get(&region.buffer);
-                of_buffer
-                    .into_iter()
-                    .flatten()
-                    .filter(|(start, end, _)| *start < region.end && region.start < *end)
-                    .fold(None, |last, &(.., index)| Some(later(last, index)))
-            });
-            if let Some(writer) = writer {
-                last = Some(later(last, writer));
-            }
-        }
-        found.push(last);
-    }
-    found
 }

@@ -9,7 +9,7 @@ macro_rules! limits {
 }
 
 limits! {
-    ///     /// Bumped on every change of meaning that the layout hash does not cover.
+    /// Bumped on every change of meaning that the layout hash does not cover.
     ABI_VERSION: u32 = 1;
     /// Bytes of one weight unit: 8 rows by 64 bytes of a row, contiguous, row after row.
     UNIT_BYTES: u32 = 512;
@@ -43,7 +43,7 @@ limits! {
     SPLITS_MAX: u32 = 32;
     /// Elements of one head.
     HEAD_DIM_MAX: u32 = 256;
-    ///     /// Elements of one head on the device, at least: its attention works on blocks of 16 or more.
+    /// Elements of one head on the device, at least: its attention works on blocks of 16 or more.
     HEAD_DIM_MIN: u32 = 16;
     /// Query heads per key/value head.
     GROUP_MAX: u32 = 16;
@@ -51,34 +51,34 @@ limits! {
     KV_CAPACITY_MAX: u32 = 1 << 18;
     /// Positions of a page of the key/value cache: a block of keys as the loader copies them.
     KV_PAGE: u32 = 128;
-    ///     /// Pages of the key/value cache, including page zero, which belongs to no session: a word of the tables has 16 bits.
+    /// Pages of the key/value cache, including page zero, which belongs to no session: a word of the tables has 16 bits.
     KV_PAGES_MAX: u32 = 1 << 16;
-    ///     /// Distance of the tags of two epochs: a tag is `epoch * TAG_RUNS + run`, of which a word keeps the lowest `TAG_BITS`. Every word is
-    ///     /// written in every step, so a stale one is at most a step old and the bits suffice. A sequence of a batch that skipped some steps
-    ///     /// distinguishes its words by its run, one of three; all other words have run 0.
+    /// Distance of the tags of two epochs: a tag is `epoch * TAG_RUNS + run`, of which a word keeps the lowest `TAG_BITS`. Every word is
+    /// written in every step, so a stale one is at most a step old and the bits suffice. A sequence of a batch that skipped some steps
+    /// distinguishes its words by its run, one of three; all other words have run 0.
     TAG_RUNS: u32 = 4;
-    ///     /// Lowest bits of a flag-in-data f32 that hold its tag; the value keeps the other bits, rounded.
+    /// Lowest bits of a flag-in-data f32 that hold its tag; the value keeps the other bits, rounded.
     TAG_BITS: u32 = 4;
-    ///     /// Words before the outputs of a head in the attention partials: greatest score, sum of exponentials, two of padding.
+    /// Words before the outputs of a head in the attention partials: greatest score, sum of exponentials, two of padding.
     PARTIAL_HEADER: u32 = 4;
     /// Units of a stage of the weight ring, at most.
     STAGE_UNITS_MAX: u32 = 64;
     /// Warps of a worker that run its tasks.
     CONSUMER_WARPS: u32 = 8;
-    ///     /// Other warps of a worker: the loader, the task prefetcher, the watchdog that also polls the host ring, and the heartbeat's writer.
-    ///     /// They complete the group of four that gives registers to the consumers.
+    /// Other warps of a worker: the loader, the task prefetcher, the watchdog that also polls the host ring, and the heartbeat's writer.
+    /// They complete the group of four that gives registers to the consumers.
     HELPER_WARPS: u32 = 4;
     /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.
     FIXED_BYTES: u32 = 11 * 1024;
-    ///     /// Query heads that the attention op processes at once, at most: columns of its operand.
+    /// Query heads that the attention op processes at once, at most: columns of its operand.
     ATTENTION_GROUP: u32 = 4;
-    ///     /// Tiles of which a worker keeps the sums of all sequences before an epilogue, if a step has several sequences (decision 022).
+    /// Tiles of which a worker keeps the sums of all sequences before an epilogue, if a step has several sequences (decision 022).
     BATCH_TILES: u32 = 8;
-    ///     /// Threads per block of the prompt kernels that process vectors.
+    /// Threads per block of the prompt kernels that process vectors.
     PREFILL_THREADS: u32 = 256;
-    ///     /// Tokens per block of the prompt's attention.
+    /// Tokens per block of the prompt's attention.
     ATTEND_TOKENS: u32 = 64;
-    ///     /// Keys per stage of the prompt's attention, double-buffered.
+    /// Keys per stage of the prompt's attention, double-buffered.
     ATTEND_KEYS: u32 = 64;
     /// Entries of each host ring, a power of two.
     RING_ENTRIES: u32 = 64;
@@ -86,27 +86,27 @@ limits! {
     STOP_TOKENS_MAX: usize = 8;
     /// Sessions of one resident kernel.
     SESSIONS_MAX: u32 = 64;
-    ///     /// Sessions that one decode command runs at once, one per sequence: the columns of one matrix product.
+    /// Sessions that one decode command runs at once, one per sequence: the columns of one matrix product.
     SEQS_MAX: usize = 8;
-    ///     /// Bits per sequence in `seq_endings`.
+    /// Bits per sequence in `seq_endings`.
     SEQ_ENDING_BITS: u32 = 4;
-    ///     /// Watermark value: every weight has arrived.
+    /// Watermark value: every weight has arrived.
     WATERMARK_ALL: u32 = u32::MAX;
-    ///     /// Watermark value: no more weights will arrive. Waiting readers continue with what there is, and the step's result is void.
+    /// Watermark value: no more weights will arrive. Waiting readers continue with what there is, and the step's result is void.
     WATERMARK_ABANDONED: u32 = u32::MAX - 1;
     /// Biases of a session's sampling.
     BIAS_MAX: u32 = 512;
-    ///     /// Tokens of a vocabulary that is sampled from: the sum of this many weights fits into 64 bits.
+    /// Tokens of a vocabulary that is sampled from: the sum of this many weights fits into 64 bits.
     SAMPLED_VOCAB_MAX: u32 = 1 << 22;
-    ///     /// Bytes of the cooperative sampler's memory, after the settings of the sessions.
+    /// Bytes of the cooperative sampler's memory, after the settings of the sessions.
     SAMPLER_BYTES: u32 = 10752;
-    ///     /// Alignment of that memory.
+    /// Alignment of that memory.
     SAMPLER_ALIGN: u32 = 128;
-    ///     /// Bytes of a listed token, one that may be drawn.
+    /// Bytes of a listed token, one that may be drawn.
     LISTED_BYTES: u32 = 16;
-    ///     /// Flag of a decode command: each step's logits go to their own row.
+    /// Flag of a decode command: each step's logits go to their own row.
     FLAG_KEEP_LOGITS: u32 = 1;
-    ///     /// Flag of a decode command: tokens are sampled by the session's `amk_sampling`, not greedily.
+    /// Flag of a decode command: tokens are sampled by the session's `amk_sampling`, not greedily.
     FLAG_SAMPLE: u32 = 2;
     /// "No buffer", "no counter" and "no token" in a wire struct.
     NONE: u32 = u32::MAX;

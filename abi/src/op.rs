@@ -245,14 +245,14 @@ macro_rules! wire_enum {
                 Self::ALL.iter().copied().find(|v| v.name() == name)
             }
 
-            ///             /// Its documentation, as printed in the reference pages.
+            /// Its documentation, as printed in the reference pages.
             #[must_use]
             pub fn sentence(self) -> &'static str {
                 match self { $(Self::$variant => concat!($($doc),+).trim()),+ }
             }
         }
 
-        ///         /// The value with the smallest number.
+        /// The value with the smallest number.
         impl Default for $name {
             fn default() -> Self {
                 Self::ALL[0]
@@ -275,7 +275,7 @@ wire_enum! {
 }
 
 wire_enum! {
-    ///     /// What a `matvec` does with its products.
+    /// What a `matvec` does with its products.
     Epilogue {
         /// Stores them.
         Store = 0 "store",

@@ -6,7 +6,7 @@ use crate::op::wire_enum;
 wire_enum! {
     /// Why the device stopped.
     Trap {
-        ///         /// It has not stopped.
+        /// It has not stopped.
         None = 0 "none",
         /// The host asked it to leave.
         Aborted = 1 "aborted",
@@ -14,25 +14,25 @@ wire_enum! {
         CounterDeadline = 2 "counter_deadline",
         /// A flag-in-data word did not arrive before the deadline.
         PayloadDeadline = 3 "payload_deadline",
-        ///         /// A weight stage did not arrive before the deadline.
+        /// A weight stage did not arrive before the deadline.
         StageDeadline = 4 "stage_deadline",
-        ///         /// No task was finished before the deadline, although the worker waited for nothing.
+        /// No task was finished before the deadline, although the worker waited for nothing.
         Stalled = 5 "stalled",
         /// An opcode outside the table.
         BadOpcode = 6 "bad_opcode",
         /// A buffer, counter or token outside its table.
         BadIndex = 7 "bad_index",
-        ///         /// A submission that is invalid.
+        /// A submission that is invalid.
         BadCommand = 8 "bad_command",
-        ///         /// Weights that the command needs will not arrive. The kernel continues.
+        /// Weights that the command needs will not arrive. The kernel continues.
         Weights = 9 "weights",
-        ///         /// No weights arrived for as long as a worker may wait for them.
+        /// No weights arrived for as long as a worker may wait for them.
         WeightsDeadline = 10 "weights_deadline",
     }
 }
 
 wire_struct! {
-    ///     /// Report of a trap: which worker waited for what. The first writer wins.
+    /// Report of a trap: which worker waited for what. The first writer wins.
     amk_status align(64) size(64)
     pub struct Status {
         /// A `Trap`.
@@ -45,9 +45,9 @@ wire_struct! {
         pub opcode: u32,
         /// Counter, buffer or stage waited for.
         pub object: u32,
-        ///         /// Value that it held.
+        /// Value that it held.
         pub have: u32,
-        ///         /// Value that was needed.
+        /// Value that was needed.
         pub need: u32,
         /// Epoch.
         pub epoch: u32,

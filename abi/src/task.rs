@@ -41,7 +41,7 @@ wire_struct! {
 }
 
 wire_enum! {
-    ///     /// What a load brings.
+    /// What a load brings.
     LoadKind {
         /// A contiguous run of units of a matrix.
         Weights = 0 "weights",
@@ -51,7 +51,7 @@ wire_enum! {
 }
 
 wire_struct! {
-    ///     /// The data that a worker's loader fetches for one task.
+    /// The data that a worker's loader fetches for one task.
     amk_load align(16) size(32)
     pub struct Load {
         /// Device address: of the first unit, or of a head's keys in page zero.
@@ -62,9 +62,9 @@ wire_struct! {
         pub kind: u8,
         /// Weights: units of a stage.
         pub stage_units: u8,
-        ///         /// Weights: units after which a new stage begins even if the last is not full: those of a tile that spans several stages.
+        /// Weights: units after which a new stage begins even if the last is not full: those of a tile that spans several stages.
         pub period: u16,
-        ///         /// Weights: units that must have arrived before, in stream order.
+        /// Weights: units that must have arrived before, in stream order.
         pub watermark: u32,
         /// Cache: keys of a block of the task's splits.
         pub kv_block: u32,
@@ -78,7 +78,7 @@ wire_struct! {
 }
 
 wire_struct! {
-    ///     /// One worker's part of the program.
+    /// One worker's part of the program.
     amk_queue align(16) size(16)
     pub struct Queue {
         /// Index of the first task.
@@ -101,8 +101,8 @@ wire_enum! {
         FlagInData = 1 "flag_in_data",
         /// f32 constants: norm weights, biases, inverse frequencies.
         Constant = 2 "constant",
-        ///         /// Key/value cache of one layer. A session's is `[2][kv_heads][capacity][head_dim]` of the cache's element type. On the device it
-        ///         /// is paged, `[pages][2][kv_heads][KV_PAGE][head_dim]`, and `amk_launch.pages` maps sessions to pages.
+        /// Key/value cache of one layer. A session's is `[2][kv_heads][capacity][head_dim]` of the cache's element type. On the device it
+        /// is paged, `[pages][2][kv_heads][KV_PAGE][head_dim]`, and `amk_launch.pages` maps sessions to pages.
         KvCache = 3 "kv_cache",
         /// The embedding matrix, in units; the token of the step picks the row.
         Embedding = 4 "embedding",
@@ -119,7 +119,7 @@ wire_struct! {
         pub address: u64,
         /// A `BufferKind`.
         pub kind: u32,
-        ///         /// Words (elements) of the buffer; for `kv_cache`, of one session.
+        /// Words (elements) of the buffer; for `kv_cache`, of one session.
         pub words: u32,
         /// Units along a row, for `embedding`.
         pub units: u32,
@@ -146,9 +146,9 @@ wire_struct! {
         pub stages: u32,
         /// Units of one stage, a power of two.
         pub stage_units: u32,
-        ///         /// Stages in flight at once, at most.
+        /// Stages in flight at once, at most.
         pub in_flight: u32,
-        ///         /// The same while the worker is about to receive a hand-off.
+        /// The same while the worker is about to receive a hand-off.
         pub in_flight_before_wait: u32,
         /// Byte offset of the activation buffer in shared memory.
         pub x_offset: u32,
@@ -164,15 +164,15 @@ wire_struct! {
         pub logits_rows: u32,
         /// Vocabulary, for token checks.
         pub vocab: u32,
-        ///         /// Steps run since it was loaded. The poller maintains it, so that a program can be left and resumed.
+        /// Steps run since it was loaded. The poller maintains it, so that a program can be left and resumed.
         pub epoch: u32,
-        ///         /// Sequences that the tables, activations and logits are allocated for; those of the kernel.
+        /// Sequences that the tables, activations and logits are allocated for; those of the kernel.
         pub seqs: u32,
         /// Bytes from a scratch buffer of one sequence to that of the next.
         pub seq_bytes: u32,
-        ///         /// Current run of each sequence, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller maintains it, as `epoch`.
+        /// Current run of each sequence, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller maintains it, as `epoch`.
         pub seq_runs: u32,
-        ///         /// Sequences of the last command. The poller maintains it.
+        /// Sequences of the last command. The poller maintains it.
         pub last_seqs: u32,
         /// Zero.
         pub reserved: [u32; 2],
@@ -188,7 +188,7 @@ wire_enum! {
         Switch = 2 "switch",
         /// Leave the kernel.
         Leave = 3 "leave",
-        ///         /// Help the cooperative sampler with this step's token.
+        /// Help the cooperative sampler with this step's token.
         Choose = 4 "choose",
     }
 }
@@ -217,24 +217,24 @@ impl DType {
 }
 
 wire_struct! {
-    ///     /// The step that all workers run, in device memory; `go` is released last.
+    /// The step that all workers run, in device memory; `go` is released last.
     amk_step align(16) size(96)
     pub struct StepState {
         /// Address of the `amk_program`.
         pub program: u64,
-        ///         /// An `Action`.
+        /// An `Action`.
         pub action: u32,
         /// Epoch of the program: steps run since it was loaded, this one included.
         pub epoch: u32,
         /// Input token.
         pub token: u32,
-        ///         /// One sequence: position of the input token; keys 0..=position are attended to. Batch: see `amk_seqs.position`.
+        /// One sequence: position of the input token; keys 0..=position are attended to. Batch: see `amk_seqs.position`.
         pub position: u32,
         /// Session whose key/value cache is used.
         pub session: u32,
-        ///         /// Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` after those of the sequence before it.
+        /// Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` after those of the sequence before it.
         pub logits_row: u32,
-        ///         /// Steps of the command before this one.
+        /// Steps of the command before this one.
         pub index: u32,
         /// Steps of the command.
         pub steps: u32,
@@ -246,9 +246,9 @@ wire_struct! {
         pub stop_len: u32,
         /// A generated token among these ends the command.
         pub stop: [u32; STOP_TOKENS_MAX],
-        ///         /// Number of the command: `amk_done.sequence` after its end.
+        /// Number of the command: `amk_done.sequence` after its end.
         pub command: u32,
-        ///         /// Written by the poller at any time: number of the command that must yield.
+        /// Written by the poller at any time: number of the command that must yield.
         pub preempt: u32,
         /// Actions published so far; released last.
         pub go: u32,
@@ -256,21 +256,21 @@ wire_struct! {
 }
 
 wire_struct! {
-    ///     /// The sequences of a command, in device memory directly after the `amk_step`; read by kernels of several sequences, and released with it.
+    /// The sequences of a command, in device memory directly after the `amk_step`; read by kernels of several sequences, and released with it.
     amk_seqs align(16) size(112)
     pub struct SeqStates {
         /// Input token of each sequence in this step.
         pub token: [u32; SEQS_MAX],
-        ///         /// Position of each sequence in the command's first step; in this step it is `amk_step.index` more.
+        /// Position of each sequence in the command's first step; in this step it is `amk_step.index` more.
         pub position: [u32; SEQS_MAX],
         /// Session of each sequence.
         pub session: [u32; SEQS_MAX],
         /// Sequences of the command; 1 for a plain decode.
         pub seqs: u32,
-        ///         /// A bit per sequence: tokens are sampled by the session's `amk_sampling`.
+        /// A bit per sequence: tokens are sampled by the session's `amk_sampling`.
         pub sample: u32,
-        ///         /// Two bits per sequence: the sequence's current run, of three.
-        ///         /// A sequence that skipped some steps has old words whose epoch may match this one; the run, part of its tags, distinguishes them.
+        /// Two bits per sequence: the sequence's current run, of three.
+        /// A sequence that skipped some steps has old words whose epoch may match this one; the run, part of its tags, distinguishes them.
         pub runs: u32,
         /// Zero.
         pub reserved: u32,
@@ -289,23 +289,23 @@ wire_struct! {
         pub indices: u64,
         /// `amk_status` in mapped host memory.
         pub status: u64,
-        ///         /// Token buffers in mapped host memory. Per session `token_stride` words with its tokens, then as many with the token chosen after each.
+        /// Token buffers in mapped host memory. Per session `token_stride` words with its tokens, then as many with the token chosen after each.
         pub tokens: u64,
         /// `amk_step` in device memory.
         pub step: u64,
         /// `amk_done` in device memory.
         pub done: u64,
-        ///         /// `amk_record[record_len]` in device memory, then `amk_loader_record[workers]`, for the traced kernel variant; else zero.
+        /// `amk_record[record_len]` in device memory, then `amk_loader_record[workers]`, for the traced kernel variant; else zero.
         pub records: u64,
         /// Nanoseconds that any wait inside a step may last.
         pub deadline_ns: u64,
-        ///         /// Words of a session's tokens; the buffers of two sessions are twice as many apart.
+        /// Words of a session's tokens; the buffers of two sessions are twice as many apart.
         pub token_stride: u32,
         /// Sessions.
         pub sessions: u32,
         /// Workers: thread blocks of the launch.
         pub workers: u32,
-        ///         /// Capacity of the task records.
+        /// Capacity of the task records.
         pub record_len: u32,
         /// First program, loaded before the launch.
         pub program: u64,
@@ -319,31 +319,31 @@ wire_struct! {
         pub reserved: u32,
         /// `amk_sampling[sessions]` in device memory.
         pub sampling: u64,
-        ///         /// Per session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero if it has none.
-        ///         /// The last is zero.
+        /// Per session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero if it has none.
+        /// The last is zero.
         pub pages: u64,
         /// Words of a session's pages, a multiple of 8.
         pub page_stride: u32,
-        ///         /// Pages of the key/value cache. Page zero belongs to no session and holds zeros.
+        /// Pages of the key/value cache. Page zero belongs to no session and holds zeros.
         pub page_count: u32,
     }
 }
 
 wire_struct! {
-    ///     /// Progress of streamed weight loading, in device memory. Units are counted in stream order: matrix after matrix, as the host copies them.
+    /// Progress of streamed weight loading, in device memory. Units are counted in stream order: matrix after matrix, as the host copies them.
     amk_weight_stream align(16) size(32)
     pub struct WeightStream {
-        ///         /// Units that have arrived, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written after the copies, on their stream.
+        /// Units that have arrived, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written after the copies, on their stream.
         pub watermark: u32,
-        ///         /// Units that must have arrived before a step may begin: those of the embedding, which no load fetches.
+        /// Units that must have arrived before a step may begin: those of the embedding, which no load fetches.
         pub embedding: u32,
-        ///         /// Deadlines in a row that may pass without an arriving weight before a waiting worker traps.
+        /// Deadlines in a row that may pass without an arriving weight before a waiting worker traps.
         pub patience: u32,
         /// Times that a loader began to wait for weights since the launch.
         pub waits: u32,
-        ///         /// Times that such a wait ended.
+        /// Times that such a wait ended.
         pub resumed: u32,
-        ///         /// Total microseconds of these waits.
+        /// Total microseconds of these waits.
         pub waited_us: u32,
         /// Zero.
         pub reserved: [u32; 2],
@@ -351,18 +351,18 @@ wire_struct! {
 }
 
 wire_struct! {
-    ///     /// What the sampling worker reports to the poller at the end of a command, in device memory.
+    /// What the sampling worker reports to the poller at the end of a command, in device memory.
     amk_done align(16) size(48)
     pub struct Done {
-        ///         /// Device-wide: nonzero makes every worker leave.
+        /// Device-wide: nonzero makes every worker leave.
         pub abort: u32,
         /// Positions that were run.
         pub steps: u32,
         /// Last token chosen.
         pub token: u32,
-        ///         /// Value for `amk_completion.ending`.
+        /// Value for `amk_completion.ending`.
         pub ending: u32,
-        ///         /// Value for `amk_completion.seq_endings`.
+        /// Value for `amk_completion.seq_endings`.
         pub seq_endings: u32,
         /// Workers that have switched program, ever.
         pub switched: u32,
@@ -378,14 +378,14 @@ wire_struct! {
 }
 
 wire_struct! {
-    ///     /// One task's times in one step, at the task's index; written only by the traced kernel variant.
+    /// One task's times in one step, at the task's index; written only by the traced kernel variant.
     amk_record align(16) size(48)
     pub struct TaskRecord {
-        ///         /// Nanoseconds, the device's clock, when the worker started the task.
+        /// Nanoseconds, the device's clock, when the worker started the task.
         pub begin: u64,
         /// Cycles of the multiprocessor from `begin` until its waits were over.
         pub ready: u32,
-        ///         /// Cycles from `begin` until its input was in shared memory.
+        /// Cycles from `begin` until its input was in shared memory.
         pub staged: u32,
         /// Cycles from `begin` until its products were done.
         pub multiplied: u32,
@@ -405,14 +405,14 @@ wire_struct! {
 }
 
 wire_struct! {
-    ///     /// A worker's loader's waits in one step, in cycles; written only by the traced kernel variant.
+    /// A worker's loader's waits in one step, in cycles; written only by the traced kernel variant.
     amk_loader_record align(16) size(32)
     pub struct LoaderRecord {
         /// Nanoseconds, the device's clock, when the step's last load was issued.
         pub end_ns: u64,
-        ///         /// Waited for a stage that the consumers had read.
+        /// Waited for a stage that the consumers had read.
         pub stage_free: u32,
-        ///         /// Waited for fewer bytes in flight.
+        /// Waited for fewer bytes in flight.
         pub in_flight: u32,
         /// The whole step.
         pub step: u32,

@@ -10,31 +10,31 @@ use crate::layout::{StructLayout, wire_struct};
 use crate::op::wire_enum;
 
 wire_struct! {
-    ///     /// A worker's heartbeat. One of its warps writes it to mapped host memory, between a few times and a thousand times per second. Each
-    ///     /// word is independent: two words may be of two neighbouring writes.
+    /// A worker's heartbeat. One of its warps writes it to mapped host memory, between a few times and a thousand times per second. Each
+    /// word is independent: two words may be of two neighbouring writes.
     amk_worker_heartbeat align(16) size(48)
     pub struct WorkerHeartbeat {
         /// The device's clock at the last write, in units of 1 024 ns; it wraps.
         pub beat: u32,
-        ///         /// Nonzero while a step is running.
+        /// Nonzero while a step is running.
         pub active: u32,
         /// Tasks done since the launch; it wraps.
         pub progress: u32,
-        ///         /// The current step, or the last one, counted since the launch or the load of the program.
+        /// The current step, or the last one, counted since the launch or the load of the program.
         pub epoch: u32,
         /// Position of that step.
         pub position: u32,
         /// Tasks of its queue that the worker has done in that step.
         pub task: u32,
-        ///         /// Bytes that the loader has requested since the launch, in units of 512; it wraps.
+        /// Bytes that the loader has requested since the launch, in units of 512; it wraps.
         pub issued: u32,
-        ///         /// Reason of a long wait: a `Trap` as it would be reported, or zero.
+        /// Reason of a long wait: a `Trap` as it would be reported, or zero.
         pub wait: u32,
         /// Counter, buffer or stage waited for.
         pub object: u32,
-        ///         /// Value that it held.
+        /// Value that it held.
         pub have: u32,
-        ///         /// Value that was needed.
+        /// Value that was needed.
         pub need: u32,
         /// Zero.
         pub reserved: u32,
@@ -44,29 +44,29 @@ wire_struct! {
 wire_enum! {
     /// How a sequence ended.
     SequenceEnd {
-        ///         /// A stop token was generated.
+        /// A stop token was generated.
         Stop = 0 "stop",
-        ///         /// It reached its requested length.
+        /// It reached its requested length.
         Length = 1 "length",
-        ///         /// Its client disconnected.
+        /// Its client disconnected.
         Cancelled = 2 "cancelled",
-        ///         /// The machine failed.
+        /// The machine failed.
         Failed = 3 "failed",
-        ///         /// The process was shutting down.
+        /// The process was shutting down.
         Leaving = 4 "leaving",
     }
 }
 
 wire_enum! {
-    ///     /// What the writing process is doing.
+    /// What the writing process is doing.
     Activity {
         /// There is nothing to do.
         Idle = 0 "idle",
         /// The machine runs positions.
         Running = 1 "running",
-        ///         /// It is between two commands: samples tokens, accepts requests, loads programs.
+        /// It is between two commands: samples tokens, accepts requests, loads programs.
         Between = 2 "between",
-        ///         /// Loads a model or a program onto the machine.
+        /// Loads a model or a program onto the machine.
         Loading = 3 "loading",
         /// Has ended.
         Ended = 4 "ended",
@@ -74,16 +74,16 @@ wire_enum! {
 }
 
 wire_struct! {
-    ///     /// Head of the page: its process, what it has done, and how long it took.
+    /// Head of the page: its process, what it has done, and how long it took.
     amk_telemetry align(64) size(1792)
     pub struct Telemetry {
-        ///         /// `AMKTELEM`, the file's magic.
+        /// `AMKTELEM`, the file's magic.
         pub magic: [u8; 8],
         /// Version of the layout.
         pub version: u32,
         /// Bytes of the page.
         pub size: u32,
-        ///         /// Odd during a write; changed after each write.
+        /// Odd during a write; changed after each write.
         pub sequence: u64,
         /// The process.
         pub pid: u32,
@@ -93,7 +93,7 @@ wire_struct! {
         pub command: [u8; 32],
         /// The model.
         pub model: [u8; 64],
-        ///         /// Device of the model: `cpu`, `eval` or the name of the card.
+        /// Device of the model: `cpu`, `eval` or the name of the card.
         pub device: [u8; 64],
         /// When the page was made.
         pub started_ns: u64,
@@ -101,9 +101,9 @@ wire_struct! {
         pub beat_ns: u64,
         /// Writes.
         pub writes: u64,
-        ///         /// Time spent writing, including the monitor thread's.
+        /// Time spent writing, including the monitor thread's.
         pub write_ns: u64,
-        ///         /// Workers of the machine; further entries of the page are meaningless.
+        /// Workers of the machine; further entries of the page are meaningless.
         pub workers: u32,
         /// Sequences that can be open at once.
         pub places: u32,
@@ -113,19 +113,19 @@ wire_struct! {
         pub waiting: u32,
         /// Places by the state of their command, an `EntryState` each.
         pub occupancy: [u32; 8],
-        ///         /// Commands published to the machine: entries of its ring.
+        /// Commands published to the machine: entries of its ring.
         pub published: u64,
-        ///         /// Commands that it has completed.
+        /// Commands that it has completed.
         pub drained: u64,
-        ///         /// Completed commands that the monitor missed between two samples: their positions and times are not counted.
+        /// Completed commands that the monitor missed between two samples: their positions and times are not counted.
         pub unseen: u64,
         /// Turns given to sequences.
         pub turns: u64,
         /// Turns after which a sequence yielded.
         pub yields: u64,
-        ///         /// Times that a sequence was queued again.
+        /// Times that a sequence was queued again.
         pub requeues: u64,
-        ///         /// Turns whose weights had not arrived.
+        /// Turns whose weights had not arrived.
         pub io_waits: u64,
         /// Times that a sequence's command failed.
         pub faults: u64,
@@ -143,33 +143,33 @@ wire_struct! {
         pub priority_positions: [u64; 4],
         /// Tokens chosen, by priority.
         pub priority_tokens: [u64; 4],
-        ///         /// When its current activity began.
+        /// When its current activity began.
         pub activity_ns: u64,
-        ///         /// Time spent so far, by `Activity`, without the current one.
+        /// Time spent so far, by `Activity`, without the current one.
         pub spent_ns: [u64; 8],
-        /// The command under way: positions, at most.
+        /// The current command: positions, at most.
         pub command_positions: u32,
         /// Its first position.
         pub command_first: u32,
-        /// Time from taking a command up to completing it, by the device's clock.
+        /// Time from starting a command to completing it, by the device's clock.
         pub device_running_ns: u64,
-        /// Time from completing a command to taking up the next one, by the device's clock.
+        /// Time from completing a command to starting the next one, by the device's clock.
         pub device_idle_ns: u64,
-        /// Steps, by their time: eight buckets an octave from 16.4 microseconds on; the last one has no end.
+        /// Histogram of step times: eight buckets per octave from 16.4 microseconds on; the last one has no end.
         pub steps: [u64; 128],
         /// Sum of the times of these steps.
         pub steps_ns: u64,
         /// Bytes of weights that a step reads.
         pub step_bytes: u64,
-        /// Bytes per second that were measured on the card; zero if there is none.
+        /// Measured bandwidth of the card in bytes per second; zero if it was not measured.
         pub bandwidth: u64,
         /// Bytes of weights and caches on the device.
         pub resident_bytes: u64,
-        /// Bytes of weights that are to be there.
+        /// Bytes of weights that must arrive.
         pub weights_bytes: u64,
         /// Bytes of weights that have arrived.
         pub arrived_bytes: u64,
-        /// Bytes that loaders asked for, weights, keys and values.
+        /// Bytes that loaders requested: weights, keys and values.
         pub streamed_bytes: u64,
         /// Bytes copied to the device.
         pub uploaded_bytes: u64,
@@ -179,17 +179,17 @@ wire_struct! {
         pub launches: u64,
         /// Programs loaded.
         pub loads: u64,
-        /// Workers that are suspected now: no progress for longer than the limit while a step is under way.
+        /// Workers that are suspected now: no progress for longer than the limit while a step is running.
         pub suspected: u32,
         /// The first of them.
         pub suspect: u32,
-        /// Times that the suspicion arose.
+        /// Times that a worker became suspected.
         pub suspicions: u64,
         /// Pages of keys and values on the device.
         pub kv_pages: u32,
-        /// Of these, those that sequences have.
+        /// Pages of these that sequences have.
         pub kv_held: u32,
-        /// Those that sequences have or were promised.
+        /// Pages that sequences have or were promised.
         pub kv_promised: u32,
         /// Zero.
         pub reserved: u32,
@@ -206,7 +206,7 @@ wire_struct! {
     /// A sequence in its place.
     amk_telemetry_session align(64) size(64)
     pub struct SessionWords {
-        /// Its number among all that were opened, from one; zero if the place is free.
+        /// Number among all opened sequences, from one; zero if the place is free.
         pub serial: u64,
         /// 0 low, 1 normal, 2 high.
         pub priority: u32,
@@ -228,7 +228,7 @@ wire_struct! {
 }
 
 wire_struct! {
-    /// A worker as the watching thread saw it: its worker heartbeat, and since when it has not moved.
+    /// A worker as the monitor thread saw it: its heartbeat, and since when it has not changed.
     amk_telemetry_worker align(64) size(64)
     pub struct WorkerWords {
         /// As in `WorkerHeartbeat`.
@@ -255,9 +255,9 @@ wire_struct! {
         pub need: u32,
         /// Nonzero while it is suspected.
         pub suspected: u32,
-        /// When its progress was last seen to change, or the step to be over.
+        /// When its progress was last seen to change, or its step to have ended.
         pub moved_ns: u64,
-        /// When it was last seen to beat.
+        /// When its heartbeat was last seen to change.
         pub beat_ns: u64,
     }
 }
@@ -267,7 +267,7 @@ pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
 pub const TELEMETRY_VERSION: u32 = 2;
 
-/// The parts of the page, for its documentation. They are the host's: the device's header has the worker heartbeat alone.
+/// The parts of the page, for its documentation. They are host-only: the device's header has only the heartbeat.
 #[must_use]
 pub fn telemetry_structs() -> Vec<StructLayout> {
     vec![Telemetry::LAYOUT, SessionWords::LAYOUT, WorkerWords::LAYOUT]

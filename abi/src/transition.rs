@@ -12,7 +12,7 @@ pub enum Side {
 }
 
 impl Side {
-    ///     /// Its name.
+    /// Its name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -29,7 +29,7 @@ pub struct Change {
     pub from: EntryState,
     /// The state after.
     pub to: EntryState,
-    ///     /// The side that makes it; the other may not.
+    /// The side that makes it; the other may not.
     pub by: Side,
     /// When.
     pub when: &'static str,
@@ -37,7 +37,7 @@ pub struct Change {
 
 macro_rules! changes {
     ($($from:ident -> $to:ident by $by:ident: $when:literal;)+) => {
-        ///         /// Every legal transition. Both sides refuse any other.
+        /// Every legal transition. Both sides refuse any other.
         pub const CHANGES: &[Change] = &[$(
             Change { from: EntryState::$from, to: EntryState::$to, by: Side::$by, when: $when },
         )+];
@@ -71,7 +71,7 @@ changes! {
 pub struct Transition {
     /// The state before.
     pub from: EntryState,
-    ///     /// The requested state.
+    /// The requested state.
     pub to: EntryState,
 }
 

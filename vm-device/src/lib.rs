@@ -62,23 +62,23 @@ pub struct Variant {
     pub dtype: DType,
     /// Elements of a head.
     pub head_dim: u32,
-    ///     /// Query heads per key/value head.
+    /// Query heads per key/value head.
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
     /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
     pub widths: [u32; 3],
-    ///     /// Bit n: some matrix of the model is taken in warp fragments of n units. Bit 0: some fragment is shorter for some warps.
+    /// Bit n: some matrix of the model is taken in warp fragments of n units. Bit 0: some fragment is shorter for some warps.
     pub shares: u32,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
-    ///     /// Weights are loaded with the L2 policy evict-first.
+    /// Weights are loaded with the L2 policy evict-first.
     pub evict_first: bool,
-    ///     /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires 16-bit weights.
+    /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires 16-bit weights.
     pub seqs: u32,
-    ///     /// Every task writes an `amk_record`. Never in a build that is timed.
+    /// Every task writes an `amk_record`. Never in a build that is timed.
     pub trace: bool,
-    ///     /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
+    /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
     pub first_task: u32,
 }
 
@@ -122,13 +122,13 @@ impl Variant {
 pub struct PrefillVariant {
     /// Element type of the matrices, of 16 bits.
     pub dtype: DType,
-    ///     /// Elements of a head.
+    /// Elements of a head.
     pub head_dim: u32,
-    ///     /// Query heads per key/value head.
+    /// Query heads per key/value head.
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
-    ///     /// Number of 16-bit halves into which a vector is split for multiplication, 1 or 2.
+    /// Number of 16-bit halves into which a vector is split for multiplication, 1 or 2.
     pub vector_halves: u32,
 }
 
@@ -150,19 +150,19 @@ impl PrefillVariant {
 /// A GPU architecture that the kernels support.
 #[derive(Debug)]
 pub struct Architecture {
-    ///     /// Name, as the compiler takes it.
+    /// Name, as the compiler takes it.
     pub name: &'static str,
-    ///     /// Compute capability, major: the kernels run on every minor one of it.
+    /// Compute capability, major: the kernels run on every minor one of it.
     pub major: i32,
     /// Cards, for messages.
     pub cards: &'static str,
     /// Files of the resident kernel, in the order in which the compiler sees them.
     pub sources: &'static [Source],
-    ///     /// Files of the kernels for prompt chunks, after the headers among `sources`: matrix products differ most between architectures.
+    /// Files of the kernels for prompt chunks, after the headers among `sources`: matrix products differ most between architectures.
     pub prefill_sources: &'static [Source],
-    ///     /// Registers per thread: of the warps that run tasks, and of the other warps.
+    /// Registers per thread: of the warps that run tasks, and of the other warps.
     pub registers: [u32; 2],
-    ///     /// Peak rate: multiplications plus additions of 16-bit numbers per cycle of a multiprocessor.
+    /// Peak rate: multiplications plus additions of 16-bit numbers per cycle of a multiprocessor.
     pub flop_per_cycle: f64,
 }
 
@@ -178,7 +178,7 @@ pub const ARCHITECTURES: &[Architecture] = &[Architecture {
 }];
 
 impl Architecture {
-    ///     /// The architecture of a device, if it is supported.
+    /// The architecture of a device, if it is supported.
     #[must_use]
     pub fn of(capability: (i32, i32)) -> Option<&'static Self> {
         ARCHITECTURES.iter().find(|row| row.major == capability.0)
@@ -190,13 +190,13 @@ impl Architecture {
         ARCHITECTURES.iter().find(|row| row.name == name)
     }
 
-    ///     /// The files of the kernels for prompt chunks, in order.
+    /// The files of the kernels for prompt chunks, in order.
     pub fn prefill_unit(&self) -> impl Iterator<Item = &'static Source> {
         let headers = self.sources.iter().filter(|source| source.name.ends_with('h'));
         headers.chain(self.prefill_sources)
     }
 
-    ///     /// The macro definitions of every kernel for this architecture, as compiler options.
+    /// The macro definitions of every kernel for this architecture, as compiler options.
     #[must_use]
     pub fn defines(&self) -> [String; 2] {
         let [consumers, helpers] = self.registers;
@@ -206,7 +206,7 @@ impl Architecture {
         ]
     }
 
-    ///     /// The supported architectures, for messages: `9.x (H100, H200)`.
+    /// The supported architectures, for messages: `9.x (H100, H200)`.
     #[must_use]
     pub fn all() -> String {
         let rows = ARCHITECTURES.iter().map(|row| format!("{}.x ({})", row.major, row.cards));

@@ -121,13 +121,47 @@ fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostEr
     Ok(text)
 }
 
-/// The id that [`compile`] returns: it depends only on source, options and architecture, so it is known without a compiler.
+/// The id that [`compile`] returns: it depends only on code, options and architecture, so it is known without a compiler.
 #[must_use]
 pub fn kernel_id(variant: &Variant, arch: &str) -> String {
-    build_id(&unit(row(arch).sources.iter()).unwrap_or_default(), &options(variant, arch))
+    let source = unit(row(arch).sources.iter()).unwrap_or_default();
+    digest(&code(&source), &options(variant, arch))
 }
 
-fn build_id(source: &str, options: &[String]) -> String {
+/// The source without comments, indentation and empty lines: an edited comment leaves a kernel's id, and with it every measurement, as it is.
+fn code(source: &str) -> String {
+    let mut code = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find(['/', '"']) {
+        code += &rest[..at];
+        let tail = &rest[at..];
+        let (kept, length) = if tail.starts_with("//") {
+            ("", tail.find('\n').unwrap_or(tail.len()))
+        } else if tail.starts_with("/*") {
+            (" ", tail.find("*/").map_or(tail.len(), |end| end + 2))
+        } else {
+            let length = if tail.starts_with('"') { string_len(tail) } else { 1 };
+            (&tail[..length], length)
+        };
+        code += kept;
+        rest = &tail[length..];
+    }
+    code += rest;
+    code.lines().map(str::trim).filter(|line| !line.is_empty()).flat_map(|l| [l, "\n"]).collect()
+}
+
+/// Length of the string literal that `text` begins with.
+fn string_len(text: &str) -> usize {
+    let mut escaped = true; // the opening quote does not end it
+    let end = text.bytes().position(|byte| {
+        let ends = byte == b'"' && !escaped;
+        escaped = if byte == b'"' { false } else { byte == b'\\' && !escaped };
+        ends
+    });
+    end.map_or(text.len(), |end| end + 1)
+}
+
+fn digest(source: &str, options: &[String]) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(source.as_bytes());
     for option in options {
@@ -164,8 +198,10 @@ fn compile_unit(
     cache: Option<&Path>,
 ) -> Result<Cubin, HostError> {
     let (major, minor) = nvrtc_version()?;
-    let id = build_id(source, options);
-    let file = cache.map(|dir| dir.join(format!("{id}-nvrtc{major}.{minor}")));
+    let id = digest(&code(source), options);
+    // Line numbers and comments are part of what a profiler shows, so the cache goes by the whole text.
+    let exact = digest(source, options);
+    let file = cache.map(|dir| dir.join(format!("{exact}-nvrtc{major}.{minor}")));
     if let Some(cubin) = file.as_deref().and_then(|file| read_cached(file, &id)) {
         tracing::debug!(kernel = id, "kernel taken from the cache");
         return Ok(cubin);
@@ -358,6 +394,16 @@ pub fn resources(log: &str) -> Vec<Resources> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_comment_is_no_code() {
+        let bare = "int a = 1;\nasm(\"// kept \\\" // kept\");\nb = c / d;\n";
+        let commented = "// A.\n\n  int a/* b\n c */= 1; // d \"e\nasm(\"// kept \\\" // kept\");\n\tb = c / d;";
+        assert_eq!(code(bare), bare);
+        assert_eq!(code(commented), bare);
+        assert_ne!(code("a / b"), code("a b"));
+        assert_eq!(code("\"never closed"), "\"never closed\n");
+    }
 
     #[test]
     fn spills_are_read_past_the_functions_that_follow() {

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x59b7e9764f50ab58ull
+#define AMK_ABI_HASH 0x6747e6242e6d384bull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -148,8 +148,8 @@ struct alignas(16) amk_load {
   uint32_t units; // Weights: units.
   uint8_t kind; // A `LoadKind`.
   uint8_t stage_units; // Weights: units of a stage.
-  uint16_t period; //         /// Weights: units after which a new stage begins even if the last is not full: those of a tile that spans several stages.
-  uint32_t watermark; //         /// Weights: units that must have arrived before, in stream order.
+  uint16_t period; // Weights: units after which a new stage begins even if the last is not full: those of a tile that spans several stages.
+  uint32_t watermark; // Weights: units that must have arrived before, in stream order.
   uint32_t kv_block; // Cache: keys of a block of the task's splits.
   uint32_t window; // Cache: sliding window, or zero for full attention.
   uint16_t split; // Cache: the task's split.
@@ -168,7 +168,7 @@ static_assert(sizeof(amk_queue) == 16 && alignof(amk_queue) == 16, "layout of am
 struct alignas(16) amk_buffer {
   uint64_t address; // Device address.
   uint32_t kind; // A `BufferKind`.
-  uint32_t words; //         /// Words (elements) of the buffer; for `kv_cache`, of one session.
+  uint32_t words; // Words (elements) of the buffer; for `kv_cache`, of one session.
   uint32_t units; // Units along a row, for `embedding`.
   uint32_t reserved[3]; // Zero.
 };
@@ -182,8 +182,8 @@ struct alignas(16) amk_program {
   uint64_t counters; // Counters, one per 32-byte sector.
   uint32_t stages; // Stages of the weight ring.
   uint32_t stage_units; // Units of one stage, a power of two.
-  uint32_t in_flight; //         /// Stages in flight at once, at most.
-  uint32_t in_flight_before_wait; //         /// The same while the worker is about to receive a hand-off.
+  uint32_t in_flight; // Stages in flight at once, at most.
+  uint32_t in_flight_before_wait; // The same while the worker is about to receive a hand-off.
   uint32_t x_offset; // Byte offset of the activation buffer in shared memory.
   uint32_t x_bytes; // Bytes of the activation buffer.
   uint32_t kv_capacity; // Tokens of a session's key/value cache.
@@ -191,42 +191,42 @@ struct alignas(16) amk_program {
   uint32_t buffer_len; // Buffers, for bounds checks.
   uint32_t logits_rows; // Rows of the logits buffer.
   uint32_t vocab; // Vocabulary, for token checks.
-  uint32_t epoch; //         /// Steps run since it was loaded. The poller maintains it, so that a program can be left and resumed.
-  uint32_t seqs; //         /// Sequences that the tables, activations and logits are allocated for; those of the kernel.
+  uint32_t epoch; // Steps run since it was loaded. The poller maintains it, so that a program can be left and resumed.
+  uint32_t seqs; // Sequences that the tables, activations and logits are allocated for; those of the kernel.
   uint32_t seq_bytes; // Bytes from a scratch buffer of one sequence to that of the next.
-  uint32_t seq_runs; //         /// Current run of each sequence, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller maintains it, as `epoch`.
-  uint32_t last_seqs; //         /// Sequences of the last command. The poller maintains it.
+  uint32_t seq_runs; // Current run of each sequence, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller maintains it, as `epoch`.
+  uint32_t last_seqs; // Sequences of the last command. The poller maintains it.
   uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_program) == 112 && alignof(amk_program) == 16, "layout of amk_program");
 
 struct alignas(16) amk_step {
   uint64_t program; // Address of the `amk_program`.
-  uint32_t action; //         /// An `Action`.
+  uint32_t action; // An `Action`.
   uint32_t epoch; // Epoch of the program: steps run since it was loaded, this one included.
   uint32_t token; // Input token.
-  uint32_t position; //         /// One sequence: position of the input token; keys 0..=position are attended to. Batch: see `amk_seqs.position`.
+  uint32_t position; // One sequence: position of the input token; keys 0..=position are attended to. Batch: see `amk_seqs.position`.
   uint32_t session; // Session whose key/value cache is used.
-  uint32_t logits_row; //         /// Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` after those of the sequence before it.
-  uint32_t index; //         /// Steps of the command before this one.
+  uint32_t logits_row; // Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` after those of the sequence before it.
+  uint32_t index; // Steps of the command before this one.
   uint32_t steps; // Steps of the command.
   uint32_t forced; // Positions below this one take their token from the prompt.
   uint32_t flags; // Flags of the submission.
   uint32_t stop_len; // Stop tokens in use.
   uint32_t stop[8]; // A generated token among these ends the command.
-  uint32_t command; //         /// Number of the command: `amk_done.sequence` after its end.
-  uint32_t preempt; //         /// Written by the poller at any time: number of the command that must yield.
+  uint32_t command; // Number of the command: `amk_done.sequence` after its end.
+  uint32_t preempt; // Written by the poller at any time: number of the command that must yield.
   uint32_t go; // Actions published so far; released last.
 };
 static_assert(sizeof(amk_step) == 96 && alignof(amk_step) == 16, "layout of amk_step");
 
 struct alignas(16) amk_seqs {
   uint32_t token[8]; // Input token of each sequence in this step.
-  uint32_t position[8]; //         /// Position of each sequence in the command's first step; in this step it is `amk_step.index` more.
+  uint32_t position[8]; // Position of each sequence in the command's first step; in this step it is `amk_step.index` more.
   uint32_t session[8]; // Session of each sequence.
   uint32_t seqs; // Sequences of the command; 1 for a plain decode.
-  uint32_t sample; //         /// A bit per sequence: tokens are sampled by the session's `amk_sampling`.
-  uint32_t runs; //         /// Two bits per sequence: the sequence's current run, of three.
+  uint32_t sample; // A bit per sequence: tokens are sampled by the session's `amk_sampling`.
+  uint32_t runs; // Two bits per sequence: the sequence's current run, of three.
   uint32_t reserved; // Zero.
 };
 static_assert(sizeof(amk_seqs) == 112 && alignof(amk_seqs) == 16, "layout of amk_seqs");
@@ -236,44 +236,44 @@ struct alignas(16) amk_launch {
   uint64_t completions; // `amk_completion[RING_ENTRIES]` in mapped host memory.
   uint64_t indices; // `amk_ring_indices` in mapped host memory.
   uint64_t status; // `amk_status` in mapped host memory.
-  uint64_t tokens; //         /// Token buffers in mapped host memory. Per session `token_stride` words with its tokens, then as many with the token chosen after each.
+  uint64_t tokens; // Token buffers in mapped host memory. Per session `token_stride` words with its tokens, then as many with the token chosen after each.
   uint64_t step; // `amk_step` in device memory.
   uint64_t done; // `amk_done` in device memory.
-  uint64_t records; //         /// `amk_record[record_len]` in device memory, then `amk_loader_record[workers]`, for the traced kernel variant; else zero.
+  uint64_t records; // `amk_record[record_len]` in device memory, then `amk_loader_record[workers]`, for the traced kernel variant; else zero.
   uint64_t deadline_ns; // Nanoseconds that any wait inside a step may last.
-  uint32_t token_stride; //         /// Words of a session's tokens; the buffers of two sessions are twice as many apart.
+  uint32_t token_stride; // Words of a session's tokens; the buffers of two sessions are twice as many apart.
   uint32_t sessions; // Sessions.
   uint32_t workers; // Workers: thread blocks of the launch.
-  uint32_t record_len; //         /// Capacity of the task records.
+  uint32_t record_len; // Capacity of the task records.
   uint64_t program; // First program, loaded before the launch.
   uint64_t weight_stream; // `amk_weight_stream` in device memory.
   uint64_t worker_heartbeats; // `amk_worker_heartbeat[workers]` in mapped host memory.
   uint32_t worker_heartbeat_ns; // Nanoseconds between two writes of a worker_heartbeat.
   uint32_t reserved; // Zero.
   uint64_t sampling; // `amk_sampling[sessions]` in device memory.
-  uint64_t pages; //         /// Per session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero if it has none.
+  uint64_t pages; // Per session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero if it has none.
   uint32_t page_stride; // Words of a session's pages, a multiple of 8.
-  uint32_t page_count; //         /// Pages of the key/value cache. Page zero belongs to no session and holds zeros.
+  uint32_t page_count; // Pages of the key/value cache. Page zero belongs to no session and holds zeros.
 };
 static_assert(sizeof(amk_launch) == 144 && alignof(amk_launch) == 16, "layout of amk_launch");
 
 struct alignas(16) amk_weight_stream {
-  uint32_t watermark; //         /// Units that have arrived, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written after the copies, on their stream.
-  uint32_t embedding; //         /// Units that must have arrived before a step may begin: those of the embedding, which no load fetches.
-  uint32_t patience; //         /// Deadlines in a row that may pass without an arriving weight before a waiting worker traps.
+  uint32_t watermark; // Units that have arrived, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written after the copies, on their stream.
+  uint32_t embedding; // Units that must have arrived before a step may begin: those of the embedding, which no load fetches.
+  uint32_t patience; // Deadlines in a row that may pass without an arriving weight before a waiting worker traps.
   uint32_t waits; // Times that a loader began to wait for weights since the launch.
-  uint32_t resumed; //         /// Times that such a wait ended.
-  uint32_t waited_us; //         /// Total microseconds of these waits.
+  uint32_t resumed; // Times that such a wait ended.
+  uint32_t waited_us; // Total microseconds of these waits.
   uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_weight_stream) == 32 && alignof(amk_weight_stream) == 16, "layout of amk_weight_stream");
 
 struct alignas(16) amk_done {
-  uint32_t abort; //         /// Device-wide: nonzero makes every worker leave.
+  uint32_t abort; // Device-wide: nonzero makes every worker leave.
   uint32_t steps; // Positions that were run.
   uint32_t token; // Last token chosen.
-  uint32_t ending; //         /// Value for `amk_completion.ending`.
-  uint32_t seq_endings; //         /// Value for `amk_completion.seq_endings`.
+  uint32_t ending; // Value for `amk_completion.ending`.
+  uint32_t seq_endings; // Value for `amk_completion.seq_endings`.
   uint32_t switched; // Workers that have switched program, ever.
   uint32_t left; // Workers that have left.
   uint32_t reporter; // Claim on the status block: the first worker to take it reports.
@@ -283,9 +283,9 @@ struct alignas(16) amk_done {
 static_assert(sizeof(amk_done) == 48 && alignof(amk_done) == 16, "layout of amk_done");
 
 struct alignas(16) amk_record {
-  uint64_t begin; //         /// Nanoseconds, the device's clock, when the worker started the task.
+  uint64_t begin; // Nanoseconds, the device's clock, when the worker started the task.
   uint32_t ready; // Cycles of the multiprocessor from `begin` until its waits were over.
-  uint32_t staged; //         /// Cycles from `begin` until its input was in shared memory.
+  uint32_t staged; // Cycles from `begin` until its input was in shared memory.
   uint32_t multiplied; // Cycles from `begin` until its products were done.
   uint32_t end; // Cycles from `begin` until its stores were done and signalled.
   uint32_t starved; // Cycles that the first consumer warp waited for weights.
@@ -298,8 +298,8 @@ static_assert(sizeof(amk_record) == 48 && alignof(amk_record) == 16, "layout of 
 
 struct alignas(16) amk_loader_record {
   uint64_t end_ns; // Nanoseconds, the device's clock, when the step's last load was issued.
-  uint32_t stage_free; //         /// Waited for a stage that the consumers had read.
-  uint32_t in_flight; //         /// Waited for fewer bytes in flight.
+  uint32_t stage_free; // Waited for a stage that the consumers had read.
+  uint32_t in_flight; // Waited for fewer bytes in flight.
   uint32_t step; // The whole step.
   uint32_t worker; // Worker.
   uint32_t reserved[2]; // Zero.
@@ -319,7 +319,7 @@ struct alignas(64) amk_submission {
   uint32_t stop[8]; // A generated token among these ends the command.
   uint32_t seq_session[2]; // Sessions of the sequences, a byte each, sequence 0 lowest.
   uint32_t seq_position[8]; // First position of each sequence.
-  uint32_t seq_sample; //         /// A bit per sequence: `FLAG_SAMPLE` for that sequence.
+  uint32_t seq_sample; // A bit per sequence: `FLAG_SAMPLE` for that sequence.
   uint32_t reserved1[2]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
@@ -330,47 +330,47 @@ struct alignas(64) amk_completion {
   uint32_t steps; // Positions that were run.
   uint32_t token; // The last token that was chosen.
   uint32_t ending; // An `Ending`.
-  uint64_t start_ns; //         /// Device nanoseconds when the command was started.
-  uint64_t end_ns; //         /// Device nanoseconds when it was completed.
-  uint32_t seq_endings; //         /// Batches: the `Ending` of each sequence, `SEQ_ENDING_BITS` each, sequence 0 lowest.
+  uint64_t start_ns; // Device nanoseconds when the command was started.
+  uint64_t end_ns; // Device nanoseconds when it was completed.
+  uint32_t seq_endings; // Batches: the `Ending` of each sequence, `SEQ_ENDING_BITS` each, sequence 0 lowest.
   uint32_t reserved[6]; // Zero.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
 static_assert(sizeof(amk_completion) == 64 && alignof(amk_completion) == 64, "layout of amk_completion");
 
 struct alignas(16) amk_sampling {
-  uint64_t logits; //         /// Address of the rows of logits.
-  uint64_t seen; //         /// Address of a bit per token of the vocabulary: it has occurred in the sequence.
-  uint64_t biased; //         /// Address of a bit per token of the vocabulary: it has a bias.
+  uint64_t logits; // Address of the rows of logits.
+  uint64_t seen; // Address of a bit per token of the vocabulary: it has occurred in the sequence.
+  uint64_t biased; // Address of a bit per token of the vocabulary: it has a bias.
   uint64_t bias; // `amk_bias[bias_len]`, by token.
   uint64_t list; // Scratch: 16 bytes for each token of the vocabulary, and for each thread of a worker.
   uint64_t changed; // Scratch: a row after penalty and bias, whole groups of 4 logits.
-  uint64_t seed; //         /// Seed of the random numbers.
-  uint64_t share; //         /// `top_p` in 32 binary places, rounded up; `2^32` for no limit.
-  uint64_t least; //         /// The least weight that passes `min_p`.
-  float scale; //         /// Factor on the differences to the highest logit.
+  uint64_t seed; // Seed of the random numbers.
+  uint64_t share; // `top_p` in 32 binary places, rounded up; `2^32` for no limit.
+  uint64_t least; // The least weight that passes `min_p`.
+  float scale; // Factor on the differences to the highest logit.
   float penalty; // Repetition penalty; 1 for none.
-  uint32_t top_k; //         /// `top_k`: only this many likeliest tokens; 0 for no limit.
-  uint32_t bias_len; //         /// Number of biases.
-  uint32_t greedy; //         /// Nonzero: greedy, the highest logit after penalty and bias.
-  uint32_t upto; //         /// Positions whose tokens are in `seen`; the host writes zero when a sequence begins.
+  uint32_t top_k; // `top_k`: only this many likeliest tokens; 0 for no limit.
+  uint32_t bias_len; // Number of biases.
+  uint32_t greedy; // Nonzero: greedy, the highest logit after penalty and bias.
+  uint32_t upto; // Positions whose tokens are in `seen`; the host writes zero when a sequence begins.
 };
 static_assert(sizeof(amk_sampling) == 96 && alignof(amk_sampling) == 16, "layout of amk_sampling");
 
 struct alignas(8) amk_bias {
   uint32_t token; // Token.
-  float value; //         /// Value added to its logit.
+  float value; // Value added to its logit.
 };
 static_assert(sizeof(amk_bias) == 8 && alignof(amk_bias) == 8, "layout of amk_bias");
 
 struct alignas(128) amk_ring_indices {
-  uint32_t abort; //         /// Written by the host: nonzero makes every worker leave.
-  uint32_t preempt; //         /// Written by the host: sequence of the command that must yield after the current step.
+  uint32_t abort; // Written by the host: nonzero makes every worker leave.
+  uint32_t preempt; // Written by the host: sequence of the command that must yield after the current step.
   uint32_t reserved0[30]; // Zero.
-  uint32_t heartbeat; //         /// Written by the device: changes while the poller runs.
+  uint32_t heartbeat; // Written by the device: changes while the poller runs.
   uint32_t reserved1[31]; // Zero.
-  uint32_t head; //         /// Written by the device: submissions consumed.
-  uint32_t waiting; //         /// Written by the device: sequence of the current command while it waits for weights (`wait_io`), else zero.
+  uint32_t head; // Written by the device: submissions consumed.
+  uint32_t waiting; // Written by the device: sequence of the current command while it waits for weights (`wait_io`), else zero.
   uint32_t reserved2[30]; // Zero.
 };
 static_assert(sizeof(amk_ring_indices) == 384 && alignof(amk_ring_indices) == 128, "layout of amk_ring_indices");
@@ -381,8 +381,8 @@ struct alignas(64) amk_status {
   uint32_t task; // Its task, by index in its queue.
   uint32_t opcode; // Opcode of the task.
   uint32_t object; // Counter, buffer or stage waited for.
-  uint32_t have; //         /// Value that it held.
-  uint32_t need; //         /// Value that was needed.
+  uint32_t have; // Value that it held.
+  uint32_t need; // Value that was needed.
   uint32_t epoch; // Epoch.
   uint64_t waited_ns; // Nanoseconds waited.
   uint32_t left; // Workers that have left.
@@ -393,16 +393,16 @@ static_assert(sizeof(amk_status) == 64 && alignof(amk_status) == 64, "layout of 
 
 struct alignas(16) amk_worker_heartbeat {
   uint32_t beat; // The device's clock at the last write, in units of 1 024 ns; it wraps.
-  uint32_t active; //         /// Nonzero while a step is running.
+  uint32_t active; // Nonzero while a step is running.
   uint32_t progress; // Tasks done since the launch; it wraps.
-  uint32_t epoch; //         /// The current step, or the last one, counted since the launch or the load of the program.
+  uint32_t epoch; // The current step, or the last one, counted since the launch or the load of the program.
   uint32_t position; // Position of that step.
   uint32_t task; // Tasks of its queue that the worker has done in that step.
-  uint32_t issued; //         /// Bytes that the loader has requested since the launch, in units of 512; it wraps.
-  uint32_t wait; //         /// Reason of a long wait: a `Trap` as it would be reported, or zero.
+  uint32_t issued; // Bytes that the loader has requested since the launch, in units of 512; it wraps.
+  uint32_t wait; // Reason of a long wait: a `Trap` as it would be reported, or zero.
   uint32_t object; // Counter, buffer or stage waited for.
-  uint32_t have; //         /// Value that it held.
-  uint32_t need; //         /// Value that was needed.
+  uint32_t have; // Value that it held.
+  uint32_t need; // Value that was needed.
   uint32_t reserved; // Zero.
 };
 static_assert(sizeof(amk_worker_heartbeat) == 48 && alignof(amk_worker_heartbeat) == 16, "layout of amk_worker_heartbeat");

@@ -32,7 +32,8 @@ use ir::schedule::{Valid, validate};
 use ir::{Graph, ScheduleConfig, Target};
 
 pub use cost::{
-    PhaseTime, Prediction, Predictor, RateFile, Rates, SimulatedStep, TaskTimes, predict,
+    Delay, Disturbance, PhaseTime, Prediction, Predictor, RateFile, Rates, SimulatedStep,
+    TaskTimes, predict,
 };
 pub use error::{Limit, LowerError};
 

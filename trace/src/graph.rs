@@ -58,7 +58,7 @@ pub(crate) fn topological(tasks: &[timeline::Task], previous: &[Option<u32>]) ->
     let mut missing = vec![0_u32; len];
     let mut followers: Vec<Vec<u32>> = vec![Vec::new(); len];
     for (index, task) in tasks.iter().enumerate() {
-        for &before in task.dependencies.iter().chain(&previous[index]) {
+        for &before in task.dependencies.iter().chain(previous[index].iter()) {
             missing[index] += 1;
             followers[before as usize].push(index as u32);
         }

@@ -8,15 +8,22 @@ pub mod attribution;
 pub mod counters;
 pub mod digest;
 mod graph;
+mod parts;
 pub mod perfetto;
+pub mod plant;
 mod predicted;
 pub mod replay;
+pub mod residuals;
 pub mod timeline;
 
 pub use attribution::{Cause, Path, Piece};
+pub use plant::Plant;
 pub use predicted::{Predicted, predicted};
 pub use replay::{Edit, Replayed, replay};
+pub use residuals::Residuals;
 pub use timeline::{Clock, Timeline};
 
+#[cfg(test)]
+mod residuals_tests;
 #[cfg(test)]
 mod tests;

@@ -48,7 +48,7 @@ pub fn predicted(
     Predicted { records, timeline, counters, us: predictor.predict(rates).latency_us }
 }
 
-fn records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
+pub(crate) fn records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {
     let ns = |us: f64| (us * 1000.0).round() as u64;
     let mut records = Vec::with_capacity(program.task_len());
     for (worker, (queue, times)) in program.workers.iter().zip(&step.workers).enumerate() {

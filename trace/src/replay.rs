@@ -4,7 +4,9 @@
 //! no edit every time is as recorded, to the nanosecond (`identity_is_exact`). What an edit does not model: a schedule
 //! with other tasks, and bytes in flight that change the time of a hand-off.
 
-use crate::timeline::{Task, Timeline};
+use crate::attribution::Cause;
+use crate::parts::{OWN, Parts, recorded};
+use crate::timeline::Timeline;
 
 /// What to change. Factors of one change nothing.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,78 +36,30 @@ pub struct Replayed {
     pub ends: Vec<f64>,
 }
 
-/// Lengths of a task's parts in nanoseconds.
-#[derive(Clone, Copy, Debug, Default)]
-struct Parts {
-    gap: f64,
-    look: f64,
-    hop: f64,
-    staging: f64,
-    products: f64,
-    starved: f64,
-    output: f64,
-}
-
 /// Replays a recorded step with an edit.
 #[must_use]
 pub fn replay(timeline: &Timeline, edit: &Edit) -> Replayed {
-    let parts = edited(timeline, edit);
+    run(timeline, &edited(timeline, edit))
+}
+
+/// The step of which each task has these parts.
+pub(crate) fn run(timeline: &Timeline, parts: &[Parts]) -> Replayed {
     let tasks = &timeline.tasks;
     let mut ends = vec![0.0_f64; tasks.len()];
-    for &index in &timeline.order {
+    for &index in timeline.order.iter() {
         let task = index as usize;
-        let Parts { gap, look, hop, staging, products, starved, output } = parts[task];
-        let free = timeline.previous(task).map_or(0.0, |previous| ends[previous]) + gap;
+        let part = |cause| parts[task].get(cause);
+        let free = timeline.previous(task).map_or(0.0, |previous| ends[previous]);
+        let looked = free + part(Cause::Issue) + part(Cause::Look);
         let inputs = tasks[task].dependencies.iter().map(|&of| ends[of as usize]);
-        let arrived = inputs.fold(free + look, |latest, end| latest.max(end + hop));
-        ends[task] = arrived + staging + starved + products + output;
+        let hop = part(Cause::HandOff);
+        let arrived = inputs.fold(looked, |latest, end| latest.max(end + hop));
+        ends[task] = arrived + OWN.iter().map(|&cause| part(cause)).sum::<f64>();
     }
     let last = tasks.iter().map(|task| task.end).max().unwrap_or(timeline.start);
     let boundary = (timeline.end - last) as f64;
     let span = ends.iter().copied().fold(0.0, f64::max) + boundary;
     Replayed { span, ends }
-}
-
-/// The parts of each task as recorded.
-///
-/// A hand-off is recorded where a task waited for it: it is the time from the end of its last producer to the arrival.
-/// Where the input had been there for a while, the recorded difference says nothing of the hand-off; the middle one of
-/// the same op stands in, as far as the record allows: neither the look nor the hand-off may end after the arrival.
-fn recorded(timeline: &Timeline) -> Vec<Parts> {
-    let mut hops: Vec<Vec<u64>> = vec![Vec::new(); timeline.names.len()];
-    let mut looks: Vec<Vec<u64>> = vec![Vec::new(); timeline.names.len()];
-    for (index, task) in timeline.tasks.iter().enumerate() {
-        match timeline.hand_off(index) {
-            Some(hop) => hops[task.name].push(hop),
-            None => looks[task.name].push(task.arrived - task.begin),
-        }
-    }
-    let middle = |all: &mut Vec<u64>| {
-        all.sort_unstable();
-        all.get(all.len() / 2).copied().unwrap_or(0)
-    };
-    let hops: Vec<u64> = hops.iter_mut().map(middle).collect();
-    let looks: Vec<u64> = looks.iter_mut().map(middle).collect();
-    let of = |(index, task): (usize, &Task)| {
-        let last = task.producer.map(|of| timeline.tasks[of].end);
-        let room = last.map_or(0, |end| task.arrived.saturating_sub(end));
-        let own = task.arrived - task.begin;
-        let (look, hop) = match timeline.hand_off(index) {
-            Some(hop) => (looks[task.name].min(own), hop),
-            None => (own, hops[task.name].min(room)),
-        };
-        let starved = task.starved.min(task.multiplied - task.staged);
-        Parts {
-            gap: (task.begin - timeline.free(index)) as f64,
-            look: look as f64,
-            hop: hop as f64,
-            staging: (task.staged - task.arrived) as f64,
-            products: (task.multiplied - task.staged - starved) as f64,
-            starved: starved as f64,
-            output: (task.end - task.multiplied) as f64,
-        }
-    };
-    timeline.tasks.iter().enumerate().map(of).collect()
 }
 
 fn edited(timeline: &Timeline, edit: &Edit) -> Vec<Parts> {
@@ -115,13 +69,10 @@ fn edited(timeline: &Timeline, edit: &Edit) -> Vec<Parts> {
         balance(timeline, &mut parts);
     }
     for (part, task) in parts.iter_mut().zip(tasks) {
-        part.hop *= edit.hop;
-        part.starved /= edit.stream;
+        *part.get_mut(Cause::HandOff) *= edit.hop;
+        *part.get_mut(Cause::Starved) /= edit.stream;
         for &(_, factor) in edit.ops.iter().filter(|(name, _)| *name == task.name) {
-            part.staging *= factor;
-            part.products *= factor;
-            part.starved *= factor;
-            part.output *= factor;
+            OWN.iter().for_each(|&cause| *part.get_mut(cause) *= factor);
         }
     }
     parts
@@ -129,21 +80,20 @@ fn edited(timeline: &Timeline, edit: &Edit) -> Vec<Parts> {
 
 /// Gives each worker the mean of the time that a phase of a layer takes on the workers.
 fn balance(timeline: &Timeline, parts: &mut [Parts]) {
+    const WORK: [Cause; 3] = [Cause::Products, Cause::Starved, Cause::Output];
     let tasks = &timeline.tasks;
     let workers = timeline.workers.len() as f64;
     let mut all = rustc_hash::FxHashMap::<(u16, usize), f64>::default();
     let mut own = rustc_hash::FxHashMap::<(u16, usize, u32), f64>::default();
-    let time = |part: &Parts| part.products + part.starved + part.output;
     for (part, task) in parts.iter().zip(tasks) {
-        *all.entry((task.layer, task.name)).or_default() += time(part);
-        *own.entry((task.layer, task.name, task.worker)).or_default() += time(part);
+        let time = WORK.iter().map(|&cause| part.get(cause)).sum::<f64>();
+        *all.entry((task.layer, task.name)).or_default() += time;
+        *own.entry((task.layer, task.name, task.worker)).or_default() += time;
     }
     for (part, task) in parts.iter_mut().zip(tasks) {
         let mean = all[&(task.layer, task.name)] / workers;
         let own = own[&(task.layer, task.name, task.worker)];
         let factor = if own > 0.0 { mean / own } else { 1.0 };
-        part.products *= factor;
-        part.starved *= factor;
-        part.output *= factor;
+        WORK.iter().for_each(|&cause| *part.get_mut(cause) *= factor);
     }
 }

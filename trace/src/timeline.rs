@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use abi::TaskRecord;
 use ir::program::Program;
@@ -49,7 +50,7 @@ pub struct Task {
     /// The time of these bytes at the worker's part of the bandwidth.
     pub bound: u64,
     /// The tasks whose output it reads, or whose signal it waits for.
-    pub dependencies: Vec<u32>,
+    pub dependencies: Arc<[u32]>,
     /// Of those, the last to finish.
     pub producer: Option<usize>,
 }
@@ -122,7 +123,7 @@ pub struct Timeline {
     /// Nanoseconds by which marks were moved because a clock put one before its predecessor.
     pub moved: u64,
     /// The tasks in an order in which queues and dependencies point backwards.
-    pub order: Vec<u32>,
+    pub order: Arc<[u32]>,
 }
 
 impl Timeline {
@@ -135,6 +136,42 @@ impl Timeline {
         bandwidth: u64,
         clock: Clock,
     ) -> Self {
+        let mut dependencies = graph::dependencies(program).into_iter();
+        let of = || dependencies.next().unwrap_or_default().into();
+        let mut timeline = Self::timed(program, records, bytes, bandwidth, clock, of);
+        let previous: Vec<Option<u32>> = (0..timeline.tasks.len())
+            .map(|task| timeline.previous(task).map(|p| p as u32))
+            .collect();
+        timeline.order = graph::topological(&timeline.tasks, &previous).into();
+        timeline
+    }
+
+    /// Another step of the same program, without working out its dependencies again.
+    #[must_use]
+    pub fn again(
+        &self,
+        program: &Program,
+        records: &[TaskRecord],
+        bytes: &[Vec<u64>],
+        bandwidth: u64,
+        clock: Clock,
+    ) -> Self {
+        let mut tasks = self.tasks.iter();
+        let of = || tasks.next().map(|task| task.dependencies.clone()).unwrap_or_default();
+        let mut timeline = Self::timed(program, records, bytes, bandwidth, clock, of);
+        timeline.order = self.order.clone();
+        timeline
+    }
+
+    /// A step without an order. `dependencies` gives those of one task after the other.
+    fn timed(
+        program: &Program,
+        records: &[TaskRecord],
+        bytes: &[Vec<u64>],
+        bandwidth: u64,
+        clock: Clock,
+        mut dependencies: impl FnMut() -> Arc<[u32]>,
+    ) -> Self {
         let all = || program.workers.iter().flat_map(|worker| &worker.tasks);
         let begins = records.iter().take(all().count()).map(|record| record.begin);
         let start = clock.span.map_or_else(|| begins.min().unwrap_or(0), |[start, _]| start);
@@ -145,9 +182,8 @@ impl Timeline {
             start,
             end: start,
             moved: 0,
-            order: Vec::new(),
+            order: Arc::new([]),
         };
-        let mut dependencies = graph::dependencies(program).into_iter();
         let mut names = HashMap::new();
         let mut bounds = Bounds { bytes: 0, workers: program.workers.len() as u64, bandwidth };
         for (index, worker) in program.workers.iter().enumerate() {
@@ -175,7 +211,7 @@ impl Timeline {
                     starved: (f64::from(record.starved) * clock.ns_per_cycle).round() as u64,
                     bytes,
                     bound: bounds.of(bytes),
-                    dependencies: dependencies.next().unwrap_or_default(),
+                    dependencies: dependencies(),
                     producer: None,
                 });
             }
@@ -187,16 +223,13 @@ impl Timeline {
         timeline
     }
 
-    /// Finds the producer of each task, and an order of all.
+    /// Finds the producer of each task.
     fn link(&mut self) {
         let ends: Vec<u64> = self.tasks.iter().map(|task| task.end).collect();
         for task in &mut self.tasks {
             let last = task.dependencies.iter().max_by_key(|&&of| (ends[of as usize], of));
             task.producer = last.map(|&of| of as usize);
         }
-        let previous: Vec<Option<u32>> =
-            (0..self.tasks.len()).map(|task| self.previous(task).map(|p| p as u32)).collect();
-        self.order = graph::topological(&self.tasks, &previous);
     }
 
     /// The task before it in its worker's queue.

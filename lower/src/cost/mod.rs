@@ -94,6 +94,25 @@ impl TaskTimes {
     }
 }
 
+/// What slows a simulated step beyond the model: the known causes of tests, and the noise between steps.
+pub struct Disturbance<'a> {
+    /// Extra time of a task, by worker and place in its queue.
+    pub tasks: &'a dyn Fn(usize, usize) -> Delay,
+    /// Stages in flight at most.
+    pub in_flight: Option<u32>,
+}
+
+/// Extra microseconds of a task.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Delay {
+    /// Of its products.
+    pub products: f64,
+    /// Of its output.
+    pub output: f64,
+    /// From the end of its last producer until its input is there.
+    pub hand_off: f64,
+}
+
 /// The work of a program at a position, extracted once: predictions with other rates are cheap.
 pub struct Predictor {
     plan: Plan,
@@ -126,6 +145,21 @@ impl Predictor {
     pub fn simulate(&self, rates: &Rates) -> SimulatedStep {
         let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);
         Simulation::new(&self.plan, speeds).record()
+    }
+
+    /// Simulates the step with these rates and what disturbs it.
+    #[must_use]
+    pub fn disturbed(&self, rates: &Rates, by: &Disturbance<'_>) -> SimulatedStep {
+        let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);
+        Simulation::new(&self.plan, speeds).disturbed(by).record()
+    }
+
+    /// Microseconds of the step with an infinitely fast stream: the longest chain of hand-offs, which no bytes in flight
+    /// slow down, and of the tasks' own time. A predicted bound, since it depends on the rates and on the schedule.
+    #[must_use]
+    pub fn chain_us(&self, rates: &Rates) -> f64 {
+        let speeds = Speeds::new(rates, self.workers, &self.kernel, &self.target);
+        Simulation::new(&self.plan, speeds).without_stream().run().us
     }
 
     /// Bytes that each task takes from its worker's ring: weights, or keys and values.

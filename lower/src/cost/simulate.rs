@@ -1,8 +1,8 @@
 //! The simulation: a clock and the state of the ring per worker; tasks run in any order that their inputs allow.
 
-use super::rates::{Flow, Speeds};
+use super::rates::{Flow, Shape, Speeds};
 use super::work::{Cost, Plan, Poll, Work};
-use super::{PhaseTime, SimulatedStep, TaskTimes};
+use super::{Delay, Disturbance, PhaseTime, SimulatedStep, TaskTimes};
 
 /// Steps to simulate until the ring's fill at the end of a step no longer changes.
 const STEPS: usize = 3;
@@ -10,6 +10,9 @@ const STEPS: usize = 3;
 /// Trips through L2 of a counter handoff (store, release, poll, load) and of a flag-in-data one (store, load).
 const COUNTER_TRIPS: f64 = 4.0;
 const FLAG_IN_DATA_TRIPS: f64 = 2.0;
+
+/// Bytes per microsecond of a stream that nobody waits for.
+const ENDLESS: f64 = 1e12;
 
 #[derive(Clone, Copy, Default)]
 struct Counter {
@@ -49,6 +52,8 @@ pub(super) struct Simulation<'a> {
     states: Vec<WorkerState>,
     /// For each worker, the times of the tasks of the step; only if requested.
     trace_buffer: Option<Vec<Vec<TaskTimes>>>,
+    /// Extra time of tasks, by worker and place.
+    delays: Option<&'a dyn Fn(usize, usize) -> Delay>,
 }
 
 impl<'a> Simulation<'a> {
@@ -67,7 +72,36 @@ impl<'a> Simulation<'a> {
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
             trace_buffer: None,
+            delays: None,
         }
+    }
+
+    /// The same with a disturbance.
+    pub(super) fn disturbed(mut self, by: &Disturbance<'a>) -> Self {
+        self.delays = Some(by.tasks);
+        if let Some(most) = by.in_flight {
+            let capped = |shape: &Shape| Shape {
+                in_flight: shape.in_flight.min(most),
+                in_flight_before_wait: shape.in_flight_before_wait.min(most),
+                ..*shape
+            };
+            self.flows = self.plan.flows.iter().map(|s| self.speeds.flow(&capped(s))).collect();
+        }
+        self
+    }
+
+    /// The same with weights that are there at once, and with hand-offs that no bytes in flight slow down.
+    pub(super) fn without_stream(mut self) -> Self {
+        for flow in &mut self.flows {
+            *flow = Flow {
+                stream: ENDLESS,
+                stream_before_wait: ENDLESS,
+                alone: ENDLESS,
+                queue: 0.0,
+                ..*flow
+            };
+        }
+        self
     }
 
     /// Runs a few steps and returns the times of all tasks of the last one.
@@ -146,11 +180,16 @@ impl<'a> Simulation<'a> {
     fn fire(&mut self, worker: usize, arrival: Arrival) {
         let task: &Cost = &self.plan.workers[worker][self.states[worker].next];
         let flow = self.flows[task.flow as usize];
+        let delay = self.delays.map_or(Delay::default(), |of| of(worker, self.states[worker].next));
+        let late = |time: Option<f64>| time.map(|time| time + delay.hand_off);
+        let arrival =
+            Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
         let ready = self.ready(&self.states[worker], &flow, arrival);
         let state = &mut self.states[worker];
         let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
         advance(state, &flow, ready);
-        let aside = self.speeds.aside(&task.work);
+        let mut aside = self.speeds.aside(&task.work);
+        aside.after += delay.output;
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
         state.arrived = (state.arrived + aside.before * flow.stream_before_wait).min(flow.ring);
         times.staged = ready + aside.before;
@@ -166,6 +205,7 @@ impl<'a> Simulation<'a> {
             state.arrived = (state.arrived + multiply * stream - bytes).max(0.0);
             times.starved = multiply - consume;
         }
+        multiply += delay.products;
         times.multiplied = times.staged + multiply;
         times.arrived[1] = state.arrived;
         state.arrived = (state.arrived + aside.after * flow.stream_before_wait).min(flow.ring);

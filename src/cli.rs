@@ -671,6 +671,21 @@ pub(crate) struct TraceArgs {
     /// Write a text digest of at most 6 KB: time by op and layer, the longest waits and their producers, bubbles.
     #[arg(long, value_name = "FILE")]
     pub(crate) digest: Option<PathBuf>,
+    /// Write the recorded steps of the last schedule against the predicted one as JSON: parts that take longer than
+    /// expected and repeat, what the difference of the span is due to, each part by op, layer and worker.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) residuals: Option<PathBuf>,
+    /// Replay the recorded step with an edit: hop=FACTOR, stream=FACTOR, op.NAME=FACTOR, balance=perfect, several with
+    /// commas. May be given several times.
+    #[arg(long, value_name = "EDITS")]
+    pub(crate) what_if: Vec<String>,
+    /// Slow a step for a known reason and see whether it is found: OP[.CAUSE][@wWORKER][@lLAYER]=+TIMEus,
+    /// in_flight=STAGES (predicted steps only) or nothing. May be given several times.
+    #[arg(long, value_name = "CAUSE")]
+    pub(crate) plant: Vec<trace::Plant>,
+    /// The same with N seeded causes, and N times with nothing.
+    #[arg(long, default_value_t = 0, value_name = "N", hide_default_value = true)]
+    pub(crate) plants: u64,
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,

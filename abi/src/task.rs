@@ -399,8 +399,8 @@ wire_struct! {
         pub task: u32,
         /// The op.
         pub opcode: u32,
-        /// Zero.
-        pub reserved: [u32; 2],
+        /// Cycles to spin before and after the mark of the products. The host writes them, for tests of what explains a slow step.
+        pub delays: [u32; 2],
     }
 }
 

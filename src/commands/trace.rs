@@ -11,7 +11,11 @@ use ir::schedule::ScheduleConfig;
 use lower::{Predictor, Rates};
 use serde_json::{Value, json};
 use trace::counters::{self, Counter};
-use trace::{Clock, Path, Timeline, digest, perfetto, timeline};
+use trace::{
+    Clock, Edit, Path, Plant, Residuals, Timeline, digest, perfetto, plant, replay, residuals,
+    timeline,
+};
+use vm_device::Trace;
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
 use super::bench::blocks::Blocks;
@@ -47,20 +51,20 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         let chosen = choose(&context, &given, args.context, Auto::Reproducible)?;
         schedules.push((chosen.source.kind.to_owned(), chosen));
     }
-    let measured = context.has_device()?;
+    let on_device = context.has_device()?;
     let mut idle = None;
     let mut documents = Vec::new();
     for (name, Chosen { config, source }) in &schedules {
         let working = Spinner::on(format!("tracing schedule {name}"));
         let program = context.lowered(config)?;
-        let traced = if measured {
-            schedule(&context, args.context, name, config, &program, &mut idle)
+        let traced = if on_device {
+            measured(&context, args, name, config, &program, &mut idle)
                 .map_err(|error| Failure::missing(format!("{name}: {error}")))?
         } else {
-            simulated(&context, args.context, name, config, &program)
+            simulated(&context, args, name, config, &program)
         };
         drop(working);
-        let kind = if measured { "measured" } else { "predicted" };
+        let kind = if on_device { "measured" } else { "predicted" };
         let title = format!(
             "{} on {} ({kind}), {} tokens of context, schedule {name}",
             context.graph().name,
@@ -76,26 +80,36 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         "model": context.graph().name,
         "target": context.target.name,
         "context": args.context,
-        "latency_kind": if measured { "measured-gpu" } else { "predicted" },
+        "latency_kind": if on_device { "measured-gpu" } else { "predicted" },
         "schedules": documents,
     }))?;
     Ok(Exit::Yes)
 }
 
+/// A traced schedule. The document and files show the step of the median span.
 struct Traced {
     document: Value,
-    timeline: Timeline,
+    steps: Vec<Timeline>,
     counters: Vec<Counter>,
+    predicted: Timeline,
+    /// Planted causes, with the steps before and after.
+    planted: Vec<(Plant, Residuals)>,
 }
 
 impl Traced {
     /// Writes the requested files; returns the document with the sums.
     fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
-        let (timeline, counters) = (&self.timeline, &self.counters);
+        let (timeline, counters) = (residuals::middle_step(&self.steps), &self.counters);
         let digest = digest::write(timeline, title);
-        let files: [(_, &Fill<'_>); 2] = [
+        let residuals = args.residuals.is_some().then(|| {
+            let residuals = Residuals::new(std::slice::from_ref(&self.predicted), &self.steps);
+            say_residuals(&residuals, timeline);
+            json!({"schema": "amk.residuals.v1", "title": title, "residuals": residuals.document(timeline)})
+        });
+        let files: [(_, &Fill<'_>); 3] = [
             (&args.digest, &|out| out.write_all(digest.as_bytes())),
             (&args.perfetto, &|out| perfetto::write(out, timeline, counters, title)),
+            (&args.residuals, &|out| writeln!(out, "{:#}", residuals.as_ref().unwrap_or_default())),
         ];
         for (path, fill) in files {
             if let Some(path) = path {
@@ -106,8 +120,14 @@ impl Traced {
                 })?;
             }
         }
-        self.document["step"] = sums(&self.timeline);
-        self.document["critical_path"] = critical_path(&self.timeline);
+        self.document["step"] = sums(timeline);
+        self.document["critical_path"] = critical_path(timeline);
+        if !args.what_if.is_empty() {
+            self.document["what_if"] = what_if(timeline, &args.what_if)?;
+        }
+        if !self.planted.is_empty() {
+            self.document["planted"] = planted(timeline, &self.planted);
+        }
         Ok(self.document)
     }
 }
@@ -133,33 +153,113 @@ fn critical_path(timeline: &Timeline) -> Value {
     rows.iter().map(row).collect()
 }
 
-/// Simulates a step in the virtual time of the cost model.
+/// The span with each edit.
+fn what_if(timeline: &Timeline, edits: &[String]) -> Result<Value, Failure> {
+    let span = timeline.span() as f64;
+    let row = |text: &String| {
+        let edit = Edit::parse(text, &timeline.names)
+            .map_err(|wrong| Failure::usage(format!("--what-if {text}: {wrong}")))?;
+        let replayed = replay(timeline, &edit).span;
+        let gain = 100.0 * (1.0 - replayed / span);
+        report::say(&format!("  what if {text}: {:.1} us, {gain:+.1}% faster", replayed / 1e3));
+        Ok(json!({"edit": text, "span_ns": replayed.round(), "gain_pct": gain}))
+    };
+    edits.iter().map(row).collect::<Result<Vec<_>, Failure>>().map(Value::from)
+}
+
+/// Whether planted causes were named, and what was said of each.
+fn planted(timeline: &Timeline, all: &[(Plant, Residuals)]) -> Value {
+    let (nothing, causes): (Vec<_>, Vec<_>) =
+        all.iter().partition(|(plant, _)| *plant == Plant::Nothing);
+    let named = |of: &[&(Plant, Residuals)]| {
+        of.iter().filter(|(plant, found)| plant.is_named(&found.findings, timeline)).count()
+    };
+    let (found, quiet) = (named(&causes), named(&nothing));
+    report::say(&format!(
+        "  planted causes: {found} of {} named first; {quiet} of {} steps without one have no finding",
+        causes.len(),
+        nothing.len()
+    ));
+    let row = |(plant, residuals): &(Plant, Residuals)| {
+        let document = residuals.document(timeline);
+        json!({
+            "plant": plant.to_string(), "named_first": plant.is_named(&residuals.findings, timeline),
+            "growth_ns": residuals.growth_ns, "findings": document["findings"], "causes": document["causes"],
+        })
+    };
+    json!({
+        "causes": causes.len(), "named_first": found,
+        "nothing": nothing.len(), "no_finding": quiet,
+        "each": all.iter().map(row).collect::<Vec<_>>(),
+    })
+}
+
+/// The findings, and what the difference of the span is due to.
+fn say_residuals(residuals: &Residuals, timeline: &Timeline) {
+    let us = |ns: f64| ns / 1000.0;
+    report::say(&format!("  recorded less predicted: {:+.1} us", us(residuals.growth_ns as f64)));
+    for share in residuals.causes.iter().filter(|share| share.ns.abs() >= 100) {
+        let what = share.finding.map_or_else(
+            || format!("{}, the rest", share.cause.name()),
+            |place| residuals.findings[place].say(timeline),
+        );
+        report::say(&format!("    {:+8.1} us  {what}", us(share.ns as f64)));
+    }
+}
+
+/// Simulates a step in the virtual time of the cost model, and with noise those that the causes are planted in.
 fn simulated(
     context: &Context,
-    first: u32,
+    args: &TraceArgs,
     name: &str,
     config: &ScheduleConfig,
     program: &Verified<Program>,
 ) -> Traced {
-    let rates = Rates::shipped();
-    let predicted = trace::predicted(program, &config.kernel, &context.target, first, rates);
+    let at = (&context.target, args.context);
+    let predicted = trace::predicted(program, &config.kernel, at.0, at.1, Rates::shipped());
     let mut trace_buffer = TraceBuffer::default();
     trace_buffer.add(program, &predicted.records);
     let us = predicted.us;
     report::say(&format!("{name}: {us:.1} us per token, predicted"));
     let document = json!({"name": name, "us_per_token": us, "ops": trace_buffer.ops()});
-    Traced { document, timeline: predicted.timeline, counters: predicted.counters }
+    let steps = |plant: &Plant, seed| {
+        plant::simulated(program, &config.kernel, at, plant, (seed, TRACED_STEPS))
+    };
+    let plants = plants(args, &predicted.timeline, Some(program.pipeline.in_flight));
+    let mut planted = Vec::new();
+    if !plants.is_empty() {
+        let expected = steps(&Plant::Nothing, 0);
+        for (plant, seed) in plants.into_iter().zip(1..) {
+            let residuals = Residuals::new(&expected, &steps(&plant, seed));
+            planted.push((plant, residuals));
+        }
+    }
+    Traced {
+        document,
+        steps: vec![predicted.timeline.clone()],
+        counters: predicted.counters,
+        predicted: predicted.timeline,
+        planted,
+    }
+}
+
+/// The causes to plant: those named, then the seeded ones, and as many times nothing.
+fn plants(args: &TraceArgs, timeline: &Timeline, in_flight: Option<u32>) -> Vec<Plant> {
+    let seeded = (0..args.plants).map(|seed| Plant::draw(seed, timeline, in_flight));
+    let nothing = (0..args.plants).map(|_| Plant::Nothing);
+    args.plant.iter().cloned().chain(seeded).chain(nothing).collect()
 }
 
 /// Times one schedule, then traces it.
-fn schedule(
+fn measured(
     context: &Context,
-    first: u32,
+    args: &TraceArgs,
     name: &str,
     config: &ScheduleConfig,
     program: &Verified<Program>,
     idle: &mut Option<Idle>,
 ) -> Result<Traced, HostError> {
+    let first = args.context;
     let variant = vm_host::variant(&config.kernel, context.graph());
     let booted = match idle.take() {
         Some(booted) => booted,
@@ -179,18 +279,25 @@ fn schedule(
         Ok::<_, HostError>(done.host_us / f64::from(done.steps))
     })?;
     let checksum = logits_checksum(&mut running, first, timed)?;
-    let traced = vm_device::Variant { trace: true, ..variant };
+    let planting = args.plants > 0 || !args.plant.is_empty();
+    let trace = if planting { Trace::Delays } else { Trace::Tasks };
+    let traced = vm_device::Variant { trace, ..variant };
     let mut running = running.stop()?.launch(traced, program).map_err(give_back)?;
     running.decode(0, 0, &tokens, 1, &[], false)?;
     let done = running.decode(0, first, timed, 1, &[], false)?;
-    let mut trace_buffer = TraceBuffer::default();
-    for step in 0..TRACED_STEPS {
-        running.decode(0, first + step, &[timed[step as usize]], 1, &[], false)?;
-        trace_buffer.add(program, &running.records()?);
-        trace_buffer.add_loaders(&running.loader_records()?);
-    }
-    let records = running.records()?;
-    *idle = Some(running.stop()?);
+    let position = first + TRACED_STEPS - 1;
+    let predictor = Predictor::new(program, &config.kernel, &context.target, position);
+    let mut device = Traces {
+        running,
+        program,
+        bytes: predictor.task_bytes(),
+        bandwidth: context.target.bandwidth,
+        tokens: timed,
+        first,
+        buffer: TraceBuffer::default(),
+        like: None,
+    };
+    let steps = device.steps(None)?;
     let (median, [least, most]) = (blocks.median(), blocks.ends());
     report::say(&format!(
         "{name}: {median:.1} us per token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
@@ -202,16 +309,64 @@ fn schedule(
         "traced_us_per_token": done.host_us / f64::from(done.steps),
         "blocks_us": blocks.0,
         "logits": checksum,
-        "ops": trace_buffer.ops(),
-        "loader": trace_buffer.loader(),
+        "ops": device.buffer.ops(),
+        "loader": device.buffer.loader(),
     });
-    let position = first + TRACED_STEPS - 1;
-    let bytes = Predictor::new(program, &config.kernel, &context.target, position).task_bytes();
-    let clock =
-        Clock { ns_per_cycle: trace_buffer.ns_per_cycle(), span: None, polls_after_ready: true };
-    let timeline = Timeline::new(program, &records, &bytes, context.target.bandwidth, clock);
-    let counters = vec![counters::multiplied(&timeline)];
-    Ok(Traced { document, timeline, counters })
+    let mut planted = Vec::new();
+    for plant in plants(args, &steps[0], None) {
+        let found = Residuals::new(&steps, &device.steps(Some(&plant))?);
+        planted.push((plant, found));
+    }
+    *idle = Some(device.running.stop()?);
+    let predicted =
+        trace::predicted(program, &config.kernel, &context.target, position, Rates::shipped());
+    let counters = vec![counters::multiplied(residuals::middle_step(&steps))];
+    Ok(Traced { document, steps, counters, predicted: predicted.timeline, planted })
+}
+
+/// Records steps of a resident kernel, one command each.
+struct Traces<'a> {
+    running: Resident,
+    program: &'a Verified<Program>,
+    bytes: Vec<Vec<u64>>,
+    bandwidth: u64,
+    tokens: &'a [u32],
+    first: u32,
+    buffer: TraceBuffer,
+    /// A step of the same program.
+    like: Option<Timeline>,
+}
+
+impl Traces<'_> {
+    /// The next steps, with a planted cause. Those with one are not summed up in the buffer.
+    fn steps(&mut self, plant: Option<&Plant>) -> Result<Vec<Timeline>, HostError> {
+        if let Some(plant) = plant {
+            let delays = plant.delays(self.program, self.buffer.ns_per_cycle());
+            self.running.delay_tasks(&delays.map_err(HostError::Request)?)?;
+        }
+        let (mut all, mut others) = (Vec::new(), TraceBuffer::default());
+        for step in 0..TRACED_STEPS {
+            let token = self.tokens[step as usize];
+            self.running.decode(0, self.first + step, &[token], 1, &[], false)?;
+            all.push(self.running.records()?);
+            let buffer = if plant.is_some() { &mut others } else { &mut self.buffer };
+            buffer.add(self.program, &all[step as usize]);
+            buffer.add_loaders(&self.running.loader_records()?);
+        }
+        let ns_per_cycle = self.buffer.ns_per_cycle();
+        let clock = Clock { ns_per_cycle, span: None, polls_after_ready: true };
+        let mut timelines: Vec<Timeline> = Vec::new();
+        for records in &all {
+            let (bytes, bandwidth) = (&self.bytes, self.bandwidth);
+            let timeline = match &self.like {
+                Some(like) => like.again(self.program, records, bytes, bandwidth, clock),
+                None => Timeline::new(self.program, records, bytes, bandwidth, clock),
+            };
+            self.like.get_or_insert_with(|| timeline.clone());
+            timelines.push(timeline);
+        }
+        Ok(timelines)
+    }
 }
 
 /// The sum of a block's logits and the best of its last row: two schedules that add in the same order agree.

@@ -11,7 +11,7 @@ use lower::{Delay, Disturbance, Predictor, Rates};
 use crate::attribution::Cause;
 use crate::predicted;
 use crate::residuals::{Finding, Group};
-use crate::timeline::{Clock, Timeline};
+use crate::timeline::{Clock, Task, Timeline};
 
 /// Mean noise of a task in nanoseconds: of its output, and of its hand-off.
 const NOISE_NS: f64 = 25.0;
@@ -34,53 +34,59 @@ pub enum Plant {
     },
     /// Stages in flight at most.
     InFlight(u32),
+    /// Nothing is planted, and nothing should be found.
+    Nothing,
 }
 
 const CAUSES: [Cause; 3] = [Cause::Products, Cause::Output, Cause::HandOff];
 
 impl Plant {
-    /// A plant for a seed: an op, a worker, a layer, a hand-off or a cap, in turn.
+    /// A plant for a seed: an op, an op of a worker, a layer, and then a hand-off or a cap on the stages in flight; without
+    /// a cap, as on a device, a task or a worker.
     #[must_use]
-    pub fn draw(seed: u64, timeline: &Timeline, cap: u32) -> Self {
+    pub fn draw(seed: u64, timeline: &Timeline, in_flight: Option<u32>) -> Self {
         let number = |stream: u64, below: usize| {
             (unit(seed.wrapping_mul(7) + stream, 0, 0, 0) * below as f64) as usize
         };
         // Ops without products or input are short and alone: nothing is behind them to be named.
-        let work: Vec<usize> = (0..timeline.tasks.len())
-            .filter(|&task| {
-                timeline.tasks[task].bytes > 0 && timeline.tasks[task].producer.is_some()
-            })
-            .collect();
-        let task = &timeline.tasks[work[number(1, work.len())]];
+        let of_interest = |task: &&Task| task.bytes > 0 && task.producer.is_some();
+        let work: Vec<&Task> = timeline.tasks.iter().filter(of_interest).collect();
+        let task = work[number(1, work.len())];
         let op = Some(timeline.names[task.name].clone());
         let ns = 1000.0 + 250.0 * number(2, 9) as f64;
         let cause = CAUSES[number(3, 2)];
         let (worker, layer) = (Some(task.worker), Some(task.layer));
-        match seed % 5 {
-            0 => Self::Tasks { cause, op, worker: None, layer: None, ns },
-            1 => Self::Tasks { cause, op, worker, layer: None, ns },
-            2 => Self::Tasks { cause, op: None, worker: None, layer, ns },
-            3 => Self::Tasks { cause: Cause::HandOff, op, worker: None, layer: None, ns },
-            _ => Self::InFlight((cap / 3).max(1)),
+        match (seed % 5, in_flight) {
+            (0, _) => Self::Tasks { cause, op, worker: None, layer: None, ns },
+            (1, _) => Self::Tasks { cause, op, worker, layer: None, ns },
+            (2, _) => Self::Tasks { cause, op: None, worker: None, layer, ns },
+            (3, None) => Self::Tasks { cause, op, worker, layer, ns },
+            (_, None) => Self::Tasks { cause, op: None, worker, layer: None, ns },
+            (3, Some(_)) => {
+                Self::Tasks { cause: Cause::HandOff, op, worker: None, layer: None, ns }
+            }
+            (_, Some(cap)) => Self::InFlight((cap / 3).max(1)),
         }
     }
 
-    /// Whether a finding names it.
+    /// Whether the findings name it first.
     #[must_use]
-    pub fn is_named_by(&self, finding: &Finding, timeline: &Timeline) -> bool {
-        let Group { op: found, worker: of_worker, layer: of_layer } = finding.group;
+    pub fn is_named(&self, findings: &[Finding], timeline: &Timeline) -> bool {
+        let Some(first) = findings.first() else { return *self == Self::Nothing };
+        let Group { op: found, worker: of_worker, layer: of_layer } = first.group;
         match self {
-            Self::InFlight(_) => finding.cause == Cause::Starved,
+            Self::Nothing => false,
+            Self::InFlight(_) => first.cause == Cause::Starved,
             Self::Tasks { cause, op, worker, layer, .. } => {
                 let found = found.map(|op| timeline.names[op].as_str());
                 (*cause, op.as_deref(), *worker, *layer)
-                    == (finding.cause, found, of_worker, of_layer)
+                    == (first.cause, found, of_worker, of_layer)
             }
         }
     }
 
     /// Extra nanoseconds of a task.
-    fn ns(&self, program: &Program, worker: usize, place: usize) -> Option<(Cause, f64)> {
+    fn extra(&self, program: &Program, worker: usize, place: usize) -> Option<(Cause, f64)> {
         let Self::Tasks { cause, op, worker: of_worker, layer, ns } = self else { return None };
         let task = &program.workers[worker].tasks[place];
         let holds = op.as_deref().is_none_or(|op| op == program.phase_name(task))
@@ -96,36 +102,36 @@ impl Plant {
     /// If the device cannot be made to do it.
     pub fn delays(&self, program: &Program, ns_per_cycle: f64) -> Result<Vec<[u32; 2]>, String> {
         let cycles = |ns: f64| (ns / ns_per_cycle).round() as u32;
-        if !matches!(self, Self::Tasks { cause: Cause::Products | Cause::Output, .. }) {
+        if matches!(self, Self::InFlight(_) | Self::Tasks { cause: Cause::HandOff, .. }) {
             return Err(format!("{self}: on a device only products and output can be delayed"));
         }
         let mut delays = Vec::with_capacity(program.task_len());
         for (worker, queue) in program.workers.iter().enumerate() {
-            delays.extend((0..queue.tasks.len()).map(
-                |place| match self.ns(program, worker, place) {
+            delays.extend((0..queue.tasks.len()).map(|place| {
+                match self.extra(program, worker, place) {
                     Some((Cause::Products, ns)) => [cycles(ns), 0],
                     Some((_, ns)) => [0, cycles(ns)],
                     None => [0, 0],
-                },
-            ));
+                }
+            }));
         }
         Ok(delays)
     }
 }
 
-/// Simulated steps with noise, and with a planted cause if one is given.
+/// Simulated steps with noise, and with a planted cause.
 #[must_use]
 pub fn simulated(
     program: &Verified<Program>,
     kernel: &KernelConfig,
     (target, position): (&Target, u32),
-    plant: Option<&Plant>,
+    plant: &Plant,
     (seed, steps): (u64, u32),
 ) -> Vec<Timeline> {
     let predictor = Predictor::new(program, kernel, target, position);
     let bytes = predictor.task_bytes();
     let in_flight = match plant {
-        Some(Plant::InFlight(stages)) => Some(*stages),
+        Plant::InFlight(stages) => Some(*stages),
         _ => None,
     };
     let mut all: Vec<Timeline> = Vec::new();
@@ -139,7 +145,7 @@ pub fn simulated(
                 output: noise(worker as u64, place as u64, 0),
                 hand_off: noise(worker as u64, place as u64, 1),
             };
-            match plant.and_then(|plant| plant.ns(program, worker, place)) {
+            match plant.extra(program, worker, place) {
                 Some((Cause::Products, ns)) => delay.products += ns / 1000.0,
                 Some((Cause::HandOff, ns)) => delay.hand_off += ns / 1000.0,
                 Some((_, ns)) => delay.output += ns / 1000.0,
@@ -176,6 +182,7 @@ impl fmt::Display for Plant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InFlight(stages) => write!(f, "in_flight={stages}"),
+            Self::Nothing => f.write_str("nothing"),
             Self::Tasks { cause, op, worker, layer, ns } => {
                 write!(f, "{}.{}", op.as_deref().unwrap_or("*"), cause.name())?;
                 worker.map_or(Ok(()), |worker| write!(f, "@w{worker}"))?;
@@ -196,6 +203,9 @@ impl FromStr for Plant {
                 "`{text}` is no planted cause: write in_flight=STAGES or OP[.CAUSE][@wWORKER][@lLAYER]=+TIMEus, with an op or *, and products, output or hand_off"
             )
         };
+        if text == "nothing" {
+            return Ok(Self::Nothing);
+        }
         let (what, amount) = text.split_once('=').ok_or_else(wrong)?;
         if what == "in_flight" {
             return amount.parse().ok().filter(|&n| n > 0).map(Self::InFlight).ok_or_else(wrong);

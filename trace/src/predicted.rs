@@ -65,7 +65,7 @@ pub(crate) fn records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord
                 worker: worker as u32,
                 task: records.len() as u32,
                 opcode: task.opcode as u32,
-                reserved: [0; 2],
+                delays: [0; 2],
             });
         }
     }

@@ -27,6 +27,36 @@ impl Default for Edit {
     }
 }
 
+impl Edit {
+    /// Reads `hop=0.5,stream=2x,op.attention=0,balance=perfect`; the ops are those of `names`.
+    ///
+    /// # Errors
+    /// All that is wrong with it, one sentence each.
+    pub fn parse(text: &str, names: &[String]) -> Result<Self, String> {
+        let (mut edit, mut wrong) = (Self::default(), Vec::new());
+        for item in text.split(',').filter(|item| !item.is_empty()) {
+            let (key, value) = item.split_once('=').unwrap_or((item, ""));
+            let factor = value.strip_suffix('x').unwrap_or(value).parse::<f64>().ok();
+            let factor = factor.filter(|factor| (0.0..=1000.0).contains(factor));
+            match (key, factor) {
+                ("hop", Some(factor)) => edit.hop = factor,
+                ("stream", Some(factor)) if factor > 0.0 => edit.stream = factor,
+                ("balance", _) if value == "perfect" => edit.balanced = true,
+                _ => match (key.strip_prefix("op."), factor) {
+                    (Some(op), Some(factor)) => match names.iter().position(|name| name == op) {
+                        Some(place) => edit.ops.push((place, factor)),
+                        None => wrong.push(format!("no op `{op}`; there are {}", names.join(", "))),
+                    },
+                    _ => wrong.push(format!(
+                        "`{item}` is no edit: write hop=FACTOR, stream=FACTOR, op.NAME=FACTOR (0 to 1000) or balance=perfect"
+                    )),
+                },
+            }
+        }
+        if wrong.is_empty() { Ok(edit) } else { Err(wrong.join("; ")) }
+    }
+}
+
 /// The replayed step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Replayed {

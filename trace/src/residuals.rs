@@ -216,6 +216,26 @@ impl Group {
 }
 
 impl Finding {
+    /// It in words.
+    #[must_use]
+    pub fn say(&self, timeline: &Timeline) -> String {
+        let Group { op, worker, layer } = self.group;
+        let mut text =
+            format!("{} of {}", self.cause.name(), op.map_or("all ops", |op| &timeline.names[op]));
+        if let Some(worker) = worker {
+            text += &format!(" on worker {worker}");
+        }
+        if let Some(layer) = layer {
+            text += &format!(" in layer {layer}");
+        }
+        format!(
+            "{text}: {:+.2} us (+-{:.2}) in each of {} tasks",
+            self.mean_ns / 1e3,
+            self.error_ns / 1e3,
+            self.tasks
+        )
+    }
+
     fn document(&self, timeline: &Timeline) -> Value {
         json!({
             "cause": self.cause.name(), "op": self.group.op.map(|op| &timeline.names[op]),
@@ -330,7 +350,11 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 /// The step of the median span.
-fn middle_step(timelines: &[Timeline]) -> &Timeline {
+///
+/// # Panics
+/// If there is none.
+#[must_use]
+pub fn middle_step(timelines: &[Timeline]) -> &Timeline {
     let mut order: Vec<&Timeline> = timelines.iter().collect();
     order.sort_by_key(|timeline| timeline.span());
     order[order.len() / 2]

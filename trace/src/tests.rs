@@ -178,3 +178,19 @@ fn edits_move_the_span_as_far_as_the_path_allows() {
         assert!(none <= span + 1e-6, "{}", timeline.names[name]);
     }
 }
+
+#[test]
+fn edits_are_read_and_everything_wrong_is_said() {
+    let names = ["down".to_owned(), "attention".to_owned()];
+    let read = Edit::parse("hop=0.5,op.attention=0,balance=perfect,stream=2x", &names);
+    let edit = Edit { hop: 0.5, stream: 2.0, ops: vec![(1, 0.0)], balanced: true };
+    assert_eq!(read, Ok(edit));
+    assert_eq!(Edit::parse("", &names), Ok(Edit::default()));
+    let said =
+        Edit::parse("hop=-1,op.up=1,stream=0,balance=0.5,x", &names).expect_err("it is wrong");
+    for part in
+        ["`hop=-1`", "no op `up`; there are down, attention", "`stream=0`", "`balance=0.5`", "`x`"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}

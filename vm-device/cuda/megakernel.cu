@@ -62,7 +62,7 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
   Shared* sh = w.shared;
   for (uint32_t i = 0; i < sh->queue.tasks; ++i) {
     StagedTask const& st = staged_task(w);
-    trace_begin(w);
+    trace_begin(w, i);
     if (st.task.wait_len > 0) {
       if (w.thread == 0) {
         wait_counters(w, st.task);
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
         counter_signal((uint32_t*)sh->program.counters + (size_t)st.task.signal * 8);
       }
     }
-    trace_end(w, st.task, i);
+    trace_end(w, st.task);
     ++w.task;
     if (w.thread == 0) {
       flag_store(&sh->task, i + 1);

@@ -38,7 +38,7 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_SEQS // sessions that a step may run at once: 1, or 2, 4 or 8
 #define AMK_SEQS 1
 #endif
-#ifndef AMK_TRACE // 1: every task writes an amk_record
+#ifndef AMK_TRACE // 1: every task writes an amk_record; 2: it also spins as long as the host wrote into it
 #define AMK_TRACE 0
 #endif
 

@@ -7,10 +7,29 @@ __device__ __forceinline__ uint32_t trace_clock() { return (uint32_t)clock64(); 
 __device__ __forceinline__ uint32_t trace_clock() { return 0; }
 #endif
 
-__device__ __forceinline__ void trace_begin(Worker const& w) {
+#if AMK_TRACE == 2
+// Spins, so that a test knows why a task is slow. The host keeps `cycles` short.
+__device__ __forceinline__ void trace_spin(uint32_t cycles) {
+  uint32_t const since = trace_clock();
+  while (trace_clock() - since < cycles) {
+  }
+}
+#endif
+
+__device__ __forceinline__ void trace_begin(Worker const& w, uint32_t index) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
     TraceBuffer& t = w.shared->trace;
+    t.at = w.shared->queue.task0 + index;
+    t.delays[0] = t.delays[1] = 0;
+#if AMK_TRACE == 2
+    amk_launch const& l = *w.shared->launch;
+    if (l.records != 0 && t.at < l.record_len) {
+      amk_record const volatile* const record = (amk_record const*)l.records + t.at;
+      t.delays[0] = record->delays[0];
+      t.delays[1] = record->delays[1];
+    }
+#endif
     t.begin_ns = now_ns();
     t.begin = t.ready = t.staged = t.multiplied = trace_clock();
     t.starved = 0;
@@ -38,7 +57,13 @@ __device__ __forceinline__ void trace_staged(Worker const& w) {
 __device__ __forceinline__ void trace_multiplied(Worker const& w) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
+#if AMK_TRACE == 2
+    trace_spin(w.shared->trace.delays[0]);
+#endif
     w.shared->trace.multiplied = trace_clock();
+#if AMK_TRACE == 2
+    trace_spin(w.shared->trace.delays[1]);
+#endif
   }
 #endif
 }
@@ -51,15 +76,14 @@ __device__ __forceinline__ void trace_starved(Worker const& w, uint32_t since) {
 #endif
 }
 
-__device__ __forceinline__ void trace_end(Worker const& w, amk_task const& task, uint32_t index) {
+__device__ __forceinline__ void trace_end(Worker const& w, amk_task const& task) {
 #if AMK_TRACE
   if (threadIdx.x == 0) {
     TraceBuffer const& t = w.shared->trace;
     amk_launch const& l = *w.shared->launch;
-    uint32_t const at = w.shared->queue.task0 + index;
-    if (l.records != 0 && at < l.record_len) {
-      ((amk_record*)l.records)[at] =
-          amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, trace_clock() - t.begin, t.starved, blockIdx.x, at, task.opcode, {0, 0}};
+    if (l.records != 0 && t.at < l.record_len) {
+      ((amk_record*)l.records)[t.at] =
+          amk_record{t.begin_ns, t.ready - t.begin, t.staged - t.begin, t.multiplied - t.begin, trace_clock() - t.begin, t.starved, blockIdx.x, t.at, task.opcode, {t.delays[0], t.delays[1]}};
     }
   }
 #endif

@@ -27,6 +27,7 @@ struct alignas(16) StagedTask {
 struct TraceBuffer {
   uint64_t begin_ns;
   uint32_t begin, ready, staged, multiplied, starved;
+  uint32_t at, delays[2]; // index of the record, and cycles to spin before and after the mark of the products
 };
 #endif
 

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x6747e6242e6d384bull
+#define AMK_ABI_HASH 0xcab1369d273b915bull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -292,7 +292,7 @@ struct alignas(16) amk_record {
   uint32_t worker; // Worker.
   uint32_t task; // Index of the task.
   uint32_t opcode; // The op.
-  uint32_t reserved[2]; // Zero.
+  uint32_t delays[2]; // Cycles to spin before and after the mark of the products. The host writes them, for tests of what explains a slow step.
 };
 static_assert(sizeof(amk_record) == 48 && alignof(amk_record) == 16, "layout of amk_record");
 

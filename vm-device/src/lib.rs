@@ -76,10 +76,21 @@ pub struct Variant {
     pub evict_first: bool,
     /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires 16-bit weights.
     pub seqs: u32,
-    /// Every task writes an `amk_record`. Never in a build that is timed.
-    pub trace: bool,
+    /// What tasks record. Nothing in a build that is timed.
+    pub trace: Trace,
     /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
     pub first_task: u32,
+}
+
+/// What the tasks of a kernel record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Trace {
+    /// Nothing.
+    Off = 0,
+    /// Each writes an `amk_record`.
+    Tasks = 1,
+    /// The same, and each spins for as long as the host wrote into its record.
+    Delays = 2,
 }
 
 impl Variant {
@@ -111,7 +122,7 @@ impl Variant {
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
             format!("-DAMK_SEQS={seqs}"),
-            format!("-DAMK_TRACE={}", u32::from(trace)),
+            format!("-DAMK_TRACE={}", trace as u32),
             format!("-DAMK_FIRST_TASK={first_task}u"),
         ]
     }

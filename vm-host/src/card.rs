@@ -20,7 +20,7 @@ const PROBE_VARIANT: Variant = Variant {
     poll_sleep_ns: 20,
     evict_first: true,
     seqs: 1,
-    trace: false,
+    trace: vm_device::Trace::Off,
     first_task: 0,
 };
 

@@ -53,7 +53,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         seqs: 1,
-        trace: false,
+        trace: vm_device::Trace::Off,
         first_task: 0,
     }
 }

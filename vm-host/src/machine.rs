@@ -509,6 +509,26 @@ impl Resident {
         memory.copier.values(memory.records.address, options.records as usize)
     }
 
+    /// Makes tasks spin from the next step on, in the variant `Trace::Delays`: cycles before and after the mark of the products, task by task.
+    ///
+    /// # Errors
+    /// If a delay is longer than a millisecond or so, there are more than records, or a copy fails.
+    pub fn delay_tasks(&mut self, delays: &[[u32; 2]]) -> Result<(), HostError> {
+        const CYCLES_MAX: u32 = 2_000_000;
+        let Idle { memory, options, .. } = self.idle();
+        if delays.len() > options.records as usize
+            || delays.iter().flatten().any(|&c| c > CYCLES_MAX)
+        {
+            return Err(HostError::Request(format!(
+                "{} delays of at most {CYCLES_MAX} cycles each can be given",
+                options.records
+            )));
+        }
+        let record = |&delays: &[u32; 2]| TaskRecord { delays, ..bytemuck::Zeroable::zeroed() };
+        let records: Vec<TaskRecord> = delays.iter().map(record).collect();
+        memory.copier.upload(memory.records.address, bytemuck::cast_slice(&records))
+    }
+
     /// The records of the traced variant for each worker's loader in the last step.
     ///
     /// # Errors

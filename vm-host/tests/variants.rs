@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use abi::DType;
 use ir::schedule::{legal_values, validate};
 use ir::{Graph, Knob, ScheduleConfig, Target};
-use vm_device::{PrefillVariant, Variant};
+use vm_device::{PrefillVariant, Trace, Variant};
 use vm_host::Resources;
 
 const ARCH: &str = vm_device::ARCHITECTURES[0].name;
@@ -125,13 +125,13 @@ fn name(variant: &Variant) -> String {
     let dtype = variant.dtype.name();
     let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, trace, .. } = variant;
     format!(
-        "{dtype:4} heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace}"
+        "{dtype:4} heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace:?}"
     )
 }
 
 /// Bytes of registers that a variant may spill.
 fn spills_allowed(variant: &Variant) -> u32 {
-    if variant.trace {
+    if variant.trace != Trace::Off {
         return TRACE_SPILLS; // its times serve to analyse a step, and no build that is timed has them
     }
     if variant.seqs > 1 {
@@ -200,7 +200,7 @@ fn every_shape_of_heads_compiles() {
     let plain = vm_host::variant(&ScheduleConfig::default().kernel, &graph("qwen2-bias-bf16"));
     let shaped = |(head_dim, group, qk_norm, _)| Variant { head_dim, group, qk_norm, ..plain };
     let mut variants: Vec<Variant> = HEADS.into_iter().map(shaped).collect();
-    variants.push(Variant { trace: true, ..shaped(HEADS[4]) });
+    variants.push(Variant { trace: Trace::Delays, ..shaped(HEADS[4]) });
     variants.push(Variant { seqs: 2, ..shaped(HEADS[0]) });
     let (heads, widths, shares) = MATRICES[1];
     variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });

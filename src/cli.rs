@@ -228,6 +228,13 @@ pub(crate) enum Command {
         Only names change; schedules get new ids, and what was rewritten names its origin in `migrated_from`. A ledger that does not hold is refused."
     )]
     Migrate(MigrateArgs),
+    /// Lists what can be changed about a schedule: the cause of lost time that each knob should shrink, its legal moves, their
+    /// predicted and measured effects.
+    #[command(
+        after_help = "Examples:\n  amk levers --model llama-3.2-1b\n  amk levers --model llama-3.2-1b --store runs/store.sqlite\n  \
+        amk levers --model llama-3.2-1b --device cuda --try pipeline.stages=8"
+    )]
+    Levers(LeversArgs),
     /// Explains a word: a knob, a rule, a trap, an exit code, a term.
     #[command(
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
@@ -431,6 +438,23 @@ pub(crate) struct LoopArgs {
     /// The store of the results of all searches; `none`: no store. Default: store.sqlite beside OUT.
     #[arg(long, value_name = "FILE|none")]
     pub(crate) store: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LeversArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Tokens before the step.
+    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
+    pub(crate) context: u32,
+    /// A store of searches: what each move brought there.
+    #[arg(long, value_name = "FILE", conflicts_with = "try_move")]
+    pub(crate) store: Option<PathBuf>,
+    /// Make one move and trace the step before and after.
+    #[arg(long = "try", value_name = "KNOB=VALUE")]
+    pub(crate) try_move: Option<String>,
 }
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]
@@ -675,6 +699,9 @@ pub(crate) struct TraceArgs {
     /// expected and repeat, what the difference of the span is due to, each part by op, layer and worker.
     #[arg(long, value_name = "FILE")]
     pub(crate) residuals: Option<PathBuf>,
+    /// Write one step of the last schedule as a page of HTML: bounds, causes, what-ifs, a timeline, residuals.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
     /// Replay the recorded step with an edit: hop=FACTOR, stream=FACTOR, op.NAME=FACTOR, balance=perfect, several with
     /// commas. May be given several times.
     #[arg(long, value_name = "EDITS")]

@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
-    measured_grid, migrate, program, propose, rerun, runs, sample, search_loop, trace,
+    levers, measured_grid, migrate, program, propose, rerun, runs, sample, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -47,6 +47,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Rerun(args) => rerun::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Migrate(args) => migrate::run(&args),
+        Command::Levers(args) => levers::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),
         Command::Diff(args) => diff::answer(&args)?.print(),
         #[cfg(feature = "full")]

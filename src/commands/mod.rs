@@ -12,6 +12,7 @@ pub(crate) mod export;
 pub(crate) mod generate;
 #[cfg(feature = "full")]
 pub(crate) mod html;
+pub(crate) mod levers;
 pub(crate) mod measured_grid;
 pub(crate) mod migrate;
 pub(crate) mod prefill;

@@ -26,6 +26,8 @@ use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::spinner::Spinner;
 use crate::{files, report};
 
+mod page;
+
 const TIMED_TOKENS: u32 = 32;
 /// Timed blocks; the median counts.
 const BLOCKS: usize = 12;
@@ -54,14 +56,15 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     let on_device = context.has_device()?;
     let mut idle = None;
     let mut documents = Vec::new();
+    let ask = Ask { context: args.context, plant: &args.plant, plants: args.plants };
     for (name, Chosen { config, source }) in &schedules {
         let working = Spinner::on(format!("tracing schedule {name}"));
         let program = context.lowered(config)?;
         let traced = if on_device {
-            measured(&context, args, name, config, &program, &mut idle)
+            measured(&context, &ask, name, config, &program, &mut idle)
                 .map_err(|error| Failure::missing(format!("{name}: {error}")))?
         } else {
-            simulated(&context, args, name, config, &program)
+            simulated(&context, &ask, name, config, &program)
         };
         drop(working);
         let kind = if on_device { "measured" } else { "predicted" };
@@ -71,7 +74,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
             context.target.name,
             args.context
         );
-        let mut document = traced.keep(args, &title)?;
+        let mut document = traced.keep(args, &title, kind)?;
         document["schedule_source"] = json!(source);
         documents.push(document);
     }
@@ -86,6 +89,35 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
+/// What to trace.
+pub(super) struct Ask<'a> {
+    /// Tokens before the traced steps.
+    pub(super) context: u32,
+    /// Causes to plant.
+    pub(super) plant: &'a [Plant],
+    /// Number of seeded ones.
+    pub(super) plants: u64,
+}
+
+/// Microseconds per token of a schedule, and the step of the median span: measured if there is a device, else predicted.
+pub(super) fn traced(
+    context: &Context,
+    ask: &Ask<'_>,
+    name: &str,
+    config: &ScheduleConfig,
+    idle: &mut Option<Idle>,
+) -> Result<(f64, Timeline), Failure> {
+    let program = context.lowered(config)?;
+    let traced = if context.has_device()? {
+        measured(context, ask, name, config, &program, idle)
+            .map_err(|error| Failure::missing(format!("{name}: {error}")))?
+    } else {
+        simulated(context, ask, name, config, &program)
+    };
+    let us = traced.document["us_per_token"].as_f64().unwrap_or(f64::NAN);
+    Ok((us, residuals::middle_step(&traced.steps).clone()))
+}
+
 /// A traced schedule. The document and files show the step of the median span.
 struct Traced {
     document: Value,
@@ -98,7 +130,7 @@ struct Traced {
 
 impl Traced {
     /// Writes the requested files; returns the document with the sums.
-    fn keep(mut self, args: &TraceArgs, title: &str) -> Result<Value, Failure> {
+    fn keep(mut self, args: &TraceArgs, title: &str, kind: &str) -> Result<Value, Failure> {
         let (timeline, counters) = (residuals::middle_step(&self.steps), &self.counters);
         let digest = digest::write(timeline, title);
         let residuals = args.residuals.is_some().then(|| {
@@ -106,10 +138,17 @@ impl Traced {
             say_residuals(&residuals, timeline);
             json!({"schema": "amk.residuals.v1", "title": title, "residuals": residuals.document(timeline)})
         });
-        let files: [(_, &Fill<'_>); 3] = [
+        self.document["step"] = sums(timeline);
+        self.document["critical_path"] = critical_path(timeline);
+        let page = args
+            .html
+            .is_some()
+            .then(|| page::render(title, kind, &self.document, timeline, &self.predicted));
+        let files: [(_, &Fill<'_>); 4] = [
             (&args.digest, &|out| out.write_all(digest.as_bytes())),
             (&args.perfetto, &|out| perfetto::write(out, timeline, counters, title)),
             (&args.residuals, &|out| writeln!(out, "{:#}", residuals.as_ref().unwrap_or_default())),
+            (&args.html, &|out| out.write_all(page.as_deref().unwrap_or_default().as_bytes())),
         ];
         for (path, fill) in files {
             if let Some(path) = path {
@@ -120,8 +159,6 @@ impl Traced {
                 })?;
             }
         }
-        self.document["step"] = sums(timeline);
-        self.document["critical_path"] = critical_path(timeline);
         if !args.what_if.is_empty() {
             self.document["what_if"] = what_if(timeline, &args.what_if)?;
         }
@@ -210,7 +247,7 @@ fn say_residuals(residuals: &Residuals, timeline: &Timeline) {
 /// Simulates a step in the virtual time of the cost model, and with noise those that the causes are planted in.
 fn simulated(
     context: &Context,
-    args: &TraceArgs,
+    args: &Ask<'_>,
     name: &str,
     config: &ScheduleConfig,
     program: &Verified<Program>,
@@ -221,7 +258,10 @@ fn simulated(
     trace_buffer.add(program, &predicted.records);
     let us = predicted.us;
     report::say(&format!("{name}: {us:.1} us per token, predicted"));
-    let document = json!({"name": name, "us_per_token": us, "ops": trace_buffer.ops()});
+    let document = json!({
+        "name": name, "us_per_token": us, "bounds": bounds(context, config, program, args.context),
+        "ops": trace_buffer.ops(),
+    });
     let steps = |plant: &Plant, seed| {
         plant::simulated(program, &config.kernel, at, plant, (seed, TRACED_STEPS))
     };
@@ -243,8 +283,23 @@ fn simulated(
     }
 }
 
+/// What no step of this program can be faster than: its bytes over the bandwidth, and, as predicted, its chain of hand-offs and of the
+/// tasks' own time with an infinitely fast stream.
+fn bounds(
+    context: &Context,
+    config: &ScheduleConfig,
+    program: &Verified<Program>,
+    position: u32,
+) -> Value {
+    let predictor = Predictor::new(program, &config.kernel, &context.target, position);
+    let bytes_us = predictor.predict(Rates::shipped()).bound_us;
+    let chain_us = predictor.chain_us(Rates::shipped());
+    report::say(&format!("  bounds: bytes {bytes_us:.1}, chain {chain_us:.1} us (predicted)"));
+    json!({"bytes_us": bytes_us, "chain_us": chain_us, "bound_us": bytes_us.max(chain_us)})
+}
+
 /// The causes to plant: those named, then the seeded ones, and as many times nothing.
-fn plants(args: &TraceArgs, timeline: &Timeline, in_flight: Option<u32>) -> Vec<Plant> {
+fn plants(args: &Ask<'_>, timeline: &Timeline, in_flight: Option<u32>) -> Vec<Plant> {
     let seeded = (0..args.plants).map(|seed| Plant::draw(seed, timeline, in_flight));
     let nothing = (0..args.plants).map(|_| Plant::Nothing);
     args.plant.iter().cloned().chain(seeded).chain(nothing).collect()
@@ -253,7 +308,7 @@ fn plants(args: &TraceArgs, timeline: &Timeline, in_flight: Option<u32>) -> Vec<
 /// Times one schedule, then traces it.
 fn measured(
     context: &Context,
-    args: &TraceArgs,
+    args: &Ask<'_>,
     name: &str,
     config: &ScheduleConfig,
     program: &Verified<Program>,
@@ -306,6 +361,7 @@ fn measured(
     let document = json!({
         "name": name,
         "us_per_token": median,
+        "bounds": bounds(context, config, program, position),
         "traced_us_per_token": done.host_us / f64::from(done.steps),
         "blocks_us": blocks.0,
         "logits": checksum,

@@ -58,7 +58,7 @@ pub(crate) fn recorded(timeline: &Timeline) -> Vec<Parts> {
     let of = |(index, task): (usize, &Task)| {
         // Clocks of two workers may put a producer's end after the arrival: then the room is negative.
         let last = task.producer.map_or(timeline.start, |of| timeline.tasks[of].end);
-        let room = task.arrived as f64 - last as f64;
+        let room = (task.arrived as i64 - last as i64) as f64; // absolute times have more digits than an f64
         let own = task.arrived - task.begin;
         let (look, hop) = match timeline.hand_off(index) {
             Some(hop) => (looks[task.name].min(own), hop as f64),

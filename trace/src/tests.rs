@@ -2,23 +2,36 @@
 
 use std::collections::BTreeSet;
 
-use ir::Target;
+use ir::program::{Program, Verified};
 use ir::schedule::{neutral_config, validate};
-use lower::Rates;
+use ir::{KernelConfig, Target};
+use lower::{Predictor, Rates};
 
 use serde_json::{Value, json};
 
 use crate::perfetto::write;
-use crate::{Cause, Edit, Path, Predicted, digest, predicted, replay};
+use crate::{Cause, Clock, Edit, Path, Predicted, digest, predicted, replay};
+
+/// The program, and the bytes that each of its tasks takes.
+fn program_and_bytes() -> (Verified<Program>, Vec<Vec<u64>>) {
+    let (program, kernel, target) = lowered();
+    let bytes = Predictor::new(&program, &kernel, &target, 128).task_bytes();
+    (program, bytes)
+}
 
 fn traced() -> Predicted {
+    let (program, kernel, target) = lowered();
+    predicted(&program, &kernel, &target, 128, Rates::shipped())
+}
+
+fn lowered() -> (Verified<Program>, KernelConfig, Target) {
     let model = model::load("toy-2l").unwrap();
     let target = Target::by_name("h200").unwrap();
     let config = neutral_config(&model.graph, &target);
     let config = validate(config, &model.graph, &target).unwrap();
     let options = lower::Options { kv_capacity: 256 };
     let program = lower::lower(&config, &model.graph, &target, options).unwrap();
-    predicted(&program, &config.kernel, &target, 128, Rates::shipped())
+    (program, config.kernel, target)
 }
 
 #[test]
@@ -193,4 +206,41 @@ fn edits_are_read_and_everything_wrong_is_said() {
     {
         assert!(said.contains(part), "{part}: {said}");
     }
+}
+
+#[test]
+fn the_identity_edit_is_exact_though_clocks_differ() {
+    let Predicted { timeline, mut records, .. } = traced();
+    // The clocks of two workers are up to 20 us apart: an input may arrive before its producer's end.
+    for record in &mut records {
+        record.begin +=
+            (1 << 60) + u64::from(record.worker.wrapping_mul(2_654_435_761) >> 8) % 20_000;
+    }
+    let (program, bytes) = program_and_bytes();
+    let clock = Clock { ns_per_cycle: 1.0, span: None, polls_after_ready: true };
+    let skewed = timeline.again(&program, &records, &bytes, 4_800_000_000_000, clock);
+    let late = |task: &crate::timeline::Task| {
+        task.producer.is_some_and(|of| skewed.tasks[of].end > task.arrived)
+    };
+    assert!(skewed.tasks.iter().any(late), "some producers end after the arrival");
+    let same = replay(&skewed, &Edit::default());
+    assert!((same.span - skewed.span() as f64).abs() < 1e-6, "{} {}", same.span, skewed.span());
+}
+
+#[test]
+fn causes_add_up_though_clocks_differ() {
+    let Predicted { timeline, mut records, .. } = traced();
+    for record in &mut records {
+        record.begin +=
+            (1 << 60) + u64::from(record.worker.wrapping_mul(2_654_435_761) >> 8) % 20_000;
+    }
+    let (program, bytes) = program_and_bytes();
+    let clock = Clock { ns_per_cycle: 1.0, span: None, polls_after_ready: true };
+    let skewed = timeline.again(&program, &records, &bytes, 4_800_000_000_000, clock);
+    // `new` asserts that they add up.
+    let there =
+        crate::Residuals::new(std::slice::from_ref(&timeline), std::slice::from_ref(&skewed));
+    let back =
+        crate::Residuals::new(std::slice::from_ref(&skewed), std::slice::from_ref(&timeline));
+    assert_eq!(there.growth_ns, -back.growth_ns);
 }

@@ -18,7 +18,9 @@ mod gpu;
 mod help;
 pub(crate) mod renamed;
 mod runs;
+mod trace;
 
+pub(crate) use self::trace::*;
 pub(crate) use config::*;
 pub(crate) use gpu::*;
 pub(crate) use help::command;
@@ -440,23 +442,6 @@ pub(crate) struct LoopArgs {
     pub(crate) store: Option<PathBuf>,
 }
 
-#[derive(Debug, Args)]
-pub(crate) struct LeversArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    #[command(flatten)]
-    pub(crate) config: ConfigArgs,
-    /// Tokens before the step.
-    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
-    pub(crate) context: u32,
-    /// A store of searches: what each move brought there.
-    #[arg(long, value_name = "FILE", conflicts_with = "try_move")]
-    pub(crate) store: Option<PathBuf>,
-    /// Make one move and trace the step before and after.
-    #[arg(long = "try", value_name = "KNOB=VALUE")]
-    pub(crate) try_move: Option<String>,
-}
-
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ExplainArgs {
     /// A knob's path, a rule's id, a trap's name, an exit code or a word of the glossary. Default: list them all.
@@ -670,52 +655,6 @@ pub(crate) struct TopArgs {
     /// Milliseconds between two samples.
     #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
     pub(crate) every: u64,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct TraceArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    /// Schedules (JSON files) to time and to trace, one after the other. Default: see --schedule.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) config: Vec<ConfigSource>,
-    /// The schedule if no config is given: auto (the shipped one, else default), found, shipped, default (rule-based) or neutral.
-    #[arg(
-        long,
-        value_enum,
-        value_name = "NAME",
-        conflicts_with = "config",
-        hide_possible_values = true
-    )]
-    pub(crate) schedule: Option<ScheduleChoice>,
-    /// Write one step of the last schedule as trace events in JSON, for ui.perfetto.dev: one track per worker, arrows
-    /// from producers, counters.
-    #[arg(long, value_name = "FILE", alias = "chrome")]
-    pub(crate) perfetto: Option<PathBuf>,
-    /// Write a text digest of at most 6 KB: time by op and layer, the longest waits and their producers, bubbles.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) digest: Option<PathBuf>,
-    /// Write the recorded steps of the last schedule against the predicted one as JSON: parts that take longer than
-    /// expected and repeat, what the difference of the span is due to, each part by op, layer and worker.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) residuals: Option<PathBuf>,
-    /// Write one step of the last schedule as a page of HTML: bounds, causes, what-ifs, a timeline, residuals.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) html: Option<PathBuf>,
-    /// Replay the recorded step with an edit: hop=FACTOR, stream=FACTOR, op.NAME=FACTOR, balance=perfect, several with
-    /// commas. May be given several times.
-    #[arg(long, value_name = "EDITS")]
-    pub(crate) what_if: Vec<String>,
-    /// Slow a step for a known reason and see whether it is found: OP[.CAUSE][@wWORKER][@lLAYER]=+TIMEus,
-    /// in_flight=STAGES (predicted steps only) or nothing. May be given several times.
-    #[arg(long, value_name = "CAUSE")]
-    pub(crate) plant: Vec<trace::Plant>,
-    /// The same with N seeded causes, and N times with nothing.
-    #[arg(long, default_value_t = 0, value_name = "N", hide_default_value = true)]
-    pub(crate) plants: u64,
-    /// Tokens before the measured ones.
-    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
-    pub(crate) context: u32,
 }
 
 #[derive(Debug, Args)]

@@ -20,6 +20,8 @@ mod seqs;
 mod serve;
 #[path = "top_tests.rs"]
 mod top;
+#[path = "cli_tests/trace.rs"]
+mod trace;
 
 /// The result of one call of `amk`.
 struct Ran {
@@ -684,67 +686,6 @@ fn without_a_gpu_bench_predicts_and_says_so() {
     assert_eq!((&document["context"], &document["kv_capacity"]), (&5000.into(), &5032.into()));
     let ran = amk(&["bench", "--model", "toy", "--context", "100000"]);
     ran.fails(2, &["--context"]);
-}
-
-#[test]
-fn without_a_gpu_trace_takes_a_predicted_step_apart() {
-    let folder = folder();
-    let files = ["--perfetto", "a.json", "--digest", "a.md"];
-    let args = ["trace", "--model", "toy", "--device", "cpu", "--kv-capacity", "256"];
-    let document = amk_in(folder.path(), &[&args[..], &files].concat()).succeeds("amk.trace.v2");
-    assert_eq!(document["latency_kind"], "predicted");
-    let step = &document["schedules"][0]["step"];
-    let ns = |key: &str| step[key].as_i64().unwrap_or_else(|| panic!("{key}: {step}"));
-    let bubbles = ["before", "between", "after"].map(|at| step["bubble_ns"][at].as_i64().unwrap());
-    let parts = ns("bound_ns") + ns("excess_ns") + ns("waiting_ns") + bubbles.iter().sum::<i64>();
-    assert_eq!(parts, ns("span_ns") * ns("workers"));
-    for file in files.iter().skip(1).step_by(2) {
-        assert!(std::fs::metadata(folder.path().join(file)).unwrap().len() > 500, "{file}");
-    }
-    let bounds = &document["schedules"][0]["bounds"];
-    let bound = |key: &str| bounds[key].as_f64().unwrap_or_else(|| panic!("{key}: {bounds}"));
-    assert_eq!(bound("bound_us"), bound("bytes_us").max(bound("chain_us")));
-    assert!(bound("bound_us") * 1000.0 <= ns("span_ns") as f64, "{bounds}");
-    let refused = amk_in(folder.path(), &[&args[..], &["--digest", "no/such/folder.md"]].concat());
-    refused.fails(2, &["cannot write", "no/such/folder.md"]);
-    amk(&["trace", "--model", "toy", "--device", "cpu", "--context", "999999"])
-        .fails(2, &["--context"]);
-}
-
-#[test]
-fn trace_replays_edits_and_finds_planted_causes() {
-    let folder = folder();
-    let args = ["trace", "--model", "toy-2l", "--device", "cpu", "--kv-capacity", "256"];
-    let files = ["--residuals", "r.json", "--html", "step.html"];
-    let edits = ["--what-if", "hop=1", "--what-if", "hop=0.5,op.attention=0"];
-    let plants = ["--plant", "down.products@w5=+3us", "--plants", "3"];
-    let all = [&args[..], &files, &edits, &plants].concat();
-    let document = amk_in(folder.path(), &all).succeeds("amk.trace.v2");
-    let schedule = &document["schedules"][0];
-    let what_if = schedule["what_if"].as_array().expect("a row for each");
-    assert_eq!(what_if[0]["span_ns"], schedule["step"]["span_ns"].as_f64().expect("ns"));
-    assert!(what_if[1]["gain_pct"].as_f64() > Some(1.0), "{}", what_if[1]);
-    let planted = &schedule["planted"];
-    assert_eq!((&planted["causes"], &planted["nothing"]), (&4.into(), &3.into()));
-    assert_eq!(planted["no_finding"], 3);
-    let first = &planted["each"][0];
-    assert_eq!(
-        (&first["plant"], &first["named_first"]),
-        (&"down.products@w5=+3us".into(), &true.into())
-    );
-    let sum: i64 =
-        first["causes"].as_array().unwrap().iter().filter_map(|c| c["ns"].as_i64()).sum();
-    assert_eq!(Some(sum), first["growth_ns"].as_i64(), "the causes add up to the growth");
-    let residuals: Value =
-        serde_json::from_slice(&std::fs::read(folder.path().join("r.json")).unwrap()).unwrap();
-    assert_eq!(residuals["schema"], "amk.residuals.v1");
-    // The predicted step against itself.
-    assert_eq!(residuals["residuals"]["growth_ns"], 0);
-    let page = std::fs::read_to_string(folder.path().join("step.html")).unwrap();
-    assert!(page.contains("\"critical_path\"") && !page.contains("/*DATA*/"));
-    let refused = amk(&[&args[..], &["--what-if", "op.nothing=1,x"]].concat());
-    refused.fails(2, &["no op `nothing`", "`x` is no edit"]);
-    amk(&[&args[..], &["--plant", "down=3"]].concat()).fails(2, &["is no planted cause"]);
 }
 
 #[test]

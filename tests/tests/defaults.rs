@@ -40,13 +40,11 @@ fn measured(model: &str) -> [f64; 2] {
 
 #[test]
 fn the_default_is_within_five_per_cent_of_the_best_measured_points() {
-    for (model, percent) in [("llama-3.2-1b", 1.94), ("qwen3-0.6b", 4.67), ("smollm2-135m", 0.0)] {
+    for model in ["llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"] {
         let [rule, best] = measured(model);
         let behind = 100.0 * (rule / best - 1.0);
-        assert!(
-            (behind - percent).abs() < 0.01,
-            "{model}: {rule} us is {behind:.2} % behind {best}"
-        );
+        println!("{model}: {rule} us is {behind:.2} % behind {best}");
+        assert!(behind < 5.0, "{model}: {rule} us is {behind:.2} % behind {best}");
     }
 }
 

@@ -527,8 +527,11 @@ pub(crate) struct GenerateArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
+    /// A Hugging Face folder or a preset.
+    #[arg(long, value_name = "DIR|PRESET", required_unless_present = "manifest")]
+    pub(crate) model: Option<String>,
     #[command(flatten)]
-    pub(crate) model: ModelArgs,
+    pub(crate) place: PlaceArgs,
     #[command(flatten)]
     pub(crate) sharing: SharingArgs,
     #[command(flatten)]
@@ -548,10 +551,17 @@ pub(crate) struct BenchArgs {
     /// The model as a GGUF file, for llama.cpp.
     #[arg(long, value_name = "FILE")]
     pub(crate) gguf: Option<PathBuf>,
+    /// Measure the rows of this file, each in several processes, and judge them by its gates (docs/explanation/measuring.md). With it, --bundle
+    /// names a folder for the bundles of the rows that are results.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "config", "schedule", "context", "seed", "rounds", "peers", "gguf", "kv_capacity", "prefill", "sequences"])]
+    pub(crate) manifest: Option<PathBuf>,
+    /// Timed rounds of four blocks.
+    #[arg(long, default_value_t = 24, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1000))]
+    pub(crate) rounds: u32,
     /// Write the measurement, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
-    /// Time a prompt of this many tokens in chunks instead of decoding. Needs the GPU.
+    /// Time a prompt of this many tokens in chunks instead of a step. Needs the GPU.
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
     /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU and 16-bit weights.

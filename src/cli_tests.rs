@@ -8,6 +8,8 @@ use serde_json::Value;
 
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
+#[path = "cli_tests/manifest.rs"]
+mod manifest;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
 #[path = "cli_tests/refusals.rs"]

@@ -14,14 +14,12 @@ pub(crate) mod generate;
 pub(crate) mod html;
 pub(crate) mod measured_grid;
 pub(crate) mod migrate;
-pub(crate) mod prefill;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod rerun;
 pub(crate) mod runs;
 pub(crate) mod sample;
 pub(crate) mod search_loop;
-pub(crate) mod together;
 pub(crate) mod trace;
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ const DRAWS_PER_ROW: usize = 20;
 
 pub(crate) fn run(args: &SampleArgs) -> Outcome {
     let end = args.context.saturating_add(TIMED_TOKENS);
-    let context = Context::with_room(&args.model, end)?;
+    let context = Context::with_room(&args.model.model, &args.model.place, end)?;
     context.check_timed(args.context, TIMED_TOKENS, context.kv_capacity)?;
     let Some(mut device) = context.open_process(&args.sharing)? else {
         return Err(Failure::no_gpu("a random sample is measured"));

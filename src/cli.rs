@@ -167,14 +167,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
     )]
     Trace(TraceArgs),
-    /// Measures random legal schedules on the GPU: the rows that the cost model is fitted to.
-    #[command(
-        after_help = "Examples:\n  amk sample --model llama-3.2-1b --count 200 --out llama.jsonl\n  amk sample --model qwen3-0.6b --count 60 --seed 3 --out qwen.jsonl\n\n\
-        Half of the schedules are drawn over all knobs, half a few edits away from a known one. Each passes the gates of a search before\n\
-        it is timed. Every row is written before the next schedule runs; Ctrl-C ends the random sample with exit code 130."
-    )]
-    Sample(SampleArgs),
-    /// Records measured grids of schedules: strategies are compared on them without a GPU.
+    /// Measures many schedules: the points of a grid, on which strategies are compared without a GPU, or random ones.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
@@ -687,28 +680,8 @@ pub(crate) struct TraceArgs {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct SampleArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    #[command(flatten)]
-    pub(crate) sharing: SharingArgs,
-    /// Schedules to measure.
-    #[arg(long, default_value_t = 200, value_name = "N")]
-    pub(crate) count: usize,
-    /// Random seed of the schedules and tokens.
-    #[arg(long, default_value_t = 0)]
-    pub(crate) seed: u64,
-    /// Tokens before the timed ones.
-    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
-    pub(crate) context: u32,
-    /// The file of rows to write; it must not exist.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) out: PathBuf,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct CalibrateArgs {
-    /// Rows, as `sample` writes them.
+    /// Rows, as `grid record --random` writes them.
     #[arg(required = true, value_name = "FILE")]
     pub(crate) samples: Vec<PathBuf>,
     /// Predict with the rates of this file instead of those of the build.

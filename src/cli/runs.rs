@@ -184,12 +184,15 @@ pub(crate) enum ExportFormat {
 /// The subcommands of `grid`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum MeasuredGridCommand {
-    /// Measures every point of a grid, each once and briefly. Without a GPU the points are predicted, and the file says so.
+    /// Measures every point of a grid, or random schedules, each once and briefly. Without a GPU the points of a grid are predicted, and the
+    /// file says so.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
-        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
+        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n  \
+        amk grid record --model llama-3.2-1b --random 200 --out llama.jsonl\n\n\
         Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they\n\
-        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
+        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too.\n\
+        Random schedules: half are drawn over all knobs, half a few edits away from a known one. `amk calibrate` reads their rows."
     )]
     Record(RecordArgs),
 }
@@ -213,8 +216,11 @@ pub(crate) struct RecordArgs {
     #[command(flatten)]
     pub(crate) sharing: SharingArgs,
     /// The grid: knobs with the values to combine.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) grid: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "random")]
+    pub(crate) grid: Option<PathBuf>,
+    /// Measure this many random legal schedules instead. Needs the GPU.
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200", conflicts_with_all = ["grid", "shard", "resume"])]
+    pub(crate) random: Option<usize>,
     /// Random seed of the tokens and of the order of the points.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,

@@ -417,10 +417,6 @@ pub(crate) struct LoopArgs {
     /// Where the ledger, the table and the best schedule go. Default: a new folder in runs/.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
-    /// The file for the table of trials. Default: OUT/results.tsv.
-    #[arg(long, value_name = "FILE")]
-    #[serde(skip)]
-    pub(crate) results: Option<PathBuf>,
     /// The store of the results of all searches; `none`: no store. Default: store.sqlite beside OUT.
     #[arg(long, value_name = "FILE|none")]
     pub(crate) store: Option<PathBuf>,

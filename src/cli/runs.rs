@@ -197,18 +197,6 @@ pub(crate) enum MeasuredGridCommand {
     Record(RecordArgs),
 }
 
-/// Parses a shard: its index, from zero, and the number of shards.
-fn shard(text: &str) -> Result<(u32, u32), String> {
-    let read = || {
-        let (index, of) = text.split_once('/')?;
-        Some((index.parse().ok()?, of.parse().ok()?))
-    };
-    match read() {
-        Some((index, of)) if index < of => Ok((index, of)),
-        _ => Err("a shard is I/N with I from 0 to N - 1".to_owned()),
-    }
-}
-
 #[derive(Debug, Args)]
 pub(crate) struct RecordArgs {
     #[command(flatten)]
@@ -219,7 +207,7 @@ pub(crate) struct RecordArgs {
     #[arg(long, value_name = "FILE", required_unless_present = "random")]
     pub(crate) grid: Option<PathBuf>,
     /// Measure this many random legal schedules instead. Needs the GPU.
-    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200", conflicts_with_all = ["grid", "shard", "resume"])]
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200", conflicts_with_all = ["grid", "resume"])]
     pub(crate) random: Option<usize>,
     /// Random seed of the tokens and of the order of the points.
     #[arg(long, default_value_t = 0)]
@@ -230,9 +218,6 @@ pub(crate) struct RecordArgs {
     /// Rounds of four blocks of eight tokens for which a point is timed.
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub(crate) rounds: usize,
-    /// Record only the points whose number is I modulo N.
-    #[arg(long, default_value = "0/1", value_name = "I/N", value_parser = shard)]
-    pub(crate) shard: (u32, u32),
     /// The file of rows to write.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,

@@ -21,7 +21,7 @@ fn bench(rows: &Value) -> super::Ran {
 
 #[test]
 fn a_prediction_is_no_result_and_the_row_says_so() {
-    let toy = json!({"name": "toy", "model": "toy", "format": "bf16", "context": 8, "schedule": "default", "kv_capacity": 16});
+    let toy = json!({"name": "toy", "model": "toy", "format": "f16", "context": 8, "schedule": "default", "kv_capacity": 16});
     // A bundle needs a GPU, and the failure of the process is that of the command.
     bench(&json!([toy])).fails(3, &["row \"toy\", process 1", "--bundle", "no GPU here"]);
     let dir = folder();

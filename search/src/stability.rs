@@ -2,6 +2,7 @@
 //! processes that measured it. A pure function of the samples.
 
 use std::collections::BTreeSet;
+use std::fmt;
 
 use corpus::Conditions;
 use serde::{Deserialize, Serialize};
@@ -148,6 +149,16 @@ impl Stable {
         let beyond = all.into_iter().filter(|(_, found, most, _)| found > most || found.is_nan());
         beyond
             .map(|(what, found, most, how)| format!("{what} {found:.2}% {how}, more than {most}%"))
+    }
+}
+
+impl fmt::Display for Stable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { us, interval_pct, noise_pct, spread_pct, .. } = self;
+        write!(
+            f,
+            "{us:.1} us; 99% interval {interval_pct:.2}% wide, A/A {noise_pct:.2}%, processes {spread_pct:.2}% apart"
+        )
     }
 }
 

@@ -155,7 +155,7 @@ pub(crate) struct StoreArgs {
 pub(crate) struct ImportArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
-    /// Ledgers, folders of a search, folders of such folders, exported files.
+    /// Ledgers, folders of a search, folders of such folders, exported JSON lines.
     #[arg(value_name = "PATH", required = true)]
     pub(crate) paths: Vec<PathBuf>,
 }

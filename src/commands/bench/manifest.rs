@@ -182,37 +182,56 @@ impl RowSpec {
     }
 }
 
-/// Measures a row in all its processes and judges it.
+/// Measures a row in all its processes and judges it. A process that fails is a reason, and the last one of its row.
 fn measure(args: &BenchArgs, manifest: &Manifest, row: &RowSpec) -> Result<Value, Failure> {
     let folder = args.bundle.as_ref().filter(|_| row.has_bundle());
     let bundle = folder.map(|folder| folder.join(format!("{}.bundle.json", row.name)));
+    // Takes its name only if the row is a result.
+    let fresh = bundle.as_ref().map(|path| path.with_extension("unjudged"));
     let (mut documents, mut processes) = (Vec::new(), Vec::<Process>::new());
+    let mut failed = None;
     for number in 1..=manifest.processes {
         // Each process measures all of it; the bundle is the first one's.
-        let bundle = bundle.as_deref().filter(|_| number == 1);
-        let command = row.command(args, manifest.repeats, bundle);
-        let timeout = Duration::from_secs(manifest.timeout_s);
-        let failed = |what: String| {
-            Failure::refused(format!("row {:?}, process {number}: {what}", row.name))
-        };
-        let ended = child_process::run(command, "", timeout).map_err(|e| failed(e.to_string()))?;
-        let document = answer(&ended)
-            .map_err(|failure| Failure { message: failed(failure.message).message, ..failure })?;
-        let process: Process =
-            serde_json::from_value(document.clone()).map_err(|e| failed(e.to_string()))?;
-        report::say(&format!("  {} {number}: {:.1} us", row.name, process.median_us()));
-        documents.push(document);
-        processes.push(process);
+        let fresh = fresh.as_deref().filter(|_| number == 1);
+        let command = row.command(args, manifest.repeats, fresh);
+        match once(command, manifest.timeout_s) {
+            Ok((document, process)) => {
+                report::say(&format!("  {} {number}: {:.1} us", row.name, process.median_us()));
+                documents.push(document);
+                processes.push(process);
+            }
+            Err(Failure { exit: Exit::No, message }) => {
+                failed = Some(format!("process {number}: {message}"));
+                break;
+            }
+            Err(Failure { exit, message }) => {
+                let message = format!("row {:?}, process {number}: {message}", row.name);
+                return Err(Failure { exit, message });
+            }
+        }
     }
-    let judged = judge(manifest, row, &processes);
+    let judged = judge(manifest, row, &processes, failed);
     match &judged {
-        Ok(stable) => report::say(&format!("{}: {}", row.name, in_words(stable))),
+        Ok(stable) => report::say(&format!("{}: {stable}", row.name)),
         Err(reasons) => report::say(&format!("{}: UNSTABLE: {}", row.name, reasons.join("; "))),
     }
-    if let (Some(path), Err(_)) = (&bundle, &judged) {
-        let _ = fs::remove_file(path);
+    if let (Some(fresh), Some(path)) = (&fresh, &bundle) {
+        if judged.is_ok() {
+            let unwritable = Failure::cannot("write", path, "choose another folder in --bundle");
+            fs::rename(fresh, path).map_err(unwritable)?;
+        } else {
+            let _ = fs::remove_file(fresh);
+        }
     }
-    Ok(entry(row, &judged, &documents, bundle.filter(|path| path.is_file())))
+    Ok(entry(row, &judged, &documents, bundle.filter(|_| judged.is_ok())))
+}
+
+/// Runs a process that measures a row.
+fn once(command: Command, timeout_s: u64) -> Result<(Value, Process), Failure> {
+    let ended = child_process::run(command, "", Duration::from_secs(timeout_s));
+    let document = answer(&ended.map_err(|error| Failure::refused(error.to_string()))?)?;
+    let process = serde_json::from_value(document.clone());
+    Ok((document, process.map_err(|error| Failure::bug(error.to_string()))?))
 }
 
 /// The document of a process that measured; its failure if it ended without one.
@@ -227,29 +246,22 @@ fn answer(ended: &Ended) -> Result<Value, Failure> {
     Err(Failure { exit: exit.unwrap_or(Exit::No), message })
 }
 
-fn judge(manifest: &Manifest, row: &RowSpec, all: &[Process]) -> Result<Stable, Vec<String>> {
+/// Judges the processes of a row, of which the last may have failed.
+fn judge(
+    manifest: &Manifest,
+    row: &RowSpec,
+    all: &[Process],
+    failed: Option<String>,
+) -> Result<Stable, Vec<String>> {
     let judged = Stable::new(&manifest.require, &manifest.gates, all, row.seed);
     let other = all.iter().find(|process| process.dtype != row.format);
-    match other {
-        None => judged,
-        Some(process) => {
-            let mut reasons = judged.err().unwrap_or_default();
-            reasons.push(format!("the weights are {}, not {}", process.dtype, row.format));
-            Err(reasons)
-        }
+    let other =
+        other.map(|process| format!("the weights are {}, not {}", process.dtype, row.format));
+    let more: Vec<String> = failed.into_iter().chain(other).collect();
+    if more.is_empty() {
+        return judged;
     }
-}
-
-fn in_words(stable: &Stable) -> String {
-    let figures = serde_json::to_value(stable).unwrap_or_default();
-    let of = |name: &str| figures[name].as_f64().unwrap_or(f64::NAN);
-    format!(
-        "{:.1} us; 99% interval {:.2}% wide, A/A {:.2}%, processes {:.2}% apart",
-        of("us"),
-        of("interval_pct"),
-        of("noise_pct"),
-        of("spread_pct")
-    )
+    Err(judged.err().into_iter().flatten().chain(more).collect())
 }
 
 /// The entry of a row in the answer.

@@ -52,10 +52,42 @@ fn everything_that_is_wrong_with_a_manifest_is_said_at_once() {
     assert!(serde_json::from_value::<Manifest>(unknown).is_err());
 }
 
+/// A row that a GPU would pass, so that only what is added can refuse it.
+fn quiet(dtype: &str) -> Vec<Process> {
+    let clocks = json!({"sm_mhz": 1980, "memory_mhz": 3201, "throttled": []});
+    let process = json!({
+        "correct": true, "rejected_reason": null, "latency_kind": "measured-gpu", "dtype": dtype,
+        "conditions": {
+            "card": "NVIDIA H200", "uuid": null, "sms": 132, "max_sm_mhz": 1980, "max_memory_mhz": 3201,
+            "other_processes": 0, "driver": "580.159.04", "cuda": "13.0", "nvrtc": "13.0", "amk": "0.2.0"
+        },
+        "clocks": [clocks, clocks], "samples_us": vec![[600.0; 4]; 24],
+        "schedule_id": "a", "program_id": "b", "kernel_id": "c",
+    });
+    let process: Process = serde_json::from_value(process).expect("what `amk bench` writes");
+    vec![process; 2]
+}
+
 #[test]
-fn weights_of_another_format_are_no_result() {
+fn weights_of_another_format_and_a_failed_process_are_no_result() {
     let manifest: Manifest = serde_json::from_value(shipped_manifest()).expect("it is one");
-    let process = Process { dtype: "f32".to_owned(), ..Process::default() };
-    let reasons = judge(&manifest, &manifest.rows[0], &[process]).expect_err("another format");
-    assert!(reasons.iter().any(|why| why == "the weights are f32, not bf16"), "{reasons:?}");
+    let judged = |dtype, failed: Option<&str>| {
+        judge(&manifest, &manifest.rows[0], &quiet(dtype), failed.map(str::to_owned))
+    };
+    assert!(judged("bf16", None).is_ok());
+    let reasons = |dtype, failed| judged(dtype, failed).expect_err("it is no result");
+    assert_eq!(reasons("f32", None), ["the weights are f32, not bf16"]);
+    assert_eq!(reasons("bf16", Some("no answer within 1 s")), ["no answer within 1 s"]);
+}
+
+#[test]
+fn a_process_that_does_not_answer_in_time_fails() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec sleep 60"]);
+    let failure = once(command, 0).err().expect("it does not answer");
+    assert_eq!((failure.exit, failure.message.as_str()), (Exit::No, "no answer within 0 s"));
+    let mut command = Command::new("sh");
+    command.args(["-c", r#"echo '{"message": "no GPU"}'; exit 3"#]);
+    let failure = once(command, 60).err().expect("it answers with a failure");
+    assert_eq!((failure.exit, failure.message.as_str()), (Exit::Missing, "no GPU"));
 }

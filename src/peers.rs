@@ -214,12 +214,15 @@ fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {
 
 /// Runs an engine to its end or its time limit and returns its standard output.
 fn run(command: Command, input: &str, timeout: Duration, missing: &str) -> Result<String, String> {
-    let ended =
-        child_process::run(command, input, timeout).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => missing.to_owned(),
-            ErrorKind::TimedOut => format!("{error}; --peer-timeout raises the limit"),
-            _ => format!("it cannot be run: {error}"),
-        })?;
+    let ended = child_process::run(command, input, timeout).map_err(|error| {
+        if error.kind() == ErrorKind::NotFound {
+            missing.to_owned()
+        } else if error.kind() == ErrorKind::TimedOut {
+            format!("{error}; --peer-timeout raises the limit")
+        } else {
+            format!("it cannot be run: {error}")
+        }
+    })?;
     if ended.status.success() {
         return Ok(ended.out);
     }

@@ -84,10 +84,10 @@ fn weights_of_another_format_and_a_failed_process_are_no_result() {
 fn a_process_that_does_not_answer_in_time_fails() {
     let mut command = Command::new("sh");
     command.args(["-c", "exec sleep 60"]);
-    let failure = once(command, 0).err().expect("it does not answer");
+    let failure = once(command, 0).expect_err("it does not answer");
     assert_eq!((failure.exit, failure.message.as_str()), (Exit::No, "no answer within 0 s"));
     let mut command = Command::new("sh");
     command.args(["-c", r#"echo '{"message": "no GPU"}'; exit 3"#]);
-    let failure = once(command, 60).err().expect("it answers with a failure");
+    let failure = once(command, 60).expect_err("it answers with a failure");
     assert_eq!((failure.exit, failure.message.as_str()), (Exit::Missing, "no GPU"));
 }

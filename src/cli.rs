@@ -151,7 +151,8 @@ pub(crate) enum Command {
     /// Measures us per token and accuracy, of other engines too. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
-        amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
+        amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu\n  \
+        amk bench --manifest corpus/bench.json --device cuda --bundle bundles"
     )]
     Bench(BenchArgs),
     /// Checks bundles: files with a schedule and the proof of its measured time. Written by `bench --bundle`; no GPU is needed.

@@ -48,7 +48,7 @@ fn everything_that_is_wrong_with_a_manifest_is_said_at_once() {
     assert_eq!(all.len(), says.len(), "{all:?}");
     says.iter().for_each(|part| assert!(all.iter().any(|why| why.contains(part)), "{part}"));
     let mut unknown = shipped_manifest();
-    unknown["rows"][0]["lanes"] = json!(2);
+    unknown["rows"][0]["width"] = json!(2);
     assert!(serde_json::from_value::<Manifest>(unknown).is_err());
 }
 

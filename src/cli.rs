@@ -153,7 +153,8 @@ pub(crate) enum Command {
     /// Measures us per token and accuracy, of other engines too. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
-        amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu"
+        amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu\n  \
+        amk bench --manifest corpus/bench.json --device cuda --bundle bundles"
     )]
     Bench(BenchArgs),
     /// Checks bundles: files with a schedule and the proof of its measured time. Written by `bench --bundle`; no GPU is needed.
@@ -169,14 +170,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
     )]
     Trace(TraceArgs),
-    /// Measures random legal schedules on the GPU: the rows that the cost model is fitted to.
-    #[command(
-        after_help = "Examples:\n  amk sample --model llama-3.2-1b --count 200 --out llama.jsonl\n  amk sample --model qwen3-0.6b --count 60 --seed 3 --out qwen.jsonl\n\n\
-        Half of the schedules are drawn over all knobs, half a few edits away from a known one. Each passes the gates of a search before\n\
-        it is timed. Every row is written before the next schedule runs; Ctrl-C ends the random sample with exit code 130."
-    )]
-    Sample(SampleArgs),
-    /// Records measured grids of schedules: strategies are compared on them without a GPU.
+    /// Measures many schedules: the points of a grid, on which strategies are compared without a GPU, or random ones.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
@@ -433,10 +427,6 @@ pub(crate) struct LoopArgs {
     /// Where the ledger, the table and the best schedule go. Default: a new folder in runs/.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
-    /// The file for the table of trials. Default: OUT/results.tsv.
-    #[arg(long, value_name = "FILE")]
-    #[serde(skip)]
-    pub(crate) results: Option<PathBuf>,
     /// The store of the results of all searches; `none`: no store. Default: store.sqlite beside OUT.
     #[arg(long, value_name = "FILE|none")]
     pub(crate) store: Option<PathBuf>,
@@ -536,8 +526,11 @@ pub(crate) struct GenerateArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
+    /// A Hugging Face folder or a preset.
+    #[arg(long, value_name = "DIR|PRESET", required_unless_present = "manifest")]
+    pub(crate) model: Option<String>,
     #[command(flatten)]
-    pub(crate) model: ModelArgs,
+    pub(crate) place: PlaceArgs,
     #[command(flatten)]
     pub(crate) sharing: SharingArgs,
     #[command(flatten)]
@@ -557,10 +550,17 @@ pub(crate) struct BenchArgs {
     /// The model as a GGUF file, for llama.cpp.
     #[arg(long, value_name = "FILE")]
     pub(crate) gguf: Option<PathBuf>,
+    /// Measure the rows of this file, each in several processes, and judge them by its gates (docs/explanation/measuring.md). With it, --bundle
+    /// names a folder for the bundles of the rows that are results.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "config", "schedule", "context", "seed", "rounds", "peers", "gguf", "kv_capacity", "prefill", "sequences"])]
+    pub(crate) manifest: Option<PathBuf>,
+    /// Timed rounds of four blocks.
+    #[arg(long, default_value_t = 24, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1000))]
+    pub(crate) rounds: u32,
     /// Write the measurement, with the schedule and the proofs, as one file that `amk bundle` checks. Needs the GPU.
     #[arg(long, value_name = "FILE")]
     pub(crate) bundle: Option<PathBuf>,
-    /// Time a prompt of this many tokens in chunks instead of decoding. Needs the GPU.
+    /// Time a prompt of this many tokens in chunks instead of a step. Needs the GPU.
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
     /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU and 16-bit weights.
@@ -658,28 +658,8 @@ pub(crate) struct TopArgs {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct SampleArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    #[command(flatten)]
-    pub(crate) sharing: SharingArgs,
-    /// Schedules to measure.
-    #[arg(long, default_value_t = 200, value_name = "N")]
-    pub(crate) count: usize,
-    /// Random seed of the schedules and tokens.
-    #[arg(long, default_value_t = 0)]
-    pub(crate) seed: u64,
-    /// Tokens before the timed ones.
-    #[arg(long, default_value_t = 128, value_name = "TOKENS")]
-    pub(crate) context: u32,
-    /// The file of rows to write; it must not exist.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) out: PathBuf,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct CalibrateArgs {
-    /// Rows, as `sample` writes them.
+    /// Rows, as `grid record --random` writes them.
     #[arg(required = true, value_name = "FILE")]
     pub(crate) samples: Vec<PathBuf>,
     /// Predict with the rates of this file instead of those of the build.

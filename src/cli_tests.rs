@@ -8,6 +8,8 @@ use serde_json::Value;
 
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
+#[path = "cli_tests/manifest.rs"]
+mod manifest;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
 #[path = "cli_tests/refusals.rs"]
@@ -409,16 +411,8 @@ fn what_cannot_be_continued_or_written_is_said_before_anything_runs() {
     resume(&["--device", "cuda"]).fails(2, &["--device"]);
     amk_in(dir.path(), &["loop", "--resume", "--out", "none"]).fails(2, &["none", "--resume"]);
     amk_in(dir.path(), &["loop", "--resume"]).fails(2, &["runs/"]);
-    std::fs::create_dir(dir.path().join("taken")).unwrap();
-    let ran = search(dir.path(), &["--out", "t", "--results", "taken", "--budget", "2"]);
-    ran.fails(2, &["taken", "name a file"]);
-    assert!(!dir.path().join("t/ledger.jsonl").exists());
     std::fs::write(dir.path().join("plain"), "").unwrap();
     search(dir.path(), &["--out", "plain/s"]).fails(2, &["plain"]);
-    if cfg!(target_os = "linux") {
-        let ran = search(dir.path(), &["--out", "u", "--results", "/dev/full", "--budget", "2"]);
-        ran.fails(2, &["/dev/full", "free some space"]);
-    }
     search(dir.path(), &["--min-gain", "100", "--out", "v"]).fails(2, &["--min-gain"]);
 }
 

@@ -169,7 +169,6 @@ fn a_report_is_one_page_that_a_name_cannot_break_out_of() {
     );
     for part in [
         "Progress",
-        "Against the bound",
         "Kept and reverted",
         "What each knob was worth",
         "beside the start",

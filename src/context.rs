@@ -39,9 +39,9 @@ impl Context {
     }
 
     /// The same; a cache without a given size gets room for `tokens`, limited by the model's positions.
-    pub(crate) fn with_room(args: &ModelArgs, tokens: u32) -> Result<Self, Failure> {
-        let mut context = Self::new(args)?;
-        if args.place.kv_capacity.is_none() {
+    pub(crate) fn with_room(name: &str, place: &PlaceArgs, tokens: u32) -> Result<Self, Failure> {
+        let mut context = Self::load(name, place)?;
+        if place.kv_capacity.is_none() {
             let needed = tokens.min(context.positions_max());
             context.kv_capacity = context.kv_capacity.max(needed);
         }

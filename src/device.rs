@@ -29,7 +29,7 @@ mod sequences;
 mod sharing;
 mod weights;
 
-pub(crate) use child::serve;
+pub(crate) use child::{clocks, serve};
 
 use builds::Builds;
 use probe::look;

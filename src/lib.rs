@@ -9,6 +9,7 @@
 )]
 
 mod bug;
+mod child_process;
 mod cli;
 mod commands;
 mod conditions;

@@ -2,17 +2,17 @@
 //! element type and context, and never while the device holds our kernel. An absent engine is listed with its reason.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{Read, Write};
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ir::Graph;
 use ir::program::Dims;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::child_process;
 use crate::cli::PeerChoice;
 use crate::device::Check;
 
@@ -25,12 +25,6 @@ const BLOCKS_MIN: usize = 5;
 
 /// Untimed blocks before them.
 const WARMUP: usize = 2;
-
-/// The polling interval of a running child.
-const LOOK: Duration = Duration::from_millis(20);
-
-/// How long the pipes may stay open after a child has ended: a grandchild can hold them.
-const DRAIN: Duration = Duration::from_secs(2);
 
 /// The most characters of a peer's own message that are passed on.
 const WORDS_MAX: usize = 300;
@@ -218,58 +212,21 @@ fn llama_bench(ask: &Ask<'_>) -> Result<Measured, String> {
     })
 }
 
-/// Runs a child to its end or its time limit and returns its standard output. The child is always reaped.
-fn run(
-    mut command: Command,
-    input: &str,
-    timeout: Duration,
-    missing: &str,
-) -> Result<String, String> {
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let start = Instant::now();
-    let mut child = command.spawn().map_err(|error| {
-        let gone = error.kind() == std::io::ErrorKind::NotFound;
-        if gone { missing.to_owned() } else { format!("it cannot be started: {error}") }
-    })?;
-    let stdin = child.stdin.take();
-    let input = input.to_owned();
-    // On threads: a child may stop reading, and pipes fill up.
-    std::thread::spawn(move || stdin.map(|mut pipe| pipe.write_all(input.as_bytes())));
-    let (out, err) = (collected(child.stdout.take()), collected(child.stderr.take()));
-    let status = loop {
-        match child.try_wait() {
-            Ok(Some(status)) => break status,
-            Ok(None) if start.elapsed() < timeout => std::thread::sleep(LOOK),
-            waiting => {
-                let _ = child.kill();
-                let _ = child.wait();
-                let limit = timeout.as_secs_f64();
-                return Err(match waiting {
-                    Err(error) => format!("it cannot be waited for: {error}"),
-                    Ok(_) => format!("no answer within {limit} s; --peer-timeout raises the limit"),
-                });
-            }
+/// Runs an engine to its end or its time limit and returns its standard output.
+fn run(command: Command, input: &str, timeout: Duration, missing: &str) -> Result<String, String> {
+    let ended = child_process::run(command, input, timeout).map_err(|error| {
+        if error.kind() == ErrorKind::NotFound {
+            missing.to_owned()
+        } else if error.kind() == ErrorKind::TimedOut {
+            format!("{error}; --peer-timeout raises the limit")
+        } else {
+            format!("it cannot be run: {error}")
         }
-    };
-    let out = out.recv_timeout(DRAIN).unwrap_or_default();
-    if status.success() {
-        return Ok(out);
+    })?;
+    if ended.status.success() {
+        return Ok(ended.out);
     }
-    let err = err.recv_timeout(DRAIN).unwrap_or_default();
-    let last = err.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-    Err(format!("it failed ({status}): {}", shortened(last)))
-}
-
-/// Everything written to a pipe, once it is closed.
-fn collected(pipe: Option<impl Read + Send + 'static>) -> mpsc::Receiver<String> {
-    let (sender, receiver) = mpsc::channel();
-    std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        // After an error, the bytes read so far are the result.
-        let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
-        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
-    });
-    receiver
+    Err(format!("it failed ({}): {}", ended.status, shortened(ended.last_line())))
 }
 
 /// One line of bounded length.

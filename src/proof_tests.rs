@@ -179,9 +179,13 @@ fn bundles_that_prove_nothing_are_refused_with_the_reason() {
 fn what_must_be_measured_is_not_made_up() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("rows.jsonl");
-    let sample = ["sample", "--model", "toy", "--device", "cpu", "--out", out.to_str().unwrap()];
-    let (code, document, _) = amk(&sample);
-    assert_eq!((code, &document["error"]), (3, &"capability_missing".into()));
+    let toy = ["--model", "toy", "--device", "cpu", "--out", out.to_str().unwrap()];
+    // The second is the name of the version before.
+    for record in [&["grid", "record", "--random", "4"][..], &["sample"]] {
+        let (code, document, said) = amk(&[record, &toy].concat());
+        assert_eq!((code, &document["error"]), (3, &"capability_missing".into()), "{said}");
+        assert!(document["message"].to_string().contains("--random"), "{document}");
+    }
     assert!(!out.exists(), "no file without a row");
     let bundle = folder.path().join("b.json");
     let bench = ["bench", "--model", "toy", "--device", "cpu", "--context", "16", "--bundle"];

@@ -34,24 +34,6 @@ impl Results {
         Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
     }
 
-    /// The same under a name from the user, which may be a pipe, a device or a link: those are written in place.
-    ///
-    /// # Errors
-    /// If the file cannot be written.
-    pub fn create_named(
-        path: &Path,
-        columns: &[&str],
-        rows: &[Vec<String>],
-    ) -> Result<Self, CorpusError> {
-        let special = path.symlink_metadata().is_ok_and(|found| !found.is_file());
-        if !special || path.is_dir() {
-            return Self::create(path, columns, rows);
-        }
-        let mut file = File::create(path).at("write", path)?;
-        file.write_all(text(columns, rows).as_bytes()).at("write", path)?;
-        Ok(Self { file, path: path.to_path_buf(), columns: columns.len() })
-    }
-
     /// Appends a row. Missing cells are left empty, tabs and line ends become spaces.
     ///
     /// # Errors
@@ -116,10 +98,6 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, mode, 0).unwrap();
         Results::create(&path, &["trial"], &[]).unwrap();
         assert!(path.symlink_metadata().unwrap().is_file());
-        std::fs::remove_file(&path).unwrap();
-        std::os::unix::fs::symlink(&victim, &path).unwrap();
-        Results::create_named(&path, &["trial"], &[]).unwrap();
-        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "trial\n");
     }
 
     #[test]

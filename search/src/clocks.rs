@@ -32,25 +32,35 @@ impl ClockReadings {
         self.all.extend(later.all);
     }
 
+    /// The lowest and the highest SM clock, if they differ by more than the card's steps.
+    #[must_use]
+    pub fn changed(&self) -> Option<(u32, u32)> {
+        let sm = || self.all.iter().map(|clocks| clocks.sm_mhz);
+        let (low, high) = (sm().min()?, sm().max()?);
+        (f64::from(high - low) > SAME * f64::from(high)).then_some((low, high))
+    }
+
+    /// The reasons of throttling.
+    #[must_use]
+    pub fn throttled(&self) -> BTreeSet<&str> {
+        self.all.iter().flat_map(|clocks| &clocks.throttled).map(String::as_str).collect()
+    }
+
     /// Notes for a record: the readings, and a note for each problem. Empty if the clocks could not be read.
     #[must_use]
     pub fn notes(&self) -> Vec<String> {
         let (Some(first), Some(last)) = (self.all.first(), self.all.last()) else {
             return Vec::new();
         };
-        let sm = || self.all.iter().map(|clocks| clocks.sm_mhz);
-        let (low, high) = (sm().min().unwrap_or(0), sm().max().unwrap_or(0));
         let mut notes = vec![format!(
             "clocks: SM {} MHz before and {} MHz after, memory {} MHz",
             first.sm_mhz, last.sm_mhz, last.memory_mhz
         )];
-        if f64::from(high - low) > SAME * f64::from(high) {
+        if let Some((low, high)) = self.changed() {
             notes.push(format!("clocks changed while timed: SM {low} to {high} MHz"));
         }
-        let reasons: BTreeSet<&str> =
-            self.all.iter().flat_map(|clocks| &clocks.throttled).map(String::as_str).collect();
+        let reasons: Vec<&str> = self.throttled().into_iter().collect();
         if !reasons.is_empty() {
-            let reasons: Vec<&str> = reasons.into_iter().collect();
             notes.push(format!("throttled while timed: {}", reasons.join(", ")));
         }
         notes

@@ -45,6 +45,7 @@ pub mod random_sample;
 #[path = "../../tests/src/scripted.rs"]
 pub mod scripted;
 mod settings;
+pub mod stability;
 pub mod strategy;
 mod trial;
 mod verdict;
@@ -67,7 +68,9 @@ pub use effort::{Interim, StoppingRule, spread};
 pub use equals::{Equal, Equals, equals};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
 pub use gate::Gate;
-pub use measure::{BelowBound, Interval, Latency, Predicted, gain, median, noise_floor};
+pub use measure::{
+    BelowBound, Interval, Latency, Predicted, gain, median, median_interval, noise_floor,
+};
 pub use propose::{Change, Origin, TrialRecord, TrialRecords, changes, generator};
 pub use rejection::{BitsDiffer, ExpectedError, Rejection};
 pub use run::{Search, SearchError, Step, StoppedBy, WastedSpeculation};

@@ -180,7 +180,8 @@ pub fn median(values: &[f64]) -> f64 {
 }
 
 /// The bootstrap interval of the median.
-pub(crate) fn median_interval(values: &[f64], seed: u64) -> Interval {
+#[must_use]
+pub fn median_interval(values: &[f64], seed: u64) -> Interval {
     bootstrap(values.len(), seed, |picks| {
         median(&picks.iter().map(|&i| values[i]).collect::<Vec<_>>())
     })

@@ -11,16 +11,9 @@ use ir::{Graph, Target};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
-use reference_vm::compare::Tolerance;
 use serde::{Deserialize, Serialize};
 
-use crate::assess::{self, Assessed, Timing};
-use crate::cpu::Candidate;
-use crate::device::{Contender, Device, DeviceError, Plan, Samples, Side};
-use crate::gate::Gate;
-use crate::measure::Latency;
 use crate::propose::{changes, fit_caps};
-use crate::rejection::Rejection;
 
 /// Schema of a row.
 pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
@@ -181,75 +174,4 @@ fn greatest(space: &[(Knob, Vec<Value>)], knob: Knob) -> u32 {
     };
     let row = space.iter().find(|(other, _)| *other == knob);
     row.and_then(|(_, values)| values.iter().map(of).max()).unwrap_or(0)
-}
-
-/// The tokens of a random sample: the timed positions, and the expected logits at the last of them.
-#[derive(Clone, Debug)]
-pub struct Passage {
-    /// From position zero.
-    pub tokens: Vec<u32>,
-    /// First timed position.
-    pub first: usize,
-    /// The graph's logits at the last position.
-    pub last: Vec<f32>,
-}
-
-/// The result of timing a candidate that agreed.
-#[derive(Clone, Debug)]
-pub struct Timed {
-    /// Median and interval.
-    pub latency: Latency,
-    /// All samples.
-    pub samples: Samples,
-    /// The bound at the middle of the timed positions, in microseconds.
-    pub bound_us: f64,
-}
-
-/// Gates a candidate at every position and twice, as a search does before it keeps one; then times it against itself
-/// and checks the outputs of the timed runs.
-///
-/// # Errors
-/// Why the candidate is rejected; it has no time then.
-pub fn observe(
-    gate: &mut Gate<'_>,
-    device: &mut dyn Device,
-    candidate: Candidate,
-    passage: &Passage,
-    timing: Timing,
-    seed: u64,
-) -> Result<Timed, Rejection> {
-    let mut verdict = assess::begin(gate, None, &candidate.config);
-    let mut guard = candidate.guard(device);
-    let assessed = assess::assess(gate, Some(guard.device()), candidate, &mut verdict)?;
-    time(gate, guard.device(), &assessed, passage, timing, seed)
-}
-
-fn time(
-    gate: &Gate<'_>,
-    device: &mut dyn Device,
-    assessed: &Assessed,
-    passage: &Passage,
-    timing: Timing,
-    seed: u64,
-) -> Result<Timed, Rejection> {
-    let candidate = &assessed.candidate;
-    let Some(agreement) = &assessed.on_device else {
-        let reason = "a program without agreement on the device cannot be timed".to_owned();
-        return Err(DeviceError::Unavailable { reason }.into());
-    };
-    let contender = Contender::new(candidate.load(device)?, agreement);
-    let Timing { rounds, warmup } = timing;
-    let plan = Plan { tokens: &passage.tokens, first: passage.first, rounds, warmup };
-    let samples = crate::device::time(device, [contender; 2], &plan)?;
-    for (actual, chosen) in samples.last() {
-        let expected = std::slice::from_ref(&passage.last);
-        let _ = assessed
-            .reference
-            .and_device(expected, actual, chosen, Tolerance::DEVICE)
-            .map_err(|at| Rejection::Disagreed { by: "timed", at })?;
-    }
-    let middle = u32::midpoint(passage.first as u32, passage.tokens.len() as u32);
-    let bounds = assess::bounds(gate, device, candidate, middle);
-    let latency = Latency::new(agreement, &samples, Side::Candidate, bounds.artefact_us, seed)?;
-    Ok(Timed { latency, samples, bound_us: bounds.bound_us })
 }

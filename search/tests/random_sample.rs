@@ -7,8 +7,8 @@ use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob, ScheduleConfig, neutral_config, validate};
 use model::Model;
 use search::measured_grid::{Answer, Probe, prepare};
-use search::random_sample::{Drawn, Passage, RandomSample, observe};
-use search::{DeviceError, Expected, Gate, Rejection, Timing, changes};
+use search::random_sample::{Drawn, RandomSample};
+use search::{DeviceError, Expected, Gate, changes};
 use tests::scripted::{Behaviour, ScriptedDevice};
 
 const KV_CAPACITY: u32 = 24;
@@ -40,41 +40,6 @@ fn draws_are_legal_repeatable_and_cover_every_knob() {
         let values: BTreeSet<_> = wide.clone().map(|(_, config)| config.get(knob)).collect();
         assert!(values.len() > 1, "{knob} never varies");
     }
-}
-
-/// Observes the neutral schedule of the toy model on a device with this behaviour.
-fn observed(behaviour: &Behaviour, context: usize) -> Result<(f64, usize), Rejection> {
-    let (model, target) = model("toy");
-    let (graph, weights) = (&model.graph, &*model.weights);
-    let expected = || Expected::new(graph, weights, KV_CAPACITY, 1, Some(144)).unwrap();
-    let logits = expected().logits;
-    let options = lower::Options { kv_capacity: KV_CAPACITY };
-    let mut gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected());
-    let passage = Passage {
-        tokens: expected().tokens[..context + 4].to_vec(),
-        first: context,
-        last: logits[context + 3].clone(),
-    };
-    let mut device = ScriptedDevice::new(logits, 1, |_, _| behaviour.clone());
-    let config: ScheduleConfig = neutral_config(graph, &target);
-    let candidate = gate.lower(&config)?;
-    let timing = Timing { rounds: 4, warmup: 1 };
-    let timed = observe(&mut gate, &mut device, candidate, &passage, timing, 3)?;
-    Ok((timed.latency.median_us(), timed.samples.rounds.len()))
-}
-
-#[test]
-fn what_agrees_is_timed() {
-    assert_eq!(observed(&Behaviour::takes(25.0), 8).unwrap(), (25.0, 4));
-}
-
-#[test]
-fn what_disagrees_has_no_row() {
-    let right = Behaviour::takes(25.0);
-    let late = Behaviour { wrong_from: Some(20), ..right.clone() };
-    assert!(matches!(observed(&late, 8), Err(Rejection::Disagreed { by: "device", .. })));
-    let timed = Behaviour { wrong_when_timed: true, ..right };
-    assert!(matches!(observed(&timed, 8), Err(Rejection::Disagreed { by: "timed", .. })));
 }
 
 /// Schedules of the toy model that lower to different programs.

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use ir::sampling::Sampling;
 use schemars::JsonSchema;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::{ModelArgs, SharingArgs};
 use crate::config_source::ConfigSource;
 use crate::failure::Failure;
 
 /// What `--schedule` names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ScheduleChoice {
     /// The best known schedule: found (`generate` and `serve` only), else shipped, else default.

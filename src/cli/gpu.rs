@@ -36,7 +36,7 @@ pub(super) fn card_schema() -> Value {
 }
 
 /// Batch sizes that kernels are compiled for.
-const WIDTHS: [u32; 4] = [1, 2, 4, 8];
+pub(crate) const WIDTHS: [u32; 4] = [1, 2, 4, 8];
 
 /// The largest batch size that kernels are compiled for and that this many places can fill.
 pub(crate) fn widest(places: usize) -> u32 {

@@ -12,7 +12,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
         &["propose", "evaluate", "loop", "runs", "report", "corpus", "bundle", "mcp"],
     ),
     ("Inspect", &["explain", "diff", "trace", "lower", "verify", "disasm", "interpret", "rerun"]),
-    ("Develop amk", &["sample", "calibrate", "grid", "migrate", "man", "completions"]),
+    ("Develop amk", &["grid", "calibrate", "migrate", "man", "completions"]),
 ];
 
 /// The command line, its commands in groups.

@@ -155,7 +155,7 @@ pub(crate) struct StoreArgs {
 pub(crate) struct ImportArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
-    /// Ledgers, folders of a search, folders of such folders, exported files.
+    /// Ledgers, folders of a search, folders of such folders, exported JSON lines.
     #[arg(value_name = "PATH", required = true)]
     pub(crate) paths: Vec<PathBuf>,
 }
@@ -184,26 +184,17 @@ pub(crate) enum ExportFormat {
 /// The subcommands of `grid`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum MeasuredGridCommand {
-    /// Measures every point of a grid, each once and briefly. Without a GPU the points are predicted, and the file says so.
+    /// Measures every point of a grid, or random schedules, each once and briefly. Without a GPU the points of a grid are predicted, and the
+    /// file says so.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
-        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
+        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n  \
+        amk grid record --model llama-3.2-1b --random 200 --out llama.jsonl\n\n\
         Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they\n\
-        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
+        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too.\n\
+        Random schedules: half are drawn over all knobs, half a few edits away from a known one. `amk calibrate` reads their rows."
     )]
     Record(RecordArgs),
-}
-
-/// Parses a shard: its index, from zero, and the number of shards.
-fn shard(text: &str) -> Result<(u32, u32), String> {
-    let read = || {
-        let (index, of) = text.split_once('/')?;
-        Some((index.parse().ok()?, of.parse().ok()?))
-    };
-    match read() {
-        Some((index, of)) if index < of => Ok((index, of)),
-        _ => Err("a shard is I/N with I from 0 to N - 1".to_owned()),
-    }
 }
 
 #[derive(Debug, Args)]
@@ -213,8 +204,11 @@ pub(crate) struct RecordArgs {
     #[command(flatten)]
     pub(crate) sharing: SharingArgs,
     /// The grid: knobs with the values to combine.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) grid: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "random")]
+    pub(crate) grid: Option<PathBuf>,
+    /// Measure this many random legal schedules instead. Needs the GPU.
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200", conflicts_with_all = ["grid", "resume"])]
+    pub(crate) random: Option<usize>,
     /// Random seed of the tokens and of the order of the points.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
@@ -224,9 +218,6 @@ pub(crate) struct RecordArgs {
     /// Rounds of four blocks of eight tokens for which a point is timed.
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub(crate) rounds: usize,
-    /// Record only the points whose number is I modulo N.
-    #[arg(long, default_value = "0/1", value_name = "I/N", value_parser = shard)]
-    pub(crate) shard: (u32, u32),
     /// The file of rows to write.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,

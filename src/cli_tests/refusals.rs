@@ -79,14 +79,6 @@ fn a_name_of_any_length_is_answered_in_a_few_words() {
 }
 
 #[test]
-fn one_table_of_an_export_is_no_store() {
-    let dir = folder();
-    std::fs::write(dir.path().join("runs.parquet"), "PAR1").unwrap();
-    amk_in(dir.path(), &["corpus", "import", "runs.parquet"])
-        .fails(2, &["runs.parquet", "name the folder"]);
-}
-
-#[test]
 fn a_name_of_the_hub_gets_the_command_that_downloads_it_and_no_preset() {
     let ran = amk(&["evaluate", "--model", "Qwen/Qwen3-0.6B"]);
     ran.fails(2, &["hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"]);

@@ -19,7 +19,7 @@ mod fields;
 use fields::{Fields, broken, fields_of, known, settle};
 
 /// Documents that need a card: the unit tests inside the binary check them against the record.
-const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.sample.v1"];
+const ON_A_CARD: [&str; 2] = ["amk.aa.v1", "amk.found.v1"];
 
 /// Ids that are no longer written, and are refused or read by name.
 const NOT_WRITTEN: [&str; 4] =
@@ -34,6 +34,7 @@ fn documents() -> BTreeMap<String, Fields> {
     std::fs::write(dir.path().join("a.json"), r#"{"pipeline": {"stages": 4}}"#).unwrap();
     std::fs::write(dir.path().join("bad.json"), r#"{"pipeline": {"stages": 99}}"#).unwrap();
     std::fs::write(dir.path().join("grid.json"), grid().to_string()).unwrap();
+    std::fs::write(dir.path().join("bench.json"), manifest().to_string()).unwrap();
     std::fs::write(dir.path().join("rows.jsonl"), measured_rows()).unwrap();
     let toy = ["--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
     let with_toy =
@@ -68,6 +69,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("diff toy.amk toy.amk"),
         plain("report runs"),
         with_toy(&["bench", "--context", "8"]),
+        plain("bench --manifest bench.json --device cpu"),
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
         plain("export --model toy --out toy"),
         plain("man --out pages"),
@@ -105,6 +107,22 @@ fn grid() -> Value {
     })
 }
 
+/// Rows to bench, of which one is unstable without a GPU.
+fn manifest() -> Value {
+    json!({
+        "schema": "amk.bench_manifest.v1",
+        "require": {"card": "NVIDIA H200", "alone": true, "stable_clocks": true, "driver_min": "570.0"},
+        "gates": {"interval_pct": 1.0, "noise_pct": 1.0, "spread_pct": 2.0, "throttling": false},
+        "repeats": 4,
+        "processes": 2,
+        "timeout_s": 60,
+        "rows": [{
+            "name": "toy", "model": "toy", "format": "f16", "context": 8, "batch": 1, "gpus": 1,
+            "schedule": "default", "seed": 0, "kv_capacity": 16
+        }],
+    })
+}
+
 fn corpus(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(path)
 }
@@ -138,6 +156,7 @@ fn files(dir: &Path) -> Vec<Value> {
         first(&dir.join("points.jsonl")),
         first(&dir.join("rows.jsonl")),
         grid(),
+        manifest(),
         first(&shipped_bundle()),
     ]
 }

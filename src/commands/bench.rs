@@ -1,327 +1,385 @@
-//! `amk bench`: µs per token and accuracy, compared with the other engines that run here.
+//! `amk bench`: time and accuracy of one row: a step of one sequence, a step of a batch, or a prompt in chunks. Every
+//! kind of row gives the same samples, conditions and document.
 
-use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ir::schedule::ScheduleConfig;
 use reference_vm::accuracy::Accuracy;
-use reference_vm::compare::Tolerance;
-use reference_vm::eval::Evaluator;
-use search::{
-    BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Gate, Handle, LatencyKind, POSITIONS_MAX,
-    Plan, Ran, Rejection, Samples, Side, Timing, Verdict, assess, draw_tokens,
-};
-use serde_json::{Value, json};
+use search::{BUNDLE_SCHEMA, Bundle, DeviceInfo, LatencyKind, Samples, Side, Timing, Verdict};
+use serde_json::{Map, Value, json};
 
 use crate::cli::{BenchArgs, DeviceChoice, PeerChoice};
 use crate::context::Context;
+use crate::device::Gpu;
 use crate::device::probe::live_target;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::peers::{self, Peer};
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::spinner::Spinner;
+use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::{conditions, files, report};
 
-pub(super) mod blocks;
+mod batch;
+mod decode;
+mod manifest;
+mod prompt;
 
-/// Tokens that one block times.
+/// Tokens of each sequence that one block times.
 const TIMED_TOKENS: u32 = 32;
 
-/// At most this many positions are all compared; beyond that: the first ones, some between, and the last before and among the timed ones.
-const COMPARE_ALL: usize = 192;
-const COMPARE_FIRST: usize = 16;
-const COMPARE_BETWEEN: usize = 16;
-const COMPARE_LAST: usize = 64;
+/// Untimed blocks before the first round.
+const WARMUP: usize = 4;
 
-/// Positions whose logits are read from the device at once.
-const PIECE: usize = 128;
-
-/// Rounds and warm-up of the timing.
-const TIMING: Timing = Timing { rounds: 24, warmup: 4 };
-
-/// The tokens of a bench and the graph's logits at the compared positions.
-struct Passage {
-    tokens: Vec<u32>,
-    /// First timed position.
-    context: usize,
-    positions: Vec<usize>,
-    expected: Vec<Vec<f32>>,
-    seed: u64,
+/// What a pass over the weights computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Work {
+    /// A step of one sequence.
+    Decode,
+    /// A step of this many sequences.
+    Batch(u32),
+    /// A prompt of this many tokens, in chunks.
+    Prompt(u32),
 }
 
-#[derive(Default)]
-struct Shown {
+impl Work {
+    /// Tokens of a pass.
+    fn tokens(self) -> u32 {
+        match self {
+            Self::Decode => 1,
+            Self::Batch(tokens) | Self::Prompt(tokens) => tokens,
+        }
+    }
+
+    /// What is timed, in words.
+    fn name(self) -> &'static str {
+        if matches!(self, Self::Prompt(_)) { "prompt" } else { "step" }
+    }
+}
+
+/// What to measure.
+struct Row<'a> {
+    args: &'a BenchArgs,
+    work: Work,
+    context: Context,
+    chosen: Chosen,
+}
+
+/// What measuring a row gave.
+struct Measured {
+    /// Latency, interval and bound are those of a pass.
+    verdict: Verdict,
+    /// The schedule that was measured.
+    config: ScheduleConfig,
     accuracy: Option<Accuracy>,
-    /// Bytes that a step reads at the timed positions.
+    samples: Samples,
+    /// Bytes that a pass reads.
     bytes: Option<u64>,
-    /// Bytes per second of the device, measured.
-    bandwidth: Option<f64>,
-    rounds_us: Vec<[f64; 4]>,
+    /// The device; `None` for a prediction.
+    info: Option<DeviceInfo>,
+    /// Fields of the document that only this kind of row has.
+    fields: Map<String, Value>,
+    /// Lines for people about the same.
+    lines: Vec<(&'static str, String)>,
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
-    if let Some(tokens) = args.prefill {
-        return super::prefill::run(args, tokens);
+    if let Some(path) = &args.manifest {
+        return manifest::run(args, path);
     }
-    if let Some(sequences) = args.sequences {
-        return super::together::run(args, sequences);
-    }
-    let context = Context::with_room(&args.model, args.context.saturating_add(TIMED_TOKENS))?;
-    let Chosen { config, source } =
-        choose(&context, &args.config, args.context, Auto::Reproducible)?;
-    context.check_timed(args.context, 1, context.kv_capacity)?;
+    let row = Row::new(args)?;
     // Before the device is opened: nothing shares the GPU with a measurement.
-    let peers = measure_peers(args, &context);
-    let mut device = context.open_process(&args.sharing)?;
-    if args.bundle.is_some() && device.is_none() {
-        return Err(Failure::no_gpu("--bundle is for what is measured"));
-    }
-    let conditions = device.as_ref().map(|device| conditions::of(device.describe()));
-    let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let name = &context.graph().name;
-    let working = Spinner::on(format!("evaluating {name}, then judging the schedule"));
-    let positions = device.is_some().then_some(POSITIONS_MAX);
-    let gate = context.gate(args.seed, positions, &kernel_id)?;
-    let mut gate = gate.with_context(args.context);
-    let (mut verdict, outcome, shown) = match &mut device {
-        None => {
-            let (verdict, outcome) = assess::evaluate(&mut gate, None, &config, TIMING, args.seed);
-            (verdict, outcome.map(drop), Shown::default())
-        }
-        Some(device) => {
-            let passage = Passage::new(&context, args).map_err(|e| context.unevaluated(e))?;
-            Bench { gate: &mut gate, device, passage: &passage }.run(&config)
-        }
+    let peers = row.peers();
+    let measured = match row.work {
+        Work::Decode => decode::measure(&row)?,
+        Work::Batch(sequences) => batch::measure(&row, sequences)?,
+        Work::Prompt(tokens) => prompt::measure(&row, tokens)?,
     };
-    drop(working);
-    if let Err(dropped) = &outcome {
-        super::evaluate::stop_on_our_fault(dropped)?;
-    }
-    let accurate = judge(&mut verdict, shown.accuracy);
-    say(args, &context, &verdict, &shown, &peers);
-    let good = verdict.correct && outcome.is_ok() && accurate;
-    if let (Some(path), Some(conditions), true) = (&args.bundle, conditions, good) {
-        let bundle = bundle(args, &context, config, &verdict, &shown, conditions);
+    row.say(&measured, &peers);
+    let holds = measured.verdict.correct && measured.verdict.rejected_reason.is_none();
+    if let (Some(path), true) = (&args.bundle, holds) {
         let missing = || Failure::refused("the run left out a figure that a bundle needs");
-        files::write_whole(path, bundle.ok_or_else(missing)?.to_text().as_bytes())?;
+        let bundle = row.bundle(&measured).ok_or_else(missing)?;
+        files::write_whole(path, bundle.to_text().as_bytes())?;
         report::say(&format!("bundle: {}", path.display()));
     }
-    answer(args, &context, (&verdict, &source), &shown, &peers)?;
-    Ok(if good { Exit::Yes } else { Exit::No })
+    report::document(&row.document(&measured, &peers))?;
+    Ok(if holds { Exit::Yes } else { Exit::No })
 }
 
-/// The bundle of a measured schedule; `None` if a figure is missing.
-fn bundle(
-    args: &BenchArgs,
-    context: &Context,
-    config: ScheduleConfig,
-    verdict: &Verdict,
-    shown: &Shown,
-    conditions: Conditions,
-) -> Option<Bundle> {
-    Some(Bundle {
-        schema: BUNDLE_SCHEMA.to_owned(),
-        model: args.model.model.clone(),
-        dtype: context.graph().dtype.name().to_owned(),
-        target: context.target.name.clone(),
-        context: args.context,
-        kv_capacity: context.kv_capacity,
-        seed: args.seed,
-        config,
-        schedule_id: config.id(),
-        program_id: verdict.program_id.clone()?,
-        kernel_id: verdict.kernel_id.clone()?,
-        conditions,
-        gates: verdict.gates.clone(),
-        accuracy: shown.accuracy?.into(),
-        timed_tokens: TIMED_TOKENS.min(context.kv_capacity.checked_sub(args.context)?),
-        median_us: verdict.latency_us?,
-        ci_us: verdict.ci_us?,
-        rounds_us: shown.rounds_us.clone(),
-        bound_us: verdict.bound_us?,
-        bytes_per_token: shown.bytes?,
-        bandwidth: shown.bandwidth?,
-        notes: verdict.notes.clone(),
-    })
-}
-
-/// Measures peers if the GPU is here, or if they were requested.
-fn measure_peers(args: &BenchArgs, context: &Context) -> Vec<Peer> {
-    let here = args.model.place.device != DeviceChoice::Cpu && live_target().is_some();
-    let default = [if here { PeerChoice::All } else { PeerChoice::None }];
-    let chosen = if args.peers.is_empty() { &default[..] } else { &args.peers };
-    let ask = peers::Ask {
-        graph: context.graph(),
-        context: args.context,
-        tokens: TIMED_TOKENS,
-        timeout: Duration::from_secs(args.peer_timeout),
-        gguf: args.gguf.clone(),
-    };
-    peers::measure(chosen, &ask, report::say)
-}
-
-impl Passage {
-    fn new(context: &Context, args: &BenchArgs) -> Result<Self, search::ExpectedError> {
-        let graph = context.graph();
-        let length = args.context.saturating_add(TIMED_TOKENS).min(context.kv_capacity) as usize;
-        let tokens = draw_tokens(args.seed, graph.vocab, length);
-        let positions = compared(length);
-        report::say(&format!("evaluating the graph at {length} positions"));
-        let start = Instant::now();
-        let mut evaluator = Evaluator::new(graph, &*context.model.weights)?;
-        let expected = evaluator.run_at(&tokens, &positions)?;
-        report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
-        let (context, seed) = (args.context as usize, args.seed);
-        Ok(Self { tokens, context, positions, expected, seed })
-    }
-}
-
-/// The positions out of `length` whose logits are compared, in order; the last one is among them.
-fn compared(length: usize) -> Vec<usize> {
-    if length <= COMPARE_ALL {
-        return (0..length).collect();
-    }
-    let between = (1..=COMPARE_BETWEEN).map(|i| i * length / (COMPARE_BETWEEN + 1));
-    let positions: BTreeSet<usize> =
-        (0..COMPARE_FIRST).chain(between).chain(length - COMPARE_LAST..length).collect();
-    positions.into_iter().collect()
-}
-
-struct Bench<'b, 'a> {
-    gate: &'b mut Gate<'a>,
-    device: &'b mut dyn Device,
-    passage: &'b Passage,
-}
-
-impl Bench<'_, '_> {
-    /// The gates, then accuracy and time at the bench's context.
-    fn run(mut self, config: &ScheduleConfig) -> (Verdict, Result<(), Rejection>, Shown) {
-        let mut verdict = assess::begin(self.gate, Some(&*self.device), config);
-        let bandwidth = self.device.describe().bandwidth;
-        let mut shown = Shown { bandwidth, ..Shown::default() };
-        let outcome = self.measure(config, &mut shown, &mut verdict);
-        if let Err(dropped) = &outcome {
-            assess::refuse(&mut verdict, dropped);
+impl<'a> Row<'a> {
+    /// Loads the model and chooses the schedule; refuses what cannot be timed before any device is opened.
+    fn new(args: &'a BenchArgs) -> Result<Self, Failure> {
+        let work = match (args.sequences, args.prefill) {
+            (Some(sequences), _) => Work::Batch(sequences),
+            (None, Some(tokens)) => Work::Prompt(tokens),
+            (None, None) => Work::Decode,
+        };
+        // The last token of a batch's prompt is its first timed input.
+        let timed = if work == Work::Decode { TIMED_TOKENS } else { TIMED_TOKENS + 1 };
+        let (room, tokens) = match work {
+            Work::Prompt(tokens) => (tokens, tokens),
+            Work::Decode | Work::Batch(_) => (args.context.saturating_add(timed), args.context),
+        };
+        let model = args.model.as_deref().unwrap_or_default();
+        let context = Context::with_room(model, &args.place, room)?;
+        let (graph, most) = (context.graph(), context.kv_capacity);
+        match work {
+            // A step near the end of the cache times fewer tokens.
+            Work::Decode => context.check_timed(args.context, 1, most)?,
+            Work::Batch(_) => context.check_timed(args.context, timed, most)?,
+            Work::Prompt(tokens) if !(1..=most).contains(&tokens) => {
+                return Err(Failure::usage(format!(
+                    "--prefill {tokens} is out of range: a prompt has 1 to {most} tokens"
+                )));
+            }
+            Work::Prompt(_) => {
+                if let Some(why) = vm_host::prefill_refused(graph) {
+                    return Err(Failure::usage(format!("--prefill: {why}")));
+                }
+            }
         }
-        (verdict, outcome, shown)
-    }
-
-    fn measure(
-        &mut self,
-        config: &ScheduleConfig,
-        shown: &mut Shown,
-        verdict: &mut Verdict,
-    ) -> Result<(), Rejection> {
-        let passage = self.passage;
-        let candidate = assess::lower(self.gate, config, verdict)?;
-        let assessed = assess::assess(self.gate, Some(self.device), candidate, verdict)?;
-        let candidate = &assessed.candidate;
-        let kernel = &candidate.config.kernel;
-        let handle = self.device.prepare(&candidate.program, kernel).map_err(Rejection::Failed)?;
-        let actual = rows_at(self.device, handle, passage)?;
-        shown.accuracy = Accuracy::of(&passage.expected, &actual.logits, Tolerance::DEVICE);
-        let disagreed = |by| move |at| Rejection::Disagreed { by, at };
-        let agreement = assessed
-            .reference
-            .and_device(&passage.expected, &actual.logits, &actual.chosen, Tolerance::DEVICE)
-            .map_err(disagreed("device"))?;
-        let contender = Contender::new(handle, &agreement);
-        let Timing { rounds, warmup } = TIMING;
-        let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
-        let samples: Samples =
-            search::time(self.device, [contender; 2], &plan).map_err(Rejection::Failed)?;
-        let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
-        for (actual, chosen) in samples.last() {
-            let _ = assessed
-                .reference
-                .and_device(last, actual, chosen, Tolerance::DEVICE)
-                .map_err(disagreed("timed"))?;
+        if matches!(work, Work::Batch(_)) && graph.dtype == ir::DType::F32 {
+            let message =
+                "--batch: sequences share the products of 16-bit weights only, and these are f32";
+            return Err(Failure::usage(message));
         }
-        let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
-        let keys = candidate.program.kv_bytes(middle);
-        shown.bytes = Some(candidate.program.stream_bytes() + keys);
-        let bounds = assess::bounds(self.gate, self.device, candidate, middle);
-        let _ = assess::set_measured(verdict, &agreement, &samples, bounds, passage.seed)?;
-        debug_assert_eq!(samples.of(Side::Candidate).len(), 2 * rounds);
-        let noise = search::noise_floor(&samples, passage.seed);
-        verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
-        shown.rounds_us = samples.rounds;
-        Ok(())
+        let chosen = choose(&context, &args.config, tokens, Auto::Reproducible)?;
+        Ok(Self { args, work, context, chosen })
     }
-}
 
-/// The device's logits at the passage's positions. The others are dropped piece by piece: at a long context they would not fit.
-fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Rejection> {
-    let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
-    let mut kept = Ran::default();
-    for first in (0..passage.tokens.len()).step_by(PIECE) {
-        let end = passage.tokens.len().min(first + PIECE);
-        let ran = device.run(handle, &passage.tokens[..end], first).map_err(Rejection::Failed)?;
-        let positions = ran.logits.into_iter().zip(ran.chosen).zip(first..);
-        for ((row, token), _) in positions.filter(|(_, position)| wanted.contains(position)) {
-            kept.logits.push(row);
-            kept.chosen.push(token);
+    fn timing(&self) -> Timing {
+        Timing { rounds: self.args.rounds as usize, warmup: WARMUP }
+    }
+
+    /// Opens the GPU in this process. It measures the bandwidth.
+    fn open(&self) -> Result<Gpu<'_>, Failure> {
+        self.context.open_here(true)?.ok_or_else(|| self.no_gpu())
+    }
+
+    fn no_gpu(&self) -> Failure {
+        let flag = if let Work::Batch(_) = self.work { "--batch" } else { "--prefill" };
+        Failure::no_gpu(&format!("{flag} is for what is measured"))
+    }
+
+    /// Measures other engines if the GPU is here, or if they were requested.
+    fn peers(&self) -> Vec<Peer> {
+        if self.work != Work::Decode {
+            return Vec::new();
+        }
+        let args = self.args;
+        let here = args.place.device != DeviceChoice::Cpu && live_target().is_some();
+        let default = [if here { PeerChoice::All } else { PeerChoice::None }];
+        let chosen = if args.peers.is_empty() { &default[..] } else { &args.peers };
+        let ask = peers::Ask {
+            graph: self.context.graph(),
+            context: args.context,
+            tokens: TIMED_TOKENS,
+            timeout: Duration::from_secs(args.peer_timeout),
+            gguf: args.gguf.clone(),
+        };
+        peers::measure(chosen, &ask, report::say)
+    }
+
+    /// The bundle of a measured schedule; `None` if a figure is missing.
+    fn bundle(&self, measured: &Measured) -> Option<Bundle> {
+        let (args, context, verdict) = (self.args, &self.context, &measured.verdict);
+        Some(Bundle {
+            schema: BUNDLE_SCHEMA.to_owned(),
+            model: context.name.clone(),
+            dtype: context.graph().dtype.name().to_owned(),
+            target: context.target.name.clone(),
+            context: args.context,
+            kv_capacity: context.kv_capacity,
+            seed: args.seed,
+            config: measured.config,
+            schedule_id: measured.config.id(),
+            program_id: verdict.program_id.clone()?,
+            kernel_id: verdict.kernel_id.clone()?,
+            conditions: conditions::of(measured.info.clone()?),
+            gates: verdict.gates.clone(),
+            accuracy: measured.accuracy?.into(),
+            timed_tokens: TIMED_TOKENS.min(context.kv_capacity.checked_sub(args.context)?),
+            median_us: verdict.latency_us?,
+            ci_us: verdict.ci_us?,
+            rounds_us: measured.samples.rounds.clone(),
+            bound_us: verdict.bound_us?,
+            bytes_per_token: measured.bytes?,
+            bandwidth: measured.info.as_ref()?.bandwidth?,
+            notes: verdict.notes.clone(),
+        })
+    }
+
+    fn say(&self, measured: &Measured, peers: &[Peer]) {
+        let (graph, verdict) = (self.context.graph(), &measured.verdict);
+        let timed = match self.work {
+            Work::Decode => format!("{} tokens, batch 1, whole step", self.args.context),
+            Work::Batch(n) => format!("{} tokens, batch {n}, whole step", self.args.context),
+            Work::Prompt(tokens) => format!("prompt of {tokens} tokens, logits of the last"),
+        };
+        let mut rows = vec![
+            ("model", format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device)),
+            ("context", timed),
+        ];
+        if let Some(reason) = &verdict.rejected_reason {
+            rows.push(("NO", reason.clone()));
+        }
+        rows.push(("amk", self.latency_line(verdict)));
+        rows.push(("bound", self.bound_line(measured)));
+        if let Some(accuracy) = measured.accuracy {
+            rows.push(("accuracy", accuracy_line(&accuracy)));
+        }
+        rows.extend(measured.lines.iter().cloned());
+        let us = verdict.latency_us.filter(|_| measured.info.is_some());
+        rows.extend(peers.iter().map(|peer| (peer.name, peer_line(peer, us))));
+        rows.extend(verdict.notes.iter().map(|note| ("note", note.clone())));
+        report::table(&rows);
+        if verdict.latency_kind == Some(LatencyKind::Predicted) {
+            report::say("no GPU was used: the latency is a prediction, not a measurement");
         }
     }
-    Ok(kept)
+
+    fn latency_line(&self, verdict: &Verdict) -> String {
+        let kind = verdict.latency_kind.map_or("", LatencyKind::name);
+        let interval = verdict.ci_us.map_or_else(String::new, |[low, high]| {
+            format!(" (99 % interval {low:.1} to {high:.1})")
+        });
+        let rate = verdict.latency_us.map_or_else(String::new, |us| {
+            format!(", {:.0} tokens/s", f64::from(self.work.tokens()) * 1e6 / us)
+        });
+        let us = report::maybe(verdict.latency_us, "us");
+        format!("{us} per {}{interval}{rate}, {kind}", self.work.name())
+    }
+
+    fn bound_line(&self, measured: &Measured) -> String {
+        let (verdict, info) = (&measured.verdict, measured.info.as_ref());
+        let measured_rate = info.and_then(|info| info.bandwidth);
+        let bandwidth = measured_rate.unwrap_or(self.context.target.bandwidth as f64);
+        let predicted = verdict.bound_us.filter(|_| info.is_none());
+        let bytes = measured.bytes.map(|bytes| bytes as f64);
+        let bytes = bytes.or(predicted.map(|us| us * 1e-6 * bandwidth));
+        let read = bytes.map_or_else(String::new, |bytes| {
+            format!(" = {:.4} GB at {:.3} TB/s", bytes / 1e9, bandwidth / 1e12)
+        });
+        let share = report::maybe(verdict.pct_of_roofline, "% of it reached");
+        format!("{}{read}; {share}", report::maybe(verdict.bound_us, "us"))
+    }
+
+    fn document(&self, measured: &Measured, peers: &[Peer]) -> Value {
+        let (context, verdict) = (&self.context, &measured.verdict);
+        let prompt = if let Work::Prompt(tokens) = self.work { Some(tokens) } else { None };
+        let tokens = f64::from(self.work.tokens());
+        let info = measured.info.as_ref();
+        let against = "f32 evaluation of the same weights";
+        let against = prompt.map_or(against, |_| "the same prompt token by token");
+        let accuracy = measured.accuracy.map(|accuracy| accuracy_document(&accuracy, against));
+        let per_token = measured.bytes.filter(|_| self.work == Work::Decode);
+        let noise = info.map(|_| search::noise_floor(&measured.samples, self.args.seed));
+        let mut document = json!({
+            "schema": "amk.bench.v1",
+            "model": context.graph().name,
+            "dtype": context.graph().dtype.name(),
+            "target": context.target.name,
+            "device": verdict.device,
+            "context": self.args.context,
+            "kv_capacity": context.kv_capacity,
+            "batch": if prompt.is_some() { 1 } else { self.work.tokens() },
+            "prompt": prompt,
+            "us": verdict.latency_us,
+            "us_per_token": verdict.latency_us.map(|us| us / tokens),
+            "latency_kind": verdict.latency_kind,
+            "ci_us": verdict.ci_us,
+            "samples_us": measured.samples.rounds,
+            "noise": noise,
+            "bound_us": verdict.bound_us,
+            "pct_of_roofline": verdict.pct_of_roofline,
+            "bytes": measured.bytes,
+            "bytes_per_token": per_token,
+            "bandwidth_measured": info.and_then(|info| info.bandwidth),
+            "accuracy": accuracy,
+            "correct": verdict.correct,
+            "rejected_reason": verdict.rejected_reason,
+            "schedule_id": verdict.schedule_id,
+            "schedule_source": self.chosen.source,
+            "program_id": verdict.program_id,
+            "kernel_id": verdict.kernel_id,
+            "conditions": info.cloned().map(conditions::of),
+            "clocks": measured.samples.clocks.all,
+            "peers": peers,
+            "notes": verdict.notes,
+        });
+        if let Value::Object(fields) = &mut document {
+            fields.extend(measured.fields.clone());
+        }
+        document
+    }
 }
 
-/// Whether the accuracy is within its bounds; if not, writes so into the verdict. Without a device there is nothing to judge.
-fn judge(verdict: &mut Verdict, accuracy: Option<Accuracy>) -> bool {
-    let accurate = accuracy.is_none_or(|accuracy| accuracy.holds());
-    if !accurate {
-        verdict.correct = false;
-        let reason = format!(
-            "accuracy is out of bounds: relative error at most {:.0e}, divergence at most {:.0e} nats, every decided top-1 equal",
-            Accuracy::REL_MAX,
-            Accuracy::KL_MAX
-        );
-        verdict.rejected_reason.get_or_insert(reason);
+impl Measured {
+    fn new(verdict: Verdict, config: ScheduleConfig, info: Option<DeviceInfo>) -> Self {
+        Self {
+            verdict,
+            config,
+            accuracy: None,
+            samples: Samples::default(),
+            bytes: None,
+            info,
+            fields: Map::new(),
+            lines: Vec::new(),
+        }
     }
-    accurate
+
+    /// Sets the accuracy. If it is out of bounds, the verdict says so.
+    fn set_accuracy(&mut self, accuracy: Option<Accuracy>) {
+        self.accuracy = accuracy;
+        if accuracy.is_some_and(|accuracy| !accuracy.holds()) {
+            self.refuse(format!(
+                "accuracy is out of bounds: relative error at most {:.0e}, divergence at most {:.0e} nats, every decided top-1 equal",
+                Accuracy::REL_MAX,
+                Accuracy::KL_MAX
+            ));
+        }
+    }
+
+    fn refuse(&mut self, reason: String) {
+        self.verdict.correct = false;
+        self.verdict.rejected_reason.get_or_insert(reason);
+    }
+
+    /// Sets the samples of passes that were compared by their accuracy, and what follows from them.
+    fn set_samples(&mut self, samples: Samples, bound_us: f64, seed: u64) {
+        let (verdict, values) = (&mut self.verdict, samples.of(Side::Candidate));
+        let (us, interval) = (search::median(&values), search::median_interval(&values, seed));
+        verdict.latency_us = Some(us);
+        verdict.latency_kind = Some(LatencyKind::MeasuredGpu);
+        verdict.ci_us = Some([interval.low, interval.high]);
+        verdict.bound_us = Some(bound_us);
+        verdict.pct_of_roofline = Some(100.0 * bound_us / us);
+        verdict.notes.extend(samples.clocks.notes());
+        self.set_noise(samples, seed);
+    }
+
+    fn set_noise(&mut self, samples: Samples, seed: u64) {
+        let noise = search::noise_floor(&samples, seed);
+        self.verdict.notes.push(format!("noise floor {:.2} %", 100.0 * noise));
+        self.samples = samples;
+    }
 }
 
-fn say(args: &BenchArgs, context: &Context, verdict: &Verdict, shown: &Shown, peers: &[Peer]) {
-    let graph = context.graph();
-    let mut row = vec![
-        ("model", format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device)),
-        ("context", format!("{} tokens, batch 1, whole step", args.context)),
-    ];
-    if let Some(reason) = &verdict.rejected_reason {
-        row.push(("NO", reason.clone()));
+/// Times rounds of four blocks, as a search times a program against itself. The clocks are read before and after.
+pub(super) fn rounds<E>(
+    timing: Timing,
+    uuid: Option<&str>,
+    mut block: impl FnMut() -> Result<f64, E>,
+) -> Result<Samples, E> {
+    let clocks = || uuid.and_then(crate::device::clocks);
+    for _ in 0..timing.warmup {
+        block()?;
     }
-    row.push(("amk", latency_line(verdict)));
-    let rate = shown.bandwidth.unwrap_or(context.target.bandwidth as f64);
-    row.push(("bound", bound_line(verdict, shown, rate)));
-    if let Some(accuracy) = shown.accuracy {
-        row.push(("accuracy", accuracy_line(&accuracy)));
+    let mut samples = Samples::default();
+    samples.clocks.all.extend(clocks());
+    for _ in 0..timing.rounds {
+        samples.rounds.push([block()?, block()?, block()?, block()?]);
     }
-    let measured =
-        verdict.latency_us.filter(|_| verdict.latency_kind == Some(LatencyKind::MeasuredGpu));
-    row.extend(peers.iter().map(|peer| (peer.name, peer_line(peer, measured))));
-    row.extend(verdict.notes.iter().map(|note| ("note", note.clone())));
-    report::table(&row);
-    if verdict.latency_kind == Some(LatencyKind::Predicted) {
-        report::say("no GPU was used: the latency is a prediction, not a measurement");
-    }
-}
-
-fn latency_line(verdict: &Verdict) -> String {
-    let kind = verdict.latency_kind.map_or("", LatencyKind::name);
-    let interval = verdict
-        .ci_us
-        .map_or_else(String::new, |[low, high]| format!(" (99 % interval {low:.1} to {high:.1})"));
-    format!("{} a token{interval}, {kind}", report::maybe(verdict.latency_us, "us"))
-}
-
-fn bound_line(verdict: &Verdict, shown: &Shown, bandwidth: f64) -> String {
-    let bytes = shown.bytes.map(|bytes| bytes as f64);
-    let bytes = bytes.or(verdict.bound_us.map(|us| us * 1e-6 * bandwidth));
-    let share = report::maybe(verdict.pct_of_roofline, "% of it reached");
-    let read = bytes.map_or_else(String::new, |bytes| {
-        format!(" = {:.4} GB at {:.3} TB/s", bytes / 1e9, bandwidth / 1e12)
-    });
-    format!("{}{read}; {share}", report::maybe(verdict.bound_us, "us"))
+    samples.clocks.all.extend(clocks());
+    Ok(samples)
 }
 
 fn accuracy_line(accuracy: &Accuracy) -> String {
@@ -337,7 +395,7 @@ fn accuracy_line(accuracy: &Accuracy) -> String {
     )
 }
 
-pub(super) fn accuracy_document(accuracy: &Accuracy, against: &str) -> Value {
+fn accuracy_document(accuracy: &Accuracy, against: &str) -> Value {
     json!({
         "against": against,
         "positions": accuracy.positions,
@@ -362,42 +420,6 @@ fn peer_line(peer: &Peer, amk_us: Option<f64>) -> String {
         "{us:.1} us per token ({low:.1} to {high:.1}){ratio}; {version}; {}",
         peer.conditions.join("; ")
     )
-}
-
-fn answer(
-    args: &BenchArgs,
-    context: &Context,
-    (verdict, source): (&Verdict, &ScheduleSource),
-    shown: &Shown,
-    peers: &[Peer],
-) -> Result<(), Failure> {
-    let against = "f32 evaluation of the same weights";
-    let accuracy = shown.accuracy.map(|accuracy| accuracy_document(&accuracy, against));
-    report::document(&json!({
-        "schema": "amk.bench.v1",
-        "model": context.graph().name,
-        "dtype": context.graph().dtype.name(),
-        "target": context.target.name,
-        "device": verdict.device,
-        "context": args.context,
-        "kv_capacity": context.kv_capacity,
-        "us_per_token": verdict.latency_us,
-        "latency_kind": verdict.latency_kind,
-        "ci_us": verdict.ci_us,
-        "bound_us": verdict.bound_us,
-        "pct_of_roofline": verdict.pct_of_roofline,
-        "bytes_per_token": shown.bytes,
-        "bandwidth_measured": shown.bandwidth,
-        "accuracy": accuracy,
-        "correct": verdict.correct,
-        "rejected_reason": verdict.rejected_reason,
-        "schedule_id": verdict.schedule_id,
-        "schedule_source": source,
-        "program_id": verdict.program_id,
-        "kernel_id": verdict.kernel_id,
-        "peers": peers,
-        "notes": verdict.notes,
-    }))
 }
 
 #[cfg(test)]

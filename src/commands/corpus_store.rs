@@ -19,9 +19,6 @@ const EXPORTED: [&[u8]; 2] = [b"{\"run\":\"", b"{\"program\":"];
 
 const EXPORT_BYTES_MAX: u64 = 8 << 30;
 
-/// The file whose presence marks a folder as an export.
-const PARQUET: &str = "records.parquet";
-
 fn open(args: &StoreArgs) -> Result<Store, Failure> {
     if !args.store.exists() {
         return Err(Failure::usage(format!(
@@ -99,12 +96,6 @@ pub(crate) fn import(args: &ImportArgs) -> Outcome {
     let (mut rows, mut programs) = (Vec::new(), Vec::new());
     let working = Spinner::through(args.paths.len(), "reading");
     for path in &args.paths {
-        if path.is_file() && path.extension().is_some_and(|end| end == "parquet") {
-            return Err(Failure::usage(format!(
-                "{} is one table of an export; name the folder that it is in",
-                path.display()
-            )));
-        }
         if is_export(path) {
             let found = exported(path)?;
             rows.extend(found.runs.into_iter().map(|(run, links)| (run, path.clone(), links)));
@@ -142,9 +133,6 @@ pub(crate) fn import(args: &ImportArgs) -> Outcome {
 }
 
 fn is_export(path: &Path) -> bool {
-    if path.join(PARQUET).is_file() {
-        return true;
-    }
     let mut start = [0; 11];
     let read = corpus::files::open(path).and_then(|mut file| file.read(&mut start));
     read.is_ok_and(|bytes| EXPORTED.iter().any(|begin| start[..bytes].starts_with(begin)))
@@ -155,17 +143,13 @@ fn exported(path: &Path) -> Result<text::Exported, Failure> {
     let unreadable = |reason: String| {
         Failure::usage(format!("{}: {reason}; name what `amk corpus export` wrote", path.display()))
     };
-    let mut found = if path.is_dir() {
-        parquet::read(path).map_err(unreadable)?
-    } else {
-        let file = corpus::files::open(path).map_err(|e| unreadable(e.to_string()))?;
-        let bytes = file.metadata().map_err(|e| unreadable(e.to_string()))?.len();
-        if bytes > EXPORT_BYTES_MAX {
-            let most = format!("it has {bytes} bytes, and at most {EXPORT_BYTES_MAX} are read");
-            return Err(unreadable(most));
-        }
-        text::read(BufReader::new(file)).map_err(unreadable)?
-    };
+    let file = corpus::files::open(path).map_err(|e| unreadable(e.to_string()))?;
+    let bytes = file.metadata().map_err(|e| unreadable(e.to_string()))?.len();
+    if bytes > EXPORT_BYTES_MAX {
+        let most = format!("it has {bytes} bytes, and at most {EXPORT_BYTES_MAX} are read");
+        return Err(unreadable(most));
+    }
+    let mut found = text::read(BufReader::new(file)).map_err(unreadable)?;
     for (run, links) in &found.runs {
         let record = |link: &Link| serde_json::from_str(&link.record).unwrap_or(Value::Null);
         let records: Vec<Value> = links.iter().map(record).collect();

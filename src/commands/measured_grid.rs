@@ -1,5 +1,5 @@
-//! `amk grid record`: measures every point of a grid. All cores but one lower points and run them on the reference VM ahead
-//! of the device, so that it seldom waits. Points of one kernel follow each other.
+//! `amk grid record`: measures every point of a grid, or random schedules. All cores but one lower points and run them on
+//! the reference VM ahead of the device, so that it seldom waits. Points of one kernel follow each other.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use reference_vm::compare::{Agreement, Reference};
 use search::measured_grid::{Answer, Grid, MEASURED_GRID_SCHEMA, Probe, Space, Terms, prepare};
-use search::{Candidate, Device, DeviceInfo, Gate, LatencyKind, POSITIONS_MAX};
+use search::{Candidate, Device, DeviceInfo, Gate, KernelId, LatencyKind, POSITIONS_MAX};
 use serde_json::json;
 
 use crate::cli::RecordArgs;
@@ -22,6 +22,7 @@ use crate::spinner::Spinner;
 use crate::{conditions, files, interrupt, report};
 
 mod file;
+mod random;
 
 use file::Recording;
 
@@ -44,13 +45,16 @@ type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
 
 pub(crate) fn run(args: &RecordArgs) -> Outcome {
     let context = Context::new(&args.model)?;
-    let grid: Grid = files::read_json(&args.grid, GRID_BYTES_MAX)?;
-    let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
     let most = context.kv_capacity.min(POSITIONS_MAX as u32);
     context.check_timed(args.context, TIMED_TOKENS, most)?;
     if args.rounds == 0 {
         return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
     }
+    let Some(path) = &args.grid else {
+        return random::run(args, &context, args.random.unwrap_or_default());
+    };
+    let grid: Grid = files::read_json(path, GRID_BYTES_MAX)?;
+    let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
     let device = context.open_process(&args.sharing)?;
     let terms = terms(args, &context, grid, device.as_ref().map(Device::describe));
     let recording = Recording::open(&args.out, &terms, args.resume)?;
@@ -90,7 +94,7 @@ fn terms(args: &RecordArgs, context: &Context, grid: Grid, info: Option<DeviceIn
         rounds: args.rounds,
         seed: args.seed,
         grid,
-        shard: args.shard.into(),
+        shard: [0, 1],
         migrated_from: None,
     }
 }
@@ -112,8 +116,7 @@ impl Session<'_> {
     fn legal(&mut self) -> Result<Vec<Vec<u32>>, Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
         let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
-        let (index, of) = self.args.shard;
-        for point in (0..self.space.points()).filter(|point| point % of == index) {
+        for point in 0..self.space.points() {
             if self.recording.done.contains_key(&point) {
                 continue;
             }
@@ -133,32 +136,27 @@ impl Session<'_> {
         let (context, args) = (self.context, self.args);
         let kernels = todo.iter().map(|points| self.space.config(points[0]).kernel);
         device.foresee(&kernels.collect::<Vec<_>>());
-        let positions = (args.context + TIMED_TOKENS) as usize;
-        let name = &context.graph().name;
-        report::say(&format!("evaluating {name} at {positions} positions"));
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
-        let gate = context.gate(args.seed, Some(positions), &kernel_id)?;
-        let anchor = prepare(&gate, &context.neutral_config())
-            .map_err(|answer| Failure::refused(format!("the neutral schedule: {answer:?}")))?;
-        let mut probe =
-            Probe::new(&gate, anchor, args.context as usize..positions, args.rounds, args.seed);
+        let gate = gate(args, context, &kernel_id)?;
+        let mut probe = probe(args, context, &gate)?;
         self.anchor(&mut probe, device)?;
         for points in todo {
-            self.group(&gate, points, |session, point, ready| match ready {
+            let configs = points.iter().map(|&point| (point, self.space.config(point))).collect();
+            prepared(&gate, configs, |point, _, ready| match ready {
                 Ok((candidate, reference)) => {
                     let key = (candidate.program_id.clone(), candidate.kernel_id.clone());
-                    if let Some(&twin) = session.recording.by_ids.get(&key) {
-                        return session.record(point, Answer::Twin(twin));
+                    if let Some(&twin) = self.recording.by_ids.get(&key) {
+                        return self.record(point, Answer::Twin(twin));
                     }
                     let lost = |e| Failure::missing(format!("{e}; --resume goes on"));
                     let answer = probe.measure(device, &candidate, reference).map_err(lost)?;
-                    session.record(point, answer)?;
-                    if session.fresh.is_multiple_of(AGAIN_EVERY) {
-                        session.anchor(&mut probe, device)?;
+                    self.record(point, answer)?;
+                    if self.fresh.is_multiple_of(AGAIN_EVERY) {
+                        self.anchor(&mut probe, device)?;
                     }
                     Ok(())
                 }
-                Err(answer) => session.record(point, answer),
+                Err(answer) => self.record(point, answer),
             })?;
         }
         self.anchor(&mut probe, device)
@@ -177,46 +175,6 @@ impl Session<'_> {
         };
         report::say(&format!("  neutral schedule {:.1} us", measured.us));
         self.recording.row(ANCHOR, Answer::Again(measured.clone()))
-    }
-
-    /// Prepares points on all cores but one, and hands each over as it is ready.
-    fn group(
-        &mut self,
-        gate: &Gate<'_>,
-        points: &[u32],
-        mut take: impl FnMut(&mut Self, u32, Ready) -> Result<(), Failure>,
-    ) -> Result<(), Failure> {
-        let next = AtomicUsize::new(0);
-        let (send, receive) = mpsc::sync_channel::<(u32, Ready)>(READY_MAX);
-        let configs: Vec<(u32, ScheduleConfig)> =
-            points.iter().map(|&point| (point, self.space.config(point))).collect();
-        let work = |send: mpsc::SyncSender<(u32, Ready)>| {
-            while let Some((point, config)) = configs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if interrupt::came() || send.send((*point, prepare(gate, config))).is_err() {
-                    return;
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 0..workers() {
-                // Each thread has a pool of one thread: several programs at once use cores better than one program on all of them.
-                let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(1).build() else {
-                    continue;
-                };
-                let (send, work) = (send.clone(), &work);
-                scope.spawn(move || pool.install(|| work(send)));
-            }
-            drop(send);
-            // Dropped before the threads are joined, so that blocked senders end.
-            let receive = receive;
-            for (point, ready) in &receive {
-                take(self, point, ready)?;
-                if interrupt::came() {
-                    break;
-                }
-            }
-            Ok(())
-        })
     }
 
     /// Records the cost model's predictions if there is no device.
@@ -281,8 +239,7 @@ impl Session<'_> {
             };
             *counts.entry(kind).or_default() += 1;
         }
-        let (index, of) = self.args.shard;
-        let wanted = (0..self.space.points()).filter(|p| p % of == index).count();
+        let wanted = self.space.points() as usize;
         let seconds = self.began.elapsed().as_secs_f64();
         report::say(&format!(
             "{} of {wanted} points are in {}, {} of them new, in {seconds:.1} s",
@@ -304,6 +261,71 @@ impl Session<'_> {
         let all = self.recording.done.len() == wanted;
         Ok(if all { Exit::Yes } else { Exit::Interrupted })
     }
+}
+
+/// The gate of the timed positions, which are the last ones.
+fn gate<'a>(
+    args: &RecordArgs,
+    context: &'a Context,
+    kernel_id: KernelId<'a>,
+) -> Result<Gate<'a>, Failure> {
+    let positions = (args.context + TIMED_TOKENS) as usize;
+    let name = &context.graph().name;
+    let _working = Spinner::on(format!("evaluating {name} at {positions} positions"));
+    context.gate(args.seed, Some(positions), kernel_id)
+}
+
+/// Measures points after the neutral schedule, which fills the context.
+fn probe<'g, 'a>(
+    args: &RecordArgs,
+    context: &Context,
+    gate: &'g Gate<'a>,
+) -> Result<Probe<'g, 'a>, Failure> {
+    let anchor = prepare(gate, &context.neutral_config())
+        .map_err(|answer| Failure::refused(format!("the neutral schedule: {answer:?}")))?;
+    let first = args.context as usize;
+    let timed = first..first + TIMED_TOKENS as usize;
+    Ok(Probe::new(gate, anchor, timed, args.rounds, args.seed))
+}
+
+/// Prepares points on all cores but one, and hands each over as it is ready, until all are done or Ctrl-C came.
+fn prepared<T: Clone + Send + Sync>(
+    gate: &Gate<'_>,
+    points: Vec<(T, ScheduleConfig)>,
+    mut take: impl FnMut(T, ScheduleConfig, Ready) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let next = AtomicUsize::new(0);
+    let (send, receive) = mpsc::sync_channel::<(usize, Ready)>(READY_MAX);
+    let work = |send: mpsc::SyncSender<(usize, Ready)>| {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some((_, config)) = points.get(index) else { return };
+            if interrupt::came() || send.send((index, prepare(gate, config))).is_err() {
+                return;
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..workers() {
+            // Each thread has a pool of one thread: several programs at once use cores better than one program on all of them.
+            let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(1).build() else {
+                continue;
+            };
+            let (send, work) = (send.clone(), &work);
+            scope.spawn(move || pool.install(|| work(send)));
+        }
+        drop(send);
+        // Dropped before the threads are joined, so that blocked senders end.
+        let receive = receive;
+        for (index, ready) in &receive {
+            let (point, config) = points[index].clone();
+            take(point, config, ready)?;
+            if interrupt::came() {
+                break;
+            }
+        }
+        Ok(())
+    })
 }
 
 /// The number of threads that prepare points: one core is left for the device's driver.

@@ -15,14 +15,11 @@ pub(crate) mod html;
 pub(crate) mod levers;
 pub(crate) mod measured_grid;
 pub(crate) mod migrate;
-pub(crate) mod prefill;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod rerun;
 pub(crate) mod runs;
-pub(crate) mod sample;
 pub(crate) mod search_loop;
-pub(crate) mod together;
 pub(crate) mod trace;
 
 #[cfg(test)]
@@ -36,7 +33,7 @@ mod tests {
     #[test]
     fn documents_that_need_a_card_keep_their_schemas_fields() {
         let mut new = std::collections::BTreeMap::new();
-        for document in [races(), crate::found::tests::document(), sampled()] {
+        for document in [races(), crate::found::tests::document()] {
             let schema = document["schema"].as_str().expect("a schema id").to_owned();
             let mut found = fields::Fields::new();
             fields::fields_of(&document, "", &mut found);
@@ -52,22 +49,5 @@ mod tests {
         let equal = search::Equal { decision, gain, rounds: 4, notes };
         let equals = search::Equals { noise_floor: 0.002, threshold: 0.01, all: vec![equal] };
         evaluate::aa_document(&search::Verdict::new("toy", "h200", "NVIDIA H200"), &equals)
-    }
-
-    fn sampled() -> serde_json::Value {
-        let why = serde_json::json!({"why": "too many tasks"});
-        let dropped = std::collections::BTreeMap::from([("over a limit", vec![why])]);
-        let drew = sample::Drew {
-            schema: "amk.sample.v1",
-            model: "toy",
-            target: "h200",
-            context: 128,
-            seed: 0,
-            rows: 1,
-            out: std::path::Path::new("rows.jsonl"),
-            dropped: &dropped,
-            seconds: 1.5,
-        };
-        serde_json::to_value(drew).expect("a document is JSON")
     }
 }

@@ -95,7 +95,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         };
         let measures = opened.conditions(&header);
         let header = with_known(args, &dir, header.with_kind(&context, measures, several)?)?;
-        let (ledger, results) = open_files(args, resumed, &dir, &header)?;
+        let (ledger, results) = open_files(resumed, &dir, &header)?;
         say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
         if let Some(device) = &mut device
@@ -121,7 +121,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let lines: Vec<Vec<String>> = past.trials.iter().map(cells).collect();
         absorb(&mut search, past.trials)?;
         corpus::manifest::unseal_run(&dir)?;
-        let results = results.map_or_else(|| table(args, &dir, &lines), Ok)?;
+        let results = results.map_or_else(|| table(&dir, &lines), Ok)?;
         let mut session = Session {
             context: &context,
             found: None,
@@ -209,7 +209,6 @@ fn reopen(path: &Path) -> Result<(Ledger, Recorded), Failure> {
 /// Begins the ledger and the table of a new search, so that a path that cannot be written fails before anything is
 /// computed. The table of a resumed one is left as it is until its rows have been read.
 fn open_files(
-    args: &LoopArgs,
     resumed: Option<Ledger>,
     dir: &Path,
     header: &Header,
@@ -218,7 +217,7 @@ fn open_files(
         return Ok((ledger, None));
     }
     let ledger = Ledger::create(&dir.join("ledger.jsonl"), &json!(header))?;
-    match table(args, dir, &[]) {
+    match table(dir, &[]) {
         Ok(results) => Ok((ledger, Some(results))),
         Err(error) => {
             // Nothing was searched: restores the folder.
@@ -228,18 +227,9 @@ fn open_files(
     }
 }
 
-/// Rewrites the table. In the run's folder it replaces any file of that name.
-fn table(args: &LoopArgs, dir: &Path, rows: &[Vec<String>]) -> Result<Results, Failure> {
-    let own = |path: &Path| {
-        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        parent.canonicalize().ok() == dir.canonicalize().ok()
-    };
-    let results = match &args.results {
-        Some(path) if !own(path) => Results::create_named(path, COLUMNS, rows),
-        Some(path) => Results::create(path, COLUMNS, rows),
-        None => Results::create(&dir.join("results.tsv"), COLUMNS, rows),
-    };
-    Ok(results?)
+/// Rewrites the table of trials.
+fn table(dir: &Path, rows: &[Vec<String>]) -> Result<Results, Failure> {
+    Ok(Results::create(&dir.join("results.tsv"), COLUMNS, rows)?)
 }
 
 fn settings(context: &Context, header: &Header) -> Settings {

@@ -9,6 +9,7 @@ use abi::{LoaderRecord, TaskRecord};
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use lower::{Predictor, Rates};
+use search::Timing;
 use serde_json::{Value, json};
 use trace::counters::{self, Counter};
 use trace::{
@@ -18,7 +19,7 @@ use trace::{
 use vm_device::Trace;
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
-use super::bench::blocks::Blocks;
+use super::bench::rounds;
 use crate::cli::{ConfigArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
@@ -29,8 +30,8 @@ use crate::{files, report};
 mod page;
 
 const TIMED_TOKENS: u32 = 32;
-/// Timed blocks; the median counts.
-const BLOCKS: usize = 12;
+/// Rounds of four timed blocks; the median counts.
+const TIMING: Timing = Timing { rounds: 3, warmup: 0 };
 /// Steps whose records are averaged.
 const TRACED_STEPS: u32 = 24;
 
@@ -329,7 +330,7 @@ fn measured(
     let tokens = search::draw_tokens(0, context.graph().vocab, (first + TIMED_TOKENS) as usize);
     let timed = &tokens[first as usize..];
     running.decode(0, 0, &tokens, 1, &[], false)?;
-    let blocks = Blocks::time((0, BLOCKS), || {
+    let samples = rounds(TIMING, None, || {
         let done = running.decode(0, first, timed, 1, &[], false)?;
         Ok::<_, HostError>(done.host_us / f64::from(done.steps))
     })?;
@@ -353,7 +354,9 @@ fn measured(
         like: None,
     };
     let steps = device.steps(None)?;
-    let (median, [least, most]) = (blocks.median(), blocks.ends());
+    let mut blocks = samples.rounds.concat();
+    blocks.sort_by(f64::total_cmp);
+    let (median, least, most) = (search::median(&blocks), blocks[0], blocks[blocks.len() - 1]);
     report::say(&format!(
         "{name}: {median:.1} us per token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
         done.host_us / f64::from(done.steps)
@@ -363,7 +366,7 @@ fn measured(
         "us_per_token": median,
         "bounds": bounds(context, config, program, position),
         "traced_us_per_token": done.host_us / f64::from(done.steps),
-        "blocks_us": blocks.0,
+        "blocks_us": blocks,
         "logits": checksum,
         "ops": device.buffer.ops(),
         "loader": device.buffer.loader(),

@@ -28,8 +28,7 @@ pub(crate) fn open_process<'a>(
     shared: bool,
     named: bool,
 ) -> Result<Remote<'a>, Failure> {
-    let others = sharing::others(shared, || vm_host::compute_processes(&info.uuid));
-    let other_processes = sharing::judge(others.as_deref(), shared).map_err(Failure::missing)?;
+    let other_processes = sharing::count(&info.uuid, shared)?;
     let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
     let graph = context.graph();
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
@@ -45,7 +44,7 @@ pub(crate) fn open_process<'a>(
 }
 
 /// The current clocks of the card. NVML works here too: it needs no context.
-fn clocks(uuid: &str) -> Option<Clocks> {
+pub(crate) fn clocks(uuid: &str) -> Option<Clocks> {
     let clocks = vm_host::card_clocks(uuid)?;
     let throttled = clocks.throttled.into_iter().map(str::to_owned).collect();
     Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })

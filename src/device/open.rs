@@ -6,6 +6,7 @@ use vm_host::DeviceInfo;
 use super::Gpu;
 use super::child::open_process;
 use super::probe::{look, look_at};
+use super::sharing;
 use crate::cli::{DeviceChoice, SharingArgs};
 use crate::context::Context;
 use crate::failure::Failure;
@@ -33,6 +34,12 @@ impl Context {
     /// bandwidth, for a comparison of speeds.
     pub(crate) fn open_here(&self, measure: bool) -> Result<Option<Gpu<'_>>, Failure> {
         self.open_with(|_| Ok(Gpu::open(self, None, measure)?))
+    }
+
+    /// The number of other processes on the GPU, before this process opens it to measure: refused if there are any,
+    /// unless the GPU may be shared. `None` if no GPU is used.
+    pub(crate) fn others(&self, sharing: &SharingArgs) -> Result<Option<Option<u32>>, Failure> {
+        self.open_with(|info| sharing::count(&info.uuid, sharing.shared_gpu))
     }
 
     /// Whether a GPU is used: false with `cpu`, or with `auto` if there is none.

@@ -2,14 +2,23 @@
 
 use std::time::Duration;
 
+use crate::failure::Failure;
+
 /// How long a process that is being killed may still be listed.
 const GRACE: Duration = Duration::from_secs(3);
 
 /// Pause between two polls.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
+/// The number of other processes on a card, before this program opens it; refused if there are any, unless it may be
+/// shared.
+pub(super) fn count(uuid: &str, shared: bool) -> Result<Option<u32>, Failure> {
+    let others = others(shared, || vm_host::compute_processes(uuid));
+    judge(others.as_deref(), shared).map_err(Failure::missing)
+}
+
 /// The processes that `look` finds. If they would be a reason to refuse, waits for exiting ones.
-pub(super) fn others(shared: bool, look: impl FnMut() -> Option<Vec<u32>>) -> Option<Vec<u32>> {
+fn others(shared: bool, look: impl FnMut() -> Option<Vec<u32>>) -> Option<Vec<u32>> {
     others_by(shared, look, std::thread::sleep)
 }
 
@@ -31,7 +40,7 @@ fn others_by(
 
 /// Decides about a measurement from NVML's list before this program touches the device: the number of other processes,
 /// as far as NVML knows it, or why nothing is measured.
-pub(super) fn judge(others: Option<&[u32]>, shared: bool) -> Result<Option<u32>, String> {
+fn judge(others: Option<&[u32]>, shared: bool) -> Result<Option<u32>, String> {
     let Some(others) = others else { return Ok(None) };
     if shared || others.is_empty() {
         return Ok(Some(others.len() as u32));

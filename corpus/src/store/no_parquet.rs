@@ -1,9 +1,9 @@
-//! Replaces Parquet support in a build without it: each call returns an error.
+//! Replaces Parquet support in a build without it: an export returns an error.
 
 use std::io;
 use std::path::Path;
 
-use super::{Store, text::Exported};
+use super::Store;
 use crate::error::CorpusError;
 
 const MISSING: &str =
@@ -15,12 +15,4 @@ const MISSING: &str =
 /// Always.
 pub fn write(_: &Store, folder: &Path) -> Result<u64, CorpusError> {
     Err(CorpusError::io("write", folder, io::Error::new(io::ErrorKind::Unsupported, MISSING)))
-}
-
-/// Reads nothing.
-///
-/// # Errors
-/// Always.
-pub fn read(_: &Path) -> Result<Exported, String> {
-    Err(MISSING.to_owned())
 }

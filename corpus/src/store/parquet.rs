@@ -1,5 +1,4 @@
-//! The store as Parquet, one file per table: for pandas, polars, DuckDB. `records.parquet` and `programs.parquet` hold
-//! everything that the others are derived from, and can be imported again.
+//! The store as Parquet, one file per table: for pandas, polars, DuckDB.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,24 +9,16 @@ use parquet::column::writer::{ColumnWriter, ColumnWriterImpl};
 use parquet::data_type::{ByteArray, DataType};
 use parquet::errors::{ParquetError, Result};
 use parquet::file::properties::WriterProperties;
-use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::file::writer::SerializedFileWriter;
-use parquet::record::RowAccessor;
 use parquet::schema::types::{Type, TypePtr};
 use rusqlite::types::Value as Cell;
 
 use super::Store;
 use super::schema::{Column, Kind, TABLES, Table};
-use super::text::Exported;
 use crate::error::{At, CorpusError};
-use crate::files;
-use crate::ledger::Link;
 
 /// Rows in memory at once.
 const GROUP_ROWS: usize = 16_384;
-
-/// Longest file of a table that is read.
-const BYTES_MAX: u64 = 4 << 30;
 
 /// Writes every table to a folder, which must exist; returns the rows.
 ///
@@ -147,42 +138,4 @@ fn bytes(cell: &Cell) -> Option<ByteArray> {
         Cell::Blob(bytes) => Some(bytes.clone().into()),
         Cell::Null | Cell::Integer(_) | Cell::Real(_) => None,
     }
-}
-
-/// Reads the records and programs of a folder that [`write`] filled. The chain is checked by [`Store::add`].
-///
-/// # Errors
-/// What is wrong, with the file's name.
-pub fn read(folder: &Path) -> std::result::Result<Exported, String> {
-    let mut found = Exported::default();
-    rows(&folder.join("records.parquet"), |row| {
-        let text = |index: usize| row.get_string(index).cloned();
-        let seq = u64::try_from(row.get_long(1)?)?;
-        let link = Link { seq, prev: text(2)?, hash: text(3)?, record: text(4)? };
-        found.runs.entry(text(0)?).or_default().push(link);
-        Ok(())
-    })?;
-    rows(&folder.join("programs.parquet"), |row| {
-        let saved = row.get_bytes(1)?.data().to_vec();
-        found.programs.push((row.get_string(0)?.clone(), saved));
-        Ok(())
-    })?;
-    Ok(found)
-}
-
-fn rows(
-    path: &Path,
-    mut take: impl FnMut(&parquet::record::Row) -> std::result::Result<(), Box<dyn std::error::Error>>,
-) -> std::result::Result<(), String> {
-    let named = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
-    let file = files::open(path).map_err(|e| named(&e))?;
-    let bytes = file.metadata().map_err(|e| named(&e))?.len();
-    if bytes > BYTES_MAX {
-        return Err(named(&format!("it has {bytes} bytes, and at most {BYTES_MAX} are read")));
-    }
-    let reader = SerializedFileReader::new(file).map_err(|e| named(&e))?;
-    for row in reader.get_row_iter(None).map_err(|e| named(&e))? {
-        take(&row.map_err(|e| named(&e))?).map_err(|e| named(&e))?;
-    }
-    Ok(())
 }

@@ -3,10 +3,13 @@ use clap::Parser;
 use ir::Target;
 use ir::program::Program;
 use ir::schedule::KernelConfig;
-use reference_vm::eval::Logits;
-use search::Expected;
+use reference_vm::eval::{Evaluator, Logits};
+use search::{Expected, Gate, POSITIONS_MAX, Rejection, draw_tokens};
 
+use super::decode::{Bench, COMPARE_BETWEEN, COMPARE_FIRST, COMPARE_LAST, Passage, compared};
 use super::*;
+
+const TIMING: Timing = Timing { rounds: 24, warmup: WARMUP };
 
 #[test]
 fn compared_positions_are_all_of_a_few_and_some_of_many() {
@@ -21,12 +24,12 @@ fn compared_positions_are_all_of_a_few_and_some_of_many() {
     }
 }
 
-/// Runs a bench of the toy on a scripted device whose logits beyond the gate's positions are `edit`ed; returns verdict,
-/// outcome and what was shown.
+/// Runs a bench of the toy on a scripted device whose logits beyond the gate's positions are `edit`ed; returns
+/// what was measured and the outcome.
 fn bench_of(
     edit: impl Fn(&mut Vec<f32>),
     behaviour: Behaviour,
-) -> (Verdict, Result<(), Rejection>, Shown) {
+) -> (Measured, Result<(), Rejection>) {
     let model = model::preset("toy").expect("a preset");
     let (graph, weights) = (&model.graph, &*model.weights);
     let target = Target::by_name("h200").expect("a known target");
@@ -45,43 +48,47 @@ fn bench_of(
     let options = lower::Options { kv_capacity: 512 };
     let mut gate = Gate::new(graph, weights, &target, options, &kernel_id, gate_inputs);
     let config = ir::schedule::neutral_config(graph, &target);
-    Bench { gate: &mut gate, device: &mut device, passage: &passage }.run(&config)
+    Bench { gate: &mut gate, device: &mut device, passage: &passage, timing: TIMING }.run(&config)
 }
 
 #[test]
 fn a_device_that_is_right_is_measured_at_the_context() {
-    let (mut verdict, outcome, shown) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
+    let (measured, outcome) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
     assert_eq!(outcome, Ok(()));
-    let accuracy = shown.accuracy.expect("it was measured");
+    let (accuracy, verdict) = (measured.accuracy, &measured.verdict);
+    let accuracy = accuracy.expect("it was measured");
     assert_eq!(accuracy.positions, compared(300).len());
     assert_eq!((accuracy.rel_worst, accuracy.kl_mean), (0.0, 0.0));
-    assert!(judge(&mut verdict, Some(accuracy)) && verdict.correct);
+    assert!(verdict.correct && verdict.rejected_reason.is_none());
     let us = verdict.latency_us.expect("it was timed");
     assert!((us - 50.0).abs() < 0.5 && verdict.ci_us.is_some());
-    let bound = shown.bytes.expect("it was counted") as f64 / 4.6e12 * 1e6;
+    let bound = measured.bytes.expect("it was counted") as f64 / 4.6e12 * 1e6;
     assert!((verdict.bound_us.expect("it has a bound") - bound).abs() < 1e-9);
 }
 
 #[test]
 fn what_was_measured_becomes_a_bundle_that_holds() {
-    let cli =
-        "amk bench --model toy --device cpu --target h200 --kv-capacity 512 --context 268 --seed 3";
+    let cli = "amk bench --model toy --device cpu --target h200 --kv-capacity 512 --context 268 --seed 3 --schedule neutral";
     let cli = crate::cli::Cli::try_parse_from(cli.split(' ')).expect("a command");
     let Some(crate::cli::Command::Bench(args)) = cli.command else { panic!("it is a bench") };
-    let context = Context::new(&args.model).expect("the toy loads");
-    let (verdict, outcome, mut shown) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
+    let row = Row::new(&args).unwrap_or_else(|failure| panic!("{}", failure.message));
+    let (mut measured, outcome) = bench_of(|_| (), Behaviour::takes(50.0).with_noise(0.01));
     assert_eq!(outcome, Ok(()));
-    let config = context.neutral_config();
-    let conditions = Conditions { card: "NVIDIA H200".into(), ..Conditions::default() };
-    let made = |shown: &Shown| bundle(&args, &context, config, &verdict, shown, conditions.clone());
-    let bandwidth = shown.bandwidth.take();
-    assert_eq!(made(&shown), None, "nobody measured the bandwidth");
-    shown.bandwidth = bandwidth;
-    let made = made(&shown).expect("nothing is missing");
+    let info = measured.info.take().expect("there is a device");
+    let without = DeviceInfo { bandwidth: None, ..info.clone() };
+    measured.info = Some(without);
+    assert_eq!(row.bundle(&measured), None, "nobody measured the bandwidth");
+    measured.info = Some(DeviceInfo { name: "NVIDIA H200".into(), ..info });
+    let made = row.bundle(&measured).expect("nothing is missing");
     let read = Bundle::read(&made.to_text()).expect("it is whole");
     assert_eq!((read.context, read.rounds_us.len()), (268, TIMING.rounds));
-    let rebuilt = read.rebuild(context.graph(), &context.target);
-    assert_eq!(rebuilt.expect("the same program").1.id(), verdict.program_id.expect("it has one"));
+    let rebuilt = read.rebuild(row.context.graph(), &row.context.target).expect("the same program");
+    assert_eq!(Some(rebuilt.1.id()), measured.verdict.program_id);
+    let document = row.document(&measured, &[]);
+    let process: search::stability::Process =
+        serde_json::from_value(document.clone()).expect("what a manifest reads");
+    assert_eq!(Some(process.median_us()), measured.verdict.latency_us);
+    assert_eq!(document["us"], document["us_per_token"]);
 }
 
 /// Beyond the gate's positions: each logit is within the tolerance, which scales with the greatest one, but the row's error is too large.
@@ -93,12 +100,12 @@ fn an_error_that_the_gate_accepts_can_be_too_large_for_the_bench() {
             *value += largest * if index % 2 == 0 { 4.5e-3 } else { -4.5e-3 };
         }
     };
-    let (mut verdict, outcome, shown) = bench_of(spread, Behaviour::takes(50.0));
+    let (measured, outcome) = bench_of(spread, Behaviour::takes(50.0));
     assert_eq!(outcome, Ok(()));
-    let accuracy = shown.accuracy.expect("it was measured");
+    let accuracy = measured.accuracy.expect("it was measured");
     assert!(accuracy.rel_worst > Accuracy::REL_MAX, "{accuracy:?}");
-    assert!(verdict.correct, "no gate has said no");
-    assert!(!judge(&mut verdict, Some(accuracy)));
+    let verdict = measured.verdict;
+    assert!(verdict.gates.iter().all(|gate| gate.passed), "no gate has said no");
     assert!(!verdict.correct, "the bench has");
     let reason = verdict.rejected_reason.expect("it is said");
     assert!(reason.contains("accuracy") && reason.contains("5e-3"), "{reason}");
@@ -108,11 +115,11 @@ fn an_error_that_the_gate_accepts_can_be_too_large_for_the_bench() {
 #[test]
 fn a_device_that_is_wrong_is_not_timed() {
     let wrong = Behaviour { wrong: true, ..Behaviour::takes(50.0) };
-    let (verdict, outcome, _) = bench_of(|_| (), wrong);
+    let (Measured { verdict, .. }, outcome) = bench_of(|_| (), wrong);
     assert!(matches!(outcome, Err(Rejection::Disagreed { by: "device", .. })), "{outcome:?}");
     assert!(!verdict.correct && verdict.latency_us.is_none());
     let wrong = Behaviour { wrong_when_timed: true, ..Behaviour::takes(50.0) };
-    let (verdict, outcome, _) = bench_of(|_| (), wrong);
+    let (Measured { verdict, .. }, outcome) = bench_of(|_| (), wrong);
     assert!(matches!(outcome, Err(Rejection::Disagreed { by: "timed", .. })), "{outcome:?}");
     assert!(verdict.latency_us.is_none());
 }

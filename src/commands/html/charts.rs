@@ -10,15 +10,13 @@ use plotters::prelude::*;
 use search::{Outcome, Trial};
 
 use super::Run;
-use super::effects::{Effect, gain_of};
+use super::effects::gain_of;
 
 /// Points of a chart, leaders excepted; a page with ten thousand trials stays small.
 const POINTS_MAX: usize = 1500;
 
 /// Trials whose intervals are drawn, leaders excepted.
 const INTERVALS_MAX: usize = 240;
-
-const KNOBS_MAX: usize = 16;
 
 /// How far above the baseline the progress chart extends, as a fraction of the distance from the bound to the baseline.
 const HEADROOM: f64 = 0.35;
@@ -71,16 +69,7 @@ fn label() -> TextStyle<'static> {
     ("sans-serif", 14).into_font().color(&INK)
 }
 
-/// The axes of a chart.
-struct Axes<'a> {
-    x: &'a str,
-    x_label: &'a dyn Fn(&f64) -> String,
-    /// None if the rows of the chart have names.
-    y: Option<YAxis<'a>>,
-    /// Room at the left.
-    left: u32,
-}
-
+/// The vertical axis of a chart; the horizontal one has the trials.
 struct YAxis<'a> {
     words: &'a str,
     label: &'a dyn Fn(&f64) -> String,
@@ -90,13 +79,13 @@ type Framed<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf6
 
 fn framed<'a, 'b>(
     area: &'a Area<'b>,
-    x: Range<f64>,
+    last: f64,
     y: Range<f64>,
-    axes: &Axes<'_>,
+    axis: &YAxis<'_>,
 ) -> Result<Framed<'a, 'b>, Box<dyn std::error::Error>> {
     let mut builder = ChartBuilder::on(area);
-    let sized = builder.margin(12).x_label_area_size(44).y_label_area_size(axes.left);
-    let mut chart = sized.build_cartesian_2d(x, y)?;
+    let sized = builder.margin(12).x_label_area_size(44).y_label_area_size(70);
+    let mut chart = sized.build_cartesian_2d(-0.01 * last..1.02 * last, y)?;
     let mut mesh = chart.configure_mesh();
     mesh.bold_line_style(GRID)
         .light_line_style(TRANSPARENT)
@@ -104,12 +93,11 @@ fn framed<'a, 'b>(
         .label_style(label())
         .axis_desc_style(label())
         .x_labels(9)
-        .x_label_formatter(axes.x_label)
-        .x_desc(axes.x);
-    match &axes.y {
-        Some(y) => mesh.y_labels(8).y_label_formatter(y.label).y_desc(y.words),
-        None => mesh.disable_y_mesh().disable_y_axis().y_labels(0),
-    };
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .x_desc("trial")
+        .y_labels(8)
+        .y_label_formatter(axis.label)
+        .y_desc(axis.words);
     mesh.draw()?;
     drop(mesh);
     Ok(chart)
@@ -160,8 +148,7 @@ pub(super) fn progress(run: &Run) -> Option<Chart> {
             words: &format!("{} latency, us per token", run.kind()),
             label: &|y| tick(*y, top - bottom),
         };
-        let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
-        let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
+        let mut chart = framed(area, last, bottom..top, &y_axis)?;
         if near {
             chart.draw_series(LineSeries::new(
                 [(0.0, bound), (last, bound)],
@@ -213,8 +200,7 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
     let drawing = draw(320, "Gain of every trial over the schedule that led", |area| {
         let y_axis =
             YAxis { words: "time saved over the leader", label: &|y| format!("{y:+.0} %") };
-        let axes = Axes { x: "trial", x_label: &|x| format!("{x:.0}"), y: Some(y_axis), left: 70 };
-        let mut chart = framed(area, -0.01 * last..1.02 * last, bottom..top, &axes)?;
+        let mut chart = framed(area, last, bottom..top, &y_axis)?;
         chart.draw_series(LineSeries::new([(0.0, 0.0), (last, 0.0)], INK.stroke_width(1)))?;
         for (x, [low, middle, high], outcome) in shown.iter().chain(&kept) {
             let colour = match outcome.leads() {
@@ -239,70 +225,6 @@ pub(super) fn gains(run: &Run) -> Option<Chart> {
         notes.push("predictions have no interval".to_owned());
     }
     Some(Chart { drawing, note: (!notes.is_empty()).then(|| notes.join("; ")) })
-}
-
-/// The gain of each knob when it was changed alone: the span of the gains, and the median.
-pub(super) fn knobs(effects: &[Effect]) -> Option<Chart> {
-    let known: Vec<&Effect> =
-        effects.iter().filter(|effect| !effect.alone.is_empty()).take(KNOBS_MAX).collect();
-    let low = known.iter().map(|effect| effect.alone[0]).fold(-1.0, f64::min);
-    let high = known.iter().filter_map(|effect| effect.alone.last().copied()).fold(1.0, f64::max);
-    if known.is_empty() {
-        return None;
-    }
-    let rows = known.len() as f64;
-    let height = 90 + 26 * known.len() as u32;
-    let margin = 0.06 * (high - low);
-    let drawing = draw(height, "Gain of each knob changed alone", |area| {
-        let words = "time saved over the leader, this knob changed alone";
-        let axes = Axes { x: words, x_label: &|x| format!("{x:+.0} %"), y: None, left: 230 };
-        let mut chart = framed(area, low - margin..high + margin, 0.0..rows, &axes)?;
-        chart.draw_series(LineSeries::new([(0.0, 0.0), (0.0, rows)], INK.stroke_width(1)))?;
-        for (index, effect) in known.iter().enumerate() {
-            let y = rows - index as f64 - 0.5;
-            let (least, most) = (effect.alone[0], effect.alone[effect.alone.len() - 1]);
-            let colour = if most > 0.0 { KEPT } else { REVERTED };
-            let span = vec![(least, y), (most, y)];
-            chart.draw_series([PathElement::new(span, colour.stroke_width(4))])?;
-            if let Some(median) = effect.median() {
-                chart.draw_series([Circle::new((median, y), 5, colour.filled())])?;
-            }
-            let (x, y) = chart.backend_coord(&(low - margin, y));
-            area.draw(&Text::new(effect.path, (14, y - 8), label()))?;
-            area.draw(&PathElement::new(vec![(x - 4, y), (x, y)], INK))?;
-        }
-        Ok(())
-    });
-    let left = effects.len() - known.len();
-    let note = format!(
-        "{left} knobs that were only changed together with others, or brought least, are in the table alone"
-    );
-    Some(Chart { drawing, note: (left > 0).then_some(note) })
-}
-
-/// The start, the best and the bound, as bars from zero.
-pub(super) fn bound(run: &Run) -> Option<Chart> {
-    let champion = run.champion()?;
-    let first = run.baseline_us(champion)?;
-    let (best, bound) = (champion.verdict.latency_us?, champion.verdict.bound_us?);
-    let bars = [("start", first, REVERTED), ("best", best, KEPT), ("bound", bound, BOUND)];
-    let drawing = draw(200, "The start, the best and the bound", |area| {
-        let most = 1.18 * first.max(best);
-        let words =
-            format!("{} latency, us per token (the bound: bytes over bandwidth)", run.kind());
-        let axes = Axes { x: &words, x_label: &|x| tick(*x, most), y: None, left: 90 };
-        let mut chart = framed(area, 0.0..most, 0.0..3.0, &axes)?;
-        for (index, (name, us, colour)) in bars.iter().enumerate() {
-            let y = 2.5 - index as f64;
-            chart
-                .draw_series([Rectangle::new([(0.0, y - 0.3), (*us, y + 0.3)], colour.filled())])?;
-            let (x, y) = chart.backend_coord(&(*us, y));
-            area.draw(&Text::new(format!("{} us", figure(*us)), (x + 8, y - 8), label()))?;
-            area.draw(&Text::new(*name, (20, y - 8), label()))?;
-        }
-        Ok(())
-    });
-    Some(Chart { drawing, note: None })
 }
 
 /// A label of an axis with this span: all labels have equally many digits.

@@ -54,7 +54,6 @@ pub(super) fn render(runs: &[Run]) -> String {
 fn section(run: &Run) -> Markup {
     let key = [("kept", "led"), ("reverted", "not better"), ("unclear", "inconclusive")];
     let cards = run.header.get("cards").and_then(Value::as_array).map_or(0, Vec::len);
-    let effects = effects(&run.trials);
     html! {
         section {
             h2 { (run.ledger.display()) }
@@ -71,11 +70,10 @@ fn section(run: &Run) -> Markup {
                      comparable, gains are. The best and the start above are of one card."
                 }
             }
-            (chart("Against the bound", charts::bound(run)))
             (chart("Kept and reverted", charts::gains(run)))
             (led(run))
-            (chart("What each knob was worth", charts::knobs(&effects)))
-            (knob_table(&effects))
+            h3 { "What each knob was worth" }
+            (knob_table(&effects(&run.trials)))
             (schedules(run))
             (machine(run))
             (reproduce(run))

@@ -62,7 +62,7 @@ impl Recording {
         // Each process measures the bandwidth anew, and the conditions hold the fields that may differ.
         let (conditions, bandwidth) = (then.conditions.clone(), then.bandwidth);
         if (Terms { conditions, bandwidth, ..now.clone() }) != then {
-            return refuse("model, grid, context, seed, rounds or shard".to_owned());
+            return refuse("model, grid, context, seed or rounds".to_owned());
         }
         Ok(())
     }

@@ -60,7 +60,7 @@ everything for people goes to standard error. `amk COMMAND --help` has examples.
 
 /// Turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
 #[derive(Debug, Parser)]
-#[command(name = "amk", version, about, after_help = EXIT_CODES, max_term_width = 110)]
+#[command(name = "amk", version = env!("AMK_VERSION"), about, after_help = EXIT_CODES, max_term_width = 110)]
 pub(crate) struct Cli {
     /// The command.
     #[command(subcommand)]

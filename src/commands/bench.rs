@@ -11,7 +11,7 @@ use search::{
     BUNDLE_SCHEMA, Bundle, Conditions, Contender, Device, Gate, Handle, LatencyKind, POSITIONS_MAX,
     Plan, Ran, Rejection, Samples, Side, Timing, Verdict, assess, draw_tokens,
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::cli::{BenchArgs, DeviceChoice, PeerChoice};
 use crate::context::Context;
@@ -100,13 +100,14 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     let accurate = judge(&mut verdict, shown.accuracy);
     say(args, &context, &verdict, &shown, &peers);
     let good = verdict.correct && outcome.is_ok() && accurate;
-    if let (Some(path), Some(conditions), true) = (&args.bundle, conditions, good) {
-        let bundle = bundle(args, &context, config, &verdict, &shown, conditions);
+    if let (Some(path), Some(conditions), true) = (&args.bundle, &conditions, good) {
+        let bundle = bundle(args, &context, config, &verdict, &shown, conditions.clone());
         let missing = || Failure::refused("the run left out a figure that a bundle needs");
         files::write_whole(path, bundle.ok_or_else(missing)?.to_text().as_bytes())?;
         report::say(&format!("bundle: {}", path.display()));
     }
-    answer(args, &context, (&verdict, &source), &shown, &peers)?;
+    let document = document(args, &context, (&verdict, &source), &shown, &peers);
+    report::document(&evidence(document, &config, conditions.as_ref()))?;
     Ok(if good { Exit::Yes } else { Exit::No })
 }
 
@@ -364,16 +365,27 @@ fn peer_line(peer: &Peer, amk_us: Option<f64>) -> String {
     )
 }
 
-fn answer(
+/// Adds what makes a document evidence of its numbers: the schedule, where it was measured, and its own hash.
+pub(super) fn evidence(
+    mut document: Value,
+    config: &ScheduleConfig,
+    conditions: Option<&Conditions>,
+) -> Map<String, Value> {
+    document["config"] = json!(config);
+    document["conditions"] = json!(conditions);
+    corpus::seal(document.as_object().unwrap_or(&Map::new()))
+}
+
+fn document(
     args: &BenchArgs,
     context: &Context,
     (verdict, source): (&Verdict, &ScheduleSource),
     shown: &Shown,
     peers: &[Peer],
-) -> Result<(), Failure> {
+) -> Value {
     let against = "f32 evaluation of the same weights";
     let accuracy = shown.accuracy.map(|accuracy| accuracy_document(&accuracy, against));
-    report::document(&json!({
+    json!({
         "schema": "amk.bench.v1",
         "model": context.graph().name,
         "dtype": context.graph().dtype.name(),
@@ -381,7 +393,9 @@ fn answer(
         "device": verdict.device,
         "context": args.context,
         "kv_capacity": context.kv_capacity,
+        "seed": args.seed,
         "us_per_token": verdict.latency_us,
+        "rounds_us": shown.rounds_us,
         "latency_kind": verdict.latency_kind,
         "ci_us": verdict.ci_us,
         "bound_us": verdict.bound_us,
@@ -397,7 +411,7 @@ fn answer(
         "kernel_id": verdict.kernel_id,
         "peers": peers,
         "notes": verdict.notes,
-    }))
+    })
 }
 
 #[cfg(test)]

@@ -4,19 +4,21 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target};
 use remote::Served;
-use search::draw_tokens;
-use serde_json::json;
+use search::{Conditions, draw_tokens};
+use serde_json::{Value, json};
 use vm_device::{ARCHITECTURES, Architecture};
 use vm_host::{PrefillOptions, Prefilled};
 
 use super::bench::blocks::Blocks;
+use super::bench::evidence;
 use crate::cli::BenchArgs;
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
+use crate::{conditions, report};
 
 /// Timed runs, after one warm-up.
 const RUNS: usize = 10;
@@ -32,6 +34,8 @@ struct Measured {
     error: f64,
     top1: [Option<usize>; 2],
     bandwidth: f64,
+    conditions: Conditions,
+    config: ScheduleConfig,
     source: ScheduleSource,
 }
 
@@ -57,7 +61,8 @@ pub(crate) fn run(args: &BenchArgs, tokens: u32) -> Outcome {
     let measured = measure(args, &context, tokens)?;
     let bound = bound_ms(context.graph(), &context.target, &measured);
     say(&context, tokens, &measured, bound);
-    answer(&context, tokens, &measured, bound)?;
+    let document = document(&context, args.seed, tokens, &measured, bound);
+    report::document(&evidence(document, &measured.config, Some(&measured.conditions)))?;
     Ok(if measured.holds() { Exit::Yes } else { Exit::No })
 }
 
@@ -67,7 +72,9 @@ fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured,
     let Some(mut device) = context.open_here(true)? else {
         return Err(Failure::no_gpu("--prefill is for what is measured"));
     };
-    let bandwidth = device.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let info = device.describe();
+    let bandwidth = info.bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let conditions = conditions::of(info);
     let handle = device.prepare(&program, &config.kernel)?;
     let prompt = draw_tokens(args.seed, context.graph().vocab, tokens as usize);
     let options = PrefillOptions::default();
@@ -84,7 +91,7 @@ fn measure(args: &BenchArgs, context: &Context, tokens: u32) -> Result<Measured,
     let steps_ms = began.elapsed().as_secs_f64() * 1e3;
     let error = relative(&steps, &chunks);
     let top1 = [&steps, &chunks].map(|row| greatest(row));
-    Ok(Measured { ms, last, steps_ms, error, top1, bandwidth, source })
+    Ok(Measured { ms, last, steps_ms, error, top1, bandwidth, conditions, config, source })
 }
 
 fn relative(expected: &[f32], actual: &[f32]) -> f64 {
@@ -147,16 +154,19 @@ fn say(context: &Context, tokens: u32, measured: &Measured, bound: f64) {
     report::table(&rows);
 }
 
-fn answer(context: &Context, tokens: u32, measured: &Measured, bound: f64) -> Result<(), Failure> {
+fn document(context: &Context, seed: u64, tokens: u32, measured: &Measured, bound: f64) -> Value {
     let (ms, [least, most]) = (measured.ms.median(), measured.ms.ends());
-    report::document(&json!({
+    json!({
         "schema": "amk.bench.prefill.v1",
         "model": context.graph().name,
         "dtype": context.graph().dtype.name(),
         "target": context.target.name,
+        "kernel_id": vm_host::prefill_kernel_id(context.graph(), &context.target.arch),
+        "seed": seed,
         "tokens": tokens,
         "chunks": measured.last.chunks,
         "ms": ms,
+        "ms_runs": measured.ms.0,
         "ms_least": least,
         "ms_most": most,
         "runs": RUNS,
@@ -171,7 +181,7 @@ fn answer(context: &Context, tokens: u32, measured: &Measured, bound: f64) -> Re
         "correct": measured.holds(),
         "schedule_source": measured.source,
         "kernels": measured.last.kernels,
-    }))
+    })
 }
 
 #[cfg(test)]

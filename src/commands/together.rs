@@ -8,19 +8,19 @@ use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use remote::Served;
-use search::{Handle, Timing, assess, draw_tokens};
-use serde_json::json;
+use search::{Conditions, Handle, Timing, assess, draw_tokens};
+use serde_json::{Value, json};
 use vm_host::{Batch, KvPool, Request, Sequence};
 
-use super::bench::accuracy_document;
 use super::bench::blocks::Blocks;
+use super::bench::{accuracy_document, evidence};
 use crate::cli::{BenchArgs, PrefillChoice};
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 use crate::spinner::Spinner;
+use crate::{conditions, report};
 
 /// Tokens that one block times.
 const TIMED_TOKENS: u32 = 32;
@@ -46,7 +46,9 @@ struct Shown {
     chosen: bool,
     bytes: u64,
     bandwidth: f64,
+    conditions: Conditions,
     ids: [String; 3],
+    one_ids: [String; 3],
 }
 
 impl Shown {
@@ -86,7 +88,9 @@ pub(crate) fn run(args: &BenchArgs, sequences: u32) -> Outcome {
     judged(&context, args, &config)?;
     let shown = measure(&context, args, sequences, (alone, config))?;
     say(&context, args, sequences, &shown);
-    answer(&context, args, (sequences, &source), &shown)?;
+    let mut document = document(&context, args, (sequences, &source), &shown);
+    document["one"]["config"] = json!(alone);
+    report::document(&evidence(document, &config, Some(&shown.conditions)))?;
     Ok(if shown.holds() { Exit::Yes } else { Exit::No })
 }
 
@@ -133,8 +137,11 @@ fn measure(
 ) -> Result<Shown, Failure> {
     let prompts = prompts(args, context.graph().vocab, sequences);
     let mut gpu = open(context)?;
-    let bandwidth = gpu.describe().bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let info = gpu.describe();
+    let bandwidth = info.bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let conditions = conditions::of(info);
     let program = Arc::new(context.lowered(&alone)?);
+    let one_ids = [alone.id(), program.id(), context.kernel_id(&alone.kernel)];
     let handle = gpu.prepare(&program, &alone.kernel)?;
     gpu.serve(handle, sequences, KvPool::Full)?;
     let one = one_by_one(&mut gpu, handle, &prompts)?;
@@ -152,7 +159,7 @@ fn measure(
     let (several, (accuracy, chosen)) = at_once(&mut gpu, handle, &prompts, compare)?;
     let ids = [config.id(), program.id(), context.kernel_id_of(&config.kernel, sequences)];
     let bytes = step_bytes(&program, args.context, sequences);
-    Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, ids })
+    Ok(Shown { one, several, accuracy, chosen, bytes, bandwidth, conditions, ids, one_ids })
 }
 
 /// Bytes that a step in the middle of a block reads: the weights once, and the keys and values of every sequence.
@@ -308,28 +315,36 @@ fn say(context: &Context, args: &BenchArgs, sequences: u32, shown: &Shown) {
     ]);
 }
 
-fn answer(
+fn document(
     context: &Context,
     args: &BenchArgs,
     (sequences, source): (u32, &ScheduleSource),
     shown: &Shown,
-) -> Result<(), Failure> {
+) -> Value {
     let (one, several, bound) = (shown.one.us.median(), shown.several.us.median(), shown.bound());
     let against = "f32 evaluation of the same weights, each sequence by itself";
     let [schedule_id, program_id, kernel_id] = &shown.ids;
-    report::document(&json!({
+    let [one_schedule_id, one_program_id, one_kernel_id] = &shown.one_ids;
+    json!({
         "schema": "amk.bench.sequences.v1",
         "model": context.graph().name,
         "dtype": context.graph().dtype.name(),
         "target": context.target.name,
         "context": args.context,
         "kv_capacity": context.kv_capacity,
+        "seed": args.seed,
         "sequences": sequences,
         "us_per_step": several,
         "us_per_step_rounds": shown.several.us.0,
         "us_per_token": several / f64::from(sequences),
         "tokens_per_s": f64::from(sequences) * 1e6 / several,
-        "one": {"us_per_step": one, "us_per_step_rounds": shown.one.us.0},
+        "one": {
+            "us_per_step": one,
+            "us_per_step_rounds": shown.one.us.0,
+            "schedule_id": one_schedule_id,
+            "program_id": one_program_id,
+            "kernel_id": one_kernel_id,
+        },
         "times_one": several / one,
         "bound_us": bound,
         "pct_of_roofline": bound / several * 100.0,
@@ -343,5 +358,5 @@ fn answer(
         "schedule_source": source,
         "program_id": program_id,
         "kernel_id": kernel_id,
-    }))
+    })
 }

@@ -12,6 +12,8 @@
 //! with a unit of time or in a cell of a table needs one too.
 
 mod picture;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -76,7 +78,8 @@ pub fn sources(text: &str) -> BTreeSet<String> {
 #[must_use]
 pub fn read_page(text: &str, documents: &Documents) -> Page {
     let mut reader = Reader { documents, page: Page::default(), marked: false, loose: Vec::new() };
-    if let Some((_, rest)) = text.split_once("<!-- bars from ") {
+    if let Some((_, rest)) = text.split_once("<!-- bars from ").filter(|_| text.starts_with("<svg"))
+    {
         let list = rest.split(' ').next().unwrap_or_default();
         reader.bars(text, list);
         return reader.page;
@@ -88,8 +91,13 @@ pub fn read_page(text: &str, documents: &Documents) -> Page {
         let rows = line.strip_prefix("<!-- rows from ").and_then(|rest| rest.strip_suffix(" -->"));
         let table = rows.filter(|_| !fenced).and_then(|rows| {
             let end = lines[at..].iter().position(|line| *line == END)?;
-            Some((rows, &lines[at..at + end]))
+            // Its header has two lines.
+            let table = &lines[at..at + end];
+            table.get(2).filter(|line| line.starts_with("|--")).map(|_| (rows, table))
         });
+        if rows.is_some() && !fenced && table.is_none() {
+            reader.endless(line, at + 1);
+        }
         match table {
             Some((rows, table)) => {
                 reader.rows(rows, table, at + 1);
@@ -133,6 +141,16 @@ impl Reader<'_> {
         }
     }
 
+    fn endless(&mut self, shown: &str, line: usize) {
+        let reason = Some(format!("no number or table that ends with {END} follows it"));
+        self.page.numbers.push(Number {
+            line,
+            shown: shown.to_owned(),
+            reason,
+            ..Number::default()
+        });
+    }
+
     /// A line outside generated tables.
     fn line(&mut self, line: &str, number: usize) {
         if line.starts_with('#') {
@@ -149,8 +167,11 @@ impl Reader<'_> {
                     plain += before;
                     rest = after;
                 }
-                // In code, or without an end.
-                Some(_) | None => {
+                // Without an end, or in code.
+                end => {
+                    if end.is_none() && ticks % 2 == 0 {
+                        self.endless(rest, number);
+                    }
                     let skipped = &rest[..rest.len() - after.len()];
                     (written, plain) = (written + skipped, plain + skipped);
                     rest = after;
@@ -303,7 +324,8 @@ impl Reader<'_> {
 
 /// The first comment of a line that marks a number: what is before it, its word, its contents, and what is after it.
 fn marker(line: &str) -> Option<(&str, &str, &str, &str)> {
-    line.match_indices("<!-- ").find_map(|(at, open)| {
+    let end = line.rfind(" -->")?;
+    line.match_indices("<!-- ").take_while(|(at, _)| *at < end).find_map(|(at, open)| {
         let tail = &line[at + open.len()..];
         let mark = [FROM, BY_HAND].into_iter().find(|mark| tail.starts_with(mark))?;
         let (inner, after) = tail[mark.len()..].split_once(" -->")?;

@@ -62,7 +62,7 @@ everything for people goes to standard error. `amk COMMAND --help` has examples.
 
 /// Turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
 #[derive(Debug, Parser)]
-#[command(name = "amk", version, about, after_help = EXIT_CODES, max_term_width = 110)]
+#[command(name = "amk", version = env!("AMK_VERSION"), about, after_help = EXIT_CODES, max_term_width = 110)]
 pub(crate) struct Cli {
     /// The command.
     #[command(subcommand)]
@@ -165,6 +165,13 @@ pub(crate) enum Command {
         shown with the build that it is of, and is no failure without --current."
     )]
     Bundle(BundleArgs),
+    /// Walks every number of a page to its evidence: samples, program, kernel, commit, card.
+    #[command(
+        after_help = "Examples:\n  amk provenance README.md\n  amk provenance | jq '.numbers[] | select(.status != \"holds\")'\n  amk provenance --write\n\n\
+        A page names the evidence of a number in a comment; docs/explanation/measuring.md has the forms. Exit code 4: a number or its\n\
+        evidence was altered; the right figure is shown. Exit code 5: the evidence is of another build (stale), or there is none."
+    )]
+    Provenance(ProvenanceArgs),
     /// Breaks down the time of a step: by op, waiting, input, products and output.
     #[command(
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"

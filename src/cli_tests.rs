@@ -129,7 +129,7 @@ fn every_command_has_help_with_examples() {
     for section in ["Use a model:", "Search for a schedule:", "Exit codes:", "Environment:"] {
         assert!(all.stdout.contains(section), "{section}");
     }
-    assert!(amk(&["--version"]).stdout.starts_with("amk "));
+    assert_eq!(amk(&["--version"]).stdout.trim(), concat!("amk ", env!("AMK_VERSION")));
 }
 
 /// The process that drives a GPU for a search cannot be started by a user.

@@ -17,9 +17,6 @@ pub(crate) fn of(info: DeviceInfo) -> Conditions {
         driver: unknown(vm_host::driver_version()),
         cuda: unknown(info.cuda),
         nvrtc: unknown(nvrtc),
-        amk: match option_env!("AMK_COMMIT") {
-            Some(commit) => format!("{} ({commit})", env!("CARGO_PKG_VERSION")),
-            None => env!("CARGO_PKG_VERSION").to_owned(),
-        },
+        amk: env!("AMK_VERSION").to_owned(),
     }
 }

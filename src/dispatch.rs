@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
-    levers, measured_grid, migrate, program, propose, rerun, runs, search_loop, trace,
+    levers, measured_grid, migrate, program, propose, provenance, rerun, runs, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -34,6 +34,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),
+        Command::Provenance(args) => provenance::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::MeasuredGrid { command: MeasuredGridCommand::Record(args) } => {
             measured_grid::run(&args)

@@ -55,11 +55,11 @@ impl Exit {
             ),
             Self::Integrity => (
                 "integrity",
-                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program.",
+                "A file was tampered with or is corrupt: a ledger whose chain breaks, an edited bundle, a damaged program, an altered number.",
             ),
             Self::Inconclusive => (
                 "inconclusive",
-                "The samples do not tell: neither better nor worse. Measure longer.",
+                "The samples do not tell: neither better nor worse. Measure longer. Of `provenance`: evidence of another build, or none.",
             ),
             Self::Bug => ("bug", "A bug in amk. Please report it with the command."),
             Self::Interrupted => (

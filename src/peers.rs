@@ -46,6 +46,7 @@ pub(crate) struct Peer {
     pub(crate) version: Option<String>,
     /// Median over blocks, in µs per token.
     pub(crate) us_per_token: Option<f64>,
+    pub(crate) blocks_us: Vec<f64>,
     /// Fastest and slowest block.
     pub(crate) interval: Option<[f64; 2]>,
     pub(crate) conditions: Vec<String>,
@@ -136,6 +137,7 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
         us_per_token: Some(search::median(&blocks)),
         interval: Some([low, high]),
         conditions: [vec![format!("{} blocks", blocks.len())], conditions].concat(),
+        blocks_us: blocks,
         ..Peer::default()
     }
 }

@@ -8,12 +8,19 @@ use search::random_sample::{Drawn, OBSERVATION_SCHEMA, Observation, RandomSample
 use search::{BUNDLE_SCHEMA, Bundle, Conditions, GateReport, Proof};
 use serde_json::Value;
 
+#[path = "provenance_tests.rs"]
+mod provenance;
+
 const KV_CAPACITY: u32 = 64;
 
 /// Exit code, document and standard error.
 fn amk(args: &[&str]) -> (i32, Value, String) {
+    amk_in(Path::new("."), args)
+}
+
+fn amk_in(folder: &Path, args: &[&str]) -> (i32, Value, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
-    let output = command.args(args).stdin(Stdio::null()).output().unwrap();
+    let output = command.args(args).current_dir(folder).stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     let document = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {said}"));
     (output.status.code().unwrap_or(-1), document, said)

@@ -26,7 +26,7 @@ pub struct Conditions {
     pub cuda: String,
     /// Version of the device compiler.
     pub nvrtc: String,
-    /// Version of `amk`, with the commit if it was given to the build (`AMK_COMMIT`).
+    /// Version of `amk`, with the commit if the build knew it.
     pub amk: String,
 }
 

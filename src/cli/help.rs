@@ -11,7 +11,21 @@ const GROUPS: [(&str, &[&str]); 4] = [
         "Search for a schedule",
         &["propose", "evaluate", "loop", "runs", "report", "corpus", "bundle", "mcp"],
     ),
-    ("Inspect", &["explain", "diff", "trace", "lower", "verify", "disasm", "interpret", "rerun"]),
+    (
+        "Inspect",
+        &[
+            "explain",
+            "diff",
+            "trace",
+            "levers",
+            "lower",
+            "verify",
+            "disasm",
+            "interpret",
+            "rerun",
+            "provenance",
+        ],
+    ),
     ("Develop amk", &["grid", "calibrate", "migrate", "man", "completions"]),
 ];
 

@@ -225,3 +225,21 @@ pub(crate) struct RecordArgs {
     #[arg(long)]
     pub(crate) resume: bool,
 }
+
+#[derive(Debug, Args)]
+pub(crate) struct ProvenanceArgs {
+    /// Pages, in Markdown or SVG. Default: those of this repository that have results.
+    #[arg(value_name = "FILE", hide_default_value = true, default_values = RESULT_PAGES)]
+    pub(crate) files: Vec<PathBuf>,
+    /// Write each number anew from its evidence.
+    #[arg(long)]
+    pub(crate) write: bool,
+}
+
+/// The pages of the repository that have results.
+const RESULT_PAGES: [&str; 4] = [
+    "README.md",
+    "docs/explanation/performance.md",
+    "docs/results/shipped.md",
+    "docs/results/engines.svg",
+];

@@ -36,6 +36,9 @@ fn documents() -> BTreeMap<String, Fields> {
     std::fs::write(dir.path().join("grid.json"), grid().to_string()).unwrap();
     std::fs::write(dir.path().join("bench.json"), manifest().to_string()).unwrap();
     std::fs::write(dir.path().join("rows.jsonl"), measured_rows()).unwrap();
+    std::fs::copy(shipped_bundle(), dir.path().join("128.bundle.json")).unwrap();
+    let page = "It takes <!-- from 128.bundle.json#/median_us .1 -->1.0<!-- / --> us, or 7 us.\n";
+    std::fs::write(dir.path().join("page.md"), page).unwrap();
     let toy = ["--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
     let with_toy =
         |args: &[&str]| args.iter().chain(&toy).map(|s| (*s).to_owned()).collect::<Vec<_>>();
@@ -78,6 +81,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("calibrate rows.jsonl"),
         plain("migrate a.json --out today.json"),
         plain(&format!("bundle {}", shipped_bundle().display())),
+        plain("provenance page.md"),
         plain("evaluate --model no-such-model"),
     ];
     let mut all: BTreeMap<String, Fields> = BTreeMap::new();

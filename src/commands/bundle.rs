@@ -49,15 +49,18 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
     Ok(exit)
 }
 
-/// The status of a bundle under this build.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, strum::Display)]
-#[serde(rename_all = "lowercase")]
+/// The status of evidence, and of a number that follows from it, under this build; the worst is last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, strum::Display)]
+#[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "lowercase")]
-enum Status {
+pub(super) enum Status {
     /// Everything follows, and this build has the measured kernel.
     Holds,
     /// It was right for another build: the kernel or the program has changed since.
     Stale,
+    /// A number without evidence.
+    #[strum(to_string = "no evidence")]
+    NoEvidence,
     /// It proves nothing.
     Altered,
 }

@@ -17,6 +17,7 @@ pub(crate) mod measured_grid;
 pub(crate) mod migrate;
 pub(crate) mod program;
 pub(crate) mod propose;
+pub(crate) mod provenance;
 pub(crate) mod rerun;
 pub(crate) mod runs;
 pub(crate) mod search_loop;

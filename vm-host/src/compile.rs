@@ -128,6 +128,12 @@ pub fn kernel_id(variant: &Variant, arch: &str) -> String {
     digest(&code(&source), &options(variant, arch))
 }
 
+/// The same for the kernels that run a prompt chunk by chunk.
+pub(crate) fn prefill_kernel_id(variant: &PrefillVariant, arch: &str) -> String {
+    let source = unit(row(arch).prefill_unit()).unwrap_or_default();
+    digest(&code(&source), &all_options(arch, variant.defines()))
+}
+
 /// The source without comments, indentation and empty lines: an edited comment leaves a kernel's id, and with it every measurement, as it is.
 fn code(source: &str) -> String {
     let mut code = String::with_capacity(source.len());

@@ -50,5 +50,7 @@ pub use nvml::{
     CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,
 };
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
-pub use prefill::{GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_refused};
+pub use prefill::{
+    GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_kernel_id, prefill_refused,
+};
 pub use weight_stream::{LoadReport, ReadBy, Streaming};

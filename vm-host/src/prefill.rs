@@ -11,7 +11,7 @@ use ir::{DType, Graph};
 use vm_device::PrefillVariant;
 
 use crate::card::arch;
-use crate::compile::{compile_prefill, default_cache};
+use crate::compile::{self, compile_prefill, default_cache};
 use crate::driver::{DeviceInfo, Event, Function, Module, Stream};
 use crate::error::HostError;
 use crate::load::Residents;
@@ -348,6 +348,12 @@ impl Prefill {
             kernels: times(run.marks.unwrap_or_default())?,
         })
     }
+}
+
+/// The id of the kernels that run a prompt of a model on an architecture such as `sm_90a`.
+#[must_use]
+pub fn prefill_kernel_id(graph: &Graph, arch: &str) -> String {
+    compile::prefill_kernel_id(&variant(graph, &PrefillOptions::default()), arch)
 }
 
 fn variant(graph: &Graph, options: &PrefillOptions) -> PrefillVariant {

@@ -8,7 +8,7 @@ use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use remote::Served;
 use search::{Handle, Samples, Side, assess, draw_tokens};
-use serde_json::json;
+use serde_json::{Value, json};
 use vm_host::{Batch, KvPool, Request, Sequence};
 
 use super::{Measured, Row, TIMED_TOKENS, rounds};
@@ -39,7 +39,9 @@ pub(super) fn measure(row: &Row<'_>, sequences: u32) -> Result<Measured, Failure
     let prompts = prompts(row, sequences);
     let mut gpu = open(row)?;
     let info = gpu.describe();
-    let handle = gpu.prepare(&Arc::new(context.lowered(&alone)?), &alone.kernel)?;
+    let program = Arc::new(context.lowered(&alone)?);
+    let alone_id = program.id();
+    let handle = gpu.prepare(&program, &alone.kernel)?;
     gpu.serve(handle, sequences, KvPool::Full)?;
     let (single, tokens_alone) = one_by_one(row, &mut gpu, handle, &prompts)?;
     drop(gpu); // frees its memory for the next one
@@ -52,6 +54,7 @@ pub(super) fn measure(row: &Row<'_>, sequences: u32) -> Result<Measured, Failure
     for (session, prompt) in (0..).zip(&prompts) {
         fill(&mut gpu, handle, session, prompt)?;
     }
+    let one = json!({"config": alone, "program_id": alone_id, "kernel_id": context.kernel_id(&alone.kernel)});
     let (samples, tokens) = at_once(row, &mut gpu, handle, &prompts, &mut measured)?;
     let bandwidth = info.bandwidth.unwrap_or(context.target.bandwidth as f64);
     let bytes = step_bytes(&program, args.context, sequences);
@@ -60,7 +63,7 @@ pub(super) fn measure(row: &Row<'_>, sequences: u32) -> Result<Measured, Failure
     measured.bytes = Some(bytes);
     measured.set_samples(samples, bytes as f64 / bandwidth * 1e6, args.seed);
     let same = tokens_alone.iter().zip(&tokens).filter(|(one, several)| one == several).count();
-    beside(&mut measured, &single, same, sequences);
+    beside(&mut measured, (one, &single), same, sequences);
     Ok(measured)
 }
 
@@ -202,7 +205,12 @@ fn first_greatest(row: &[f32]) -> u32 {
 
 /// Adds the step of one sequence. If two logits are nearly equal the order of a sum decides, so the number of
 /// sequences with the same tokens as alone is reported, not judged.
-fn beside(measured: &mut Measured, single: &Samples, same: usize, sequences: u32) {
+fn beside(
+    measured: &mut Measured,
+    (mut alone, single): (Value, &Samples),
+    same: usize,
+    sequences: u32,
+) {
     let one = search::median(&single.of(Side::Candidate));
     let ratio = measured.verdict.latency_us.unwrap_or(f64::NAN) / one;
     let more = f64::from(sequences) / ratio;
@@ -211,10 +219,8 @@ fn beside(measured: &mut Measured, single: &Samples, same: usize, sequences: u32
         1e6 / one
     );
     measured.lines.push(("one", line));
-    let fields = [
-        ("one", json!({"us": one, "samples_us": single.rounds})),
-        ("times_one", json!(ratio)),
-        ("sequences_as_alone", json!(same)),
-    ];
+    alone["us"] = one.into();
+    alone["samples_us"] = json!(single.rounds);
+    let fields = [("one", alone), ("times_one", json!(ratio)), ("sequences_as_alone", json!(same))];
     measured.fields.extend(fields.map(|(name, value)| (name.to_owned(), value)));
 }

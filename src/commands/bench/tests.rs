@@ -132,6 +132,7 @@ fn a_peer_stands_beside_a_measurement_with_its_ratio() {
         us_per_token,
         interval: us_per_token.map(|us| [us - 1.0, us + 1.0]),
         conditions: vec!["5 blocks".into()],
+        blocks_us: Vec::new(),
         absent: absent.map(str::to_owned),
     };
     let line = peer_line(&peer(Some(150.0), None), Some(100.0));

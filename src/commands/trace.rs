@@ -32,6 +32,8 @@ mod page;
 const TIMED_TOKENS: u32 = 32;
 /// Rounds of four timed blocks; the median counts.
 const TIMING: Timing = Timing { rounds: 3, warmup: 0 };
+/// Runs without a planted cause, of as many steps each: what differs between them is no finding.
+const EXPECTED_RUNS: usize = 4;
 /// Steps whose records are averaged.
 const TRACED_STEPS: u32 = 24;
 
@@ -135,7 +137,7 @@ impl Traced {
         let (timeline, counters) = (residuals::middle_step(&self.steps), &self.counters);
         let digest = digest::write(timeline, title);
         let residuals = args.residuals.is_some().then(|| {
-            let residuals = Residuals::new(std::slice::from_ref(&self.predicted), &self.steps);
+            let residuals = Residuals::new(&[std::slice::from_ref(&self.predicted)], &self.steps);
             say_residuals(&residuals, timeline);
             json!({"schema": "amk.residuals.v1", "title": title, "residuals": residuals.document(timeline)})
         });
@@ -271,7 +273,7 @@ fn simulated(
     if !plants.is_empty() {
         let expected = steps(&Plant::Nothing, 0);
         for (plant, seed) in plants.into_iter().zip(1..) {
-            let residuals = Residuals::new(&expected, &steps(&plant, seed));
+            let residuals = Residuals::new(&[&expected], &steps(&plant, seed));
             planted.push((plant, residuals));
         }
     }
@@ -372,13 +374,19 @@ fn measured(
         "loader": device.buffer.loader(),
     });
     let mut planted = Vec::new();
-    for plant in plants(args, &steps[0], None) {
-        let found = Residuals::new(&steps, &device.steps(Some(&plant))?);
+    let mut runs = vec![steps];
+    for _ in 1..if planting { EXPECTED_RUNS } else { 1 } {
+        runs.push(device.steps(Some(&Plant::Nothing))?);
+    }
+    for plant in plants(args, &runs[0][0], None) {
+        let expected: Vec<&[Timeline]> = runs.iter().map(Vec::as_slice).collect();
+        let found = Residuals::new(&expected, &device.steps(Some(&plant))?);
         planted.push((plant, found));
     }
     *idle = Some(device.running.stop()?);
     let predicted =
         trace::predicted(program, &config.kernel, &context.target, position, Rates::shipped());
+    let steps = runs.swap_remove(0);
     let counters = vec![counters::multiplied(residuals::middle_step(&steps))];
     Ok(Traced { document, steps, counters, predicted: predicted.timeline, planted })
 }

@@ -73,14 +73,19 @@ impl Plant {
     #[must_use]
     pub fn is_named(&self, findings: &[Finding], timeline: &Timeline) -> bool {
         let Some(first) = findings.first() else { return *self == Self::Nothing };
-        let Group { op: found, worker: of_worker, layer: of_layer } = first.group;
         match self {
             Self::Nothing => false,
             Self::InFlight(_) => first.cause == Cause::Starved,
             Self::Tasks { cause, op, worker, layer, .. } => {
-                let found = found.map(|op| timeline.names[op].as_str());
-                (*cause, op.as_deref(), *worker, *layer)
-                    == (first.cause, found, of_worker, of_layer)
+                let op = op.as_deref();
+                let op = op.map(|op| timeline.names.iter().position(|name| name == op));
+                let group = |op| Group { op, worker: *worker, layer: *layer };
+                // The same tasks may have several names: those of the last layer are those of one op.
+                let same = |group: Group| {
+                    timeline.tasks.iter().all(|task| group.holds(task) == first.group.holds(task))
+                };
+                *cause == first.cause
+                    && op.map_or_else(|| same(group(None)), |op| op.is_some() && same(group(op)))
             }
         }
     }

@@ -74,22 +74,29 @@ pub struct Residuals {
     pub growth_ns: i64,
     expected: Steps,
     recorded: Steps,
+    /// Variance of a task's mean from run to run, by part.
+    between: [f64; PARTS.len()],
 }
 
 impl Residuals {
-    /// Compares steps of one program. Both lists hold at least one.
+    /// Compares steps of one program: those expected, in runs that were recorded at different times, and those recorded.
+    /// The more runs, the better it is known how much a task differs from run to run. No list is empty.
     ///
     /// # Panics
     /// If a list is empty, or the causes do not add up to the growth of the span.
     #[must_use]
-    pub fn new(expected: &[Timeline], recorded: &[Timeline]) -> Self {
-        let (before, after) = (middle_step(expected), middle_step(recorded));
+    pub fn new(expected: &[&[Timeline]], recorded: &[Timeline]) -> Self {
+        let (before, after) = (middle_step(expected[0]), middle_step(recorded));
+        let runs: Vec<Steps> = expected.iter().map(|run| Steps::new(run)).collect();
+        let between = between_runs(&runs, before.tasks.len());
+        let expected = Steps::together(runs);
         let mut residuals = Self {
             findings: Vec::new(),
             causes: Vec::new(),
             growth_ns: after.span() as i64 - before.span() as i64,
-            expected: Steps::new(expected),
+            expected,
             recorded: Steps::new(recorded),
+            between,
         };
         residuals.find(before);
         residuals.causes = shares(before, after, &residuals.findings);
@@ -141,7 +148,10 @@ impl Residuals {
         let mean = tasks.iter().map(|&task| residuals.ns[task]).sum::<f64>() / tasks.len() as f64;
         let (expected, one) = self.expected.mean_of(&tasks, of.cause);
         let (_, other) = self.recorded.mean_of(&tasks, of.cause);
-        let error = one.hypot(other).max(RESOLUTION_NS / (tasks.len() as f64).sqrt());
+        let between =
+            PARTS.iter().position(|&part| part == of.cause).map_or(0.0, |p| self.between[p]);
+        let own = between.max(RESOLUTION_NS.powi(2)) / tasks.len() as f64;
+        let error = one.hypot(other).hypot(own.sqrt());
         let counts =
             mean >= LEAST_NS.max(LEAST_SHARE * expected) && mean >= STANDARD_ERRORS * error;
         let (cause, group) = (of.cause, of.group);
@@ -199,7 +209,9 @@ impl Residuals {
 }
 
 impl Group {
-    fn holds(&self, task: &crate::timeline::Task) -> bool {
+    /// Whether a task is one of them.
+    #[must_use]
+    pub fn holds(&self, task: &crate::timeline::Task) -> bool {
         self.op.is_none_or(|op| op == task.name)
             && self.worker.is_none_or(|worker| worker == task.worker)
             && self.layer.is_none_or(|layer| layer == task.layer)
@@ -301,6 +313,13 @@ impl Steps {
         Self { steps: timelines.iter().map(of).collect(), span: middle_step(timelines).span() }
     }
 
+    /// The steps of several runs as one list; the span is the first run's.
+    fn together(mut runs: Vec<Self>) -> Self {
+        let mut all = runs.remove(0);
+        all.steps.extend(runs.into_iter().flat_map(|run| run.steps));
+        all
+    }
+
     /// A part of a task in the steps in which it was recorded.
     fn values(&self, task: usize, cause: Cause) -> impl Iterator<Item = f64> {
         let known = move |waited: bool| match cause {
@@ -341,6 +360,20 @@ impl Steps {
         let squares = means.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
         (mean, if count > 1.0 { (squares / (count - 1.0) / count).sqrt() } else { 0.0 })
     }
+}
+
+/// How much a task's mean differs from run to run, by part: the mean square over all tasks. Zero for a single run.
+fn between_runs(runs: &[Steps], tasks: usize) -> [f64; PARTS.len()] {
+    let count = runs.len() as f64;
+    PARTS.map(|cause| {
+        let variance = |task: usize| {
+            let means: Vec<f64> = runs.iter().map(|run| run.mean_of(&[task], cause).0).collect();
+            let mean = means.iter().sum::<f64>() / count;
+            means.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0)
+        };
+        let sum = if runs.len() > 1 { (0..tasks).map(variance).sum::<f64>() } else { 0.0 };
+        sum / tasks.max(1) as f64
+    })
 }
 
 /// The median, and zero of nothing.

@@ -32,7 +32,7 @@ impl Case {
     fn against(&self, plant: &Plant, seed: u64) -> Residuals {
         let at = (&self.target, 128);
         let steps = simulated(&self.program, &self.kernel, at, plant, (seed, STEPS));
-        Residuals::new(&self.expected, &steps)
+        Residuals::new(&[&self.expected], &steps)
     }
 }
 

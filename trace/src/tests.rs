@@ -237,10 +237,9 @@ fn causes_add_up_though_clocks_differ() {
     let (program, bytes) = program_and_bytes();
     let clock = Clock { ns_per_cycle: 1.0, span: None, polls_after_ready: true };
     let skewed = timeline.again(&program, &records, &bytes, 4_800_000_000_000, clock);
+    let (one, two) = ([timeline], [skewed]);
     // `new` asserts that they add up.
-    let there =
-        crate::Residuals::new(std::slice::from_ref(&timeline), std::slice::from_ref(&skewed));
-    let back =
-        crate::Residuals::new(std::slice::from_ref(&skewed), std::slice::from_ref(&timeline));
+    let there = crate::Residuals::new(&[&one], &two);
+    let back = crate::Residuals::new(&[&two], &one);
     assert_eq!(there.growth_ns, -back.growth_ns);
 }

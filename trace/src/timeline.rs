@@ -230,6 +230,32 @@ impl Timeline {
             let last = task.dependencies.iter().max_by_key(|&&of| (ends[of as usize], of));
             task.producer = last.map(|&of| of as usize);
         }
+        self.wait_for_the_last();
+    }
+
+    /// Moves the marks of tasks whose last producer ended after them. One thread takes the marks, for its own warp; another
+    /// warp's part of the input may come later, and no product is complete before it has.
+    fn wait_for_the_last(&mut self) {
+        let mut hops: Vec<Vec<u64>> = vec![Vec::new(); self.names.len()];
+        for (index, task) in self.tasks.iter().enumerate() {
+            hops[task.name].extend(self.hand_off(index));
+        }
+        let middle = |all: &mut Vec<u64>| {
+            all.sort_unstable();
+            all.get(all.len() / 2).copied().unwrap_or(0)
+        };
+        let hops: Vec<u64> = hops.iter_mut().map(middle).collect();
+        for index in 0..self.tasks.len() {
+            let Some(producer) = self.tasks[index].producer else { continue };
+            let produced = self.tasks[producer].end;
+            let task = &mut self.tasks[index];
+            if produced > task.arrived {
+                let arrived = (produced + hops[task.name]).min(task.end);
+                for mark in [&mut task.arrived, &mut task.staged, &mut task.multiplied] {
+                    *mark = arrived.max(*mark);
+                }
+            }
+        }
     }
 
     /// The task before it in its worker's queue.

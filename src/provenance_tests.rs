@@ -172,6 +172,7 @@ fn site() -> TempDir {
     write(folder.path(), "e/b/16.bundle.json", &current().to_text());
     write(folder.path(), "e/batch.json", &sealed(&batch()));
     write(folder.path(), "e/prompt.json", &sealed(&prompt()));
+    write(folder.path(), "e/list.json", r#"["e/list.json#/0"]"#);
     write(folder.path(), "p.md", PAGE);
     let (code, _, said) = amk_in(folder.path(), &["provenance", "--write", "p.md"]);
     assert_eq!(code, 0, "{said}");
@@ -305,6 +306,8 @@ fn a_number_without_evidence_is_named_and_left_alone() {
         );
     };
     none("and <!-- from e/no.json#/us .1 -->7 ms<!-- / -->", "e/no.json is missing");
+    none("and <!-- from #/us .1 -->7 ms<!-- / -->", "is missing");
+    none("and <!-- from e/list.json#/0 .1 -->7 ms<!-- / -->", "a link to a link");
     none("and <!-- from e/batch.json#/no .1 -->7 ms<!-- / -->", "has nothing at /no");
     none("and <!-- from e/../p.json#/us .1 -->7 ms<!-- / -->", "is missing");
     none("and <!-- from e/batch.json#/times_one .x -->7 ms<!-- / -->", "makes no number");

@@ -112,13 +112,11 @@ impl Shelf {
     fn add(&mut self, page: &Path, name: &str, depth: usize) -> Result<(), Failure> {
         let normal = |part: Component<'_>| matches!(part, Component::Normal(_));
         let beside = |folder: &Path| Some(folder.join(name)).filter(|path| path.exists());
-        let path = page.ancestors().skip(1).find_map(beside);
-        let Some(path) = path.filter(|_| Path::new(name).components().all(normal)) else {
-            return Ok(());
-        };
-        if self.held.contains_key(name) || depth > DEPTH_MAX {
+        let inside = !name.is_empty() && Path::new(name).components().all(normal);
+        if !inside || self.documents.contains_key(name) || depth > DEPTH_MAX {
             return Ok(());
         }
+        let Some(path) = page.ancestors().skip(1).find_map(beside) else { return Ok(()) };
         if path.is_dir() {
             for file in entries(&path)? {
                 let named = format!("{name}/{file}");
@@ -130,6 +128,8 @@ impl Shelf {
         }
         let text = files::read_text(&path, BYTES_MAX)?;
         let document: Value = serde_json::from_str(&text).unwrap_or_default();
+        // Before its links, one of which may lead to itself.
+        self.documents.insert(name.to_owned(), document.clone());
         if document.is_array() {
             for source in sources(&text) {
                 self.add(page, &source, depth + 1)?;
@@ -145,7 +145,6 @@ impl Shelf {
             },
             Err(refusal) => (refused(&refusal), Some(refusal.to_string()), None),
         };
-        self.documents.insert(name.to_owned(), document);
         self.held.insert(name.to_owned(), Held { status, reason, evidence });
         Ok(())
     }

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_takes_the_place_of_a_link_and_of_a_pipe_unless_the_user_named_them() {
+    fn a_table_takes_the_place_of_a_link_and_of_a_pipe() {
         let folder = tempfile::tempdir().unwrap();
         let [victim, path] = ["victim", "results.tsv"].map(|name| folder.path().join(name));
         std::fs::write(&victim, "mine").unwrap();

@@ -9,7 +9,11 @@ const FLAGS: &[(&str, &str)] = &[("--lanes", "--batch"), ("--sequences", "--batc
 const COMMANDS: &[(&str, &str)] = &[("landscape", "grid")];
 
 /// Values that have another name today, by flag.
-const VALUES: &[(&str, &str, &str)] = &[("--strategy", "climb", "hill-climb")];
+const VALUES: &[(&str, &str, &str)] = &[
+    ("--strategy", "climb", "hill-climb"),
+    ("--strategy", "prior", "residual"),
+    ("--strategy", "tpe", "residual"),
+];
 
 /// The arguments in today's names, and a warning for each that was not.
 pub(crate) fn today(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
@@ -22,7 +26,7 @@ pub(crate) fn today(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>
             continue;
         };
         let old = argument.to_string_lossy();
-        warnings.push(format!("{old} is called {today} since 0.2; the old name goes with 0.3"));
+        warnings.push(format!("{old} is replaced by {today} since 0.2; the old name goes with 0.3"));
         new.push(today.into());
     }
     (new, warnings)
@@ -61,6 +65,8 @@ mod tests {
             ("amk landscape record", "amk grid record", 1),
             ("amk loop --strategy climb", "amk loop --strategy hill-climb", 1),
             ("amk loop --strategy=climb", "amk loop --strategy=hill-climb", 1),
+            ("amk loop --strategy prior", "amk loop --strategy residual", 1),
+            ("amk loop --strategy=tpe", "amk loop --strategy=residual", 1),
             ("amk explain climb", "amk explain climb", 0),
             ("amk serve --batch 4", "amk serve --batch 4", 0),
         ];

@@ -405,7 +405,7 @@ pub(crate) struct LoopArgs {
     #[arg(long)]
     pub(crate) seed: Option<u64>,
     /// The strategy: random, hill-climb or residual (the cost model, corrected by the trials here and in the store).
-    /// Default: hill-climb, or the resumed search's.
+    /// Default: residual, or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A

@@ -122,7 +122,7 @@ impl<'a> Search<'a> {
             here: DeviceWorker::new(gate.beside(), device, settings.clone(), no_clock),
             fleet: None,
             gate,
-            strategy: strategy(StrategyName::default(), search_space, Known::default()),
+            strategy: strategy(StrategyName::HillClimb, search_space, Known::default()),
             settings,
             rows: Audit::new(terms),
             history,
@@ -143,7 +143,7 @@ impl<'a> Search<'a> {
         Self { fleet: Some(Fleet::new(pool)), ..search }
     }
 
-    /// Uses this strategy instead of the default one.
+    /// Uses this strategy instead of `hill-climb`.
     #[must_use]
     pub fn with_strategy(self, strategy: Arc<dyn Strategy>) -> Self {
         Self { strategy, ..self }

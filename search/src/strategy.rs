@@ -70,9 +70,9 @@ pub enum StrategyName {
     /// Every knob at random, each time.
     Random,
     /// A sweep over knobs that belong together, then single steps, combinations and jumps from the incumbent.
-    #[default]
     HillClimb,
     /// The cost model's prediction and a residual learned from the trials, those of earlier searches among them.
+    #[default]
     Residual,
 }
 

@@ -26,7 +26,8 @@ pub(crate) fn today(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>
             continue;
         };
         let old = argument.to_string_lossy();
-        warnings.push(format!("{old} is replaced by {today} since 0.2; the old name goes with 0.3"));
+        warnings
+            .push(format!("{old} is replaced by {today} since 0.2; the old name goes with 0.3"));
         new.push(today.into());
     }
     (new, warnings)

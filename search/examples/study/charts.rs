@@ -39,7 +39,8 @@ pub(super) fn draw(path: &Path, lands: &[Land], lines: &[Line]) {
         chart.configure_mesh().x_desc("trials").light_line_style(WHITE).draw().expect("the mesh");
         for (line, colour) in lines.iter().zip(COLOURS) {
             let at = |trial: usize| {
-                let all: Vec<f64> = line.whole()[index].iter().map(|path| path.kept[trial]).collect();
+                let all: Vec<f64> =
+                    line.whole()[index].iter().map(|path| path.kept[trial]).collect();
                 (trial as f64 + 1.0, (100.0 * mean(&all)).max(RANGE.0))
             };
             let points = (0..TRIALS as usize).map(at);

@@ -115,8 +115,8 @@ fn read(path: &Path) -> Land {
     let graph = model::preset(&terms.model).expect("measured grids are of presets").graph;
     let target = Target::by_name(&terms.target).expect("a target of the table");
     let neutral = ir::schedule::neutral_config(&graph, &target);
-    let grid = MeasuredGrid::read(&text, &neutral)
-        .unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let grid =
+        MeasuredGrid::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let model = CostModel::new(&graph, &target, terms.kv_capacity, terms.context);
     Land { grid, dims: Dims::from(&graph), model: Arc::new(model) }
 }
@@ -282,20 +282,17 @@ fn table(out: &mut String, lands: &[Land], lines: &[Line], raced: bool) {
         out,
         "\nRegret in per cent of {of}:\nmedian / nine tenths / worst of {SEEDS} searches by budget.\n"
     );
-    out.push_str("| strategy | measured grid | 16 trials | 32 trials | 64 trials |\n|---|---|---|---|---|\n");
+    out.push_str(
+        "| strategy | measured grid | 16 trials | 32 trials | 64 trials |\n|---|---|---|---|---|\n",
+    );
     for line in lines {
         for (index, land) in lands.iter().enumerate() {
             let cells = BUDGETS.map(|trials| {
                 let all = spread(&after(line, index, trials, raced));
                 all.map(|regret| format!("{:.2}", 100.0 * regret)).join(" / ")
             });
-            let _ = writeln!(
-                out,
-                "| {} | {} | {} |",
-                line.name,
-                land.terms.model,
-                cells.join(" | ")
-            );
+            let _ =
+                writeln!(out, "| {} | {} | {} |", line.name, land.terms.model, cells.join(" | "));
         }
     }
 }
@@ -308,7 +305,8 @@ fn near(out: &mut String, lands: &[Land], lines: &[Line]) {
         TRIALS + 1
     );
     let models: Vec<&str> = lands.iter().map(|land| land.terms.model.as_str()).collect();
-    let _ = writeln!(out, "| strategy | {} |\n|---{}|", models.join(" | "), "|---".repeat(lands.len()));
+    let _ =
+        writeln!(out, "| strategy | {} |\n|---{}|", models.join(" | "), "|---".repeat(lands.len()));
     for line in lines {
         let cell = |land| spread(&arrivals(line, land)).map(|n| n.to_string()).join(" / ");
         let cells: Vec<String> = (0..lands.len()).map(cell).collect();

@@ -143,7 +143,8 @@ impl<'l> Game<'l> {
             Found::Timed(_, us, blocks) => Some((us, blocks)),
             Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_) => None,
         });
-        let measured = timed.map(|(us, blocks)| (median_of(blocks, RACE_BLOCKS, &mut self.rng), us));
+        let measured =
+            timed.map(|(us, blocks)| (median_of(blocks, RACE_BLOCKS, &mut self.rng), us));
         measured.min_by(|a, b| a.0.total_cmp(&b.0)).map_or(self.us, |(_, us)| us)
     }
 

@@ -28,11 +28,11 @@ const ERROR_TRIALS: f64 = 4.0;
 const WEIGHT: f64 = 0.05;
 const PREDICTION: f64 = 0.3;
 
-/// Number of trials of a search of another graph that count as one of this search, before the distance of the shapes.
-const OTHER_GRAPH: f64 = 10.0;
-
-/// The same for a search with another kernel.
+/// Number of trials of a search with another kernel that count as one of this search.
 const OTHER_KERNEL: f64 = 4.0;
+
+/// Trials of another graph that are needed more for one, per unit of the distance between the shapes.
+const DISTANCE: f64 = 4.0;
 
 /// Number of schedules that are predicted for a trial beside the single moves.
 const PREDICTED: usize = 24;
@@ -43,15 +43,13 @@ pub trait Predictions: fmt::Debug + Send + Sync {
     fn us(&self, config: &ScheduleConfig) -> Option<f64>;
 }
 
-/// What a trial of an earlier search counts for: one with this kernel and graph, less with another kernel, and less the
-/// further the shapes of the graphs are apart.
+/// What a trial of an earlier search counts for: one with this kernel and shape, less with another kernel, and less the
+/// further the shapes are apart; nothing with another format.
 #[must_use]
 pub fn weight(same_kernel: bool, here: &Dims, there: &Dims) -> f64 {
-    let sizes = |d: &Dims| [d.hidden, d.layers, d.ffn, d.vocab].map(|n| f64::from(n.max(1)).ln());
-    let pairs = sizes(here).into_iter().zip(sizes(there));
-    let squares: f64 = pairs.map(|(a, b)| (a - b).powi(2)).sum();
-    let graph = if here == there { 1.0 } else { OTHER_GRAPH * (1.0 + squares / 4.0) };
-    1.0 / if same_kernel { graph } else { OTHER_KERNEL * graph }
+    let kernel = if same_kernel { 1.0 } else { OTHER_KERNEL };
+    corpus::shape_distance(here, there)
+        .map_or(0.0, |distance| 1.0 / (kernel * (1.0 + DISTANCE * distance)))
 }
 
 /// The cost model for one graph and target, at one position. It remembers its answers.

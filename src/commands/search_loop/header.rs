@@ -53,7 +53,7 @@ pub(super) struct Header {
     pub(super) seed: u64,
     pub(super) budget: Budget,
     pub(super) explore: u64,
-    #[serde(default)]
+    #[serde(default = "hill_climb")]
     pub(super) strategy: StrategyName,
     /// The trials of other searches in the store when the search began.
     #[serde(default)]
@@ -73,6 +73,11 @@ pub(super) struct Header {
     pub(super) cards: Vec<Conditions>,
     #[serde(skip)]
     resumed: bool,
+}
+
+/// The strategy of ledgers from before there was a choice.
+fn hill_climb() -> StrategyName {
+    StrategyName::HillClimb
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -12,8 +12,8 @@ use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
 use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{
-    Budget, Confirmation, Decision, Device, LatencyKind, Outcome as End, POSITIONS_MAX, Row,
-    Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
+    Budget, Conditions, Confirmation, Decision, Device, DeviceInfo, LatencyKind, Outcome as End,
+    POSITIONS_MAX, Row, Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
 };
 use serde_json::{Value, json};
 
@@ -94,8 +94,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             None => Opened::None,
         };
         let measures = opened.conditions(&header);
-        let header = header.with_kind(&context, measures, several)?;
-        let header = with_known(args, &dir, &context, header)?;
+        let header = with_known(args, &dir, &context, header, measures, several)?;
         let (ledger, results) = open_files(args, resumed, &dir, &header)?;
         say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
@@ -143,13 +142,16 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     })
 }
 
-/// The terms of a new search with the trials in the store, if its strategy uses them.
+/// The terms of a search on these devices. A new one gets the trials in the store, if its strategy uses them.
 fn with_known(
     args: &LoopArgs,
     dir: &Path,
     context: &Context,
-    mut header: Header,
+    header: Header,
+    measures: (Option<DeviceInfo>, Vec<Conditions>),
+    several: bool,
 ) -> Result<Header, Failure> {
+    let mut header = header.with_kind(context, measures, several)?;
     if header.strategy == StrategyName::Residual && !args.resume {
         header.known = store_sink::known(args, dir, context, &header.kind)?;
     }

@@ -56,7 +56,7 @@ pub(super) struct Header {
     #[serde(default = "hill_climb")]
     pub(super) strategy: StrategyName,
     /// The trials of other searches in the store when the search began.
-    #[serde(default)]
+    #[serde(default, rename = "prior")]
     pub(super) known: Vec<KnownRun>,
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,

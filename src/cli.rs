@@ -414,8 +414,8 @@ pub(crate) struct LoopArgs {
     /// Random seed of the proposals and the gate's tokens. Default: 0, or the resumed search's.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// The strategy: random, hill-climb, tpe or prior (moves that helped in the store come first). Default: hill-climb,
-    /// or the resumed search's.
+    /// The strategy: random, hill-climb or residual (the cost model, corrected by the trials here and in the store).
+    /// Default: residual, or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A

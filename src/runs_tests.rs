@@ -367,10 +367,10 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
     search(folder.path(), "teach/a", &["--budget", "24", "--store", "store.sqlite"]);
-    for strategy in ["random", "hill-climb", "tpe", "prior"] {
+    for strategy in ["random", "hill-climb", "residual"] {
         let [whole, parts] = ["whole", "parts"].map(|kind| format!("{kind}/{strategy}"));
         let terms = ["--strategy", strategy, "--seed", "3", "--store", "store.sqlite"];
-        // The prior moves from the store are fixed when a search begins.
+        // The trials from the store are fixed when a search begins.
         std::fs::copy(at("store.sqlite"), at("before.sqlite")).unwrap();
         search(folder.path(), &whole, &[&terms[..], &["--budget", "14"]].concat());
         std::fs::copy(at("before.sqlite"), at("store.sqlite")).unwrap();
@@ -383,11 +383,9 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
         assert_eq!(proposals(&at(&whole)), proposals(&at(&parts)), "{strategy}");
         let _ = std::fs::remove_file(at("other.sqlite"));
     }
-    let origins = proposals(&at("whole/prior")).into_iter().map(|(origin, _)| origin);
-    assert!(origins.filter(|origin| origin == "prior").count() > 1);
-    let prior = &corpus::read(&at("whole/prior").join("ledger.jsonl")).unwrap().header["prior"];
-    assert!(!prior.as_array().unwrap().is_empty());
-    let other = ["loop", "--resume", "--out", "whole/tpe", "--strategy", "hill-climb"];
+    let origins = proposals(&at("whole/residual")).into_iter().map(|(origin, _)| origin);
+    assert!(origins.filter(|origin| origin == "model").count() > 1);
+    let other = ["loop", "--resume", "--out", "whole/random", "--strategy", "hill-climb"];
     let (code, _, said) = amk(folder.path(), &other);
     assert!(code == 2 && said.contains("--strategy hill-climb contradicts"), "{said}");
 }

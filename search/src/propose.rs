@@ -19,6 +19,7 @@ mod moves;
 mod records;
 
 use moves::Move;
+pub(crate) use moves::forms as sweep_forms;
 #[cfg(test)]
 pub(crate) use moves::group;
 pub use records::TrialRecords;
@@ -49,7 +50,7 @@ pub enum Origin {
     Jump,
     /// A proposal of a model fitted to the trials so far.
     Model,
-    /// A move that helped in earlier searches.
+    /// A move that helped in earlier searches, in ledgers of versions that proposed these.
     Prior,
     /// A proposal from outside the search.
     External,

@@ -20,7 +20,7 @@ use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
 use crate::settings::{Clock, Settings, no_clock};
-use crate::strategy::{SearchSpace, Strategy, StrategyName, strategy};
+use crate::strategy::{Known, SearchSpace, Strategy, StrategyName, strategy};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
 use crate::verdict::LatencyKind;
 use crate::worker_pool::WorkerPool;
@@ -122,7 +122,7 @@ impl<'a> Search<'a> {
             here: DeviceWorker::new(gate.beside(), device, settings.clone(), no_clock),
             fleet: None,
             gate,
-            strategy: strategy(StrategyName::default(), search_space, Vec::new()),
+            strategy: strategy(StrategyName::HillClimb, search_space, Known::default()),
             settings,
             rows: Audit::new(terms),
             history,
@@ -143,7 +143,7 @@ impl<'a> Search<'a> {
         Self { fleet: Some(Fleet::new(pool)), ..search }
     }
 
-    /// Uses this strategy instead of the default one.
+    /// Uses this strategy instead of `hill-climb`.
     #[must_use]
     pub fn with_strategy(self, strategy: Arc<dyn Strategy>) -> Self {
         Self { strategy, ..self }

@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::propose::{Origin, TrialRecords, edited, generator};
 
-mod prior;
-mod tpe;
+mod residual;
 
-pub use prior::{MoveStats, PriorMove, rank};
+use residual::Regression;
+pub use residual::{CostModel, KnownRun, KnownTrial, Predictions, weight};
 
 /// Knobs with the values to set them to.
 type Form = Vec<(Knob, Value)>;
@@ -70,17 +70,15 @@ pub enum StrategyName {
     /// Every knob at random, each time.
     Random,
     /// A sweep over knobs that belong together, then single steps, combinations and jumps from the incumbent.
-    #[default]
     HillClimb,
-    /// A tree-structured Parzen estimator: prefers values that are more frequent in good trials than in others.
-    Tpe,
-    /// The moves that helped in earlier searches, best first; then as `hill-climb`.
-    Prior,
+    /// The cost model's prediction and a residual learned from the trials, those of earlier searches among them.
+    #[default]
+    Residual,
 }
 
 impl StrategyName {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Random, Self::HillClimb, Self::Tpe, Self::Prior];
+    pub const ALL: [Self; 3] = [Self::Random, Self::HillClimb, Self::Residual];
 
     /// Its name.
     #[must_use]
@@ -114,15 +112,20 @@ pub struct SearchSpace {
     pub sweep: u64,
 }
 
-/// Creates the strategy of a name. Only [`StrategyName::Prior`] uses the known moves.
+/// What [`StrategyName::Residual`] knows when a search begins.
+#[derive(Clone, Debug, Default)]
+pub struct Known {
+    /// The cost model. Without it, residuals are those of a constant prediction.
+    pub predictions: Option<Arc<dyn Predictions>>,
+    /// Earlier searches.
+    pub runs: Vec<KnownRun>,
+}
+
+/// Creates the strategy of a name. Only [`StrategyName::Residual`] uses what is known.
 #[must_use]
-pub fn strategy(
-    name: StrategyName,
-    search_space: SearchSpace,
-    known: Vec<PriorMove>,
-) -> Arc<dyn Strategy> {
-    let moves = prior::moves(&search_space, known);
-    Arc::new(Builtin { name, search_space, moves })
+pub fn strategy(name: StrategyName, search_space: SearchSpace, known: Known) -> Arc<dyn Strategy> {
+    let prior = Regression::new(&known.runs);
+    Arc::new(Builtin { name, search_space, predictions: known.predictions, prior })
 }
 
 /// A built-in strategy.
@@ -130,8 +133,9 @@ pub fn strategy(
 struct Builtin {
     name: StrategyName,
     search_space: SearchSpace,
-    /// The moves that helped in earlier searches, best first.
-    moves: Vec<Form>,
+    predictions: Option<Arc<dyn Predictions>>,
+    /// The residual's weights before the first trial.
+    prior: Regression,
 }
 
 impl Strategy for Builtin {
@@ -144,8 +148,10 @@ impl Strategy for Builtin {
         match self.name {
             StrategyName::Random => random(&self.search_space, question),
             StrategyName::HillClimb => Box::new(self.search_space.draws(trial, incumbent, past)),
-            StrategyName::Tpe => tpe::ask(&self.search_space, question),
-            StrategyName::Prior => prior::ask(&self.search_space, &self.moves, question),
+            StrategyName::Residual => {
+                let predictions = self.predictions.as_deref();
+                residual::ask(&self.search_space, predictions, &self.prior, question)
+            }
         }
     }
 }

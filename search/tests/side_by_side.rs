@@ -8,7 +8,7 @@ use ir::Target;
 use ir::program::Program;
 use ir::schedule::{KernelConfig, Knob};
 use model::Model;
-use search::strategy::{SearchSpace, StrategyName, strategy};
+use search::strategy::{Known, SearchSpace, StrategyName, strategy};
 use search::{
     Audit, Budget, Confirmation, Decision, Device, DeviceError, Expected, Gate, LatencyKind,
     Opener, Outcome, Row, Search, SearchError, Settings, Step, StoppedBy, Terms, Timing, Trial,
@@ -109,7 +109,7 @@ impl Host {
         let settings = self.settings();
         let search_space =
             SearchSpace { space: settings.space, seed: settings.seed, sweep: settings.explore };
-        let mut search = search.with_strategy(strategy(name, search_space, Vec::new()));
+        let mut search = search.with_strategy(strategy(name, search_space, Known::default()));
         for trial in past {
             search.absorb(trial.clone()).unwrap();
         }

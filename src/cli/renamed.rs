@@ -10,7 +10,11 @@ const COMMANDS: &[(&str, &[&str])] =
     &[("landscape", &["grid"]), ("sample", &["grid", "record", "--random"])];
 
 /// Values that have another name today, by flag.
-const VALUES: &[(&str, &str, &str)] = &[("--strategy", "climb", "hill-climb")];
+const VALUES: &[(&str, &str, &str)] = &[
+    ("--strategy", "climb", "hill-climb"),
+    ("--strategy", "prior", "residual"),
+    ("--strategy", "tpe", "residual"),
+];
 
 /// The arguments in today's names, and a warning for each that was not.
 pub(crate) fn today(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
@@ -30,7 +34,7 @@ pub(crate) fn today(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>
             continue;
         };
         let (old, name) = (argument.to_string_lossy(), today.join(" "));
-        warnings.push(format!("{old} is called {name} since 0.2; the old name goes with 0.3"));
+        warnings.push(format!("{old} is replaced by {name} since 0.2; the old name goes with 0.3"));
         if sample && name.starts_with("--random") {
             new.retain(|word| word != "--random");
         }
@@ -74,6 +78,8 @@ mod tests {
             ("amk loop --count 9", "amk loop --count 9", 0),
             ("amk loop --strategy climb", "amk loop --strategy hill-climb", 1),
             ("amk loop --strategy=climb", "amk loop --strategy=hill-climb", 1),
+            ("amk loop --strategy prior", "amk loop --strategy residual", 1),
+            ("amk loop --strategy=tpe", "amk loop --strategy=residual", 1),
             ("amk explain climb", "amk explain climb", 0),
             ("amk serve --batch 4", "amk serve --batch 4", 0),
         ];

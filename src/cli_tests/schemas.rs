@@ -48,7 +48,7 @@ fn documents() -> BTreeMap<String, Fields> {
         with_toy(&["propose"]),
         with_toy(&["evaluate", "--config", "a.json"]),
         with_toy(&["evaluate", "--config", "bad.json"]),
-        with_toy(&["loop", "--budget", "3", "--out", "runs/a"]),
+        with_toy(&["loop", "--budget", "3", "--strategy", "hill-climb", "--out", "runs/a"]),
         with_toy(&["loop", "--budget", "3", "--seed", "4", "--out", "runs/b"]),
         plain("runs list runs"),
         plain("runs verify runs"),

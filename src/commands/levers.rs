@@ -26,6 +26,9 @@ const TRIED: &str = "SELECT c.knob, c.became, t.gain_low, t.gain_high, r.began_u
     AND (SELECT COUNT(*) FROM changes d WHERE d.run = c.run AND d.seq = c.seq) = 1 \
     ORDER BY r.began_unix_s, t.seq";
 
+/// Rows of the store, by knob and new value.
+type Tried = BTreeMap<(String, String), Vec<Map<String, Value>>>;
+
 /// The causes that a knob acts on.
 const fn shrinks(knob: Knob) -> &'static [Cause] {
     match knob {
@@ -45,8 +48,15 @@ const fn shrinks(knob: Knob) -> &'static [Cause] {
         Knob::TilingAttentionKvBlock | Knob::TilingAttentionKvSplit => {
             &[Cause::Products, Cause::HandOff, Cause::Staging]
         }
-        // The hand-offs, the pause between polls, and what is in flight before a wait.
-        _ => &[Cause::HandOff, Cause::Look],
+        Knob::PipelineInFlightBeforeWaitBytes
+        | Knob::KernelPollSleepNs
+        | Knob::SyncEmbed
+        | Knob::SyncQkv
+        | Knob::SyncAttention
+        | Knob::SyncMerge
+        | Knob::SyncOProj
+        | Knob::SyncGateUp
+        | Knob::SyncDown => &[Cause::HandOff, Cause::Look],
     }
 }
 
@@ -82,7 +92,7 @@ fn lever(
     config: &ScheduleConfig,
     before: f64,
     knob: Knob,
-    measured: &BTreeMap<(String, String), Vec<Map<String, Value>>>,
+    measured: &Tried,
 ) -> Value {
     let now = config.get(knob);
     let mut moves: Vec<Value> = Vec::new();
@@ -148,10 +158,7 @@ fn shown(value: &Value) -> String {
 }
 
 /// What the store says of moves of one knob, on this graph and target: by knob and new value.
-fn tried(
-    context: &Context,
-    args: &LeversArgs,
-) -> Result<BTreeMap<(String, String), Vec<Map<String, Value>>>, Failure> {
+fn tried(context: &Context, args: &LeversArgs) -> Result<Tried, Failure> {
     let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();
     let Some(path) = args.store.as_deref() else { return Ok(found) };
     let kind = if context.has_device()? { "measured-gpu" } else { "predicted" };
@@ -205,11 +212,12 @@ fn try_move(
     let (causes, named, all) = causes(knob, &before, &after);
     let gain_pct = 100.0 * (1.0 - then_us / us);
     // A move that gains must gain through what it acts on; one that does not has nothing to explain.
-    let explained = (all > 0).then(|| named as f64 >= NAMED_SHARE * all as f64);
+    let gains = gain_pct > 0.0 && all > 0;
+    let explained = gains.then_some(named as f64 >= NAMED_SHARE * all as f64);
     let verdict = match explained {
         Some(true) => "the named causes shrank",
         Some(false) => "it gains through other causes than the named ones",
-        None => "the critical path did not become shorter",
+        None => "it does not gain",
     };
     report::say(&format!("{path}: {us:.1} -> {then_us:.1} us, {gain_pct:+.2}%; {verdict}"));
     Ok(json!({

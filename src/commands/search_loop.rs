@@ -10,10 +10,10 @@ use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
 use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
-use search::strategy::{SearchSpace, Strategy, StrategyName};
+use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{
-    Budget, Confirmation, Decision, Device, LatencyKind, Outcome as End, POSITIONS_MAX, Row,
-    Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
+    Budget, Conditions, Confirmation, Decision, Device, DeviceInfo, LatencyKind, Outcome as End,
+    POSITIONS_MAX, Row, Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
 };
 use serde_json::{Value, json};
 
@@ -94,7 +94,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             None => Opened::None,
         };
         let measures = opened.conditions(&header);
-        let header = with_known(args, &dir, header.with_kind(&context, measures, several)?)?;
+        let header = with_known(args, &dir, &context, header, measures, several)?;
         let (ledger, results) = open_files(resumed, &dir, &header)?;
         say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
@@ -142,10 +142,18 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     })
 }
 
-/// The terms of a new search with the prior moves from the store, if its strategy uses them.
-fn with_known(args: &LoopArgs, dir: &Path, mut header: Header) -> Result<Header, Failure> {
-    if header.strategy == StrategyName::Prior && !args.resume {
-        header.known = store_sink::known(args, dir, &header.kind, &header.target)?;
+/// The terms of a search on these devices. A new one gets the trials in the store, if its strategy uses them.
+fn with_known(
+    args: &LoopArgs,
+    dir: &Path,
+    context: &Context,
+    header: Header,
+    measures: (Option<DeviceInfo>, Vec<Conditions>),
+    several: bool,
+) -> Result<Header, Failure> {
+    let mut header = header.with_kind(context, measures, several)?;
+    if header.strategy == StrategyName::Residual && !args.resume {
+        header.known = store_sink::known(args, dir, context, &header.kind)?;
     }
     Ok(header)
 }
@@ -258,7 +266,10 @@ fn strategy(
     }
     let space = settings.space.clone();
     let search_space = SearchSpace { space, seed: header.seed, sweep: header.explore };
-    Ok(search::strategy::strategy(header.strategy, search_space, header.known.clone()))
+    let (graph, position) = (context.graph(), context.predicted_at());
+    let model = CostModel::new(graph, &context.target, context.kv_capacity, position);
+    let known = Known { predictions: Some(Arc::new(model)), runs: header.known.clone() };
+    Ok(search::strategy::strategy(header.strategy, search_space, known))
 }
 
 fn absorb(search: &mut Search<'_>, past: Vec<Trial>) -> Result<(), Failure> {

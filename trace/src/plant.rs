@@ -137,7 +137,7 @@ pub fn simulated(
     let bytes = predictor.task_bytes();
     let in_flight = match plant {
         Plant::InFlight(stages) => Some(*stages),
-        _ => None,
+        Plant::Tasks { .. } | Plant::Nothing => None,
     };
     let mut all: Vec<Timeline> = Vec::new();
     for step in 0..steps {

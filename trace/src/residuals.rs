@@ -322,10 +322,8 @@ impl Steps {
 
     /// A part of a task in the steps in which it was recorded.
     fn values(&self, task: usize, cause: Cause) -> impl Iterator<Item = f64> {
-        let known = move |waited: bool| match cause {
-            Cause::HandOff => waited,
-            Cause::Look => !waited,
-            _ => true,
+        let known = move |waited: bool| {
+            (cause != Cause::HandOff || waited) && (cause != Cause::Look || !waited)
         };
         self.steps.iter().filter(move |step| known(step.1[task])).map(move |s| s.0[task].get(cause))
     }

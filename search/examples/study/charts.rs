@@ -4,9 +4,7 @@ use std::path::Path;
 
 use plotters::prelude::*;
 
-use tests::measured_grid::MeasuredGrid;
-
-use super::{Line, TRIALS, mean};
+use super::{Land, Line, TRIALS, mean};
 
 /// Size of a panel, in pixels.
 const PANEL: (u32, u32) = (420, 320);
@@ -15,16 +13,17 @@ const PANEL: (u32, u32) = (420, 320);
 const RANGE: (f64, f64) = (0.1, 100.0);
 
 /// Line colours for readers with colour vision deficiency (Okabe and Ito).
-const COLOURS: [RGBColor; 5] = [
+const COLOURS: [RGBColor; 6] = [
     RGBColor(130, 130, 130),
     RGBColor(0, 114, 178),
     RGBColor(86, 180, 233),
     RGBColor(230, 159, 0),
     RGBColor(204, 121, 167),
+    RGBColor(0, 158, 115),
 ];
 
 /// Draws all panels into a file.
-pub(super) fn draw(path: &Path, lands: &[MeasuredGrid], lines: &[Line]) {
+pub(super) fn draw(path: &Path, lands: &[Land], lines: &[Line]) {
     let size = (PANEL.0 * lands.len() as u32, PANEL.1);
     let area = SVGBackend::new(path, size).into_drawing_area();
     area.fill(&WHITE).expect("the file can be written");
@@ -40,7 +39,8 @@ pub(super) fn draw(path: &Path, lands: &[MeasuredGrid], lines: &[Line]) {
         chart.configure_mesh().x_desc("trials").light_line_style(WHITE).draw().expect("the mesh");
         for (line, colour) in lines.iter().zip(COLOURS) {
             let at = |trial: usize| {
-                let all: Vec<f64> = line.whole()[index].iter().map(|path| path[trial]).collect();
+                let all: Vec<f64> =
+                    line.whole()[index].iter().map(|path| path.kept[trial]).collect();
                 (trial as f64 + 1.0, (100.0 * mean(&all)).max(RANGE.0))
             };
             let points = (0..TRIALS as usize).map(at);

@@ -4,23 +4,25 @@
 //! Every figure follows from the files and the seeds: the same command gives the same bytes.
 
 use std::fmt::Write;
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use ::tests::measured_grid::{Found, MeasuredGrid};
 use ir::Target;
+use ir::program::Dims;
 use rayon::prelude::*;
-use search::median;
-use search::strategy::{PriorMove, StrategyName, rank, strategy};
+use search::strategy::{CostModel, Known, KnownRun, StrategyName, strategy, weight};
 
 mod charts;
 mod play;
 #[cfg(test)]
 mod tests;
 
-use play::{Played, play, play_halving, search_space};
+use play::{Played, play, search_space};
 
 /// Number of searches of each strategy on each measured grid.
-const SEEDS: u64 = 20;
+const SEEDS: u64 = 100;
 
 /// Trials of a search.
 const TRIALS: u64 = 64;
@@ -28,20 +30,38 @@ const TRIALS: u64 = 64;
 /// Budgets that strategies are compared at.
 const BUDGETS: [u64; 3] = [16, 32, TRIALS];
 
-/// Trials of a search with a store of earlier results.
-const SHORT: u64 = 16;
-
 /// Seeds of the searches that fill the store. They differ from the seeds of the compared searches.
-const EARLIER: std::ops::Range<u64> = 1000..1005;
+const EARLIER: Range<u64> = 1000..1005;
 
 /// The least gain worth keeping, as in a measured search.
 const MIN_GAIN: f64 = 0.01;
 
 /// Regret up to which a schedule counts as near the best point.
-const NEAR: f64 = 0.02;
+const NEAR: f64 = 0.01;
 
-/// The regret of each search after each trial, by measured grid and seed.
-type Paths = Vec<Vec<Vec<f64>>>;
+/// The regret of a search after each trial, and that of the winner of the race at its end.
+struct Ended {
+    kept: Vec<f64>,
+    raced: f64,
+}
+
+/// The searches, by measured grid and seed.
+type Paths = Vec<Vec<Ended>>;
+
+/// A measured grid with the cost model of its graph.
+struct Land {
+    grid: MeasuredGrid,
+    dims: Dims,
+    model: Arc<CostModel>,
+}
+
+impl std::ops::Deref for Land {
+    type Target = MeasuredGrid;
+
+    fn deref(&self) -> &MeasuredGrid {
+        &self.grid
+    }
+}
 
 /// A search method, with its searches of each budget in [`BUDGETS`]. A short search is not a prefix of a long one,
 /// since it plans for its length.
@@ -61,18 +81,18 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let out = args.iter().position(|arg| arg == "--out").map(|at| args[at + 1].clone());
     let files = args.iter().take_while(|arg| *arg != "--out");
-    let lands: Vec<MeasuredGrid> = files.map(|file| read(Path::new(file))).collect();
+    let lands: Vec<Land> = files.map(|file| read(Path::new(file))).collect();
     assert!(!lands.is_empty(), "name the files of measured grids");
-    let mut lines: Vec<Line> = ALONE.iter().map(|name| alone(&lands, *name)).collect();
-    lines.push(halving(&lands));
-    let learned = |seeds: std::ops::Range<u64>| -> Vec<Vec<PriorMove>> {
-        (0..lands.len()).map(|land| others(&lands, land, seeds.clone())).collect()
-    };
-    let known = learned(EARLIER);
+    let mut lines: Vec<Line> = ALONE.iter().map(|name| alone(&lands, *name, 0..SEEDS)).collect();
+    lines.push(line("residual, no cost model", &lands, 0..SEEDS, |_, land, seed, trials| {
+        let space = search_space(land, seed, trials);
+        let strategy = strategy(StrategyName::Residual, space, Known::default());
+        play(land, &*strategy, trials, MIN_GAIN, seed)
+    }));
     let first = EARLIER.start..EARLIER.start + 1;
-    let once = with_prior(&lands, &learned(first));
-    lines.push(with_prior(&lands, &known));
-    let text = report(&lands, &lines, &once, &known);
+    lines.push(with_store(&lands, "residual, store of 1 search each", first, 0..SEEDS));
+    lines.push(with_store(&lands, "residual, store of 5 searches each", EARLIER, 0..SEEDS));
+    let text = report(&lands, &lines);
     match out {
         None => println!("{text}"),
         Some(folder) => {
@@ -84,9 +104,10 @@ fn main() {
 }
 
 /// Strategies without knowledge from other searches.
-const ALONE: [StrategyName; 3] = [StrategyName::Random, StrategyName::HillClimb, StrategyName::Tpe];
+const ALONE: [StrategyName; 3] =
+    [StrategyName::Random, StrategyName::HillClimb, StrategyName::Residual];
 
-fn read(path: &Path) -> MeasuredGrid {
+fn read(path: &Path) -> Land {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let first = text.lines().next().unwrap_or_default();
     let terms: search::measured_grid::Terms =
@@ -94,74 +115,85 @@ fn read(path: &Path) -> MeasuredGrid {
     let graph = model::preset(&terms.model).expect("measured grids are of presets").graph;
     let target = Target::by_name(&terms.target).expect("a target of the table");
     let neutral = ir::schedule::neutral_config(&graph, &target);
-    MeasuredGrid::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    let grid =
+        MeasuredGrid::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let model = CostModel::new(&graph, &target, terms.kv_capacity, terms.context);
+    Land { grid, dims: Dims::from(&graph), model: Arc::new(model) }
 }
 
-fn regrets(land: &MeasuredGrid, played: &Played) -> Vec<f64> {
+fn ended(land: &MeasuredGrid, played: &Played) -> Ended {
     let (_, best) = land.best().expect("some point was timed");
-    played.best_us.iter().map(|us| us / best - 1.0).collect()
+    let kept = played.best_us.iter().map(|us| us / best - 1.0).collect();
+    Ended { kept, raced: played.raced_us / best - 1.0 }
 }
 
 /// Runs a search method on every measured grid with every seed and budget. `play` takes the grid's index, the grid, the
 /// seed and the budget.
 fn line(
     name: &str,
-    lands: &[MeasuredGrid],
-    play: impl Fn(usize, &MeasuredGrid, u64, u64) -> Option<Played> + Sync,
+    lands: &[Land],
+    seeds: Range<u64>,
+    play: impl Fn(usize, &Land, u64, u64) -> Option<Played> + Sync,
 ) -> Line {
     let of = |trials: u64| {
-        let one = |(index, land): (usize, &MeasuredGrid)| {
+        let one = |(index, land): (usize, &Land)| {
             let played = |seed| play(index, land, seed, trials).expect("the start was timed");
-            (0..SEEDS).into_par_iter().map(|seed| regrets(land, &played(seed))).collect()
+            seeds.clone().into_par_iter().map(|seed| ended(land, &played(seed))).collect()
         };
         lands.iter().enumerate().map(one).collect()
     };
     Line { name: name.to_owned(), paths: BUDGETS.map(of) }
 }
 
-fn alone(lands: &[MeasuredGrid], name: StrategyName) -> Line {
-    line(name.name(), lands, |_, land, seed, trials| {
-        let strategy = strategy(name, search_space(land, seed, trials), Vec::new());
+fn alone(lands: &[Land], name: StrategyName, seeds: Range<u64>) -> Line {
+    line(name.name(), lands, seeds, |_, land, seed, trials| {
+        let known = Known { predictions: Some(land.model.clone()), runs: Vec::new() };
+        let strategy = strategy(name, search_space(land, seed, trials), known);
         play(land, &*strategy, trials, MIN_GAIN, seed)
     })
 }
 
-fn halving(lands: &[MeasuredGrid]) -> Line {
-    line("halving (hill-climb)", lands, |_, land, seed, trials| {
-        let hill_climb =
-            strategy(StrategyName::HillClimb, search_space(land, seed, trials), Vec::new());
-        play_halving(land, &*hill_climb, trials, MIN_GAIN, seed)
-    })
-}
-
-fn with_prior(lands: &[MeasuredGrid], known: &[Vec<PriorMove>]) -> Line {
-    line("prior", lands, |index, land, seed, trials| {
-        let known = known[index].clone();
-        let strategy = strategy(StrategyName::Prior, search_space(land, seed, trials), known);
+/// Searches with a store that `earlier` searches of each other model filled, and none of the model itself.
+fn with_store(lands: &[Land], name: &str, earlier: Range<u64>, seeds: Range<u64>) -> Line {
+    let runs: Vec<Vec<KnownRun>> =
+        (0..lands.len()).map(|held_out| others(lands, held_out, earlier.clone())).collect();
+    line(name, lands, seeds, |index, land, seed, trials| {
+        let known = Known { predictions: Some(land.model.clone()), runs: runs[index].clone() };
+        let space = search_space(land, seed, trials);
+        let strategy = strategy(StrategyName::Residual, space, known);
         play(land, &*strategy, trials, MIN_GAIN, seed)
     })
 }
 
-/// The moves that searches of the other models would have left in a store.
-fn others(lands: &[MeasuredGrid], held_out: usize, seeds: std::ops::Range<u64>) -> Vec<PriorMove> {
-    let mut seen = Vec::new();
+/// What searches of the other models would have left in a store.
+fn others(lands: &[Land], held_out: usize, seeds: Range<u64>) -> Vec<KnownRun> {
+    let mut runs = Vec::new();
     for (_, land) in lands.iter().enumerate().filter(|(index, _)| *index != held_out) {
+        // The searches of one graph count together as one.
+        let count = (seeds.end - seeds.start) as f64;
+        let weight = weight(true, &lands[held_out].dims, &land.dims) / count;
         for seed in seeds.clone() {
-            let hill_climb =
-                strategy(StrategyName::HillClimb, search_space(land, seed, TRIALS), Vec::new());
-            let played =
-                play(land, &*hill_climb, TRIALS, MIN_GAIN, seed).expect("the start was timed");
-            seen.extend(played.seen());
+            let known = Known { predictions: Some(land.model.clone()), runs: Vec::new() };
+            let space = search_space(land, seed, TRIALS);
+            let strategy = strategy(StrategyName::Residual, space, known);
+            let played = play(land, &*strategy, TRIALS, MIN_GAIN, seed);
+            let played = played.expect("the start was timed");
+            runs.push(played.known(land, &*land.model, weight));
         }
     }
-    rank(seen)
+    runs
 }
 
-/// Final regrets of all searches of a measured grid and a budget, sorted.
-fn after(line: &Line, land: usize, trials: u64) -> Vec<f64> {
+/// Searches of a measured grid with a budget.
+fn searches(line: &Line, land: usize, trials: u64) -> &[Ended] {
     let budget = BUDGETS.iter().position(|&budget| budget == trials).expect("one of the budgets");
-    let paths = &line.paths[budget][land];
-    let mut all: Vec<f64> = paths.iter().filter_map(|path| path.last().copied()).collect();
+    &line.paths[budget][land]
+}
+
+/// Final regrets of all searches of a measured grid and a budget, sorted: of the incumbent, or of the race's winner.
+fn after(line: &Line, land: usize, trials: u64, raced: bool) -> Vec<f64> {
+    let end = |path: &Ended| if raced { Some(path.raced) } else { path.kept.last().copied() };
+    let mut all: Vec<f64> = searches(line, land, trials).iter().filter_map(end).collect();
     all.sort_by(f64::total_cmp);
     all
 }
@@ -170,43 +202,54 @@ fn mean(all: &[f64]) -> f64 {
     all.iter().sum::<f64>() / all.len().max(1) as f64
 }
 
+/// Median, nine tenths and worst of sorted values.
+fn spread(sorted: &[f64]) -> [f64; 3] {
+    let at = |share: f64| {
+        let index = (share * sorted.len() as f64).ceil() as usize;
+        sorted.get(index.saturating_sub(1)).copied().unwrap_or(f64::NAN)
+    };
+    [at(0.5), at(0.9), at(1.0)]
+}
+
 /// Mean of the final regret over measured grids and budgets: the result of a search is its final schedule.
 fn ends(line: &Line) -> f64 {
     let lands = 0..line.whole().len();
-    let all: Vec<f64> =
-        lands.flat_map(|land| BUDGETS.map(|trials| mean(&after(line, land, trials)))).collect();
+    let all: Vec<f64> = lands
+        .flat_map(|land| BUDGETS.map(|trials| mean(&after(line, land, trials, false))))
+        .collect();
     mean(&all)
 }
 
-/// Number of searches that came near the best point, and the median of the trials that they needed.
-fn arrivals(line: &Line, land: usize) -> (usize, Option<f64>) {
-    let first = |path: &Vec<f64>| path.iter().position(|regret| *regret <= NEAR);
-    let trials: Vec<f64> =
-        line.whole()[land].iter().filter_map(first).map(|trial| trial as f64 + 1.0).collect();
-    (trials.len(), (!trials.is_empty()).then(|| median(&trials)))
+/// Trials that the longest searches took to come near the best point, sorted; one more than all for the others.
+fn arrivals(line: &Line, land: usize) -> Vec<f64> {
+    let first = |path: &Ended| path.kept.iter().position(|regret| *regret <= NEAR);
+    let trials = |path| first(path).map_or(TRIALS as f64 + 1.0, |trial| trial as f64 + 1.0);
+    let mut all: Vec<f64> = line.whole()[land].iter().map(trials).collect();
+    all.sort_by(f64::total_cmp);
+    all
 }
 
-fn report(lands: &[MeasuredGrid], lines: &[Line], once: &Line, known: &[Vec<PriorMove>]) -> String {
+fn report(lands: &[Land], lines: &[Line]) -> String {
     let mut out = String::new();
     grounds(&mut out, lands);
-    table(&mut out, lands, lines);
+    table(&mut out, lands, lines, false);
+    table(&mut out, lands, lines, true);
+    near(&mut out, lands, lines);
     let mut best: Vec<(f64, &str)> =
         lines[..ALONE.len()].iter().map(|line| (ends(line), line.name.as_str())).collect();
     // Of equal strategies the simpler one wins, which comes first.
     best.sort_by(|a, b| a.0.total_cmp(&b.0));
     let order: Vec<String> =
-        best.iter().map(|(end, name)| format!("{name} {:.2} %", 100.0 * end)).collect();
+        best.iter().map(|(end, name)| format!("{name} {:.2}%", 100.0 * end)).collect();
     let _ = writeln!(
         out,
-        "\n**Chosen: `{}`**, by the mean of the regrets of searches of 16, 32 and 64 trials on all measured grids, among those that the loop offers and that need no store: {}.\n",
-        best[0].1,
+        "\n**Order**, by the mean regret of the incumbents of searches of 16, 32 and 64 trials on all measured grids,\nwithout a store: {}.\n",
         order.join(", ")
     );
-    held_out(&mut out, lands, lines, once, known);
     out
 }
 
-fn grounds(out: &mut String, lands: &[MeasuredGrid]) {
+fn grounds(out: &mut String, lands: &[Land]) {
     out.push_str("| measured grid | card | points measured | illegal | failed | not recorded | start us | best us | neutral schedule again |\n|---|---|---|---|---|---|---|---|---|\n");
     for land in lands {
         let [timed, twins, failed, illegal, missing] = land.counts();
@@ -229,60 +272,45 @@ fn grounds(out: &mut String, lands: &[MeasuredGrid]) {
     out.push('\n');
 }
 
-fn table(out: &mut String, lands: &[MeasuredGrid], lines: &[Line]) {
+fn table(out: &mut String, lands: &[Land], lines: &[Line], raced: bool) {
+    let of = if raced {
+        "the winner of a race of the five best, run after the last trial"
+    } else {
+        "the incumbent (least gain 1%)"
+    };
     let _ = writeln!(
         out,
-        "Regret: how much slower the schedule that leads is than the best point, per cent; mean of {SEEDS} searches of 16, of 32 and of {TRIALS} trials; of the longest also the worst, how many came within {:.0} % and the median of the trials that it took those.\n",
-        100.0 * NEAR
+        "\nRegret in per cent of {of}:\nmedian / nine tenths / worst of {SEEDS} searches by budget.\n"
     );
-    out.push_str("| strategy | measured grid | 16 | 32 | 64 | worst | near | trials |\n|---|---|---|---|---|---|---|---|\n");
+    out.push_str(
+        "| strategy | measured grid | 16 trials | 32 trials | 64 trials |\n|---|---|---|---|---|\n",
+    );
     for line in lines {
         for (index, land) in lands.iter().enumerate() {
-            let [short, half, whole] =
-                BUDGETS.map(|trials| 100.0 * mean(&after(line, index, trials)));
-            let worst = 100.0 * after(line, index, TRIALS).last().copied().unwrap_or(f64::NAN);
-            let (count, trials) = arrivals(line, index);
-            let trials = trials.map_or_else(|| "-".to_owned(), |trials| format!("{trials:.0}"));
-            let _ = writeln!(
-                out,
-                "| {} | {} | {short:.2} | {half:.2} | {whole:.2} | {worst:.2} | {count} of {SEEDS} | {trials} |",
-                line.name, land.terms.model
-            );
+            let cells = BUDGETS.map(|trials| {
+                let all = spread(&after(line, index, trials, raced));
+                all.map(|regret| format!("{:.2}", 100.0 * regret)).join(" / ")
+            });
+            let _ =
+                writeln!(out, "| {} | {} | {} |", line.name, land.terms.model, cells.join(" | "));
         }
     }
 }
 
-fn held_out(
-    out: &mut String,
-    lands: &[MeasuredGrid],
-    lines: &[Line],
-    once: &Line,
-    known: &[Vec<PriorMove>],
-) {
-    let named = |name| lines.iter().find(|line| line.name == name).expect("it is played");
-    let (hill_climb, prior) = (named("hill-climb"), named("prior"));
+fn near(out: &mut String, lands: &[Land], lines: &[Line]) {
     let _ = writeln!(
         out,
-        "**Held out.** The store of each row holds what {} searches of {TRIALS} trials (`hill_climb`) found on each of the other models, and nothing of this one; in the column beside it, one search each. Regret in per cent, mean and worst of {SEEDS} seeds.\n",
-        EARLIER.end - EARLIER.start
+        "\nTrials until the incumbent is within {:.0}% of the best point, in searches of {TRIALS}: median / nine tenths / worst\n({} = never).\n",
+        100.0 * NEAR,
+        TRIALS + 1
     );
-    out.push_str("| held out | moves known | full store, 16 trials | of one search each | empty store, 16 trials | empty store, 64 trials |\n|---|---|---|---|---|---|\n");
-    for (index, land) in lands.iter().enumerate() {
-        let cell = |line: &Line, trials| {
-            let all = after(line, index, trials);
-            let worst = all.last().copied().unwrap_or(f64::NAN);
-            format!("{:.2} (worst {:.2})", 100.0 * mean(&all), 100.0 * worst)
-        };
-        let _ = writeln!(
-            out,
-            "| {} | {} | {} | {} | {} | {} |",
-            land.terms.model,
-            known[index].len(),
-            cell(prior, SHORT),
-            cell(once, SHORT),
-            cell(hill_climb, SHORT),
-            cell(hill_climb, TRIALS)
-        );
+    let models: Vec<&str> = lands.iter().map(|land| land.terms.model.as_str()).collect();
+    let _ =
+        writeln!(out, "| strategy | {} |\n|---{}|", models.join(" | "), "|---".repeat(lands.len()));
+    for line in lines {
+        let cell = |land| spread(&arrivals(line, land)).map(|n| n.to_string()).join(" / ");
+        let cells: Vec<String> = (0..lands.len()).map(cell).collect();
+        let _ = writeln!(out, "| {} | {} |", line.name, cells.join(" | "));
     }
 }
 

@@ -6,8 +6,8 @@
 use std::collections::BTreeSet;
 
 use rand::rngs::Xoshiro256PlusPlus;
-use rand::seq::{IndexedRandom, SliceRandom};
-use search::strategy::{MoveStats, Question, SearchSpace, Strategy};
+use rand::seq::IndexedRandom;
+use search::strategy::{KnownRun, KnownTrial, Predictions, Question, SearchSpace, Strategy};
 use search::{TrialRecord, TrialRecords, changes, generator, median};
 
 use tests::measured_grid::{Found, MeasuredGrid};
@@ -18,8 +18,9 @@ const DRAWS_MAX: usize = 20_000;
 /// Number of the random stream of the noise.
 const NOISE_STREAM: u64 = u64::MAX - 2;
 
-/// Number of candidates in a bracket of successive halving.
-const BRACKET: usize = 16;
+/// Number of schedules in the race at the end of a search, and the blocks that each is measured for.
+const RACED: usize = 5;
+const RACE_BLOCKS: usize = 72;
 
 /// A simulated search.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -32,21 +33,25 @@ pub(super) struct Played {
     pub(super) unknown: u64,
     /// The trials after the baseline.
     pub(super) past: TrialRecords,
+    /// Recorded µs per token of the winner of a race of the best trials, run after the last one.
+    pub(super) raced_us: f64,
 }
 
 impl Played {
-    /// The statistics that a store would have of these moves.
-    pub(super) fn seen(&self) -> Vec<MoveStats> {
-        let one = |past: &TrialRecord| MoveStats {
-            to: past
-                .changes
-                .iter()
-                .map(|change| (change.knob.path().to_owned(), change.to.to_json()))
-                .collect(),
-            tries: 1.0,
-            gain_sum: past.gain.unwrap_or(0.0),
+    /// What a store would have of the search; `predictions` are those of its graph.
+    pub(super) fn known(
+        &self,
+        land: &MeasuredGrid,
+        predictions: &dyn Predictions,
+        weight: f64,
+    ) -> KnownRun {
+        let row = |(config, us): (ir::ScheduleConfig, f64)| {
+            Some(KnownTrial::new(&config, us, predictions.us(&config)?))
         };
-        self.past.iter().map(one).collect()
+        let scored = self.past.iter().filter_map(|past| Some((past.config, past.score?.exp())));
+        let rows = std::iter::once((*land.start(), 1.0)).chain(scored);
+        let graph = land.terms.graph_id.clone();
+        KnownRun { graph, weight, trials: rows.filter_map(row).collect() }
     }
 }
 
@@ -90,14 +95,14 @@ impl<'l> Game<'l> {
         })
     }
 
-    /// The first `count` proposals that are legal and new, or fewer.
-    fn next(&mut self, strategy: &dyn Strategy, trial: u64, count: usize) -> Vec<Asked<'l>> {
+    /// The first proposal that is legal and new.
+    fn next(&mut self, strategy: &dyn Strategy, trial: u64) -> Option<Asked<'l>> {
         let past = std::mem::take(&mut self.played.past);
         let incumbent = self.incumbent;
         let question = Question { trial, incumbent: &incumbent, past: &past };
-        let mut found = Vec::new();
+        let mut found = None;
         for (_, config) in strategy.ask(&question).take(DRAWS_MAX) {
-            if found.len() == count {
+            if found.is_some() {
                 break;
             }
             if !self.drawn.insert(config.id()) {
@@ -106,9 +111,11 @@ impl<'l> Game<'l> {
             match self.land.at(&config) {
                 Found::Illegal => self.played.rejected += 1,
                 Found::Outside | Found::Unrecorded => self.played.unknown += 1,
-                Found::Failed(point) if self.tried.insert(point) => found.push((config, None)),
+                Found::Failed(point) if self.tried.insert(point) => {
+                    found = Some((config, None));
+                }
                 Found::Timed(point, us, blocks) if self.tried.insert(point) => {
-                    found.push((config, Some((us, blocks))));
+                    found = Some((config, Some((us, blocks))));
                 }
                 Found::Failed(_) | Found::Timed(..) => {} // another schedule of a program that was tried
             }
@@ -117,44 +124,28 @@ impl<'l> Game<'l> {
         found
     }
 
-    /// Runs one bracket; returns the number of blocks that it measured.
-    fn halve(&mut self, asked: Vec<Asked<'l>>, full: usize) -> usize {
-        let mut left: Vec<(Asked<'l>, Vec<f64>)> = Vec::new();
-        for (config, timed) in asked {
-            let mut blocks = timed.map_or(Vec::new(), |(_, blocks)| blocks.to_vec());
-            blocks.shuffle(&mut self.rng);
-            left.push(((config, timed), blocks));
-        }
-        let (mut spent, mut blocks) = (0, 0);
-        loop {
-            let more = blocks.max(1).min(full - blocks);
-            (spent, blocks) = (spent + more * left.len(), blocks + more);
-            let seen = |all: &[f64]| match all.is_empty() {
-                true => f64::INFINITY,
-                false => median(&all[..blocks.min(all.len())]),
-            };
-            left.sort_by(|(_, a), (_, b)| seen(a).total_cmp(&seen(b)));
-            if left.len() == 1 || blocks >= full {
-                break;
-            }
-            for ((config, timed), all) in left.split_off(left.len().div_ceil(2)) {
-                // Eliminated: its apparent gain counts as not enough.
-                let gain = timed.map(|_| (1.0 - seen(&all) / self.us).min(self.min_gain));
-                self.end(config, timed, gain);
-            }
-        }
-        if let Some((best, _)) = left.into_iter().next() {
-            self.judge(best);
-        }
-        spent
-    }
-
     /// Ends a trial: keeps or reverts.
     fn judge(&mut self, (config, timed): Asked<'l>) {
         let gain = timed.map(|(_, blocks)| {
             1.0 - resampled(blocks, &mut self.rng) / resampled(self.blocks, &mut self.rng)
         });
         self.end(config, timed, gain);
+    }
+
+    /// Measures the schedules with the best scores again, each for the same time; returns the recorded time of the
+    /// fastest.
+    fn race(&mut self) -> f64 {
+        let scored = self.played.past.iter().filter_map(|past| Some((past.score?, past.config)));
+        let mut best: Vec<_> = std::iter::once((0.0, *self.land.start())).chain(scored).collect();
+        best.sort_by(|a, b| a.0.total_cmp(&b.0));
+        best.truncate(RACED);
+        let timed = best.into_iter().filter_map(|(_, config)| match self.land.at(&config) {
+            Found::Timed(_, us, blocks) => Some((us, blocks)),
+            Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_) => None,
+        });
+        let measured =
+            timed.map(|(us, blocks)| (median_of(blocks, RACE_BLOCKS, &mut self.rng), us));
+        measured.min_by(|a, b| a.0.total_cmp(&b.0)).map_or(self.us, |(_, us)| us)
     }
 
     /// Ends a trial with this apparent gain.
@@ -171,7 +162,12 @@ impl<'l> Game<'l> {
 
 /// The median of as many blocks, resampled from these.
 fn resampled(blocks: &[f64], rng: &mut Xoshiro256PlusPlus) -> f64 {
-    let drawn: Vec<f64> = blocks.iter().filter_map(|_| blocks.choose(rng).copied()).collect();
+    median_of(blocks, blocks.len(), rng)
+}
+
+/// The median of `count` blocks resampled from these.
+fn median_of(blocks: &[f64], count: usize, rng: &mut Xoshiro256PlusPlus) -> f64 {
+    let drawn: Vec<f64> = (0..count).filter_map(|_| blocks.choose(rng).copied()).collect();
     median(&drawn)
 }
 
@@ -186,43 +182,12 @@ pub(super) fn play(
     let mut game = Game::new(land, min_gain, seed)?;
     for trial in 1..trials {
         // A search without new proposals stays where it is.
-        if let Some(asked) = game.next(strategy, trial, 1).pop() {
+        if let Some(asked) = game.next(strategy, trial) {
             game.judge(asked);
         }
         game.played.best_us.push(game.us);
     }
-    Some(game.played)
-}
-
-/// Simulates a search by successive halving of the measurements: the strategy fills a bracket of candidates; each is
-/// measured for one block, the better half for one more, and so on; the last one is judged. A trial counts as many
-/// blocks as the measured grid has per point.
-pub(super) fn play_halving(
-    land: &MeasuredGrid,
-    strategy: &dyn Strategy,
-    trials: u64,
-    min_gain: f64,
-    seed: u64,
-) -> Option<Played> {
-    let mut game = Game::new(land, min_gain, seed)?;
-    let (mut spent, mut bracket) = (0_usize, 0);
-    let full = match land.at(land.start()) {
-        Found::Timed(_, _, blocks) => blocks.len(),
-        Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_) => return None,
-    };
-    while spent < full * (trials as usize - 1) {
-        bracket += 1;
-        let left = game.next(strategy, bracket, BRACKET);
-        if left.is_empty() {
-            break;
-        }
-        spent += game.halve(left, full);
-        let until = (1 + spent / full.max(1)).min(trials as usize);
-        let last = game.played.best_us.last().copied().unwrap_or(game.us);
-        game.played.best_us.resize(until.saturating_sub(1).max(1), last);
-        game.played.best_us.push(game.us);
-    }
-    game.played.best_us.resize(trials as usize, game.us);
+    game.played.raced_us = game.race();
     Some(game.played)
 }
 

@@ -5,10 +5,11 @@ use std::fmt::Write;
 
 use ir::ScheduleConfig;
 use search::measured_grid::Grid;
-use search::strategy::{MoveStats, PriorMove, StrategyName, rank, strategy};
+use search::strategy::{Known, StrategyName, strategy};
 use tests::measured_grid::{BadMeasuredGrid, Found, MeasuredGrid, point_of};
 
-use super::play::{play, play_halving, search_space};
+use super::play::{play, search_space};
+use super::{ALONE, Land, after, alone, ends, with_store};
 
 /// A measured grid in which flag-in-data hand-offs, rows of 8 and no sleep are good, two stages are illegal, and one point failed.
 fn measured_grid(latency: &str) -> Result<MeasuredGrid, BadMeasuredGrid> {
@@ -63,7 +64,7 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
     let (_, best) = land.best().unwrap();
     for name in StrategyName::ALL {
         let run = |seed| {
-            let strategy = strategy(name, search_space(&land, seed, 64), Vec::new());
+            let strategy = strategy(name, search_space(&land, seed, 64), Known::default());
             play(&land, &*strategy, 64, 0.01, seed).unwrap()
         };
         let played = run(3);
@@ -78,34 +79,15 @@ fn played_searches_are_deterministic_and_find_the_best_point() {
             assert_eq!(played.best_us[63], best, "{}", name.name());
         }
     }
-    let hill_climb = strategy(StrategyName::HillClimb, search_space(&land, 3, 64), Vec::new());
-    let halved = play_halving(&land, &*hill_climb, 64, 0.01, 3).unwrap();
-    assert_eq!((halved.best_us.len(), halved.best_us[63]), (64, best));
-}
-
-#[test]
-fn what_one_search_learned_saves_the_next_one_trials() {
-    let land = measured_grid("measured").unwrap();
-    let hill_climb = strategy(StrategyName::HillClimb, search_space(&land, 1, 64), Vec::new());
-    let first = play(&land, &*hill_climb, 64, 0.01, 1).unwrap();
-    let known = rank(first.seen());
-    assert!(!known.is_empty());
-    let prior = strategy(StrategyName::Prior, search_space(&land, 2, 16), known);
-    let second = play(&land, &*prior, 16, 0.01, 2).unwrap();
-    let (_, best) = land.best().unwrap();
-    assert_eq!(second.best_us[15], best);
-    assert!(first.best_us[4] > best, "the first search had to look for it");
 }
 
 /// The measured grids of the corpus.
-fn measured() -> Vec<MeasuredGrid> {
+fn measured() -> Vec<Land> {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/grids");
     let read = |name: &str| {
         let graph = model::preset(name).unwrap().graph;
         let target = ir::Target::by_name("h200").unwrap();
-        let neutral = ir::schedule::neutral_config(&graph, &target);
-        let text = std::fs::read_to_string(folder.join(format!("h200-{name}-128.jsonl"))).unwrap();
-        let land = MeasuredGrid::read(&text, &neutral).unwrap();
+        let land = super::read(&folder.join(format!("h200-{name}-128.jsonl")));
         let grid = std::fs::read_to_string(folder.join(format!("{name}.grid.json"))).unwrap();
         assert_eq!(land.terms.grid, serde_json::from_str(&grid).unwrap());
         for point in 0..land.space().points() {
@@ -116,46 +98,23 @@ fn measured() -> Vec<MeasuredGrid> {
         }
         land
     };
-    ["llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"].map(read).to_vec()
+    ["llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"].map(read).into()
 }
 
-/// Mean regret over some seeds after `trials` trials.
-fn regret(land: &MeasuredGrid, name: StrategyName, known: &[PriorMove], trials: u64) -> f64 {
-    let (_, best) = land.best().unwrap();
-    let one = |seed| {
-        let strategy = strategy(name, search_space(land, seed, trials), known.to_vec());
-        let played = play(land, &*strategy, trials, 0.01, seed).unwrap();
-        played.best_us.last().unwrap() / best - 1.0
-    };
-    (0..2).map(one).sum::<f64>() / 2.0
-}
+/// The first seeds of the study.
+const FEW: u64 = 4;
 
 #[test]
-fn the_default_leads_where_it_was_measured_and_a_full_store_saves_three_trials_of_four() {
+fn the_residual_model_leads_and_a_store_of_other_models_saves_three_trials_of_four() {
     let lands = measured();
-    let ends = |name| -> f64 {
-        let budgets = |land| [16, 32, 64].map(|trials| regret(land, name, &[], trials));
-        lands.iter().flat_map(budgets).sum()
-    };
-    let default = ends(StrategyName::default());
-    for name in [StrategyName::Random, StrategyName::Tpe] {
-        assert!(ends(name) > default, "{}", name.name());
-    }
-    // As in docs/explanation/search.md: five searches of each model.
-    let found = |land: &MeasuredGrid| -> Vec<MoveStats> {
-        let one = |seed| {
-            let hill_climb =
-                strategy(StrategyName::HillClimb, search_space(land, seed, 64), Vec::new());
-            play(land, &*hill_climb, 64, 0.01, seed).unwrap().seen()
-        };
-        (1000..1005).flat_map(one).collect()
-    };
-    let found: Vec<Vec<MoveStats>> = lands.iter().map(found).collect();
-    for (held_out, land) in lands.iter().enumerate() {
-        let others = found.iter().enumerate().filter(|(index, _)| *index != held_out);
-        let known = rank(others.flat_map(|(_, seen)| seen.clone()));
-        let full = regret(land, StrategyName::Prior, &known, 16);
-        let empty = regret(land, StrategyName::Prior, &[], 64);
-        assert!(full <= empty, "{}: {full} with a store, {empty} without", land.terms.model);
+    let few = |name| alone(&lands, name, 0..FEW);
+    let ends: Vec<f64> = ALONE.into_iter().map(|name| ends(&few(name))).collect();
+    assert!(ends[2] < ends[1] && ends[1] < ends[0], "random, hill-climb, residual: {ends:?}");
+    let stored = with_store(&lands, "store", 1000..1001, 0..FEW);
+    for (index, land) in lands.iter().enumerate() {
+        let worst = |trials| after(&stored, index, trials, true).pop().unwrap();
+        let model = &land.terms.model;
+        assert!(worst(16) < 0.01, "{model}: {} after 16 trials", worst(16));
+        assert!(worst(64) < 0.005, "{model}: {} after 64 trials", worst(64));
     }
 }

@@ -10,7 +10,7 @@ use super::*;
 use crate::Interval;
 use crate::growing::VISITS;
 use crate::propose::{TrialRecords, generator, mixed};
-use crate::strategy::{SearchSpace, StrategyName, strategy};
+use crate::strategy::{Known, SearchSpace, StrategyName, strategy};
 use crate::trial::{Outcome, Spent};
 use crate::verdict::Verdict;
 
@@ -55,7 +55,7 @@ impl Bench {
     /// Entries that were read or moved in a search of `trials` trials that copies the history for helpers in each.
     fn visits(&self, trials: u64, name: StrategyName) -> usize {
         let search_space = SearchSpace { space: self.space(), seed: 3, sweep: 40 };
-        let strategy = strategy(name, search_space, Vec::new());
+        let strategy = strategy(name, search_space, Known::default());
         let mut history = History::new(*self.one.config);
         let before = VISITS.get();
         let mut helpers = history.clone();

@@ -61,6 +61,17 @@ pub(super) fn all(space: &[(Knob, Vec<Value>)], incumbent: &ScheduleConfig) -> V
     moves
 }
 
+/// The forms of every move, and every value of every knob alone.
+pub(crate) fn forms(
+    space: &[(Knob, Vec<Value>)],
+    incumbent: &ScheduleConfig,
+) -> Vec<Vec<(Knob, Value)>> {
+    let alone = |(knob, values): &(Knob, Vec<Value>)| {
+        values.iter().map(|&value| vec![(*knob, value)]).collect::<Vec<_>>()
+    };
+    all(space, incumbent).into_iter().flatten().chain(space.iter().flat_map(alone)).collect()
+}
+
 fn families(space: &[(Knob, Vec<Value>)]) -> Vec<Move> {
     let mut moves = Vec::new();
     for name in ["sync", "rows"] {

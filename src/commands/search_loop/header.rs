@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::ValueEnum as _;
 use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
-use search::strategy::{PriorMove, StrategyName};
+use search::strategy::{KnownRun, StrategyName};
 use search::{Budget, Conditions, DeviceInfo, LatencyKind};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -53,11 +53,11 @@ pub(super) struct Header {
     pub(super) seed: u64,
     pub(super) budget: Budget,
     pub(super) explore: u64,
-    #[serde(default)]
+    #[serde(default = "hill_climb")]
     pub(super) strategy: StrategyName,
-    /// The moves in the store when the search began.
+    /// The trials of other searches in the store when the search began.
     #[serde(default, rename = "prior")]
-    pub(super) known: Vec<PriorMove>,
+    pub(super) known: Vec<KnownRun>,
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
     pub(super) kv_capacity: Option<u32>,
@@ -73,6 +73,11 @@ pub(super) struct Header {
     pub(super) cards: Vec<Conditions>,
     #[serde(skip)]
     resumed: bool,
+}
+
+/// The strategy of ledgers from before there was a choice.
+fn hill_climb() -> StrategyName {
+    StrategyName::HillClimb
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -4,12 +4,14 @@
 use std::path::{Path, PathBuf};
 
 use corpus::{CorpusError, Link, Store};
+use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
 use search::Search;
-use search::strategy::{MoveStats, PriorMove, rank};
-use serde_json::{Map, Value};
+use search::strategy::{KnownRun, KnownTrial, weight};
+use serde_json::Value;
 
 use crate::cli::LoopArgs;
+use crate::context::Context;
 use crate::report;
 
 /// The default store, beside the folders of the searches.
@@ -75,26 +77,57 @@ impl StoreSink {
     }
 }
 
-/// The gains of moves so far, on all graphs, for this kind of latency and this target.
-const SEEN: &str = "SELECT move, tries, gain_sum FROM priors WHERE latency_kind = ?1 AND target = ?2 ORDER BY move, graph, device";
+/// The measured trials of the searches for a target, the newest search first.
+const MEASURED: &str = "SELECT t.run, t.config, t.latency_us, t.predicted_us, t.kernel_id, r.graph_id, \
+    json_object('hidden', r.hidden, 'layers', r.layers, 'heads', r.heads, 'kv_heads', r.kv_heads, \
+    'head_dim', r.head_dim, 'ffn', r.ffn, 'vocab', r.vocab, 'dtype', r.dtype) AS shape \
+    FROM trials t JOIN runs r ON r.run = t.run WHERE r.latency_kind = ?1 AND r.target = ?2 \
+    AND t.latency_us IS NOT NULL AND t.predicted_us IS NOT NULL AND r.hidden IS NOT NULL \
+    ORDER BY r.began_unix_s DESC, t.run, t.seq";
 
-/// The helpful moves in the store for a new search: none if there is no store yet.
+/// Maximum trials of earlier searches that a search begins with: they are in its ledger's header.
+const KNOWN_MAX: usize = 256;
+
+/// The trials in the store for a new search: none if there is no store yet. The searches of one graph count together
+/// as one.
 pub(super) fn known(
     args: &LoopArgs,
     dir: &Path,
+    context: &Context,
     kind: &str,
-    target: &str,
-) -> Result<Vec<PriorMove>, CorpusError> {
+) -> Result<Vec<KnownRun>, CorpusError> {
     let Some(path) = path(args, dir).filter(|path| path.is_file()) else { return Ok(Vec::new()) };
-    let rows = Store::existing(&path)?.query(SEEN, &[kind, target])?;
-    let seen = |row: Map<String, Value>| {
-        Some(MoveStats {
-            to: serde_json::from_str(row.get("move")?.as_str()?).ok()?,
-            tries: row.get("tries")?.as_f64()?,
-            gain_sum: row.get("gain_sum")?.as_f64()?,
-        })
-    };
-    Ok(rank(rows.into_iter().filter_map(seen)))
+    let rows = Store::existing(&path)?.query(MEASURED, &[kind, &context.target.name])?;
+    let here = Dims::from(context.graph());
+    let mut runs: Vec<(String, KnownRun)> = Vec::new();
+    for row in rows.iter().take(KNOWN_MAX) {
+        let text = |name: &str| row.get(name).and_then(Value::as_str).unwrap_or_default();
+        let us = |name: &str| row.get(name).and_then(Value::as_f64);
+        let (Ok(config), Ok(shape)) =
+            (serde_json::from_str(text("config")), serde_json::from_str(text("shape")))
+        else {
+            continue; // of a version with other knobs
+        };
+        let (config, shape): (ScheduleConfig, Dims) = (config, shape);
+        let (Some(measured), Some(predicted)) = (us("latency_us"), us("predicted_us")) else {
+            continue;
+        };
+        if runs.last().is_none_or(|(run, _)| run != text("run")) {
+            let same_kernel = context.kernel_id(&config.kernel) == text("kernel_id");
+            let weight = weight(same_kernel, &here, &shape);
+            let run = KnownRun { graph: text("graph_id").to_owned(), weight, trials: Vec::new() };
+            runs.push((text("run").to_owned(), run));
+        }
+        if let Some((_, run)) = runs.last_mut() {
+            run.trials.push(KnownTrial::new(&config, measured, predicted));
+        }
+    }
+    let mut runs: Vec<KnownRun> = runs.into_iter().map(|(_, run)| run).collect();
+    let graphs: Vec<String> = runs.iter().map(|run| run.graph.clone()).collect();
+    for run in &mut runs {
+        run.weight /= graphs.iter().filter(|graph| **graph == run.graph).count() as f64;
+    }
+    Ok(runs)
 }
 
 /// Seals the run of a search that has ended. An unsealed run is as safe as before, and counts as resumable.

@@ -1,0 +1,399 @@
+//! Ranks schedules by the cost model's prediction and a learned residual: `ln(time)` is linear in `ln(prediction)` and
+//! in the knobs' values. The weights are those of a Bayesian linear regression with its conjugate prior (normal and
+//! inverse gamma), which expects that the prediction is right. Each trial draws weights from the posterior (Thompson
+//! sampling, Thompson, 1933) and proposes the schedules that are best under the draw.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use ir::program::Dims;
+use ir::schedule::{Domain, Knob, ScheduleConfig, Value};
+use ir::{Graph, Target};
+use rand::RngExt;
+use rand::rngs::Xoshiro256PlusPlus;
+use rayon::prelude::*;
+use rustc_hash::{FxHashMap, FxHashSet};
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+
+use super::{Form, Proposals, Question, SearchSpace};
+use crate::propose::{Origin, TrialRecords, changes, edited, generator, sweep_forms};
+
+/// Expected error of a prediction, as a fraction, and the number of trials that this expectation counts for.
+const ERROR: f64 = 0.03;
+const ERROR_TRIALS: f64 = 4.0;
+
+/// Prior standard deviation of the weight of one feature, and of the weight of the prediction, whose mean is one.
+const WEIGHT: f64 = 0.05;
+const PREDICTION: f64 = 0.3;
+
+/// Number of trials of a search with another kernel that count as one of this search.
+const OTHER_KERNEL: f64 = 4.0;
+
+/// Trials of another graph that are needed more for one, per unit of the distance between the shapes.
+const DISTANCE: f64 = 4.0;
+
+/// Number of schedules that are predicted for a trial beside the single moves.
+const PREDICTED: usize = 24;
+
+/// The cost model as a strategy uses it: a pure function of the schedule.
+pub trait Predictions: fmt::Debug + Send + Sync {
+    /// Predicted µs per token; `None` if the schedule is illegal or cannot be lowered.
+    fn us(&self, config: &ScheduleConfig) -> Option<f64>;
+}
+
+/// What a trial of an earlier search counts for: one with this kernel and shape, less with another kernel, and less the
+/// further the shapes are apart; nothing with another format.
+#[must_use]
+pub fn weight(same_kernel: bool, here: &Dims, there: &Dims) -> f64 {
+    let kernel = if same_kernel { 1.0 } else { OTHER_KERNEL };
+    corpus::shape_distance(here, there)
+        .map_or(0.0, |distance| 1.0 / (kernel * (1.0 + DISTANCE * distance)))
+}
+
+/// The cost model for one graph and target, at one position. It remembers its answers.
+pub struct CostModel {
+    graph: Graph,
+    target: Target,
+    options: lower::Options,
+    position: u32,
+    known: Mutex<FxHashMap<ScheduleConfig, Option<f64>>>,
+}
+
+impl CostModel {
+    /// Predicts programs with a cache of `kv_capacity` tokens at `position`.
+    #[must_use]
+    pub fn new(graph: &Graph, target: &Target, kv_capacity: u32, position: u32) -> Self {
+        let (graph, target) = (graph.clone(), target.clone());
+        let options = lower::Options { kv_capacity };
+        Self { graph, target, options, position, known: Mutex::default() }
+    }
+
+    fn compute(&self, config: &ScheduleConfig) -> Option<f64> {
+        let valid = ir::schedule::validate(*config, &self.graph, &self.target).ok()?;
+        let program = lower::lower(&valid, &self.graph, &self.target, self.options).ok()?;
+        let predicted = lower::predict(&program, &valid.kernel, &self.target, self.position);
+        Some(predicted.latency_us)
+    }
+}
+
+impl fmt::Debug for CostModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CostModel").field("position", &self.position).finish_non_exhaustive()
+    }
+}
+
+impl Predictions for CostModel {
+    fn us(&self, config: &ScheduleConfig) -> Option<f64> {
+        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = known().get(config).copied();
+        if let Some(found) = found {
+            return found;
+        }
+        let us = self.compute(config);
+        known().insert(*config, us);
+        us
+    }
+}
+
+/// The measured trials of an earlier search.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KnownRun {
+    /// Hash of its graph.
+    pub graph: String,
+    /// What its trials count for, from zero to one: less for another kernel or shape.
+    pub weight: f64,
+    /// The trials.
+    pub trials: Vec<KnownTrial>,
+}
+
+/// A measured trial of an earlier search.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KnownTrial {
+    /// Paths of the knobs that differ from the neutral schedule, with their values.
+    pub to: BTreeMap<String, Json>,
+    /// Measured µs per token.
+    pub us: f64,
+    /// Predicted µs per token.
+    pub predicted_us: f64,
+}
+
+impl KnownTrial {
+    /// The trial of a schedule.
+    #[must_use]
+    pub fn new(config: &ScheduleConfig, us: f64, predicted_us: f64) -> Self {
+        let changed = changes(&ScheduleConfig::default(), config).into_iter();
+        let to = changed.map(|c| (c.knob.path().to_owned(), c.to.to_json())).collect();
+        Self { to, us, predicted_us }
+    }
+
+    /// Its schedule; `None` if it has a knob or value that no longer exists.
+    fn config(&self) -> Option<ScheduleConfig> {
+        let mut config = ScheduleConfig::default();
+        for (path, json) in &self.to {
+            let knob = Knob::from_path(path)?;
+            let value = knob.values().into_iter().find(|value| value.to_json() == *json)?;
+            config.set(knob, value).ok()?;
+        }
+        Some(config)
+    }
+}
+
+/// The features of a knob's value: the steps from the neutral value along a list of numbers, the binary logarithm of
+/// the ratio to it in a range; one indicator per name.
+fn features_of(knob: Knob, value: Value, out: &mut Vec<f64>) {
+    let Domain::Choices(values) = knob.domain() else {
+        let log2 = |value| if let Value::Number(n) = value { f64::from(n).log2() } else { 0.0 };
+        return out.push(log2(value) - log2(knob.default()));
+    };
+    let place = |value: Value| values.iter().position(|&other| other == value).unwrap_or(0);
+    if knob.domain().is_names() {
+        out.extend((1..values.len()).map(|index| f64::from(u8::from(index == place(value)))));
+    } else {
+        out.push(place(value) as f64 - place(knob.default()) as f64);
+    }
+}
+
+/// The features of a schedule: the logarithm of its prediction, and those of its knobs.
+fn features(config: &ScheduleConfig, predicted_us: f64) -> Vec<f64> {
+    let mut out = vec![predicted_us.ln()];
+    Knob::ALL.iter().for_each(|&knob| features_of(knob, config.get(knob), &mut out));
+    out
+}
+
+/// A regression: the precision of the weights and its product with their mean, both relative to the variance of an
+/// error, and the parameters of that variance.
+#[derive(Clone, Debug)]
+pub(super) struct Regression {
+    precision: Vec<Vec<f64>>,
+    weighted: Vec<f64>,
+    count: f64,
+    squares: f64,
+}
+
+impl Regression {
+    /// The prior, and what these searches add to it.
+    pub(super) fn new(known: &[KnownRun]) -> Self {
+        let size = features(&ScheduleConfig::default(), 1.0).len();
+        let mut precision = vec![vec![0.0; size]; size];
+        for (index, row) in precision.iter_mut().enumerate() {
+            row[index] = (ERROR / if index == 0 { PREDICTION } else { WEIGHT }).powi(2);
+        }
+        let mut weighted = vec![0.0; size];
+        weighted[0] = precision[0][0];
+        let (count, squares) = (ERROR_TRIALS, ERROR_TRIALS * ERROR * ERROR + precision[0][0]);
+        let mut prior = Self { precision, weighted, count, squares };
+        for run in known {
+            let row = |trial: &KnownTrial| {
+                Some((features(&trial.config()?, trial.predicted_us), trial.us.ln()))
+            };
+            prior.add(run.trials.iter().filter_map(row).collect(), run.weight);
+        }
+        prior
+    }
+
+    /// Adds the features and results of one search. They are centred, so that its level is free.
+    fn add(&mut self, mut rows: Vec<(Vec<f64>, f64)>, weight: f64) {
+        let size = self.weighted.len();
+        let count = rows.len().max(1) as f64;
+        let mean: Vec<f64> =
+            (0..size).map(|i| rows.iter().map(|(x, _)| x[i]).sum::<f64>() / count).collect();
+        let level = rows.iter().map(|(_, y)| y).sum::<f64>() / count;
+        for (x, y) in &mut rows {
+            x.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+            *y -= level;
+            for i in (0..size).filter(|&i| x[i] != 0.0) {
+                self.weighted[i] += weight * x[i] * *y;
+                for j in 0..=i {
+                    self.precision[i][j] += weight * x[i] * x[j];
+                }
+            }
+            self.squares += weight * *y * *y;
+        }
+        self.count += weight * (count - 1.0);
+    }
+
+    /// Weights drawn from the posterior.
+    fn draw(&self, rng: &mut Xoshiro256PlusPlus) -> Vec<f64> {
+        let factor = cholesky(&self.precision);
+        let half = forward(&factor, &self.weighted);
+        let explained: f64 = half.iter().map(|x| x * x).sum();
+        let error = ((self.squares - explained).max(0.0) / self.count).sqrt();
+        let drawn: Vec<f64> = half.iter().map(|x| x + error * normal(rng)).collect();
+        backward(&factor, &drawn)
+    }
+}
+
+/// A number from the standard normal distribution (Box and Muller, 1958).
+fn normal(rng: &mut Xoshiro256PlusPlus) -> f64 {
+    let (radius, angle) = (1.0 - rng.random::<f64>(), rng.random::<f64>());
+    (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
+}
+
+/// The lower factor of a symmetric positive matrix, of which the lower half is read.
+fn cholesky(matrix: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let mut factor: Vec<Vec<f64>> = Vec::with_capacity(matrix.len());
+    for (i, row) in matrix.iter().enumerate() {
+        let mut new = Vec::with_capacity(i + 1);
+        for j in 0..i {
+            let above = &factor[j];
+            let sum: f64 = new.iter().zip(above).map(|(a, b): (&f64, &f64)| a * b).sum();
+            new.push((row[j] - sum) / above[j]);
+        }
+        let sum: f64 = new.iter().map(|a| a * a).sum();
+        new.push((row[i] - sum).max(f64::MIN_POSITIVE).sqrt());
+        factor.push(new);
+    }
+    factor
+}
+
+/// Solves `factor x = right`.
+fn forward(factor: &[Vec<f64>], right: &[f64]) -> Vec<f64> {
+    let mut x: Vec<f64> = Vec::with_capacity(right.len());
+    for (row, right) in factor.iter().zip(right) {
+        let sum: f64 = row.iter().zip(&x).map(|(a, b)| a * b).sum();
+        x.push((right - sum) / row[x.len()]);
+    }
+    x
+}
+
+/// Solves `factor^T x = right`.
+fn backward(factor: &[Vec<f64>], right: &[f64]) -> Vec<f64> {
+    let mut x = right.to_vec();
+    for (i, row) in factor.iter().enumerate().rev() {
+        x[i] /= row[i];
+        let solved = x[i];
+        x[..i].iter_mut().zip(row).for_each(|(x, a)| *x -= a * solved);
+    }
+    x
+}
+
+/// A schedule near the incumbent: the knobs that it changes, and `ln(time)` over the incumbent's under the drawn
+/// weights.
+struct Move {
+    form: Form,
+    config: ScheduleConfig,
+    score: f64,
+}
+
+/// The weights of a trial, with the incumbent that scores are relative to.
+struct Ranking<'q> {
+    predictions: Option<&'q dyn Predictions>,
+    weights: Vec<f64>,
+    incumbent: &'q ScheduleConfig,
+    /// The incumbent's value under the weights.
+    base: f64,
+}
+
+impl Ranking<'_> {
+    /// The move to a schedule; `None` if it cannot be lowered.
+    fn rank(&self, config: ScheduleConfig) -> Option<Move> {
+        let score = value(&self.weights, &features(&config, predict(self.predictions, &config)?));
+        let form = changes(self.incumbent, &config).iter().map(|c| (c.knob, c.to)).collect();
+        Some(Move { form, config, score: score - self.base })
+    }
+
+    /// The best schedules that no trial tried: combinations of single moves, which are ranked as if their effects added
+    /// up. The first ones are predicted and ranked again.
+    fn best(&self, space: &SearchSpace, past: &TrialRecords) -> Vec<Move> {
+        let forms = sweep_forms(&space.space, self.incumbent);
+        let mut near: Vec<_> = forms.iter().map(|form| edited(self.incumbent, form)).collect();
+        let mut seen = FxHashSet::default();
+        near.retain(|config| seen.insert(*config));
+        let ranked = near.into_par_iter().filter_map(|config| self.rank(config));
+        let mut moves: Vec<Move> = ranked.filter(|found| !found.form.is_empty()).collect();
+        moves.sort_by(|a, b| a.score.total_cmp(&b.score));
+        let together = compatible(moves.iter().filter(|found| found.score < 0.0));
+        let mut tried: FxHashSet<_> = past.iter().map(|past| past.config).collect();
+        tried.insert(*self.incumbent);
+        let all = std::iter::once((score_of(&together), form_of(&together)));
+        let others = moves.iter().map(|found| {
+            let is_in = together.iter().any(|kept| std::ptr::eq(*kept, found));
+            let kept: Vec<&Move> =
+                together.iter().copied().filter(|kept| !overlap(kept, found)).collect();
+            let (score, mut form) = (score_of(&kept), form_of(&kept));
+            if is_in {
+                return (score, form);
+            }
+            form.extend_from_slice(&found.form);
+            (score + found.score, form)
+        });
+        let mut planned: Vec<(f64, ScheduleConfig)> =
+            all.chain(others).map(|(score, form)| (score, edited(self.incumbent, &form))).collect();
+        planned.retain(|(_, config)| tried.insert(*config));
+        planned.sort_by(|a, b| a.0.total_cmp(&b.0));
+        planned.truncate(PREDICTED);
+        let ranked = planned.into_par_iter().filter_map(|(_, config)| self.rank(config));
+        let mut best: Vec<Move> = ranked.collect();
+        best.sort_by(|a, b| a.score.total_cmp(&b.score));
+        best
+    }
+}
+
+fn predict(predictions: Option<&dyn Predictions>, config: &ScheduleConfig) -> Option<f64> {
+    predictions.map_or(Some(1.0), |predictions| predictions.us(config))
+}
+
+fn value(weights: &[f64], features: &[f64]) -> f64 {
+    weights.iter().zip(features).map(|(w, x)| w * x).sum()
+}
+
+fn overlap(a: &Move, b: &Move) -> bool {
+    a.form.iter().any(|(knob, _)| b.form.iter().any(|(other, _)| knob == other))
+}
+
+fn score_of(moves: &[&Move]) -> f64 {
+    moves.iter().map(|found| found.score).sum()
+}
+
+fn form_of(moves: &[&Move]) -> Form {
+    moves.iter().flat_map(|found| found.form.iter().copied()).collect()
+}
+
+/// The first moves that change no knob twice.
+fn compatible<'m>(moves: impl Iterator<Item = &'m Move>) -> Vec<&'m Move> {
+    let mut kept: Vec<&Move> = Vec::new();
+    for found in moves {
+        if !kept.iter().any(|other| overlap(other, found)) {
+            kept.push(found);
+        }
+    }
+    kept
+}
+
+/// The schedule that the first trial was compared with.
+fn baseline(question: &Question<'_>) -> ScheduleConfig {
+    let Some(first) = question.past.iter().next() else { return *question.incumbent };
+    let mut config = first.config;
+    for change in &first.changes {
+        let set = config.set(change.knob, change.from);
+        debug_assert!(set.is_ok(), "{} had the value", change.knob);
+    }
+    config
+}
+
+/// Proposes the best untried schedules under weights drawn for this trial, then what `hill-climb` would.
+pub(super) fn ask<'s>(
+    space: &'s SearchSpace,
+    predictions: Option<&'s dyn Predictions>,
+    prior: &Regression,
+    question: &Question<'s>,
+) -> Proposals<'s> {
+    let Question { trial, incumbent, past } = *question;
+    let mut regression = prior.clone();
+    let finished = past.iter().filter_map(|past| Some((past.config, past.score?)));
+    let row = |(config, score): (ScheduleConfig, f64)| {
+        Some((features(&config, predict(predictions, &config)?), score))
+    };
+    let rows = std::iter::once((baseline(question), 0.0)).chain(finished).filter_map(row);
+    regression.add(rows.collect(), 1.0);
+    let weights = regression.draw(&mut generator(space.seed, trial));
+    let base = predict(predictions, incumbent).unwrap_or(1.0);
+    let base = value(&weights, &features(incumbent, base));
+    let best = Ranking { predictions, weights, incumbent, base }.best(space, past);
+    let ranked = best.into_iter().map(|found| (Origin::Model, found.config));
+    Box::new(ranked.chain(space.draws(trial, incumbent, past)))
+}

@@ -35,7 +35,7 @@ fn trace_replays_edits_and_finds_planted_causes() {
     let args = ["trace", "--model", "toy-2l", "--device", "cpu", "--kv-capacity", "256"];
     let files = ["--residuals", "r.json", "--html", "step.html"];
     let edits = ["--what-if", "hop=1", "--what-if", "hop=0.5,op.attention=0"];
-    let plants = ["--plant", "down.products@w5=+3us", "--plants", "3"];
+    let plants = ["--plant", "down.products=+3us", "--plants", "3"];
     let all = [&args[..], &files, &edits, &plants].concat();
     let document = amk_in(folder.path(), &all).succeeds("amk.trace.v2");
     let schedule = &document["schedules"][0];
@@ -48,7 +48,7 @@ fn trace_replays_edits_and_finds_planted_causes() {
     let first = &planted["each"][0];
     assert_eq!(
         (&first["plant"], &first["named_first"]),
-        (&"down.products@w5=+3us".into(), &true.into())
+        (&"down.products=+3us".into(), &true.into())
     );
     let sum: i64 =
         first["causes"].as_array().unwrap().iter().filter_map(|c| c["ns"].as_i64()).sum();
@@ -86,7 +86,7 @@ fn levers_say_what_each_move_should_bring() {
     let sum = |key: &str| -> i64 {
         tried["causes"].as_array().unwrap().iter().filter_map(|row| row[key].as_i64()).sum()
     };
-    assert_eq!(us("us_before"), sum("before_ns") as f64 / 1000.0);
+    assert!((us("us_before") * 1000.0 - sum("before_ns") as f64).abs() <= 1.0, "{tried}");
     assert_eq!(tried["rollback"]["sync.down"], tried["was"]);
     let refused = amk(&[&args[..], &["--try", "sync.up=tagged"]].concat());
     refused.fails(2, &["there is no knob sync.up"]);

@@ -388,7 +388,7 @@ fn measured(
         trace::predicted(program, &config.kernel, &context.target, position, Rates::shipped());
     let steps = runs.swap_remove(0);
     let counters = vec![counters::multiplied(residuals::middle_step(&steps))];
-    Ok(Traced { document, steps, counters, predicted: predicted.timeline, planted })
+    Ok(Traced { document, steps, counters, predicted: predicted.as_recorded, planted })
 }
 
 /// Records steps of a resident kernel, one command each.

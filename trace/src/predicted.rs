@@ -15,6 +15,8 @@ pub struct Predicted {
     pub records: Vec<TaskRecord>,
     /// The same as a timeline.
     pub timeline: Timeline,
+    /// The same with marks as the device takes them: staging is part of the wait of a task that polls its input.
+    pub as_recorded: Timeline,
     /// Bytes multiplied, in the rings, and in flight.
     pub counters: Vec<Counter>,
     /// The predicted time of the step.
@@ -37,6 +39,8 @@ pub fn predicted(
     let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
     let bytes = predictor.task_bytes();
     let timeline = Timeline::new(program, &records, &bytes, target.bandwidth, clock);
+    let as_device = Clock { polls_after_ready: true, ..clock };
+    let as_recorded = timeline.again(program, &records, &bytes, target.bandwidth, as_device);
     let pipeline = &program.pipeline;
     let stage = u64::from(pipeline.stage_units) * u64::from(abi::UNIT_BYTES);
     let ring = Ring {
@@ -45,7 +49,7 @@ pub fn predicted(
     };
     let mut counters = vec![counters::multiplied(&timeline)];
     counters.extend(counters::rings(&timeline, &step, ring));
-    Predicted { records, timeline, counters, us: predictor.predict(rates).latency_us }
+    Predicted { records, timeline, as_recorded, counters, us: predictor.predict(rates).latency_us }
 }
 
 pub(crate) fn records(program: &Program, step: &SimulatedStep) -> Vec<TaskRecord> {

@@ -28,8 +28,8 @@ const NOT_WRITTEN: [&str; 4] =
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
-/// Documents of a small session, by schema.
-fn documents() -> BTreeMap<String, Fields> {
+/// A folder with the files that the session reads.
+fn inputs() -> tempfile::TempDir {
     let dir = folder();
     std::fs::write(dir.path().join("a.json"), r#"{"pipeline": {"stages": 4}}"#).unwrap();
     std::fs::write(dir.path().join("bad.json"), r#"{"pipeline": {"stages": 99}}"#).unwrap();
@@ -39,6 +39,12 @@ fn documents() -> BTreeMap<String, Fields> {
     std::fs::copy(shipped_bundle(), dir.path().join("128.bundle.json")).unwrap();
     let page = "It takes <!-- from 128.bundle.json#/median_us .1 -->1.0<!-- / --> us, or 7 us.\n";
     std::fs::write(dir.path().join("page.md"), page).unwrap();
+    dir
+}
+
+/// Documents of a small session, by schema.
+fn documents() -> BTreeMap<String, Fields> {
+    let dir = inputs();
     let toy = ["--model", "toy", "--device", "cpu", "--kv-capacity", "16"];
     let with_toy =
         |args: &[&str]| args.iter().chain(&toy).map(|s| (*s).to_owned()).collect::<Vec<_>>();

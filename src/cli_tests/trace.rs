@@ -88,6 +88,6 @@ fn levers_say_what_each_move_should_bring() {
     };
     assert!((us("us_before") * 1000.0 - sum("before_ns") as f64).abs() <= 1.0, "{tried}");
     assert_eq!(tried["rollback"]["sync.down"], tried["was"]);
-    let refused = amk(&[&args[..], &["--try", "sync.up=tagged"]].concat());
+    let refused = amk(&[&args[..], &["--try", "sync.up=counter"]].concat());
     refused.fails(2, &["there is no knob sync.up"]);
 }

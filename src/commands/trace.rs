@@ -319,14 +319,10 @@ fn measured(
 ) -> Result<Traced, HostError> {
     let first = args.context;
     let variant = vm_host::variant(&config.kernel, context.graph());
-    let booted = match idle.take() {
-        Some(booted) => booted,
-        None => {
-            let options =
-                BootOptions { records: program.task_len() as u32 * 2, ..BootOptions::default() };
-            Idle::boot(context.graph(), &*context.model.weights, program, &variant, options)?
-        }
-    };
+    let records = program.task_len() as u32 * 2;
+    let options = BootOptions { records, ..BootOptions::default() };
+    let boot = || Idle::boot(context.graph(), &*context.model.weights, program, &variant, options);
+    let booted = idle.take().map_or_else(boot, Ok)?;
     let give_back = |refused: Box<(Idle, HostError)>| refused.1;
     let mut running = booted.launch(variant, program).map_err(give_back)?;
     let tokens = search::draw_tokens(0, context.graph().vocab, (first + TIMED_TOKENS) as usize);
@@ -373,20 +369,10 @@ fn measured(
         "ops": device.buffer.ops(),
         "loader": device.buffer.loader(),
     });
-    let mut planted = Vec::new();
-    let mut runs = vec![steps];
-    for _ in 1..if planting { EXPECTED_RUNS } else { 1 } {
-        runs.push(device.steps(Some(&Plant::Nothing))?);
-    }
-    for plant in plants(args, &runs[0][0], None) {
-        let expected: Vec<&[Timeline]> = runs.iter().map(Vec::as_slice).collect();
-        let found = Residuals::new(&expected, &device.steps(Some(&plant))?);
-        planted.push((plant, found));
-    }
+    let planted = if planting { device.planted(args, &steps)? } else { Vec::new() };
     *idle = Some(device.running.stop()?);
     let predicted =
         trace::predicted(program, &config.kernel, &context.target, position, Rates::shipped());
-    let steps = runs.swap_remove(0);
     let counters = vec![counters::multiplied(residuals::middle_step(&steps))];
     Ok(Traced { document, steps, counters, predicted: predicted.as_recorded, planted })
 }
@@ -433,6 +419,26 @@ impl Traces<'_> {
             timelines.push(timeline);
         }
         Ok(timelines)
+    }
+
+    /// The causes to plant, each against several runs without one: `first` and more.
+    fn planted(
+        &mut self,
+        ask: &Ask<'_>,
+        first: &[Timeline],
+    ) -> Result<Vec<(Plant, Residuals)>, HostError> {
+        let mut more = Vec::new();
+        for _ in 1..EXPECTED_RUNS {
+            more.push(self.steps(Some(&Plant::Nothing))?);
+        }
+        let expected: Vec<&[Timeline]> =
+            std::iter::once(first).chain(more.iter().map(Vec::as_slice)).collect();
+        let mut planted = Vec::new();
+        for plant in plants(ask, &first[0], None) {
+            let found = Residuals::new(&expected, &self.steps(Some(&plant))?);
+            planted.push((plant, found));
+        }
+        Ok(planted)
     }
 }
 

@@ -47,7 +47,7 @@ fn ran(command: &mut Command) -> (i32, Value, String) {
 fn acknowledged(line: &str) -> Option<(usize, String)> {
     let mut words = line.strip_prefix("  ")?.split_whitespace();
     let number = words.next()?.parse().ok()?;
-    let origins = ["baseline", "sweep", "step", "combine", "jump"];
+    let origins = ["baseline", "sweep", "model", "step", "combine", "jump"];
     words.next().filter(|origin| origins.contains(origin))?;
     Some((number, words.next()?.to_owned()))
 }
@@ -375,12 +375,7 @@ const TAMPERINGS: [Tampering; 9] = [
         4,
         "bound",
     ),
-    (
-        "a forged outcome",
-        |f| forge(f, |rows| rows[2]["outcome"] = "reverted".into()),
-        4,
-        "latencies say",
-    ),
+    ("a forged outcome", |f| forge(f, |rows| flip(&mut rows[2]["outcome"])), 4, "latencies say"),
     (
         "a forged schedule",
         |f| forge(f, |rows| rows[2]["config"]["pipeline"]["stages"] = 2.into()),
@@ -389,6 +384,11 @@ const TAMPERINGS: [Tampering; 9] = [
     ),
     ("a missing trial", |f| forge(f, |rows| drop(rows.remove(1))), 3, "number"),
 ];
+
+/// Another outcome than the recorded one.
+fn flip(outcome: &mut Value) {
+    *outcome = if *outcome == "kept" { "reverted" } else { "kept" }.into();
+}
 
 #[test]
 fn runs_verify_names_the_file_the_line_and_what_is_wrong() {

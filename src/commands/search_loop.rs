@@ -153,7 +153,14 @@ fn with_known(
 ) -> Result<Header, Failure> {
     let mut header = header.with_kind(context, measures, several)?;
     if header.strategy == StrategyName::Residual && !args.resume {
-        header.known = store_sink::known(args, dir, context, &header.kind)?;
+        header.known = match store_sink::known(args, dir, context, &header.kind) {
+            // Nobody asked for the store beside the folder: without it the search begins from nothing.
+            Err(error) if args.store.is_none() => {
+                report::say(&format!("note: {error}. The search begins without it"));
+                Vec::new()
+            }
+            known => known?,
+        };
     }
     Ok(header)
 }

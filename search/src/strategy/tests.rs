@@ -159,7 +159,13 @@ fn a_trial_of_another_graph_or_kernel_counts_for_less() {
     };
     let (here, near, far) = (shape(8), shape(16), shape(64));
     assert_eq!(weight(true, &here, &here).to_bits(), 1.0_f64.to_bits());
-    let weights = [(true, here), (false, here), (true, near), (true, far), (false, far)];
-    let weights = weights.map(|(kernel, there)| weight(kernel, &here, &there));
-    assert!(weights.is_sorted_by(|a, b| a > b), "{weights:?}");
+    let [same, like, unlike] = [here, near, far].map(|there| weight(true, &here, &there));
+    assert!(same > like && like > unlike, "the nearer the model the more: {same} {like} {unlike}");
+    for there in [here, near, far] {
+        let (this_kernel, other) = (weight(true, &here, &there), weight(false, &here, &there));
+        assert!(
+            other > 0.0 && other < this_kernel,
+            "another kernel counts for less: {other} {this_kernel}"
+        );
+    }
 }

@@ -177,7 +177,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
     )]
     Trace(TraceArgs),
-    /// Measures many schedules: the points of a grid, on which strategies are compared without a GPU, or random ones.
+    /// Measures every point of a grid of schedules: strategies are compared on it without a GPU, and the cost model is fitted to it.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl"
     )]
@@ -187,9 +187,9 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: MeasuredGridCommand,
     },
-    /// Compares predictions with measured rows: shows the errors, fits the rates.
+    /// Compares predictions with measured grids: shows the errors, fits the rates.
     #[command(
-        after_help = "Examples:\n  amk calibrate corpus/measurements/*.jsonl\n  amk calibrate corpus/measurements/*.jsonl --fit lower/src/cost/rates.json\n\n\
+        after_help = "Examples:\n  amk calibrate corpus/grids/*.jsonl\n  amk calibrate corpus/grids/*.jsonl --fit lower/src/cost/rates.json\n\n\
         Exit code 1: some model is ranked worse than 0.8, or a prediction is below the bound. A fit holds out every fourth row and\n\
         prints both; the build includes the rates, so build again after it."
     )]
@@ -225,7 +225,7 @@ pub(crate) enum Command {
     /// Writes a model as a Hugging Face folder: other engines can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
-    /// Rewrites files of the version before: schedules, grids, measured rows, runs.
+    /// Rewrites files of the version before: schedules, grids, runs.
     #[command(
         after_help = "Examples:\n  amk migrate old/best.json --out best.json\n  amk migrate old-runs/0001 --out runs/0001\n\n\
         Only names change; schedules get new ids, and what was rewritten names its origin in `migrated_from`. A ledger that does not hold is refused."
@@ -666,9 +666,12 @@ pub(crate) struct TopArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct CalibrateArgs {
-    /// Rows, as `grid record --random` writes them.
+    /// Measured grids, as `grid record` writes them.
     #[arg(required = true, value_name = "FILE")]
-    pub(crate) samples: Vec<PathBuf>,
+    pub(crate) grids: Vec<PathBuf>,
+    /// Points to take of each file, spread over it.
+    #[arg(long, default_value_t = 250, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) rows: u32,
     /// Predict with the rates of this file instead of those of the build.
     #[arg(long, value_name = "FILE")]
     pub(crate) rates: Option<PathBuf>,

@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use ir::Target;
-use search::random_sample::{Drawn, OBSERVATION_SCHEMA, Observation, RandomSample};
 use search::{BUNDLE_SCHEMA, Bundle, Conditions, GateReport, Proof};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 #[path = "provenance_tests.rs"]
 mod provenance;
@@ -185,15 +184,6 @@ fn bundles_that_prove_nothing_are_refused_with_the_reason() {
 #[test]
 fn what_must_be_measured_is_not_made_up() {
     let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().join("rows.jsonl");
-    let toy = ["--model", "toy", "--device", "cpu", "--out", out.to_str().unwrap()];
-    // The second is the name of the version before.
-    for record in [&["grid", "record", "--random", "4"][..], &["sample"]] {
-        let (code, document, said) = amk(&[record, &toy].concat());
-        assert_eq!((code, &document["error"]), (3, &"capability_missing".into()), "{said}");
-        assert!(document["message"].to_string().contains("--random"), "{document}");
-    }
-    assert!(!out.exists(), "no file without a row");
     let bundle = folder.path().join("b.json");
     let bench = ["bench", "--model", "toy", "--device", "cpu", "--context", "16", "--bundle"];
     let (code, document, _) = amk(&[&bench[..], &[bundle.to_str().unwrap()]].concat());
@@ -201,52 +191,48 @@ fn what_must_be_measured_is_not_made_up() {
     assert!(!bundle.exists());
 }
 
-/// Rows whose times are the model's predictions, or with `reversed` 1000 over these, which reverses the ranking.
-fn rows(reversed: bool) -> String {
-    let graph = model::preset("toy").unwrap().graph;
-    let target = Target::by_name("h200").unwrap();
-    let known = [ir::schedule::default_config(&graph, &target)];
-    let sample = RandomSample { graph: &graph, target: &target, known: &known, seed: 1 };
-    let row = |config: ir::ScheduleConfig| {
-        let valid = ir::schedule::validate(config, &graph, &target).ok()?;
-        let options = lower::Options { kv_capacity: KV_CAPACITY };
-        let program = lower::lower(&valid, &graph, &target, options).ok()?;
-        let us = lower::predict(&program, &valid.kernel, &target, 20).latency_us;
-        Some(Observation {
-            schema: OBSERVATION_SCHEMA.to_owned(),
-            model: "toy".to_owned(),
-            target: "h200".to_owned(),
-            conditions: Conditions::default(),
-            kv_capacity: KV_CAPACITY,
-            context: 16,
-            timed_tokens: 8,
-            drawn: Drawn::Wide,
-            config,
-            program_id: program.id(),
-            kernel_id: String::new(),
-            median_us: if reversed { 1000.0 / us } else { us },
-            ci_us: [us; 2],
-            blocks_us: vec![us],
-            bound_us: 0.0,
-            bandwidth: 4e12,
-        })
-    };
-    let rows = sample.draws().filter_map(|(_, config)| row(config)).take(24);
-    rows.map(|row| serde_json::to_string(&row).unwrap() + "\n").collect()
+/// A measured grid whose times are the model's predictions, or with `reversed` 1000 over these, which reverses the
+/// ranking.
+fn measured_grid(folder: &Path, reversed: bool) -> PathBuf {
+    let grid = json!({"schema": "amk.grid.v1", "base": {}, "axes": {
+        "tiling.qkv.rows": [4, 8, 16, 32], "tiling.down.rows": [4, 8, 16], "pipeline.stages": [4, 8],
+    }});
+    let grid = write(folder, "grid.json", &grid.to_string());
+    let out = folder.join(if reversed { "wrong.jsonl" } else { "rows.jsonl" });
+    let record = ["grid", "record", "--model", "toy", "--device", "cpu", "--context", "16"];
+    let (code, _, said) =
+        amk(&[&record[..], &["--grid", grid.to_str().unwrap(), "--out", out.to_str().unwrap()]]
+            .concat());
+    assert_eq!(code, 0, "{said}");
+    let text = std::fs::read_to_string(&out).unwrap();
+    let rows = text.lines().map(|line| {
+        let mut row: Value = serde_json::from_str(line).unwrap();
+        if let Some(predicted) = row.as_object_mut().unwrap().remove("predicted") {
+            let us = predicted["us"].as_f64().unwrap();
+            let us = if reversed { 1000.0 / us } else { us };
+            row["measured"] = json!({
+                "program_id": predicted["program_id"], "kernel_id": "", "us": us,
+                "blocks_us": [us], "sm_mhz": null,
+            });
+        }
+        row.to_string() + "\n"
+    });
+    std::fs::write(&out, rows.collect::<String>()).unwrap();
+    out
 }
 
 #[test]
 fn a_calibration_says_how_good_predictions_are_and_fits_them() {
     let folder = tempfile::tempdir().unwrap();
-    let path = write(folder.path(), "rows.jsonl", &rows(false));
+    let path = measured_grid(folder.path(), false);
     let (code, document, said) = amk(&["calibrate", path.to_str().unwrap()]);
     assert_eq!((code, &document["holds"]), (0, &true.into()), "{said}");
-    let table = &document["tables"][0]["models"]["toy at 16 on h200"];
-    assert_eq!((&table["rows"], &table["below_bound"]), (&24.into(), &0.into()));
+    let table = &document["tables"][0]["models"]["toy at 16"];
+    assert_eq!((table["rows"].as_u64() > Some(9), &table["below_bound"]), (true, &0.into()));
     assert!(table["rank_correlation"].as_f64().unwrap() > 0.999, "{table}");
     assert!(table["error_median"].as_f64().unwrap() < 1e-9, "{table}");
 
-    let wrong = write(folder.path(), "wrong.jsonl", &rows(true));
+    let wrong = measured_grid(folder.path(), true);
     let (code, document, said) = amk(&["calibrate", wrong.to_str().unwrap()]);
     assert_eq!((code, &document["holds"]), (1, &false.into()), "{said}");
 

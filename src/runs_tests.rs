@@ -318,9 +318,6 @@ fn the_store_is_filled_shown_exported_and_imported() {
     succeeds(folder.path(), &again, "amk.corpus_export.v1");
     let text = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
     assert_eq!(text("all.jsonl"), text("again.jsonl"));
-    let tables = ["corpus", "export", "--format", "parquet", "--out", "tables"];
-    succeeds(folder.path(), &tables, "amk.corpus_export.v1");
-    assert_eq!(amk(folder.path(), &tables).0, 2, "a folder that is there is left alone");
     // An edited line, and one with a new hash over a figure that does not follow.
     let forged = text("all.jsonl").replacen("\"outcome\":\"kept\"", "\"outcome\":\"fault\"", 1);
     std::fs::write(folder.path().join("forged.jsonl"), forged).unwrap();

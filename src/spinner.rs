@@ -60,11 +60,6 @@ impl Spinner {
         Self(bar)
     }
 
-    /// Removes the line early.
-    pub(crate) fn end(&self) {
-        self.0.finish_and_clear();
-    }
-
     /// Counts a finished item.
     pub(crate) fn done(&self) {
         self.0.inc(1);

@@ -5,12 +5,13 @@
 //! pull towards the previous rates keeps those in place that the rows do not determine. It is deterministic: the same
 //! rows and rates give the same rates.
 
+use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target};
 use lower::{Predictor, Rates};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::random_sample::Observation;
+use crate::measured_grid::{Answer, MEASURED_GRID_SCHEMA, Measured, Row, Space, Terms};
 use crate::rejection::Rejection;
 
 /// Residuals up to this are squared; larger ones count linearly, so that a few odd rows do not decide.
@@ -32,28 +33,67 @@ const ENOUGH: f64 = 2e-3;
 /// One row in `HELD_OUT` is held out of a fit.
 const HELD_OUT: usize = 4;
 
-/// A measured row, ready to be predicted.
+/// The measured points of a file of a measured grid: its terms, and each point's number and result.
+///
+/// # Errors
+/// The first line, from one, that is malformed, and what is wrong.
+pub fn read(text: &str) -> Result<(Terms, Vec<(u32, Measured)>), (usize, String)> {
+    let mut lines = text.lines().enumerate().map(|(index, line)| (index + 1, line));
+    let first = lines.next().map_or("", |(_, line)| line);
+    let terms: Terms = serde_json::from_str(first).map_err(|error| (1, error.to_string()))?;
+    if terms.schema != MEASURED_GRID_SCHEMA {
+        return Err((1, format!("its schema is {}", terms.schema)));
+    }
+    let mut measured = Vec::new();
+    for (number, line) in lines {
+        let row: Row = serde_json::from_str(line).map_err(|error| (number, error.to_string()))?;
+        if let Answer::Measured(result) = row.answer {
+            measured.push((row.point, result));
+        }
+    }
+    Ok((terms, measured))
+}
+
+/// A measured schedule, ready to be predicted.
 pub struct Case {
-    /// The row.
-    pub row: Observation,
-    /// Whether its schedule still lowers to the program that was measured.
+    /// The model, as `--model` takes it.
+    pub model: String,
+    /// Tokens before the timed ones.
+    pub context: u32,
+    /// The schedule.
+    pub config: ScheduleConfig,
+    /// Measured microseconds per token.
+    pub measured_us: f64,
+    /// Whether the schedule still lowers to the program that was measured.
     pub same_program: bool,
     predictor: Predictor,
 }
 
 impl Case {
-    /// Lowers the row's schedule.
+    /// Lowers the schedule.
     ///
     /// # Errors
     /// If it is not legal any more, or cannot be lowered.
-    pub fn new(row: Observation, graph: &Graph, target: &Target) -> Result<Self, Rejection> {
-        let valid =
-            ir::schedule::validate(row.config, graph, target).map_err(Rejection::Rejected)?;
-        let options = lower::Options { kv_capacity: row.kv_capacity };
+    pub fn new(
+        terms: &Terms,
+        config: ScheduleConfig,
+        measured: &Measured,
+        graph: &Graph,
+        target: &Target,
+    ) -> Result<Self, Rejection> {
+        let valid = ir::schedule::validate(config, graph, target).map_err(Rejection::Rejected)?;
+        let options = lower::Options { kv_capacity: terms.kv_capacity };
         let program =
             lower::lower(&valid, graph, target, options).map_err(Rejection::Unloadable)?;
-        let predictor = Predictor::new(&program, &valid.kernel, target, row.position());
-        Ok(Self { same_program: program.id() == row.program_id, row, predictor })
+        let middle = terms.context + terms.timed_tokens / 2;
+        Ok(Self {
+            model: terms.model.clone(),
+            context: terms.context,
+            config,
+            measured_us: measured.us,
+            same_program: program.id() == measured.program_id,
+            predictor: Predictor::new(&program, &valid.kernel, target, middle),
+        })
     }
 
     /// Predicts with these rates.
@@ -61,7 +101,7 @@ impl Case {
     pub fn point(&self, rates: &Rates) -> Point {
         let predicted = self.predictor.predict(rates);
         Point {
-            measured_us: self.row.median_us,
+            measured_us: self.measured_us,
             predicted_us: predicted.latency_us,
             bound_us: predicted.bound_us,
         }
@@ -117,15 +157,24 @@ impl Calibration {
     }
 }
 
-/// Lowers every row, each with its graph and target.
+/// Lowers measured points of a grid: `count` of them, or all if there are fewer, spread evenly over the file.
 ///
 /// # Errors
-/// The index and error of a row that cannot be lowered.
-pub fn cases(rows: Vec<(Observation, &Graph, &Target)>) -> Result<Vec<Case>, (usize, Rejection)> {
-    let one = |(index, (row, graph, target)): (usize, (Observation, &Graph, &Target))| {
-        Case::new(row, graph, target).map_err(|dropped| (index, dropped))
+/// The number and error of a point that cannot be lowered.
+pub fn cases(
+    (terms, measured): &(Terms, Vec<(u32, Measured)>),
+    space: &Space,
+    count: usize,
+    graph: &Graph,
+    target: &Target,
+) -> Result<Vec<Case>, (u32, Rejection)> {
+    let count = count.min(measured.len());
+    let one = |index: usize| {
+        let (point, result) = &measured[index * measured.len() / count];
+        Case::new(terms, space.config(*point), result, graph, target)
+            .map_err(|dropped| (*point, dropped))
     };
-    rows.into_par_iter().enumerate().map(one).collect()
+    (0..count).into_par_iter().map(one).collect()
 }
 
 /// Predicts every case.
@@ -210,8 +259,8 @@ struct Problem<'a> {
 
 impl<'a> Problem<'a> {
     fn new(cases: &'a [Case], start: &Rates) -> Self {
-        let of = |model: &str| cases.iter().filter(|case| case.row.model == model).count();
-        let models = |case: &Case| 1.0 / of(&case.row.model) as f64;
+        let of = |model: &str| cases.iter().filter(|case| case.model == model).count();
+        let models = |case: &Case| 1.0 / of(&case.model) as f64;
         let weights: Vec<f64> = cases.iter().map(models).collect();
         let sum: f64 = weights.iter().sum();
         let place = |(index, &(_, low, high)): (usize, &(&str, f64, f64))| {

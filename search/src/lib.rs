@@ -42,7 +42,6 @@ pub mod replay;
 mod run;
 mod worker_pool;
 // The unit tests of this crate use the scripted device of the crate `tests` too.
-pub mod random_sample;
 #[cfg(test)]
 #[path = "../../tests/src/scripted.rs"]
 pub mod scripted;
@@ -74,7 +73,7 @@ pub use gate::Gate;
 pub use measure::{
     BelowBound, Interval, Latency, Predicted, gain, median, median_interval, noise_floor,
 };
-pub use propose::{Change, Origin, TrialRecord, TrialRecords, changes, generator};
+pub use propose::{Change, Origin, TrialRecord, TrialRecords, changes, fit_caps, generator};
 pub use rejection::{BitsDiffer, ExpectedError, Rejection};
 pub use run::{Search, SearchError, Step, StoppedBy, WastedSpeculation};
 pub use settings::{Clock, Settings};

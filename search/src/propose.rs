@@ -235,7 +235,7 @@ pub(crate) fn edited(config: &ScheduleConfig, form: &[(Knob, Value)]) -> Schedul
 
 /// Rounds the caps of the ring down to whole stages (at least one) and clamps them: bytes in flight to the ring's size,
 /// bytes in flight before a wait to bytes in flight.
-pub(crate) fn fit_caps(config: &mut ScheduleConfig) {
+pub fn fit_caps(config: &mut ScheduleConfig) {
     let ring = &mut config.pipeline;
     let whole = |bytes: u32| (bytes / ring.stage_bytes).max(1) * ring.stage_bytes;
     let most = ring.stages * ring.stage_bytes;

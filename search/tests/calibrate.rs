@@ -1,13 +1,41 @@
 //! Fits to synthetic measurements with known rates.
 
+use std::collections::BTreeMap;
+
 use ir::Target;
 use ir::schedule::{neutral_config, validate};
 use lower::{Options, Rates, lower, predict};
-use search::Conditions;
-use search::calibrate::{Calibration, Case, fit, points, split};
-use search::random_sample::{OBSERVATION_SCHEMA, Observation, RandomSample};
+use search::LatencyKind;
+use search::calibrate::{Calibration, Case, cases as lowered, fit, points, read, split};
+use search::measured_grid::{GRID_SCHEMA, Grid, MEASURED_GRID_SCHEMA, Measured, Terms};
+use tests::random_sample::RandomSample;
 
 const KV_CAPACITY: u32 = 256;
+
+fn terms() -> Terms {
+    Terms {
+        schema: MEASURED_GRID_SCHEMA.to_owned(),
+        latency_kind: LatencyKind::MeasuredGpu,
+        model: "toy-2l".to_owned(),
+        graph_id: String::new(),
+        target: "h200".to_owned(),
+        conditions: None,
+        kv_capacity: KV_CAPACITY,
+        context: 128,
+        timed_tokens: 8,
+        rounds: 2,
+        seed: 0,
+        bandwidth: None,
+        grid: Grid { schema: GRID_SCHEMA.to_owned(), base: BTreeMap::new(), axes: BTreeMap::new() },
+        shard: [0, 1],
+        migrated_from: None,
+    }
+}
+
+fn measured(us: f64) -> Measured {
+    let ids = (String::new(), String::new());
+    Measured { program_id: ids.0, kernel_id: ids.1, us, blocks_us: vec![us], sm_mhz: None }
+}
 
 /// Cases of the toy model whose measurements are the predictions of these rates, with a deterministic error of at most
 /// `error`.
@@ -16,31 +44,10 @@ fn cases(count: usize, truth: &Rates, error: f64) -> Vec<Case> {
     let target = Target::by_name("h200").unwrap();
     let known = [neutral_config(&graph, &target)];
     let sample = RandomSample { graph: &graph, target: &target, known: &known, seed: 4 };
-    let case = |(index, (drawn, config)): (usize, (_, ir::ScheduleConfig))| {
-        let valid = validate(config, &graph, &target).ok()?;
-        let program = lower(&valid, &graph, &target, Options { kv_capacity: KV_CAPACITY }).ok()?;
-        let row = Observation {
-            schema: OBSERVATION_SCHEMA.to_owned(),
-            model: "toy-2l".to_owned(),
-            target: target.name.clone(),
-            conditions: Conditions::default(),
-            kv_capacity: KV_CAPACITY,
-            context: 128,
-            timed_tokens: 8,
-            drawn,
-            config,
-            program_id: program.id(),
-            kernel_id: String::new(),
-            median_us: 0.0,
-            ci_us: [0.0; 2],
-            blocks_us: Vec::new(),
-            bound_us: 0.0,
-            bandwidth: 0.0,
-        };
-        let mut case = Case::new(row, &graph, &target).unwrap();
-        assert!(case.same_program);
+    let case = |(index, (_, config)): (usize, (_, ir::ScheduleConfig))| {
+        let mut case = Case::new(&terms(), config, &measured(0.0), &graph, &target).ok()?;
         let off = error * ((index * 7 % 11) as f64 / 5.0 - 1.0);
-        case.row.median_us = case.point(truth).predicted_us * (1.0 + off);
+        case.measured_us = case.point(truth).predicted_us * (1.0 + off);
         Some(case)
     };
     sample.draws().enumerate().filter_map(case).take(count).collect()
@@ -73,9 +80,32 @@ fn a_case_predicts_what_the_lowering_predicts() {
     let case = &cases(1, Rates::shipped(), 0.0)[0];
     let graph = model::preset("toy-2l").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
-    let valid = validate(case.row.config, &graph, &target).unwrap();
+    let valid = validate(case.config, &graph, &target).unwrap();
     let program = lower(&valid, &graph, &target, Options { kv_capacity: KV_CAPACITY }).unwrap();
-    let predicted = predict(&program, &valid.kernel, &target, case.row.position());
+    let predicted = predict(&program, &valid.kernel, &target, 128 + 4);
     let point = case.point(Rates::shipped());
     assert_eq!((point.predicted_us, point.bound_us), (predicted.latency_us, predicted.bound_us));
+}
+
+#[test]
+fn a_measured_grid_is_read_point_by_point_and_its_errors_name_the_line() {
+    let terms = serde_json::to_string(&terms()).unwrap();
+    let row = |point: u32| {
+        let result = serde_json::to_value(measured(20.0)).unwrap();
+        serde_json::json!({"point": point, "measured": result}).to_string()
+    };
+    let text =
+        [terms.clone(), row(0), r#"{"point": 1, "illegal": ["S-RING"]}"#.to_owned()].join("\n");
+    let file = read(&text).unwrap();
+    assert_eq!(file.1, [(0, measured(20.0))]);
+    let graph = model::preset("toy-2l").unwrap().graph;
+    let target = Target::by_name("h200").unwrap();
+    let space = file.0.grid.space(&neutral_config(&graph, &target)).unwrap();
+    let cases = lowered(&file, &space, 100, &graph, &target).unwrap();
+    assert_eq!((cases.len(), cases[0].same_program), (1, false));
+    assert_eq!(cases[0].config, neutral_config(&graph, &target));
+    assert_eq!(read("{}\n").unwrap_err().0, 1);
+    assert_eq!(read(&format!("{terms}\n{{}}\n")).unwrap_err().0, 2);
+    let other = terms.replace(MEASURED_GRID_SCHEMA, "amk.other.v1");
+    assert!(read(&other).unwrap_err().1.contains("amk.other.v1"));
 }

@@ -5,9 +5,8 @@ use std::ffi::OsString;
 /// Flags that have another name today.
 const FLAGS: &[(&str, &str)] = &[("--lanes", "--batch"), ("--sequences", "--batch")];
 
-/// Commands that have another name today: the words that replace them.
-const COMMANDS: &[(&str, &[&str])] =
-    &[("landscape", &["grid"]), ("sample", &["grid", "record", "--random"])];
+/// Commands that have another name today.
+const COMMANDS: &[(&str, &str)] = &[("landscape", "grid")];
 
 /// Values that have another name today, by flag.
 const VALUES: &[(&str, &str, &str)] = &[
@@ -19,34 +18,26 @@ const VALUES: &[(&str, &str, &str)] = &[
 /// The arguments in today's names, and a warning for each that was not.
 pub(crate) fn today(arguments: impl Iterator<Item = OsString>) -> (Vec<OsString>, Vec<String>) {
     let (mut new, mut warnings) = (Vec::<OsString>::new(), Vec::new());
-    let mut sample = false;
     for (index, argument) in arguments.enumerate() {
         let previous = new.last().and_then(|last| last.to_str()).unwrap_or_default();
         let text = argument.to_str().unwrap_or_default();
         let command = COMMANDS.iter().find(|(old, _)| index == 1 && *old == text);
-        sample |= command.is_some_and(|(old, _)| *old == "sample");
-        let today = match command {
-            Some((_, words)) => Some(words.iter().map(ToString::to_string).collect()),
-            None => name_today(text, previous, sample).map(|word| vec![word]),
-        };
-        let Some(today): Option<Vec<String>> = today else {
+        let today =
+            command.map(|(_, new)| (*new).to_owned()).or_else(|| name_today(text, previous));
+        let Some(name) = today else {
             new.push(argument);
             continue;
         };
-        let (old, name) = (argument.to_string_lossy(), today.join(" "));
+        let old = argument.to_string_lossy();
         warnings.push(format!("{old} is replaced by {name} since 0.2; the old name goes with 0.3"));
-        if sample && name.starts_with("--random") {
-            new.retain(|word| word != "--random");
-        }
-        new.extend(today.into_iter().map(OsString::from));
+        new.push(OsString::from(name));
     }
     (new, warnings)
 }
 
-fn name_today(text: &str, previous: &str, sample: bool) -> Option<String> {
+fn name_today(text: &str, previous: &str) -> Option<String> {
     let (name, value) = text.split_once('=').map_or((text, None), |(n, v)| (n, Some(v)));
-    let flags = FLAGS.iter().chain(sample.then_some(&("--count", "--random")));
-    if let Some((_, flag)) = flags.into_iter().find(|(old, _)| *old == name) {
+    if let Some((_, flag)) = FLAGS.iter().find(|(old, _)| *old == name) {
         return Some(value.map_or_else(|| (*flag).into(), |value| format!("{flag}={value}")));
     }
     let (flag, _, new) = VALUES.iter().find(|(flag, old, _)| {
@@ -72,9 +63,6 @@ mod tests {
             ("amk serve --lanes=4", "amk serve --batch=4", 1),
             ("amk bench --sequences 8", "amk bench --batch 8", 1),
             ("amk landscape record", "amk grid record", 1),
-            ("amk sample --model toy", "amk grid record --random --model toy", 1),
-            ("amk sample --count 9", "amk grid record --random 9", 2),
-            ("amk sample --seed 1 --count=9", "amk grid record --seed 1 --random=9", 2),
             ("amk loop --count 9", "amk loop --count 9", 0),
             ("amk loop --strategy climb", "amk loop --strategy hill-climb", 1),
             ("amk loop --strategy=climb", "amk loop --strategy=hill-climb", 1),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use schemars::JsonSchema;
 use serde::Deserialize;
 
@@ -130,10 +130,9 @@ pub(crate) enum CorpusCommand {
         after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
     )]
     Import(ImportArgs),
-    /// Exports the store: JSON lines (every row with its chain, and the programs), or a Parquet file for each table.
+    /// Exports the store as JSON lines: every row with its chain, and the programs. Other programs read the tables from the store itself: SQLite.
     #[command(
-        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz\n  \
-        amk corpus export --format parquet --out tables"
+        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz"
     )]
     Export(StoreExportArgs),
 }
@@ -164,35 +163,20 @@ pub(crate) struct ImportArgs {
 pub(crate) struct StoreExportArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
-    /// What to write.
-    #[arg(long, value_enum, default_value = "jsonl")]
-    pub(crate) format: ExportFormat,
-    /// The file, or `-` for standard output, which then carries the lines instead of a document. For Parquet a new folder.
-    #[arg(long, value_name = "FILE|DIR")]
+    /// The file, or `-` for standard output, which then carries the lines instead of a document.
+    #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,
-}
-
-/// The formats of an export.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ExportFormat {
-    /// JSON lines: everything; can be imported again.
-    Jsonl,
-    /// A file for each table.
-    Parquet,
 }
 
 /// The subcommands of `grid`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum MeasuredGridCommand {
-    /// Measures every point of a grid, or random schedules, each once and briefly. Without a GPU the points of a grid are predicted, and the
-    /// file says so.
+    /// Measures every point of a grid, each once and briefly. Without a GPU the points are predicted, and the file says so.
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
-        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n  \
-        amk grid record --model llama-3.2-1b --random 200 --out llama.jsonl\n\n\
+        amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
         Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they\n\
-        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too.\n\
-        Random schedules: half are drawn over all knobs, half a few edits away from a known one. `amk calibrate` reads their rows."
+        come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
     )]
     Record(RecordArgs),
 }
@@ -204,11 +188,8 @@ pub(crate) struct RecordArgs {
     #[command(flatten)]
     pub(crate) sharing: SharingArgs,
     /// The grid: knobs with the values to combine.
-    #[arg(long, value_name = "FILE", required_unless_present = "random")]
-    pub(crate) grid: Option<PathBuf>,
-    /// Measure this many random legal schedules instead. Needs the GPU.
-    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "200", conflicts_with_all = ["grid", "resume"])]
-    pub(crate) random: Option<usize>,
+    #[arg(long, value_name = "FILE")]
+    pub(crate) grid: PathBuf,
     /// Random seed of the tokens and of the order of the points.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,

@@ -141,10 +141,11 @@ fn corpus(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(path)
 }
 
-/// The first of the shipped measured rows.
+/// A measured grid of which only the first points were measured.
 fn measured_rows() -> String {
-    let text = std::fs::read_to_string(corpus("measurements/h200-llama-3.2-1b-128.jsonl")).unwrap();
-    text.lines().take(3).flat_map(|line| [line, "\n"]).collect()
+    let text = std::fs::read_to_string(corpus("grids/h200-smollm2-135m-128.jsonl")).unwrap();
+    let measured = text.lines().filter(|line| line.contains("\"measured\"")).take(3);
+    text.lines().take(1).chain(measured).flat_map(|line| [line, "\n"]).collect()
 }
 
 fn shipped_bundle() -> std::path::PathBuf {
@@ -168,7 +169,6 @@ fn files(dir: &Path) -> Vec<Value> {
         first(&dir.join("runs/a/manifest.json")),
         first(&dir.join(trajectory)),
         first(&dir.join("points.jsonl")),
-        first(&dir.join("rows.jsonl")),
         first(&dir.join("residuals.json")),
         grid(),
         manifest(),

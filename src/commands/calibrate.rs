@@ -1,13 +1,11 @@
-//! `amk calibrate`: compares the cost model with measured rows, and fits its rates to them.
+//! `amk calibrate`: compares the cost model with measured grids, and fits its rates to them.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use ir::Target;
 use lower::{RateFile, Rates};
 use search::calibrate::{Calibration, Case, Point, fit, points, split};
-use search::random_sample::{OBSERVATION_SCHEMA, Observation};
 use serde_json::{Value, json};
 
 use crate::cli::CalibrateArgs;
@@ -23,10 +21,12 @@ const ROWS_BYTES_MAX: u64 = 1 << 30;
 const RATES_BYTES_MAX: u64 = 1 << 20;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
-    let mut cases = Vec::new();
-    let working = Spinner::through(args.samples.len(), "lowering the rows of files");
-    for path in &args.samples {
-        cases.extend(read(path)?);
+    let (mut cases, mut cards) = (Vec::new(), BTreeSet::new());
+    let working = Spinner::through(args.grids.len(), "lowering points of grids");
+    for path in &args.grids {
+        let (read, card) = read(path, args.rows as usize)?;
+        cases.extend(read);
+        cards.insert(card);
         working.done();
     }
     drop(working);
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         tables.push(table("after, fitted rows", &fitted, &rates));
         tables.push(table("after, held out", &held, &rates));
         cases = fitted.into_iter().chain(held).collect();
-        write_rates(path, &rates, &args.samples, &cases)?;
+        write_rates(path, &rates, args, cases.len(), cards)?;
     }
     let all = table("all rows", &cases, &rates);
     let holds = all.holds();
@@ -67,8 +67,8 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         report::say(&format!("  {name:20} {value:.5}{end}"));
     }
     report::document(&json!({
-        "schema": "amk.calibrate.v2",
-        "samples": args.samples,
+        "schema": "amk.calibrate.v3",
+        "grids": args.grids,
         "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>(),
         "rates": rates,
         "rows": rows(&cases, &rates),
@@ -84,9 +84,9 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
     let pairs = cases.iter().zip(points(cases, rates));
     let row = |(case, point): (&Case, Point)| {
         json!({
-            "model": case.row.model,
-            "context": case.row.context,
-            "schedule_id": case.row.config.id(),
+            "model": case.model,
+            "context": case.context,
+            "schedule_id": case.config.id(),
             "measured_us": point.measured_us,
             "predicted_us": point.predicted_us,
             "bound_us": point.bound_us,
@@ -95,55 +95,41 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
     pairs.map(row).collect()
 }
 
-fn read(path: &Path) -> Result<Vec<Case>, Failure> {
+/// The cases of a file, and the card that they were measured on.
+fn read(path: &Path, count: usize) -> Result<(Vec<Case>, String), Failure> {
     let text = files::read_text(path, ROWS_BYTES_MAX)?;
-    let at = |index: usize, what: String| {
-        Failure::usage(format!("{} line {}: {what}", path.display(), index + 1))
-    };
-    let mut known = BTreeMap::new();
-    let mut rows = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let row: Observation =
-            serde_json::from_str(line).map_err(|error| at(index, error.to_string()))?;
-        if row.schema != OBSERVATION_SCHEMA {
-            return Err(at(index, format!("its schema is {}", row.schema)));
-        }
-        let key = (row.model.clone(), row.target.clone());
-        if let Entry::Vacant(entry) = known.entry(key) {
-            let target =
-                Target::by_name(&row.target).map_err(|error| at(index, error.to_string()))?;
-            entry.insert((model::load(&row.model)?.graph, target));
-        }
-        rows.push(row);
-    }
-    let of = |row: Observation| {
-        let (graph, target) = &known[&(row.model.clone(), row.target.clone())];
-        (row, graph, target)
-    };
-    let lowered = search::calibrate::cases(rows.into_iter().map(of).collect());
-    lowered.map_err(|(index, dropped)| at(index, dropped.to_string()))
+    let at = |what: String| Failure::usage(format!("{} {what}", path.display()));
+    let file = search::calibrate::read(&text)
+        .map_err(|(line, what)| at(format!("line {line}: {what}")))?;
+    let terms = &file.0;
+    let target = Target::by_name(&terms.target).map_err(|error| at(error.to_string()))?;
+    let graph = model::load(&terms.model)?.graph;
+    let neutral = ir::schedule::neutral_config(&graph, &target);
+    let space = terms.grid.space(&neutral).map_err(|error| at(error.to_string()))?;
+    let cases = search::calibrate::cases(&file, &space, count, &graph, &target)
+        .map_err(|(point, dropped)| at(format!("point {point}: {dropped}")))?;
+    let card = terms
+        .conditions
+        .as_ref()
+        .map_or_else(String::new, |at| format!("{}, driver {}", at.card, at.driver));
+    Ok((cases, card))
 }
 
 /// Writes fitted rates with their origin, rounded to the precision of the fit.
 fn write_rates(
     path: &Path,
     rates: &Rates,
-    samples: &[PathBuf],
-    cases: &[Case],
+    args: &CalibrateArgs,
+    rows: usize,
+    cards: BTreeSet<String>,
 ) -> Result<(), Failure> {
     let round =
         |rates: Rates, index: usize| rates.with(index, (rates.get(index) * 1e5).round() / 1e5);
-    let names: Vec<String> = samples.iter().map(|path| path.display().to_string()).collect();
-    let mut cards: Vec<String> = cases
-        .iter()
-        .map(|case| format!("{}, driver {}", case.row.conditions.card, case.row.conditions.driver))
-        .collect();
-    cards.sort();
-    cards.dedup();
+    let names: Vec<String> = args.grids.iter().map(|path| path.display().to_string()).collect();
+    let cards: Vec<String> = cards.into_iter().collect();
     let file = RateFile {
         source: format!(
-            "amk calibrate --fit on {} rows of {}; {}",
-            cases.len(),
+            "amk calibrate --fit on {rows} points of {}; {}",
             names.join(", "),
             cards.join("; ")
         ),
@@ -163,7 +149,7 @@ struct Table {
 fn table(title: &'static str, cases: &[Case], rates: &Rates) -> Table {
     let mut groups: BTreeMap<String, Vec<_>> = BTreeMap::new();
     for (case, point) in cases.iter().zip(points(cases, rates)) {
-        let group = format!("{} at {} on {}", case.row.model, case.row.context, case.row.target);
+        let group = format!("{} at {}", case.model, case.context);
         groups.entry(group).or_default().push(point);
     }
     let rows = groups.into_iter().map(|(name, points)| (name, Calibration::of(&points))).collect();

@@ -3,13 +3,13 @@
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::Path;
 
-use corpus::store::{Added, BEST, PRIORS, parquet, run_id, schema, text};
+use corpus::store::{Added, BEST, PRIORS, run_id, schema, text};
 use corpus::{Link, Store};
 use ir::text::LoadError;
 use serde_json::{Map, Value, json};
 
 use super::runs;
-use crate::cli::{ExportFormat, ImportArgs, StoreArgs, StoreExportArgs};
+use crate::cli::{ImportArgs, StoreArgs, StoreExportArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::spinner::Spinner;
@@ -202,22 +202,19 @@ fn is_program(id: &str, saved: &[u8]) -> Result<bool, String> {
 
 pub(crate) fn export(args: &StoreExportArgs) -> Outcome {
     let store = open(&args.store)?;
-    if args.out == Path::new("-") && args.format == ExportFormat::Jsonl {
+    if args.out == Path::new("-") {
         let mut out = BufWriter::new(std::io::stdout().lock());
         text::write(&store, &mut out)?;
         return Ok(Exit::Yes);
     }
     let mut rows = 0;
     let working = Spinner::on(format!("writing {}", args.out.display()));
-    match args.format {
-        ExportFormat::Jsonl => crate::files::write_with(&args.out, |file| {
-            let mut out = BufWriter::new(file);
-            let written = text::write(&store, &mut out);
-            rows = written.map_err(|e| std::io::Error::other(e.to_string()))?;
-            out.flush()
-        })?,
-        ExportFormat::Parquet => rows = tables(&store, &args.out)?,
-    }
+    crate::files::write_with(&args.out, |file| {
+        let mut out = BufWriter::new(file);
+        let written = text::write(&store, &mut out);
+        rows = written.map_err(|e| std::io::Error::other(e.to_string()))?;
+        out.flush()
+    })?;
     drop(working);
     report::say(&format!("{rows} rows in {}", args.out.display()));
     let schema = "amk.corpus_export.v1";
@@ -225,15 +222,4 @@ pub(crate) fn export(args: &StoreExportArgs) -> Outcome {
         &json!({"schema": schema, "store": args.store.store, "out": args.out, "rows": rows}),
     )?;
     Ok(Exit::Yes)
-}
-
-/// A Parquet file for each table, in a folder that appears when it is complete.
-fn tables(store: &Store, out: &Path) -> Result<u64, Failure> {
-    if out.exists() {
-        return Err(Failure::usage(format!(
-            "{} is there already; --out names a folder that does not exist yet",
-            out.display()
-        )));
-    }
-    crate::files::new_folder(out, |folder| Ok(parquet::write(store, folder)?))
 }

@@ -1,4 +1,4 @@
-//! `amk grid record`: measures every point of a grid, or random schedules. All cores but one lower points and run them on
+//! `amk grid record`: measures every point of a grid. All cores but one lower points and run them on
 //! the reference VM ahead of the device, so that it seldom waits. Points of one kernel follow each other.
 
 use std::collections::BTreeMap;
@@ -22,7 +22,6 @@ use crate::spinner::Spinner;
 use crate::{conditions, files, interrupt, report};
 
 mod file;
-mod random;
 
 use file::Recording;
 
@@ -50,10 +49,7 @@ pub(crate) fn run(args: &RecordArgs) -> Outcome {
     if args.rounds == 0 {
         return Err(Failure::usage("--rounds 0 times nothing: at least 1"));
     }
-    let Some(path) = &args.grid else {
-        return random::run(args, &context, args.random.unwrap_or_default());
-    };
-    let grid: Grid = files::read_json(path, GRID_BYTES_MAX)?;
+    let grid: Grid = files::read_json(&args.grid, GRID_BYTES_MAX)?;
     let space = grid.space(&context.neutral_config()).map_err(|e| Failure::usage(e.to_string()))?;
     let device = context.open_process(&args.sharing)?;
     let terms = terms(args, &context, grid, device.as_ref().map(Device::describe));
@@ -141,8 +137,9 @@ impl Session<'_> {
         let mut probe = probe(args, context, &gate)?;
         self.anchor(&mut probe, device)?;
         for points in todo {
-            let configs = points.iter().map(|&point| (point, self.space.config(point))).collect();
-            prepared(&gate, configs, |point, _, ready| match ready {
+            let configs: Vec<_> =
+                points.iter().map(|&point| (point, self.space.config(point))).collect();
+            prepared(&gate, &configs, |point, ready| match ready {
                 Ok((candidate, reference)) => {
                     let key = (candidate.program_id.clone(), candidate.kernel_id.clone());
                     if let Some(&twin) = self.recording.by_ids.get(&key) {
@@ -289,10 +286,10 @@ fn probe<'g, 'a>(
 }
 
 /// Prepares points on all cores but one, and hands each over as it is ready, until all are done or Ctrl-C came.
-fn prepared<T: Clone + Send + Sync>(
+fn prepared(
     gate: &Gate<'_>,
-    points: Vec<(T, ScheduleConfig)>,
-    mut take: impl FnMut(T, ScheduleConfig, Ready) -> Result<(), Failure>,
+    points: &[(u32, ScheduleConfig)],
+    mut take: impl FnMut(u32, Ready) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let next = AtomicUsize::new(0);
     let (send, receive) = mpsc::sync_channel::<(usize, Ready)>(READY_MAX);
@@ -318,8 +315,7 @@ fn prepared<T: Clone + Send + Sync>(
         // Dropped before the threads are joined, so that blocked senders end.
         let receive = receive;
         for (index, ready) in &receive {
-            let (point, config) = points[index].clone();
-            take(point, config, ready)?;
+            take(points[index].0, ready)?;
             if interrupt::came() {
                 break;
             }

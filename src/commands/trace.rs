@@ -9,12 +9,13 @@ use abi::{LoaderRecord, TaskRecord};
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use lower::{Predictor, Rates};
+use rayon::prelude::*;
 use search::Timing;
 use serde_json::{Value, json};
 use trace::counters::{self, Counter};
 use trace::{
-    Clock, Edit, Path, Plant, Residuals, Timeline, digest, perfetto, plant, replay, residuals,
-    timeline,
+    Clock, Edit, Expected, Path, Plant, Residuals, Timeline, digest, perfetto, plant, replay,
+    residuals, timeline,
 };
 use vm_device::Trace;
 use vm_host::{BootOptions, HostError, Idle, Resident};
@@ -33,7 +34,7 @@ const TIMED_TOKENS: u32 = 32;
 /// Rounds of four timed blocks; the median counts.
 const TIMING: Timing = Timing { rounds: 3, warmup: 0 };
 /// Runs without a planted cause, of as many steps each: what differs between them is no finding.
-const EXPECTED_RUNS: usize = 4;
+const EXPECTED_RUNS: usize = 8;
 /// Steps whose records are averaged.
 const TRACED_STEPS: u32 = 24;
 
@@ -137,7 +138,8 @@ impl Traced {
         let (timeline, counters) = (residuals::middle_step(&self.steps), &self.counters);
         let digest = digest::write(timeline, title);
         let residuals = args.residuals.is_some().then(|| {
-            let residuals = Residuals::new(&[std::slice::from_ref(&self.predicted)], &self.steps);
+            let expected = Expected::new(&[std::slice::from_ref(&self.predicted)]);
+            let residuals = Residuals::new(&expected, &self.steps);
             say_residuals(&residuals, timeline);
             json!({"schema": "amk.residuals.v1", "title": title, "residuals": residuals.document(timeline)})
         });
@@ -269,14 +271,18 @@ fn simulated(
         plant::simulated(program, &config.kernel, at, plant, (seed, TRACED_STEPS))
     };
     let plants = plants(args, &predicted.timeline, Some(program.pipeline.in_flight));
-    let mut planted = Vec::new();
-    if !plants.is_empty() {
-        let expected = steps(&Plant::Nothing, 0);
-        for (plant, seed) in plants.into_iter().zip(1..) {
-            let residuals = Residuals::new(&[&expected], &steps(&plant, seed));
-            planted.push((plant, residuals));
-        }
-    }
+    let planted = if plants.is_empty() {
+        Vec::new()
+    } else {
+        let runs = [0, u64::MAX].map(|seed| steps(&Plant::Nothing, seed));
+        let expected = Expected::new(&[&runs[0], &runs[1]]);
+        let each = plants.into_par_iter().enumerate();
+        each.map(|(index, plant)| {
+            let residuals = Residuals::new(&expected, &steps(&plant, index as u64 + 1));
+            (plant, residuals)
+        })
+        .collect()
+    };
     Traced {
         document,
         steps: vec![predicted.timeline.clone()],
@@ -356,7 +362,7 @@ fn measured(
     blocks.sort_by(f64::total_cmp);
     let (median, least, most) = (search::median(&blocks), blocks[0], blocks[blocks.len() - 1]);
     report::say(&format!(
-        "{name}: {median:.1} us per token ({least:.1} to {most:.1}), traced {:.1}, logits {checksum}",
+        "{name}: {median:.1} us per token ({least:.1} to {most:.1}), traced {:.1}; sum of logits {checksum}",
         done.host_us / f64::from(done.steps)
     ));
     let document = json!({
@@ -369,7 +375,7 @@ fn measured(
         "ops": device.buffer.ops(),
         "loader": device.buffer.loader(),
     });
-    let planted = if planting { device.planted(args, &steps)? } else { Vec::new() };
+    let planted = if planting { device.planted(args, steps.clone())? } else { Vec::new() };
     *idle = Some(device.running.stop()?);
     let predicted =
         trace::predicted(program, &config.kernel, &context.target, position, Rates::shipped());
@@ -421,34 +427,40 @@ impl Traces<'_> {
         Ok(timelines)
     }
 
-    /// The causes to plant, each against several runs without one: `first` and more.
+    /// Records steps for each cause to plant. Compares them with runs without one: `first`, and others recorded between
+    /// them, so that what drifts in the meantime is no finding.
     fn planted(
         &mut self,
         ask: &Ask<'_>,
-        first: &[Timeline],
+        first: Vec<Timeline>,
     ) -> Result<Vec<(Plant, Residuals)>, HostError> {
-        let mut more = Vec::new();
-        for _ in 1..EXPECTED_RUNS {
-            more.push(self.steps(Some(&Plant::Nothing))?);
+        let plants = plants(ask, &first[0], None);
+        let between = plants.len().div_ceil(EXPECTED_RUNS - 1).max(1);
+        let (mut expected, mut recorded) = (vec![first], Vec::new());
+        for plants in plants.chunks(between) {
+            for plant in plants {
+                recorded.push((plant.clone(), self.steps(Some(plant))?));
+            }
+            expected.push(self.steps(Some(&Plant::Nothing))?);
         }
-        let expected: Vec<&[Timeline]> =
-            std::iter::once(first).chain(more.iter().map(Vec::as_slice)).collect();
-        let mut planted = Vec::new();
-        for plant in plants(ask, &first[0], None) {
-            let found = Residuals::new(&expected, &self.steps(Some(&plant))?);
-            planted.push((plant, found));
-        }
-        Ok(planted)
+        let expected = Expected::new(&expected.iter().map(Vec::as_slice).collect::<Vec<_>>());
+        let explained = recorded.into_par_iter().map(|(plant, steps)| {
+            let residuals = Residuals::new(&expected, &steps);
+            (plant, residuals)
+        });
+        Ok(explained.collect())
     }
 }
 
-/// The sum of a block's logits and the best of its last row: two schedules that add in the same order agree.
+/// The sum of a block's logits and the best token of its last row: two schedules that add in the same order agree.
 fn logits_checksum(running: &mut Resident, first: u32, timed: &[u32]) -> Result<String, HostError> {
     let done = running.decode(0, first, timed, 1, &[], true)?;
     let rows = running.logits(done.steps)?;
     let sum: f64 = rows.iter().flatten().map(|&v| f64::from(v)).sum();
     let top = rows.last().and_then(|row| row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)));
-    Ok(format!("{sum:.4e}, last best {:?}", top))
+    let best =
+        top.map_or_else(String::new, |(token, logit)| format!(", best token {token} ({logit:.3})"));
+    Ok(format!("{sum:.4e}{best}"))
 }
 
 /// Summed times of one kind of task: the number of tasks, and cycles of waiting, input, products, output, and of
@@ -511,8 +523,9 @@ impl TraceBuffer {
         json!({ "stage_free_us": free, "in_flight_us": cap, "step_us": step })
     }
 
+    /// One where no worker has two tasks: such small programs are only simulated, in nanoseconds.
     fn ns_per_cycle(&self) -> f64 {
-        self.span_ns / self.span_cycles
+        if self.span_cycles > 0.0 { self.span_ns / self.span_cycles } else { 1.0 }
     }
 
     /// For each op: µs per step on an average worker. Also prints them.

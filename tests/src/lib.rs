@@ -1,5 +1,5 @@
 //! Utilities of the cross-crate tests: toy models, programs built without `lower`, edits that break them, the explorer
-//! of memory orders, a scripted device, recorded measured grids, and the file-test runner.
+//! of memory orders, a scripted device, random legal schedules, recorded measured grids, and the file-test runner.
 //!
 //! Only tests depend on this crate. It builds programs in its own way, so that a mistake in `lower` is not repeated
 //! here.
@@ -11,6 +11,7 @@ pub mod filetest;
 pub mod fuzz;
 pub mod measured_grid;
 pub mod mutant;
+pub mod random_sample;
 pub mod rng;
 pub mod scripted;
 pub mod toy;

@@ -20,7 +20,7 @@ pub use attribution::{Cause, Path, Piece};
 pub use plant::Plant;
 pub use predicted::{Predicted, predicted};
 pub use replay::{Edit, Replayed, replay};
-pub use residuals::Residuals;
+pub use residuals::{Expected, Residuals};
 pub use timeline::{Clock, Timeline};
 
 #[cfg(test)]

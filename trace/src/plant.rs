@@ -15,6 +15,9 @@ use crate::timeline::{Clock, Task, Timeline};
 
 /// Mean noise of a task in nanoseconds: of its output, and of its hand-off.
 const NOISE_NS: f64 = 25.0;
+/// As on a card, some tasks take one of two times from step to step: this share of them, and the distance.
+const TWO_TIMES_SHARE: f64 = 0.1;
+const TWO_TIMES_NS: f64 = 600.0;
 
 /// A planted cause: a part of some tasks takes longer, or fewer stages may be in flight.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,9 +83,11 @@ impl Plant {
                 let op = op.as_deref();
                 let op = op.map(|op| timeline.names.iter().position(|name| name == op));
                 let group = |op| Group { op, worker: *worker, layer: *layer };
-                // The same tasks may have several names: those of the last layer are those of one op.
+                // The same tasks may have several names: those of the last layer with products are those of one op.
+                let has = |task: &&Task| *cause != Cause::Products || task.bytes > 0;
                 let same = |group: Group| {
-                    timeline.tasks.iter().all(|task| group.holds(task) == first.group.holds(task))
+                    let mut tasks = timeline.tasks.iter().filter(has);
+                    tasks.all(|task| group.holds(task) == first.group.holds(task))
                 };
                 *cause == first.cause
                     && op.map_or_else(|| same(group(None)), |op| op.is_some() && same(group(op)))
@@ -145,8 +150,11 @@ pub fn simulated(
             -NOISE_NS / 1000.0 * (1.0 - unit(seed, u64::from(step), worker, place * 2 + part)).ln()
         };
         let tasks = |worker: usize, place: usize| {
+            let (at, in_step) = (place as u64, u64::from(step) + 1);
+            let two = unit(0, 0, worker as u64, at) < TWO_TIMES_SHARE;
+            let late = two && unit(!seed, in_step, worker as u64, at) < 0.5;
             let mut delay = Delay {
-                products: 0.0,
+                products: if late { TWO_TIMES_NS / 1000.0 } else { 0.0 },
                 output: noise(worker as u64, place as u64, 0),
                 hand_off: noise(worker as u64, place as u64, 1),
             };

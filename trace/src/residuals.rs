@@ -6,6 +6,9 @@
 //! if it repeats from step to step. [`Residuals::causes`] splits the growth of the span between them by replay, so what
 //! waits downstream of a cause is charged to it; the rows add up to the growth, which is asserted.
 
+use std::cmp::Reverse;
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 use serde_json::{Value, json};
 
@@ -72,51 +75,106 @@ pub struct Residuals {
     pub causes: Vec<Share>,
     /// Median span of the recorded steps less that of the expected ones.
     pub growth_ns: i64,
-    expected: Steps,
+    expected: Arc<Steps>,
     recorded: Steps,
-    /// Variance of a task's mean from run to run, by part.
-    between: [f64; PARTS.len()],
+}
+
+/// What steps are compared with: runs of one program that were recorded at different times. The more runs, the better it is
+/// known how much tasks differ from run to run.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    middle: Timeline,
+    steps: Arc<Steps>,
+    /// Mean of each part of each task, by run.
+    runs: Vec<[Vec<f64>; PARTS.len()]>,
+    /// Variance of a group's mean from run to run, by the keys of the group and part: the mean over all such groups.
+    between: [[f64; PARTS.len()]; 8],
+}
+
+impl Expected {
+    /// Prepares the runs.
+    ///
+    /// # Panics
+    /// If there is none, or one has no step.
+    #[must_use]
+    pub fn new(runs: &[&[Timeline]]) -> Self {
+        let middle = middle_step(runs[0]).clone();
+        let steps: Vec<Steps> = runs.iter().map(|run| Steps::new(run)).collect();
+        let means = |run: &Steps| {
+            PARTS.map(|part| (0..middle.tasks.len()).map(|t| run.mean_of(&[t], part).0).collect())
+        };
+        let runs: Vec<[Vec<f64>; PARTS.len()]> = steps.iter().map(means).collect();
+        let between = std::array::from_fn(|keys| {
+            std::array::from_fn(|part| between_runs(&runs, &middle, keys as u32, part))
+        });
+        Self { middle, steps: Arc::new(Steps::together(steps)), runs, between }
+    }
+
+    /// Variance of the mean of a part of these tasks from run to run: theirs or that of other groups of the same keys,
+    /// whichever is greater.
+    fn between(&self, group: &Group, tasks: &[usize], part: usize) -> f64 {
+        let mean = |run: &[Vec<f64>; PARTS.len()]| {
+            tasks.iter().map(|&task| run[part][task]).sum::<f64>() / tasks.len() as f64
+        };
+        variance(&self.runs.iter().map(mean).collect::<Vec<_>>())
+            .max(self.between[group.keys() as usize][part])
+    }
 }
 
 impl Residuals {
-    /// Compares steps of one program: those expected, in runs that were recorded at different times, and those recorded.
-    /// The more runs, the better it is known how much a task differs from run to run. No list is empty.
+    /// Compares recorded steps with those expected of the same program.
     ///
     /// # Panics
-    /// If a list is empty, or the causes do not add up to the growth of the span.
+    /// If there is no step, or the causes do not add up to the growth of the span.
     #[must_use]
-    pub fn new(expected: &[&[Timeline]], recorded: &[Timeline]) -> Self {
-        let (before, after) = (middle_step(expected[0]), middle_step(recorded));
-        let runs: Vec<Steps> = expected.iter().map(|run| Steps::new(run)).collect();
-        let between = between_runs(&runs, before.tasks.len());
-        let expected = Steps::together(runs);
+    pub fn new(expected: &Expected, recorded: &[Timeline]) -> Self {
+        let (before, after) = (&expected.middle, middle_step(recorded));
         let mut residuals = Self {
             findings: Vec::new(),
             causes: Vec::new(),
             growth_ns: after.span() as i64 - before.span() as i64,
-            expected,
+            expected: Arc::clone(&expected.steps),
             recorded: Steps::new(recorded),
-            between,
         };
-        residuals.find(before);
+        residuals.find(expected);
+        residuals.rank(before);
         residuals.causes = shares(before, after, &residuals.findings);
         let sum: i64 = residuals.causes.iter().map(|share| share.ns).sum();
         assert_eq!(sum, residuals.growth_ns, "the causes add up to the growth of the span");
         residuals
     }
 
-    fn find(&mut self, timeline: &Timeline) {
+    /// Puts those findings first that make the step longest on their own and are large in each task. What a cause drags
+    /// along may be in more tasks than the cause, but is off the critical path or smaller.
+    fn rank(&mut self, before: &Timeline) {
+        let longer = |finding: &Finding| {
+            let mut parts = recorded(before);
+            let of = before.tasks.iter().zip(&mut parts).filter(|(t, _)| finding.group.holds(t));
+            of.for_each(|(_, parts)| *parts.get_mut(finding.cause) += finding.mean_ns);
+            replay::run(before, &parts).span - before.span() as f64
+        };
+        self.findings.sort_by_cached_key(|finding| {
+            Reverse((longer(finding).max(1.0) * finding.mean_ns).round() as i64)
+        });
+    }
+
+    fn find(&mut self, expected: &Expected) {
+        let timeline = &expected.middle;
         let mut left: Vec<Left> = PARTS.iter().map(|&cause| self.left(timeline, cause)).collect();
         while self.findings.len() < FINDINGS {
             let mut candidates: Vec<_> = left.iter().flat_map(|l| l.groups(timeline)).collect();
             candidates.sort_by(|a, b| b.explains.total_cmp(&a.explains));
             candidates.truncate(CANDIDATES);
-            let found = candidates.iter().find_map(|c| self.judged(timeline, &left, c));
+            let found = candidates.iter().find_map(|c| self.judged(expected, &left, c));
             let Some(finding) = found else { return };
             for of in left.iter_mut().filter(|left| left.cause == finding.cause) {
-                for (task, ns) in timeline.tasks.iter().zip(&mut of.ns) {
+                let Left { ns, explained, .. } = of;
+                for (task, (ns, explained)) in
+                    timeline.tasks.iter().zip(ns.iter_mut().zip(explained))
+                {
                     if finding.group.holds(task) {
                         *ns -= finding.mean_ns;
+                        *explained += finding.mean_ns;
                     }
                 }
             }
@@ -135,33 +193,33 @@ impl Residuals {
             both.map_or((0.0, 0.0), |(expected, recorded)| (recorded - expected, 1.0 / variance))
         };
         let (ns, weights) = timeline.tasks.iter().enumerate().map(of).unzip();
-        Left { cause, ns, weights }
+        Left { cause, ns, explained: vec![0.0; timeline.tasks.len()], weights }
     }
 
-    /// A candidate as a finding, if it is long enough and repeats.
-    fn judged(&self, timeline: &Timeline, left: &[Left], of: &Candidate) -> Option<Finding> {
-        let residuals = left.iter().find(|left| left.cause == of.cause)?;
-        let in_group = |&index: &usize| {
-            of.group.holds(&timeline.tasks[index]) && residuals.weights[index] > 0.0
-        };
-        let tasks: Vec<usize> = (0..timeline.tasks.len()).filter(in_group).collect();
-        let mean = tasks.iter().map(|&task| residuals.ns[task]).sum::<f64>() / tasks.len() as f64;
-        let (expected, one) = self.expected.mean_of(&tasks, of.cause);
-        let (_, other) = self.recorded.mean_of(&tasks, of.cause);
-        let between =
-            PARTS.iter().position(|&part| part == of.cause).map_or(0.0, |p| self.between[p]);
-        let own = between.max(RESOLUTION_NS.powi(2)) / tasks.len() as f64;
-        let error = one.hypot(other).hypot(own.sqrt());
-        let counts =
-            mean >= LEAST_NS.max(LEAST_SHARE * expected) && mean >= STANDARD_ERRORS * error;
+    /// A candidate as a finding, if it is long enough and repeats: both by the tasks' medians, which single steps cannot
+    /// move, and by their means, which do not jump where a task takes one of two times.
+    fn judged(&self, runs: &Expected, left: &[Left], of: &Candidate) -> Option<Finding> {
         let (cause, group) = (of.cause, of.group);
-        counts.then_some(Finding {
-            cause,
-            group,
-            tasks: tasks.len(),
-            mean_ns: mean,
-            error_ns: error,
-        })
+        let residuals = left.iter().find(|left| left.cause == cause)?;
+        let part = PARTS.iter().position(|&part| part == cause)?;
+        let in_group = |&index: &usize| {
+            group.holds(&runs.middle.tasks[index]) && residuals.weights[index] > 0.0
+        };
+        let tasks: Vec<usize> = (0..runs.middle.tasks.len()).filter(in_group).collect();
+        let count = tasks.len() as f64;
+        let mean = |values: &[f64]| tasks.iter().map(|&task| values[task]).sum::<f64>() / count;
+        let (expected, one) = self.expected.mean_of(&tasks, cause);
+        let (recorded, other) = self.recorded.mean_of(&tasks, cause);
+        // Few steps may all take the same of two times, and then seem to vary less than they do.
+        let steps = [&self.expected, &self.recorded].map(|steps| steps.steps.len() as f64);
+        let spread = (one * one * steps[0]).max(other * other * steps[1]);
+        let by_means = recorded - expected - mean(&residuals.explained);
+        let mean_ns = mean(&residuals.ns).min(by_means);
+        let between = runs.between(&group, &tasks, part).max(RESOLUTION_NS.powi(2) / count);
+        let error_ns = (spread / steps[0] + spread / steps[1] + between).sqrt();
+        let counts = mean_ns >= LEAST_NS.max(LEAST_SHARE * expected)
+            && mean_ns >= STANDARD_ERRORS * error_ns;
+        counts.then_some(Finding { cause, group, tasks: tasks.len(), mean_ns, error_ns })
     }
 
     /// The document: findings, causes, and the residuals of each part by op, layer and worker.
@@ -217,6 +275,12 @@ impl Group {
             && self.layer.is_none_or(|layer| layer == task.layer)
     }
 
+    /// Which properties are given, as bits.
+    fn keys(&self) -> u32 {
+        let bit = |given: bool, place: u32| u32::from(given) << place;
+        bit(self.op.is_some(), 0) | bit(self.worker.is_some(), 1) | bit(self.layer.is_some(), 2)
+    }
+
     /// The group of a task with the properties that are bits of `keys`.
     fn of(task: &crate::timeline::Task, keys: u32) -> Self {
         Self {
@@ -261,6 +325,8 @@ impl Finding {
 struct Left {
     cause: Cause,
     ns: Vec<f64>,
+    /// What the findings took.
+    explained: Vec<f64>,
     /// Inverse variances; zero where a part is not known.
     weights: Vec<f64>,
 }
@@ -354,24 +420,34 @@ impl Steps {
         };
         let means: Vec<f64> = self.steps.iter().map(of).collect();
         let count = means.len() as f64;
-        let mean = means.iter().sum::<f64>() / count;
-        let squares = means.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
-        (mean, if count > 1.0 { (squares / (count - 1.0) / count).sqrt() } else { 0.0 })
+        (means.iter().sum::<f64>() / count, (variance(&means) / count).sqrt())
     }
 }
 
-/// How much a task's mean differs from run to run, by part: the mean square over all tasks. Zero for a single run.
-fn between_runs(runs: &[Steps], tasks: usize) -> [f64; PARTS.len()] {
-    let count = runs.len() as f64;
-    PARTS.map(|cause| {
-        let variance = |task: usize| {
-            let means: Vec<f64> = runs.iter().map(|run| run.mean_of(&[task], cause).0).collect();
-            let mean = means.iter().sum::<f64>() / count;
-            means.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0)
-        };
-        let sum = if runs.len() > 1 { (0..tasks).map(variance).sum::<f64>() } else { 0.0 };
-        sum / tasks.max(1) as f64
-    })
+/// Variance of the mean of a part of a group from run to run: the mean over all groups with these keys.
+fn between_runs(
+    runs: &[[Vec<f64>; PARTS.len()]],
+    timeline: &Timeline,
+    keys: u32,
+    part: usize,
+) -> f64 {
+    let mut groups = FxHashMap::<Group, (Vec<f64>, f64)>::default();
+    for (index, task) in timeline.tasks.iter().enumerate() {
+        let empty = || (vec![0.0; runs.len()], 0.0);
+        let (sums, count) = groups.entry(Group::of(task, keys)).or_insert_with(empty);
+        sums.iter_mut().zip(runs).for_each(|(sum, run)| *sum += run[part][index]);
+        *count += 1.0;
+    }
+    let all: f64 = groups.values().map(|(sums, count)| variance(sums) / (count * count)).sum();
+    all / groups.len().max(1) as f64
+}
+
+/// The variance of a sample; zero for less than two values.
+fn variance(values: &[f64]) -> f64 {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    if values.len() > 1 { squares / (count - 1.0) } else { 0.0 }
 }
 
 /// The median, and zero of nothing.

@@ -239,7 +239,7 @@ fn causes_add_up_though_clocks_differ() {
     let skewed = timeline.again(&program, &records, &bytes, 4_800_000_000_000, clock);
     let (one, two) = ([timeline], [skewed]);
     // `new` asserts that they add up.
-    let there = crate::Residuals::new(&[&one], &two);
-    let back = crate::Residuals::new(&[&two], &one);
+    let there = crate::Residuals::new(&crate::Expected::new(&[&one]), &two);
+    let back = crate::Residuals::new(&crate::Expected::new(&[&two]), &one);
     assert_eq!(there.growth_ns, -back.growth_ns);
 }

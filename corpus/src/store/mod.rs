@@ -19,8 +19,6 @@ use crate::error::{At, CorpusError};
 use crate::ledger::Link;
 
 mod derive;
-#[cfg_attr(not(feature = "parquet"), path = "no_parquet.rs")]
-pub mod parquet;
 pub mod schema;
 #[cfg(test)]
 mod tests;

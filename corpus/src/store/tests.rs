@@ -323,44 +323,6 @@ fn a_store_survives_its_text() {
     }
 }
 
-#[cfg(feature = "parquet")]
-#[test]
-fn parquet_files_hold_every_record_and_program() {
-    use ::parquet::record::RowAccessor as _;
-
-    let folder = tempfile::tempdir().unwrap();
-    let mut first = store(folder.path());
-    for run in ["r1", "r2"] {
-        first.add(run, ledger(folder.path(), run, 5)).unwrap();
-    }
-    first.add_program("p0", &[0, 255, 16]).unwrap();
-    let files = folder.path().join("files");
-    std::fs::create_dir(&files).unwrap();
-    let counts = first.counts().unwrap();
-    let rows: u64 = counts.iter().map(|(_, rows)| rows).sum();
-    assert_eq!(parquet::write(&first, &files).unwrap(), rows);
-    assert_eq!(std::fs::read_dir(&files).unwrap().count(), TABLES.len());
-    let rows = |name: &str| -> Vec<::parquet::record::Row> {
-        let file = std::fs::File::open(files.join(name)).unwrap();
-        let reader = ::parquet::file::reader::SerializedFileReader::new(file).unwrap();
-        reader.into_iter().map(Result::unwrap).collect()
-    };
-    for run in ["r1", "r2"] {
-        let records = rows("records.parquet").into_iter();
-        let records = records.filter(|row| row.get_string(0).unwrap() == run);
-        let links = records.map(|row| Link {
-            seq: row.get_long(1).unwrap() as u64,
-            prev: row.get_string(2).unwrap().clone(),
-            hash: row.get_string(3).unwrap().clone(),
-            record: row.get_string(4).unwrap().clone(),
-        });
-        assert_eq!(links.collect::<Vec<_>>(), first.links(run).unwrap());
-    }
-    let programs = rows("programs.parquet");
-    assert_eq!((programs.len(), programs[0].get_string(0).unwrap().as_str()), (1, "p0"));
-    assert_eq!(programs[0].get_bytes(1).unwrap().data(), [0, 255, 16]);
-}
-
 /// No query scans every trial to find those of a run. `AMK_STORE_TRIALS=100000` prints how long queries take with that
 /// many.
 #[test]

@@ -1,5 +1,6 @@
 //! The models that are mutated, their schedules, and the effect of correct schedules on their logits.
 
+use crate::random_sample::RandomSample;
 use ir::program::{Program, Verified};
 use ir::schedule::validate;
 use ir::{DType, Graph, ScheduleConfig, Target, Weights};
@@ -10,7 +11,6 @@ use reference_vm::divergence::Examiner;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::Machine;
 use reference_vm::{Defect, Order};
-use search::random_sample::RandomSample;
 use search::{Expected, draw_tokens};
 
 use super::config;

@@ -1,29 +1,21 @@
-//! A random sample: random legal schedules, each gated as in a search and timed on its own. A cost model is fitted to
-//! it and judged by it.
+//! Random legal schedules.
 //!
 //! Half of the draws are **wide**: every knob takes any legal value. They show the effect of a knob among bad values of
 //! the others. The other half are **near** a schedule that is known to be good (or the neutral one), one to four knobs
 //! away: they are typical of the schedules that a search tries.
 
-use corpus::Conditions;
 use ir::schedule::{Knob, ScheduleConfig, Value, largest_stages, legal_values, validate};
 use ir::{Graph, Target};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
-use serde::{Deserialize, Serialize};
-
-use crate::propose::{changes, fit_caps};
-
-/// Schema of a row.
-pub const OBSERVATION_SCHEMA: &str = "amk.observation.v1";
+use search::{changes, fit_caps};
 
 /// Maximum number of knobs that a near draw changes.
 const EDITS_MAX: usize = 4;
 
 /// How a schedule was drawn.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "lowercase")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drawn {
     /// Every knob at random.
     Wide,
@@ -34,51 +26,6 @@ pub enum Drawn {
         /// Knobs that differ from it.
         edits: usize,
     },
-}
-
-/// One schedule that agreed and was timed: a row of `corpus/measurements/`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Observation {
-    /// [`OBSERVATION_SCHEMA`].
-    pub schema: String,
-    /// The model, as `--model` takes it.
-    pub model: String,
-    /// The target of the schedule.
-    pub target: String,
-    /// Where it was measured.
-    pub conditions: Conditions,
-    /// Positions of the key/value cache.
-    pub kv_capacity: u32,
-    /// Tokens before the timed ones.
-    pub context: u32,
-    /// Tokens of a timed block.
-    pub timed_tokens: u32,
-    /// How it was drawn.
-    pub drawn: Drawn,
-    /// The schedule.
-    pub config: ScheduleConfig,
-    /// Hash of the program that it lowered to.
-    pub program_id: String,
-    /// Hash of the kernel build.
-    pub kernel_id: String,
-    /// Measured median, in microseconds per token.
-    pub median_us: f64,
-    /// 99% interval of the median.
-    pub ci_us: [f64; 2],
-    /// The blocks of the median, in the order in which they were timed.
-    pub blocks_us: Vec<f64>,
-    /// Roofline bound at the bandwidth measured in the same process.
-    pub bound_us: f64,
-    /// That bandwidth, in bytes per second.
-    pub bandwidth: f64,
-}
-
-impl Observation {
-    /// Position in the middle of the timed ones.
-    #[must_use]
-    pub fn position(&self) -> u32 {
-        self.context + self.timed_tokens / 2
-    }
 }
 
 /// The inputs of a random sample.
@@ -174,4 +121,40 @@ fn greatest(space: &[(Knob, Vec<Value>)], knob: Knob) -> u32 {
     };
     let row = space.iter().find(|(other, _)| *other == knob);
     row.and_then(|(_, values)| values.iter().map(of).max()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use ir::schedule::neutral_config;
+
+    use super::*;
+
+    #[test]
+    fn draws_are_legal_repeatable_and_cover_every_knob() {
+        let model = model::preset("llama-3.2-1b").unwrap();
+        let target = Target::by_name("h200").unwrap();
+        let known = [neutral_config(&model.graph, &target)];
+        let sample =
+            |seed| RandomSample { graph: &model.graph, target: &target, known: &known, seed };
+        let draws: Vec<_> = sample(1).draws().take(200).collect();
+        assert_eq!(draws, sample(1).draws().take(200).collect::<Vec<_>>());
+        assert_ne!(draws[..10], sample(2).draws().take(10).collect::<Vec<_>>()[..]);
+        for (drawn, config) in &draws {
+            assert!(validate(*config, &model.graph, &target).is_ok());
+            if let Drawn::Near { of, edits } = drawn {
+                assert_eq!(*of, known[0].id());
+                // The caps of the ring may follow a changed size.
+                assert!((1..=6).contains(edits), "{edits} edits");
+                assert_eq!(*edits, changes(&known[0], config).len());
+            }
+        }
+        let wide = draws.iter().filter(|(drawn, _)| *drawn == Drawn::Wide);
+        assert_eq!(wide.clone().count(), 100);
+        for &knob in Knob::ALL {
+            let values: BTreeSet<_> = wide.clone().map(|(_, config)| config.get(knob)).collect();
+            assert!(values.len() > 1, "{knob} never varies");
+        }
+    }
 }

@@ -185,8 +185,8 @@ fn propose_gives_a_config_and_the_whole_space() {
 fn a_verdict_has_exactly_the_fields_of_the_contract() {
     let verdict = evaluate(b"{}").succeeds("amk.verdict.v2");
     let expected = "schema valid rejected_reason violations correct max_abs_err max_rel_err top1_agreement latency_us \
-                    latency_kind ci_us bound_us pct_of_roofline schedule_id program_id kernel_id tasks weight_mb model \
-                    target device n_buffers n_counters gates notes first_divergence schedule_source";
+                    latency_kind ci_us bound_us pct_of_roofline chain_us schedule_id program_id kernel_id tasks \
+                    weight_mb model target device n_buffers n_counters gates notes first_divergence schedule_source";
     assert_eq!(keys(&verdict), expected.split_whitespace().collect::<Vec<_>>());
     assert_eq!(verdict["latency_kind"], "predicted");
     assert_eq!(verdict["device"], "cpu");

@@ -195,7 +195,7 @@ fn what_must_be_measured_is_not_made_up() {
 /// ranking.
 fn measured_grid(folder: &Path, reversed: bool) -> PathBuf {
     let grid = json!({"schema": "amk.grid.v1", "base": {}, "axes": {
-        "tiling.qkv.rows": [4, 8, 16, 32], "tiling.down.rows": [4, 8, 16], "pipeline.stages": [4, 8],
+        "tiling.qkv.rows": [8, 16, 32, 64], "tiling.down.rows": [8, 16, 32], "pipeline.stages": [4, 8],
     }});
     let grid = write(folder, "grid.json", &grid.to_string());
     let out = folder.join(if reversed { "wrong.jsonl" } else { "rows.jsonl" });

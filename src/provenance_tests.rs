@@ -10,10 +10,6 @@ use super::*;
 
 /// Numbers of this repository without evidence: the file that is not there yet, or the reason in the page.
 const WITHOUT: &[(&str, &str)] = &[
-    ("docs/results/batch-8.json is missing", "to be measured: amk bench --batch 8"),
-    ("docs/results/prefill-2048.json is missing", "to be measured: amk bench --prefill 2048"),
-    ("docs/results/prefill-500.json is missing", "to be measured: amk bench --prefill 500"),
-    ("docs/results/prefill-64.json is missing", "to be measured: amk bench --prefill 64"),
     ("docs/results/engines.json: a list, without samples", "engines by hand, on other days"),
     ("vm-host/tests/sampling.rs on a card", "a test prints it; no document has it"),
 ];

@@ -1,4 +1,4 @@
-//! Migration of documents from the previous version's names: schedules, grids, measured rows and ledgers.
+//! Migration of documents from the previous version's names: schedules, grids and ledgers.
 //!
 //! Only names change: knobs, their values, and a few fields and values of documents. Every schedule id that depends on
 //! those names is recomputed wherever the document mentions it; texts for people stay unchanged. A rewritten document

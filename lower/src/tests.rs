@@ -398,7 +398,7 @@ fn large_models_lower() {
     let mut config = neutral_config(&graph, &target("h200"));
     lowered(config, &graph, &target("h200"));
     for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
-        config.set(*knob, Value::Name(Handoff::FlagInData.name())).expect("a handoff");
+        config.set(*knob, Value::Name(Handoff::FlagInData.name())).expect("a hand-off");
     }
     config.tiling.attention.kv_split = 32;
     lowered(config, &graph, &target("b200"));
@@ -434,7 +434,7 @@ fn a_worker_waits_for_a_residual_that_it_does_not_know() {
         ("sync.down", "counter"),
     ] {
         let knob = Knob::ALL.iter().find(|knob| knob.path() == path).expect("a knob");
-        config.set(*knob, Value::Name(value)).expect("a handoff");
+        config.set(*knob, Value::Name(value)).expect("a hand-off");
     }
     config.tiling.qkv.rows = 64; // 48 shares for 132 workers
     config.sm_assignment = SmAssignment::Carry;

@@ -154,6 +154,7 @@ pub fn assess(
         passed_reference(gate, &candidate, reference, verdict);
         verdict.correct = true;
         let predicted = gate.predict(&candidate, &reference)?;
+        verdict.chain_us = Some(predicted.chain_us());
         return Ok(Assessed { candidate, reference, predicted, on_device: None });
     };
     let screened = screen(gate, device, candidate, verdict, || std::time::Duration::ZERO)?;
@@ -219,6 +220,7 @@ pub(crate) fn complete(
     verdict.passed("device", detail);
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
+    verdict.chain_us = Some(predicted.chain_us());
     Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement) })
 }
 

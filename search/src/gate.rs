@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target, Weights};
+use lower::{Predictor, Rates};
 use rayon::{Scope, ThreadPool};
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference};
 
@@ -171,8 +172,10 @@ impl<'a> Gate<'a> {
         position: u32,
     ) -> Result<Predicted, Rejection> {
         let Candidate { program, config, .. } = candidate;
-        let cost = lower::predict(program, &config.kernel, self.target(), position);
-        Ok(Predicted::new(proof, cost.latency_us, cost.bound_us)?)
+        let predictor = Predictor::new(program, &config.kernel, self.target(), position);
+        let cost = predictor.predict(Rates::shipped());
+        let chain_us = predictor.chain_us(Rates::shipped());
+        Ok(Predicted::new(proof, cost.latency_us, cost.bound_us, chain_us)?)
     }
 
     /// Times two contenders on the first of the gate's tokens: these fill the cache, and the last few of them are timed.

@@ -83,10 +83,11 @@ impl Latency {
 pub struct Predicted {
     us: f64,
     bound_us: f64,
+    chain_us: f64,
 }
 
 impl Predicted {
-    /// A prediction and the bound that it may not be below.
+    /// A prediction, the bound that it may not be below, and its chain bound.
     ///
     /// # Errors
     /// If it is below the bound, which is an error of the cost model.
@@ -94,12 +95,13 @@ impl Predicted {
         _proof: &Agreement<reference_vm::compare::Reference>,
         us: f64,
         bound_us: f64,
+        chain_us: f64,
     ) -> Result<Self, BelowBound> {
         // One part in a million: the last bits depend on the order of a sum.
         if !us.is_finite() || us < bound_us * (1.0 - 1e-6) {
             return Err(BelowBound { bound_us, measured_us: us });
         }
-        Ok(Self { us, bound_us })
+        Ok(Self { us, bound_us, chain_us })
     }
 
     /// Microseconds per token.
@@ -112,6 +114,12 @@ impl Predicted {
     #[must_use]
     pub fn bound_us(&self) -> f64 {
         self.bound_us
+    }
+
+    /// The step with an infinitely fast stream.
+    #[must_use]
+    pub fn chain_us(&self) -> f64 {
+        self.chain_us
     }
 }
 

@@ -79,6 +79,10 @@ pub struct Verdict {
     pub bound_us: Option<f64>,
     /// `100 * bound_us / latency_us`.
     pub pct_of_roofline: Option<f64>,
+    /// The chain bound, which the cost model predicts: the step with an infinitely fast stream. Where it is above
+    /// `bound_us`, hand-offs and tasks limit the step, not bytes.
+    #[serde(default)]
+    pub chain_us: Option<f64>,
     /// Hash of the schedule.
     pub schedule_id: Option<String>,
     /// Hash of the lowered program.

@@ -10,6 +10,7 @@ use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
 use ir::schedule::Value as KnobValue;
 use ir::{Knob, Target};
+use lower::Rates;
 use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{
     Budget, Conditions, Confirmation, Decision, Device, DeviceInfo, LatencyKind, Outcome as End,
@@ -274,7 +275,8 @@ fn strategy(
     let space = settings.space.clone();
     let search_space = SearchSpace { space, seed: header.seed, sweep: header.explore };
     let (graph, position) = (context.graph(), context.predicted_at());
-    let model = CostModel::new(graph, &context.target, context.kv_capacity, position);
+    let model =
+        CostModel::new(graph, &context.target, context.kv_capacity, position, Rates::shipped());
     let known = Known { predictions: Some(Arc::new(model)), runs: header.known.clone() };
     Ok(search::strategy::strategy(header.strategy, search_space, known))
 }
@@ -311,7 +313,11 @@ fn who(header: &Header) -> String {
         (Some(command), _) => format!("proposer {command:?}"),
         (None, 0) => format!("strategy {}", header.strategy.name()),
         (None, known) => {
-            format!("strategy {} with {known} moves that the store knows", header.strategy.name())
+            let searches = if known == 1 { "search" } else { "searches" };
+            format!(
+                "strategy {} with {known} earlier {searches} of the store",
+                header.strategy.name()
+            )
         }
     }
 }

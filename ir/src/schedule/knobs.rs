@@ -46,7 +46,7 @@ macro_rules! for_each_knob {
                     in_flight_bytes: u32 = PipelineInFlightBytes at pipeline.in_flight_bytes, range [8192, 131072, 8192],
                         default 65536, program, "Cap on the bytes on their way to a worker: whole stages, at most the ring.";
                     in_flight_before_wait_bytes: u32 = PipelineInFlightBeforeWaitBytes at pipeline.in_flight_before_wait_bytes, range [8192, 131072, 8192],
-                        default 65536, program, "The same cap while the worker is about to receive a handoff; at most in_flight_bytes.";
+                        default 65536, program, "The same cap while the worker is about to receive a hand-off; at most in_flight_bytes.";
                 }
             }
             /// How each phase hands its output over.

@@ -1,9 +1,9 @@
 //! Rates of the cost model: a handful of named rates, fitted to measurements, and tables whose shape does not depend on
 //! the kernel.
 //!
-//! The rates are in `rates.json`, which `amk calibrate --fit` writes from the rows under `corpus/measurements/`. They
+//! The rates are in `rates.json`, which `amk calibrate --fit` writes from the measured grids under `corpus/grids/`. They
 //! are those of an H200 and are scaled to other GPUs by bandwidth per multiprocessor. The tables were measured on an
-//! H200 with a skeleton of the kernel: real bytes, real handoffs, no arithmetic. **Not modelled**: clocks, and
+//! H200 with a skeleton of the kernel: real bytes, real hand-offs, no arithmetic. **Not modelled**: clocks, and
 //! interference between workers other than sharing the bandwidth.
 
 use std::sync::OnceLock;
@@ -22,6 +22,10 @@ const MEMORY_US: f64 = 16.0 * KIB / (3.08e12 / H200_WORKERS / 1e6);
 
 /// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once.
 const TAKEN_STAGES: u32 = 2;
+
+/// Stages that consumers hold while products run, so that nothing is in flight to them: those that the warps have taken
+/// into registers, and the one before them until every warp has given it back.
+const HELD_STAGES: u32 = TAKEN_STAGES + 1;
 
 /// Measured: bytes in flight per worker, and the stream of all workers in bytes per second.
 const STREAM: &[(f64, f64)] = &[
@@ -44,6 +48,9 @@ const QUEUE: &[(f64, f64)] = &[
     (96.0 * KIB, 3.925),
     (176.0 * KIB, 8.45),
 ];
+
+/// Bytes in flight up to which a wait sees the delay for as long as it lasts.
+const QUEUE_KNEE: f64 = 32.0 * KIB;
 
 macro_rules! rates {
     ($($(#[doc = $doc:literal])+ $name:ident: [$low:literal, $high:literal],)+) => {
@@ -78,9 +85,11 @@ rates! {
     trip_us: [0.2, 1.5],
     /// Fraction of the measured delay by bytes in flight that a message really sees.
     queue_share: [0.0, 1.5],
-    /// Cost of a counter handoff beyond four trips.
+    /// The same for the delay by the bytes in flight beyond 32 KiB, which a wait sees only until they have arrived.
+    queue_more_share: [0.0, 1.5],
+    /// Cost of a counter hand-off beyond four trips.
     counter_us: [0.0, 3.0],
-    /// Average wait of a handoff for the poll interval, as a multiple of `kernel.poll_sleep_ns`.
+    /// Average wait of a hand-off for the poll interval, as a multiple of `kernel.poll_sleep_ns`.
     poll_share: [0.0, 20.0],
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
@@ -105,7 +114,9 @@ rates! {
     /// Fixed part of attention if there are keys.
     attention_us: [0.2, 6.0],
     /// Attention over 256 keys, one pass of all warps.
-    pass_us: [0.0, 3.0],
+    pass_us: [0.2, 3.0],
+    /// How much later a worker that attended begins its next task, beyond the end of its attention.
+    attended_us: [0.0, 4.0],
     /// Fixed part of a merge of several active splits, as a phase or in front of the output projection.
     merge_us: [0.0, 4.0],
     /// Merging one split.
@@ -219,7 +230,8 @@ impl Speeds {
         let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
         let byte = kib / KIB / self.clock;
         let stage = rates.stage_us / self.clock;
-        let in_flight = f64::from(shape.in_flight) * shape.payload;
+        let free = shape.stages.saturating_sub(HELD_STAGES).max(1);
+        let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
         let taken = if shape.even { TAKEN_STAGES } else { 0 };
         let ring = f64::from(shape.stages + taken) * shape.payload;
@@ -233,8 +245,15 @@ impl Speeds {
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
-            queue: rates.queue_share * interpolate(QUEUE, before_wait / self.scale),
+            queue: self.queue(before_wait / self.scale),
         }
+    }
+
+    /// Delay of a trip by this many bytes in flight on an H200.
+    fn queue(&self, in_flight: f64) -> f64 {
+        let little = interpolate(QUEUE, in_flight.min(QUEUE_KNEE));
+        let more = interpolate(QUEUE, in_flight) - little;
+        self.rates.queue_share * little + self.rates.queue_more_share * more
     }
 
     /// Bytes per microsecond with this many in flight, while every worker streams.

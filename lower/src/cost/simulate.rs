@@ -7,7 +7,7 @@ use super::{Delay, Disturbance, PhaseTime, SimulatedStep, TaskTimes};
 /// Steps to simulate until the ring's fill at the end of a step no longer changes.
 const STEPS: usize = 3;
 
-/// Trips through L2 of a counter handoff (store, release, poll, load) and of a flag-in-data one (store, load).
+/// Trips through L2 of a counter hand-off (store, release, poll, load) and of a flag-in-data one (store, load).
 const COUNTER_TRIPS: f64 = 4.0;
 const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 
@@ -213,6 +213,9 @@ impl<'a> Simulation<'a> {
         state.next += 1;
         let end = state.time;
         times.end = end;
+        if matches!(task.work, Work::Attention { .. }) {
+            advance(state, &flow, end + self.speeds.rates.attended_us);
+        }
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
         }
@@ -231,8 +234,8 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Time at which a task has its input. A counter handoff takes four trips, of which the last two are needed even if
-    /// the input arrived long ago; a flag-in-data handoff takes two, of which the last is needed.
+    /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
+    /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
     fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);

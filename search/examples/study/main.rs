@@ -117,7 +117,13 @@ fn read(path: &Path) -> Land {
     let neutral = ir::schedule::neutral_config(&graph, &target);
     let grid =
         MeasuredGrid::read(&text, &neutral).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    let model = CostModel::new(&graph, &target, terms.kv_capacity, terms.context);
+    // Rates that have not seen this grid.
+    let rates = path.with_file_name(format!("without-{}.rates.json", terms.model));
+    let text =
+        std::fs::read_to_string(&rates).unwrap_or_else(|e| panic!("{}: {e}", rates.display()));
+    let file: lower::RateFile =
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", rates.display()));
+    let model = CostModel::new(&graph, &target, terms.kv_capacity, terms.context, &file.rates);
     Land { grid, dims: Dims::from(&graph), model: Arc::new(model) }
 }
 

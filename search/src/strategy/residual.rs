@@ -10,6 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use ir::program::Dims;
 use ir::schedule::{Domain, Knob, ScheduleConfig, Value};
 use ir::{Graph, Target};
+use lower::{Predictor, Rates};
 use rand::RngExt;
 use rand::rngs::Xoshiro256PlusPlus;
 use rayon::prelude::*;
@@ -58,23 +59,30 @@ pub struct CostModel {
     target: Target,
     options: lower::Options,
     position: u32,
+    rates: Rates,
     known: Mutex<FxHashMap<ScheduleConfig, Option<f64>>>,
 }
 
 impl CostModel {
     /// Predicts programs with a cache of `kv_capacity` tokens at `position`.
     #[must_use]
-    pub fn new(graph: &Graph, target: &Target, kv_capacity: u32, position: u32) -> Self {
+    pub fn new(
+        graph: &Graph,
+        target: &Target,
+        kv_capacity: u32,
+        position: u32,
+        rates: &Rates,
+    ) -> Self {
         let (graph, target) = (graph.clone(), target.clone());
         let options = lower::Options { kv_capacity };
-        Self { graph, target, options, position, known: Mutex::default() }
+        Self { graph, target, options, position, rates: *rates, known: Mutex::default() }
     }
 
     fn compute(&self, config: &ScheduleConfig) -> Option<f64> {
         let valid = ir::schedule::validate(*config, &self.graph, &self.target).ok()?;
         let program = lower::lower(&valid, &self.graph, &self.target, self.options).ok()?;
-        let predicted = lower::predict(&program, &valid.kernel, &self.target, self.position);
-        Some(predicted.latency_us)
+        let predictor = Predictor::new(&program, &valid.kernel, &self.target, self.position);
+        Some(predictor.predict(&self.rates).latency_us)
     }
 }
 

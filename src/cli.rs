@@ -418,7 +418,7 @@ pub(crate) struct LoopArgs {
     /// Default: residual, or the resumed search's.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
-    /// A shell command that proposes instead: JSON lines on its standard input and output (HARNESS.md, ask and tell). A
+    /// A shell command that proposes instead: JSON lines on its standard input and output (docs/reference/cli.md, ask and tell). A
     /// resumed search needs it again: a command is never read from a ledger.
     #[arg(long, value_name = "COMMAND", conflicts_with = "strategy")]
     #[serde(skip)]

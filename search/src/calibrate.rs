@@ -33,25 +33,34 @@ const ENOUGH: f64 = 2e-3;
 /// One row in `HELD_OUT` is held out of a fit.
 const HELD_OUT: usize = 4;
 
-/// The measured points of a file of a measured grid: its terms, and each point's number and result.
+/// The measured points of a file of a measured grid.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MeasuredPoints {
+    /// Its terms.
+    pub terms: Terms,
+    /// Each point's number and result.
+    pub points: Vec<(u32, Measured)>,
+}
+
+/// Reads the measured points of a file of a measured grid.
 ///
 /// # Errors
 /// The first line, from one, that is malformed, and what is wrong.
-pub fn read(text: &str) -> Result<(Terms, Vec<(u32, Measured)>), (usize, String)> {
+pub fn read(text: &str) -> Result<MeasuredPoints, (usize, String)> {
     let mut lines = text.lines().enumerate().map(|(index, line)| (index + 1, line));
     let first = lines.next().map_or("", |(_, line)| line);
     let terms: Terms = serde_json::from_str(first).map_err(|error| (1, error.to_string()))?;
     if terms.schema != MEASURED_GRID_SCHEMA {
         return Err((1, format!("its schema is {}", terms.schema)));
     }
-    let mut measured = Vec::new();
+    let mut points = Vec::new();
     for (number, line) in lines {
         let row: Row = serde_json::from_str(line).map_err(|error| (number, error.to_string()))?;
         if let Answer::Measured(result) = row.answer {
-            measured.push((row.point, result));
+            points.push((row.point, result));
         }
     }
-    Ok((terms, measured))
+    Ok(MeasuredPoints { terms, points })
 }
 
 /// A measured schedule, ready to be predicted.
@@ -162,15 +171,15 @@ impl Calibration {
 /// # Errors
 /// The number and error of a point that cannot be lowered.
 pub fn cases(
-    (terms, measured): &(Terms, Vec<(u32, Measured)>),
+    MeasuredPoints { terms, points }: &MeasuredPoints,
     space: &Space,
     count: usize,
     graph: &Graph,
     target: &Target,
 ) -> Result<Vec<Case>, (u32, Rejection)> {
-    let count = count.min(measured.len());
+    let count = count.min(points.len());
     let one = |index: usize| {
-        let (point, result) = &measured[index * measured.len() / count];
+        let (point, result) = &points[index * points.len() / count];
         Case::new(terms, space.config(*point), result, graph, target)
             .map_err(|dropped| (*point, dropped))
     };

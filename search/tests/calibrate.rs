@@ -97,10 +97,10 @@ fn a_measured_grid_is_read_point_by_point_and_its_errors_name_the_line() {
     let text =
         [terms.clone(), row(0), r#"{"point": 1, "illegal": ["S-RING"]}"#.to_owned()].join("\n");
     let file = read(&text).unwrap();
-    assert_eq!(file.1, [(0, measured(20.0))]);
+    assert_eq!(file.points, [(0, measured(20.0))]);
     let graph = model::preset("toy-2l").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
-    let space = file.0.grid.space(&neutral_config(&graph, &target)).unwrap();
+    let space = file.terms.grid.space(&neutral_config(&graph, &target)).unwrap();
     let cases = lowered(&file, &space, 100, &graph, &target).unwrap();
     assert_eq!((cases.len(), cases[0].same_program), (1, false));
     assert_eq!(cases[0].config, neutral_config(&graph, &target));

@@ -101,7 +101,7 @@ fn read(path: &Path, count: usize) -> Result<(Vec<Case>, String), Failure> {
     let at = |what: String| Failure::usage(format!("{} {what}", path.display()));
     let file = search::calibrate::read(&text)
         .map_err(|(line, what)| at(format!("line {line}: {what}")))?;
-    let terms = &file.0;
+    let terms = &file.terms;
     let target = Target::by_name(&terms.target).map_err(|error| at(error.to_string()))?;
     let graph = model::load(&terms.model)?.graph;
     let neutral = ir::schedule::neutral_config(&graph, &target);

@@ -9,7 +9,7 @@ fn benches(c: &mut Criterion) {
         [(16, &[100, 1_000, 10_000, 100_000][..]), (132, &[1_000, 10_000, 100_000])]
     {
         for (handoff, flag_in_data) in [("counter", 0), ("flag_in_data", 0xff)] {
-            let mut group = c.benchmark_group(format!("verify/{workers} workers/{hand-off}"));
+            let mut group = c.benchmark_group(format!("verify/{workers} workers/{handoff}"));
             group.sample_size(10);
             for &size in sizes {
                 let program = sized(size, workers, flag_in_data);

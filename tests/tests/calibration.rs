@@ -25,8 +25,8 @@ fn cases() -> Vec<Case> {
         let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{at}: {error}"));
         let file = read(&text).unwrap_or_else(|(line, what)| panic!("{at} line {line}: {what}"));
         let graph = model::preset(name).expect("a preset").graph;
-        let target = Target::by_name(&file.0.target).expect("a target of the table");
-        let space = file.0.grid.space(&neutral_config(&graph, &target)).expect("a grid");
+        let target = Target::by_name(&file.terms.target).expect("a target of the table");
+        let space = file.terms.grid.space(&neutral_config(&graph, &target)).expect("a grid");
         let lowered = search::calibrate::cases(&file, &space, POINTS, &graph, &target);
         cases.extend(lowered.unwrap_or_else(|(point, why)| panic!("{at} point {point}: {why}")));
     }

@@ -44,6 +44,9 @@ impl Case {
 fn a_planted_cause_is_named_first_and_pays_for_what_it_delays() {
     let case = Case::new("smollm2-135m");
     let timeline = &case.timeline;
+    // Rows of two single steps differ by this much where nothing is planted.
+    let quiet = |seed| case.against(&Plant::Nothing, seed).causes.into_iter().map(|row| row.ns);
+    let quiet = (300..310).flat_map(quiet).max().unwrap_or(0);
     let mut missed = Vec::new();
     for seed in 100..150 {
         let plant = Plant::draw(seed, timeline, Some(case.program.pipeline.in_flight));
@@ -54,12 +57,13 @@ fn a_planted_cause_is_named_first_and_pays_for_what_it_delays() {
         }
         // What waits for the planted tasks is charged to them, not to who waits. Fewer bytes in flight do slow hand-offs.
         let (charged, rest) = (residuals.causes[0].ns, &residuals.causes[1..]);
-        let tenth = residuals.growth_ns.max(10_000) / 10;
-        let pays = charged + tenth >= residuals.growth_ns && rest.iter().all(|row| row.ns < tenth);
+        let tenth = (residuals.growth_ns / 10).max(quiet);
+        let pays = charged + tenth >= residuals.growth_ns && rest.iter().all(|row| row.ns <= tenth);
         if !pays && !matches!(plant, Plant::InFlight(_)) {
             missed.push(format!("{plant}: {} ns, {:?}", residuals.growth_ns, residuals.causes));
         }
     }
+    assert!(quiet < 5_000, "the noise of a row hides every cause: {quiet} ns");
     assert!(missed.len() <= 2, "{} of 50 missed:\n{}", missed.len(), missed.join("\n"));
 }
 

@@ -235,7 +235,9 @@ pub(crate) enum Command {
     /// predicted and measured effects.
     #[command(
         after_help = "Examples:\n  amk levers --model llama-3.2-1b\n  amk levers --model llama-3.2-1b --store runs/store.sqlite\n  \
-        amk levers --model llama-3.2-1b --device cuda --try pipeline.stages=8"
+        amk levers --model llama-3.2-1b --device cuda --try pipeline.stages=8\n  \
+        amk levers --model llama-3.2-1b --device cuda --check 40 --checks checks.jsonl\n\n\
+        On a GPU a prediction has the range in which four of five past ones on this card ended (--check). Exit code 5: fewer than 20 of them."
     )]
     Levers(LeversArgs),
     /// Explains a word: a knob, a rule, a trap, an exit code, a term.
@@ -561,6 +563,12 @@ pub(crate) struct BenchArgs {
     /// names a folder for the bundles of the rows that are results.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "config", "schedule", "context", "seed", "rounds", "peers", "gguf", "kv_capacity", "prefill", "sequences"])]
     pub(crate) manifest: Option<PathBuf>,
+    /// The time of one phase in a whole step, by traced steps, and the kernel's registers and spills.
+    #[arg(long, value_name = "PHASE", conflicts_with_all = ["manifest", "bundle", "peers", "gguf", "prefill", "sequences", "seed", "rounds"])]
+    pub(crate) phase: Option<String>,
+    /// With --phase: also edited kernel sources, a copy of the folder vm-device, in alternation with those of this build.
+    #[arg(long, value_name = "DIR", requires = "phase")]
+    pub(crate) kernel_dir: Option<PathBuf>,
     /// Timed rounds of four blocks.
     #[arg(long, default_value_t = 24, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1000))]
     pub(crate) rounds: u32,

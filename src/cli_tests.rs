@@ -321,6 +321,7 @@ fn a_search_ends_with_its_best_schedule_and_leaves_its_files() {
         "best_verdict",
         "best_config",
         "n_trials",
+        "n_raced",
         "n_valid",
         "n_correct",
         "n_kept",

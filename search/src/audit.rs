@@ -17,7 +17,7 @@ use crate::device::{Samples, Side};
 use crate::device_worker::Noise;
 use crate::effort::StoppingRule;
 use crate::measure::{Interval, gain, median, median_interval, noise_floor};
-use crate::propose::{changes, mixed};
+use crate::propose::{Origin, changes, mixed};
 use crate::trial::{Beside, Confirmation, Outcome, Row, Trial, changed, together};
 use crate::verdict::{LatencyKind, Verdict};
 
@@ -139,6 +139,10 @@ impl Audit {
                 "it was compared with another incumbent than the one that led ({champion:?})"
             ));
         }
+        let tried = |old: &Trial| old.config == trial.config && old.outcome.is_judged();
+        if trial.origin == Origin::Race && !self.trials.iter().any(tried) {
+            return Err("it races a schedule that no trial before it measured".to_owned());
+        }
         if let Some(index) = self.champion
             && trial.changed != changed(&changes(&self.trials[index].config, &trial.config))
         {
@@ -198,7 +202,7 @@ impl Audit {
             };
         }
         let noise = self.noise(trial.card)?;
-        let threshold = noise.floor.max(self.terms.min_gain);
+        let threshold = noise.floor.max(trial.origin.min_gain(self.terms.min_gain));
         if trial.threshold != Some(threshold) {
             return Err(format!("its threshold is not that of the search ({threshold})"));
         }

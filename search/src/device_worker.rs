@@ -106,10 +106,6 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         Self { gate, device, settings, clock, incumbent, better, spent }
     }
 
-    pub(crate) fn set_clock(&mut self, clock: Clock) {
-        self.clock = clock;
-    }
-
     fn costs(&self) -> Costs {
         self.device.as_deref().map_or_else(Default::default, Device::costs)
     }
@@ -328,7 +324,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         screened: &Screened,
         trial: &mut Trial,
     ) -> Result<bool, Rejection> {
-        let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
+        let (bar, seed) = (self.stopping_rule(job), self.seed_of(job.index));
         let Some((_, incumbent)) = &self.incumbent else { return Ok(false) };
         let (gate, verdict) = (&self.gate, &mut trial.verdict);
         let found = assess::quick_look(gate, device, incumbent, screened, &bar, seed, verdict)?;
@@ -339,10 +335,10 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         Ok(given_up)
     }
 
-    fn bar(&self, noise: Noise) -> StoppingRule {
+    fn stopping_rule(&self, job: &Job) -> StoppingRule {
         let Settings { min_gain, timing, .. } = *self.settings;
-        let threshold = noise.floor.max(min_gain);
-        StoppingRule { threshold, spread: noise.spread, rounds: timing.rounds }
+        let threshold = job.noise.floor.max(job.proposal.origin.min_gain(min_gain));
+        StoppingRule { threshold, spread: job.noise.spread, rounds: timing.rounds }
     }
 
     fn seed_of(&self, index: u64) -> u64 {
@@ -375,7 +371,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         assessed: &Assessed,
         trial: &mut Trial,
     ) -> Result<(), Rejection> {
-        let (bar, seed) = (self.bar(job.noise), self.seed_of(job.index));
+        let (bar, seed) = (self.stopping_rule(job), self.seed_of(job.index));
         let timing = self.settings.timing;
         let Some(agreement) = &assessed.on_device else {
             self.judge_predicted(assessed, trial);

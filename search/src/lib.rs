@@ -19,6 +19,7 @@ mod audit;
 mod budget;
 mod bundle;
 pub mod calibrate;
+pub mod checks;
 mod clocks;
 mod cpu;
 mod decide;

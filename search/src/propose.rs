@@ -54,6 +54,16 @@ pub enum Origin {
     Prior,
     /// A proposal from outside the search.
     External,
+    /// A schedule that was tried before and is raced again at the end of the search.
+    Race,
+}
+
+impl Origin {
+    /// The least gain that makes a trial the incumbent, above the noise. The race at the end chooses among schedules that
+    /// are all claimed to be good, so there any gain will do.
+    pub(crate) fn min_gain(self, min_gain: f64) -> f64 {
+        if self == Self::Race { 0.0 } else { min_gain }
+    }
 }
 
 /// A knob with its value before and after a change.

@@ -15,7 +15,7 @@ use crate::budget::Budget;
 use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Device, DeviceError};
-use crate::device_worker::{DeviceWorker, Job, LastJob, Lead, Noise};
+use crate::device_worker::{Job, LastJob, Lead, Noise};
 use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
@@ -25,10 +25,11 @@ use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
 use crate::verdict::LatencyKind;
 use crate::worker_pool::WorkerPool;
 
-mod side_by_side;
+mod finals;
+mod fleet;
 
-use side_by_side::Fleet;
-pub use side_by_side::WastedSpeculation;
+pub use fleet::WastedSpeculation;
+use fleet::{Fleet, Phase};
 
 /// Why a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
@@ -80,10 +81,8 @@ pub enum SearchError {
 /// A search under way.
 pub struct Search<'a> {
     gate: Gate<'a>,
-    /// The device of a search with one device or none.
-    here: DeviceWorker<'a, 'a>,
-    /// The devices of a search with several.
-    fleet: Option<Fleet<'a>>,
+    /// The devices.
+    fleet: Fleet<'a>,
     settings: Arc<Settings>,
     strategy: Arc<dyn Strategy>,
     /// The trials so far, with the checks for those of a ledger.
@@ -100,47 +99,45 @@ pub struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// A search without trials yet. Without a device it compares predictions.
+    /// A search without trials yet, on one device. Without a device it compares predictions.
     #[must_use]
     pub fn new(
         gate: Gate<'a>,
         device: Option<&'a mut (dyn Device + 'a)>,
         settings: Settings,
     ) -> Self {
+        let kind = device.as_ref().map_or(LatencyKind::Predicted, |_| LatencyKind::MeasuredGpu);
+        Self::on(gate, WorkerPool::here(device), kind, settings)
+    }
+
+    /// A search on several devices at once, of which at least one is open.
+    #[must_use]
+    pub fn side_by_side(gate: Gate<'a>, pool: WorkerPool<'a>, settings: Settings) -> Self {
+        Self::on(gate, pool, LatencyKind::MeasuredGpu, settings)
+    }
+
+    fn on(gate: Gate<'a>, pool: WorkerPool<'a>, kind: LatencyKind, settings: Settings) -> Self {
         let search_space = SearchSpace {
             space: settings.space.clone(),
             seed: settings.seed,
             sweep: settings.explore,
         };
-        let history = History::new(settings.default);
-        let kind = device.as_ref().map_or(LatencyKind::Predicted, |_| LatencyKind::MeasuredGpu);
-        let cache_bytes = device.as_deref().map_or(0, |device| device.describe().cache_bytes);
-        let Settings { seed, min_gain, timing, .. } = settings;
-        let terms = Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes };
-        let settings = Arc::new(settings);
+        let Settings { seed, min_gain, timing, default, .. } = settings;
+        let terms =
+            Terms { seed, min_gain, timing, kind: Some(kind), cache_bytes: pool.cache_bytes() };
         Self {
-            here: DeviceWorker::new(gate.beside(), device, settings.clone(), no_clock),
-            fleet: None,
             gate,
+            fleet: Fleet::new(pool),
             strategy: strategy(StrategyName::HillClimb, search_space, Known::default()),
-            settings,
+            settings: Arc::new(settings),
             rows: Audit::new(terms),
-            history,
+            history: History::new(default),
             programs: BTreeSet::new(),
             rejected: 0,
             clock: no_clock,
             spent: Spent::default(),
             helpers: None,
         }
-    }
-
-    /// A search on several devices at once, of which at least one is open.
-    #[must_use]
-    pub fn side_by_side(gate: Gate<'a>, pool: WorkerPool<'a>, settings: Settings) -> Self {
-        let mut search = Self::new(gate, None, settings);
-        let (kind, cache_bytes) = (Some(LatencyKind::MeasuredGpu), pool.cache_bytes());
-        search.rows.terms = Terms { kind, cache_bytes, ..search.rows.terms };
-        Self { fleet: Some(Fleet::new(pool)), ..search }
     }
 
     /// Uses this strategy instead of `hill-climb`.
@@ -152,9 +149,7 @@ impl<'a> Search<'a> {
     /// Records what trials spend their time on, by this clock. The times decide nothing.
     #[must_use]
     pub fn with_clock(self, clock: Clock) -> Self {
-        let mut search = Self { clock, ..self };
-        search.here.set_clock(clock);
-        search
+        Self { clock, ..self }
     }
 
     /// Lowers the schedules that are likely to come next and runs them on the reference VM while a trial runs: on
@@ -190,7 +185,7 @@ impl<'a> Search<'a> {
     /// Speculative work on several devices that was wasted.
     #[must_use]
     pub fn dropped(&self) -> WastedSpeculation {
-        self.fleet.as_ref().map_or_else(WastedSpeculation::default, Fleet::dropped)
+        self.fleet.dropped()
     }
 
     /// Illegal proposals so far. They cost no trial.
@@ -237,31 +232,26 @@ impl<'a> Search<'a> {
     /// # Errors
     /// If the device is lost.
     pub fn step(&mut self, elapsed: Duration) -> Result<Step, SearchError> {
-        let index = self.trials().len() as u64;
-        if self.settings.budget.is_spent(index, elapsed) {
-            return Ok(Step::Done(match self.settings.budget {
-                Budget::Trials(_) => StoppedBy::Trials,
-                Budget::Time(_) => StoppedBy::Time,
-            }));
-        }
-        if let Some(mut fleet) = self.fleet.take() {
-            let step = self.step_side_by_side(&mut fleet, elapsed);
-            self.fleet = Some(fleet);
-            return step;
-        }
-        let mut skipped = Skipped::default();
-        self.spent = Spent::default();
-        let Some((proposal, history)) = self.propose(index, &mut skipped) else {
-            return Ok(Step::Done(StoppedBy::Exhausted));
+        let budget = self.settings.budget;
+        let spent = budget.is_spent(self.trials().len() as u64, elapsed);
+        let trial = if spent { None } else { self.next_trial(Phase::Search, elapsed)? };
+        let trial = match trial {
+            Some(trial) => Some(trial),
+            None => self.next_trial(Phase::Finals, elapsed)?,
         };
-        let job = self.job(index, proposal, &history, self.lead(), None, elapsed);
-        let job = Job { skipped, ..job };
-        let trial = self.here.try_out(job).map_err(SearchError::Device)?;
+        let Some(trial) = trial else {
+            return Ok(Step::Done(match budget {
+                Budget::Trials(_) if spent => StoppedBy::Trials,
+                Budget::Time(_) if spent => StoppedBy::Time,
+                Budget::Trials(_) | Budget::Time(_) => StoppedBy::Exhausted,
+            }));
+        };
+        let trial = Trial { left_out: self.fleet.take_left_out(), ..trial };
         self.record(trial.clone());
         Ok(Step::Trial(Box::new(trial)))
     }
 
-    /// The job for a trial, on one of several cards or on the only device.
+    /// The job for a trial, on one of several cards or on the only device (`None`).
     fn job(
         &self,
         index: u64,
@@ -272,7 +262,8 @@ impl<'a> Search<'a> {
         elapsed: Duration,
     ) -> Job {
         let candidate = proposal.lowered.as_ref();
-        let may = lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
+        let new = proposal.origin != Origin::Race;
+        let may = new && lead.is_some() && self.helpers.is_some() && self.strategy.may_be_guessed();
         let guess = |c: &Candidate| Guess::after(self.asked(), history.clone(), index, c, true);
         Job {
             index,
@@ -306,27 +297,14 @@ impl<'a> Search<'a> {
         self.history.clone()
     }
 
-    /// The next schedule that is legal and lowers to something new; `None` if none is found. Helpers get a guess at
-    /// those after it.
-    fn propose(&mut self, index: u64, skipped: &mut Skipped) -> Option<(Proposal, History)> {
-        let history = self.history();
-        let proposal = if index == 0 {
-            // The baseline is tried in any case.
-            let config = history.parent;
-            Proposal { origin: Origin::Baseline, config, lowered: self.lower_timed(&config) }
-        } else {
-            self.next_of(&history, index, skipped)?
-        };
-        if let (Some(_), Some(candidate)) = (&self.helpers, &proposal.lowered)
-            && self.strategy.may_be_guessed()
-        {
-            let guess = Guess::after(self.asked(), history.clone(), index, candidate, false);
-            self.gate.ahead.guess(guess);
-        }
-        Some((proposal, history))
+    /// The schedules that are still to be raced, if this search has a race.
+    fn finals(&self) -> Vec<ScheduleConfig> {
+        let measured = self.rows.terms.kind == Some(LatencyKind::MeasuredGpu);
+        let finalists = if measured { self.settings.finalists } else { 0 };
+        finals::remaining(self.trials(), &self.history.past, finalists)
     }
 
-    /// The lowered schedule of a baseline, if it lowers.
+    /// The lowered schedule, if it lowers.
     fn lower_timed(&mut self, config: &ScheduleConfig) -> Option<Candidate> {
         let began = (self.clock)();
         let lowered = self.gate.ahead.lower(config).ok();
@@ -382,15 +360,7 @@ impl<'a> Search<'a> {
         let baseline = raced.then_some(self.trials()[0].config);
         let noise = self.noise(None);
         let job = LastJob { confirmation, lead, baseline, noise, thorough: true };
-        let confirmed = match self.fleet.take() {
-            Some(mut fleet) => {
-                let confirmed = self.confirm_side_by_side(&mut fleet, &job);
-                self.fleet = Some(fleet);
-                confirmed?
-            }
-            None => self.here.confirm(job).map_err(SearchError::Device)?,
-        };
-        Ok(Some(confirmed))
+        self.confirm_on_fleet(&job).map(Some)
     }
 }
 

@@ -25,6 +25,8 @@ pub struct Settings {
     pub space: Vec<(Knob, Vec<Value>)>,
     /// How a device is timed.
     pub timing: Timing,
+    /// How many of the best schedules a measured search races at its end; 0 is none.
+    pub finalists: usize,
 }
 
 /// Time since any fixed moment. The search has no clock of its own; it uses this one to record where the time went.

@@ -17,7 +17,7 @@ use crate::propose::{Origin, TrialRecords, edited, generator};
 mod residual;
 
 use residual::Regression;
-pub use residual::{CostModel, KnownRun, KnownTrial, Predictions, weight};
+pub use residual::{CostModel, KnownRun, KnownTrial, Learned, Predictions, weight};
 
 /// Knobs with the values to set them to.
 type Form = Vec<(Knob, Value)>;

@@ -1,7 +1,8 @@
-//! Several devices of one host, each opened and driven by a thread of its own. The threads judge candidates and decide
-//! nothing: the search ([`side_by_side`](crate::run)) chooses the trials and decides on their results.
+//! The devices of a search: several of one host, each opened and driven by a thread of its own, or one or none, driven
+//! by the caller's thread. They judge candidates and decide nothing: the search ([`run`](crate::run)) chooses the trials
+//! and decides on their results.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -53,14 +54,33 @@ struct PoolSlot<'a> {
     info: Result<DeviceInfo, DeviceError>,
 }
 
+/// One device, or none, that the caller's thread drives while it waits for the next event.
+struct Here<'a> {
+    device: Option<&'a mut (dyn Device + 'a)>,
+    /// The worker, once it has begun.
+    worker: Option<DeviceWorker<'a, 'a>>,
+    work: VecDeque<Work<'a>>,
+}
+
 /// The devices of a search, numbered in the order of their openers.
 pub struct WorkerPool<'a> {
     slots: Vec<PoolSlot<'a>>,
     reports: Receiver<(u32, Event)>,
+    /// The only device, instead of `slots`.
+    here: Option<Here<'a>>,
+    cache_bytes: u64,
     started: bool,
 }
 
 impl<'a> WorkerPool<'a> {
+    /// One device, or none, without a thread.
+    #[must_use]
+    pub(crate) fn here(device: Option<&'a mut (dyn Device + 'a)>) -> Self {
+        let cache_bytes = device.as_deref().map_or(0, |device| device.describe().cache_bytes);
+        let here = Some(Here { device, worker: None, work: VecDeque::new() });
+        Self { slots: Vec::new(), reports: channel().1, here, cache_bytes, started: false }
+    }
+
     /// Opens the devices in parallel, and waits until each is open or has failed.
     #[must_use]
     pub fn open<'scope>(scope: &'scope Scope<'scope, '_>, openers: Vec<Opener<'a>>) -> Self
@@ -75,7 +95,7 @@ impl<'a> WorkerPool<'a> {
             scope.spawn(move || drive(open, &taken, &line));
             slots.push(PoolSlot { orders: Some(orders), info: Err(ended()) });
         }
-        let mut pool = Self { slots, reports, started: false };
+        let mut pool = Self { slots, reports, here: None, cache_bytes: 0, started: false };
         // Every thread sends one of the two, even one that panics. Only the first counts.
         let mut waiting: BTreeSet<u32> = (0..pool.slots.len() as u32).collect();
         while !waiting.is_empty() {
@@ -94,6 +114,8 @@ impl<'a> WorkerPool<'a> {
                 slot.orders = None;
             }
         }
+        let info = pool.slots.iter().find_map(|slot| slot.info.as_ref().ok());
+        pool.cache_bytes = info.map_or(0, |info| info.cache_bytes);
         pool
     }
 
@@ -105,13 +127,17 @@ impl<'a> WorkerPool<'a> {
 
     /// Bytes of the devices' cache.
     pub(crate) fn cache_bytes(&self) -> u64 {
-        let info = self.slots.iter().find_map(|slot| slot.info.as_ref().ok());
-        info.map_or(0, |info| info.cache_bytes)
+        self.cache_bytes
     }
 
     /// Sends the gate and the settings to the devices, once.
     pub(crate) fn begin(&mut self, gate: &Gate<'a>, settings: &Arc<Settings>, clock: Clock) {
         if std::mem::replace(&mut self.started, true) {
+            return;
+        }
+        if let Some(here) = &mut self.here {
+            let (device, settings) = (here.device.take(), settings.clone());
+            here.worker = Some(DeviceWorker::new(gate.beside(), device, settings, clock));
             return;
         }
         let cards = self.cards();
@@ -126,7 +152,13 @@ impl<'a> WorkerPool<'a> {
     /// The numbers of the remaining devices.
     pub(crate) fn cards(&self) -> Vec<u32> {
         let there = self.slots.iter().enumerate().filter(|(_, slot)| slot.orders.is_some());
-        there.map(|(card, _)| card as u32).collect()
+        let there = there.map(|(card, _)| card as u32);
+        self.here.iter().map(|_| 0).chain(there).collect()
+    }
+
+    /// A card's number in rows; `None` in a search that has one device or none.
+    pub(crate) fn number(&self, card: u32) -> Option<u32> {
+        (!self.slots.is_empty()).then_some(card)
     }
 
     /// The device of a trial: devices take turns by the trial's number, even if another one is idle. `None` if there is
@@ -138,21 +170,21 @@ impl<'a> WorkerPool<'a> {
     }
 
     /// Sends a trial to one device. The device skips it if it is cancelled before it starts.
-    pub(crate) fn try_out(&self, card: u32, number: u64, job: Job, cancelled: Arc<AtomicBool>) {
+    pub(crate) fn try_out(&mut self, card: u32, number: u64, job: Job, cancelled: Arc<AtomicBool>) {
         let work = move |card: &mut DeviceWorker<'_, 'a>| {
             let tried = (!cancelled.load(Ordering::Relaxed)).then(|| card.try_out(job))?;
             let tried = tried.map(|trial| Event::Tried(number, Box::new(trial)));
             Some(tried.unwrap_or_else(Event::Lost))
         };
-        self.order(card, Order::Do(Box::new(work)));
+        self.work(card, Box::new(work));
     }
 
-    pub(crate) fn confirm(&self, card: u32, job: LastJob) {
+    pub(crate) fn confirm(&mut self, card: u32, job: LastJob) {
         let work = move |card: &mut DeviceWorker<'_, 'a>| {
             let confirmed = card.confirm(job).map(|done| Event::Confirmed(Box::new(done)));
             Some(confirmed.unwrap_or_else(Event::Lost))
         };
-        self.order(card, Order::Do(Box::new(work)));
+        self.work(card, Box::new(work));
     }
 
     fn order(&self, card: u32, order: Order<'a>) {
@@ -162,13 +194,28 @@ impl<'a> WorkerPool<'a> {
         }
     }
 
+    fn work(&mut self, card: u32, work: Work<'a>) {
+        match &mut self.here {
+            Some(here) => here.work.push_back(work),
+            None => self.order(card, Order::Do(work)),
+        }
+    }
+
     /// The next event of any device. Every device answers within its own limits.
-    pub(crate) fn recv(&self) -> Option<(u32, Event)> {
+    pub(crate) fn recv(&mut self) -> Option<(u32, Event)> {
+        while let Some(Here { worker: Some(worker), work, .. }) = &mut self.here {
+            if let Some(said) = work.pop_front()?(worker) {
+                return Some((0, said));
+            }
+        }
         self.reports.recv().ok()
     }
 
     /// Removes a device; returns whether it was there.
     pub(crate) fn leave_out(&mut self, card: u32) -> bool {
+        if self.here.take().is_some() {
+            return true;
+        }
         self.slots[card as usize].orders.take().is_some()
     }
 }

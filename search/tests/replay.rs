@@ -52,6 +52,7 @@ impl Bench {
             default: ir::schedule::neutral_config(graph, target),
             space: [Knob::SyncQkv, Knob::PipelineStages].map(values).to_vec(),
             timing: Timing::default(),
+            finalists: 0,
         };
         let mut search = Search::new(self.gate(), device, settings);
         while let Step::Trial(_) = search.step(Duration::ZERO).unwrap() {}

@@ -73,6 +73,7 @@ fn kept(seed: u64, jitter: Jitter) -> usize {
         default: ir::schedule::neutral_config(graph, &target),
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
+        finalists: 0,
     };
     let same = |_: &_, _: &_| Behaviour::takes(100.0);
     let mut device = ScriptedDevice::new(expected().logits, seed, same).with_jitter(jitter);

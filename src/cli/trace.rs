@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{ConfigArgs, ConfigSource, ModelArgs, ScheduleChoice};
+use super::{ConfigArgs, ConfigSource, ModelArgs, ScheduleChoice, SharingArgs};
 
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
@@ -47,6 +47,9 @@ pub(crate) struct TraceArgs {
     /// The same with N seeded causes, and N times with nothing.
     #[arg(long, default_value_t = 0, value_name = "N", hide_default_value = true)]
     pub(crate) plants: u64,
+    /// Also compile the kernel of the timed steps, and say its registers and spills. Needs NVRTC, but no GPU.
+    #[arg(long)]
+    pub(crate) kernel: bool,
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,
@@ -64,6 +67,20 @@ pub(crate) struct LeversArgs {
     /// A store of searches: what each move brought there.
     #[arg(long, value_name = "FILE", conflicts_with = "try_move")]
     pub(crate) store: Option<PathBuf>,
+    /// Measure N random moves of one knob, each between two measurements of the schedule: how good predictions are here.
+    #[arg(
+        long,
+        default_value_t = 0,
+        value_name = "N",
+        hide_default_value = true,
+        conflicts_with = "try_move"
+    )]
+    pub(crate) check: u64,
+    /// Past checks, beside those that come with amk; --check adds to them.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) checks: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) sharing: SharingArgs,
     /// Make one move and trace the step before and after.
     #[arg(long = "try", value_name = "KNOB=VALUE")]
     pub(crate) try_move: Option<String>,

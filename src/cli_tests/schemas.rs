@@ -79,6 +79,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("report runs"),
         with_toy(&["bench", "--context", "8"]),
         plain("bench --manifest bench.json --device cpu"),
+        plain("bench --phase down --model toy --device cpu --kv-capacity 64 --context 4"),
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
         plain("export --model toy --out toy"),
         plain("man --out pages"),
@@ -173,6 +174,7 @@ fn files(dir: &Path) -> Vec<Value> {
         grid(),
         manifest(),
         first(&shipped_bundle()),
+        first(&Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus/checks/h200.jsonl")),
     ]
 }
 

@@ -20,6 +20,7 @@ use crate::{conditions, files, report};
 mod batch;
 mod decode;
 mod manifest;
+mod phase;
 mod prompt;
 
 /// Tokens of each sequence that one block times.
@@ -83,6 +84,9 @@ struct Measured {
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if let Some(path) = &args.manifest {
         return manifest::run(args, path);
+    }
+    if let Some(phase) = &args.phase {
+        return phase::run(args, phase);
     }
     let row = Row::new(args)?;
     // Before the device is opened: nothing shares the GPU with a measurement.

@@ -3,12 +3,16 @@
 //! cause moved.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use ir::schedule::{Knob, ScheduleConfig, validate};
 use lower::{Predictor, Rates};
+use search::checks::{CHECKS_MIN, Past};
+use search::strategy::Learned;
 use serde_json::{Map, Value, json};
-use trace::{Cause, Path, Timeline};
+use trace::{Cause, Timeline};
 
+use super::search_loop::store_sink::known_in;
 use super::trace::{Ask, traced};
 use crate::cli::LeversArgs;
 use crate::context::Context;
@@ -16,18 +20,24 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 use crate::schedule_choice::{Auto, choose};
 
+mod check;
+
 /// Share of a gain that the named causes must account for.
 const NAMED_SHARE: f64 = 0.5;
 
-/// Moves of one knob alone, with what they brought.
-const TRIED: &str = "SELECT c.knob, c.became, t.gain_low, t.gain_high, r.began_unix_s, c.run, t.seq \
+/// Trials that set a knob, on this graph.
+const TRIED: &str = "SELECT c.knob, c.became, r.began_unix_s, c.run, t.seq \
     FROM changes c JOIN trials t ON t.run = c.run AND t.seq = c.seq JOIN runs r ON r.run = c.run \
     WHERE t.latency_kind = ?1 AND r.target = ?2 AND r.graph_id = ?3 AND t.gain_low IS NOT NULL \
-    AND (SELECT COUNT(*) FROM changes d WHERE d.run = c.run AND d.seq = c.seq) = 1 \
     ORDER BY r.began_unix_s, t.seq";
 
-/// Rows of the store, by knob and new value.
-type Tried = BTreeMap<(String, String), Vec<Map<String, Value>>>;
+/// What a store says of moves.
+struct Store {
+    /// By knob and new value: the number of trials that made the move, and the last of them.
+    tried: BTreeMap<(String, String), (u64, Map<String, Value>)>,
+    /// What all its trials say together, those of other models too, by the regression of the strategy `residual`.
+    learned: Learned,
+}
 
 /// The causes that a knob acts on.
 const fn shrinks(knob: Knob) -> &'static [Cause] {
@@ -70,63 +80,115 @@ pub(crate) fn run(args: &LeversArgs) -> Outcome {
         "context": args.context,
         "schedule_source": chosen.source,
     });
-    match &args.try_move {
-        Some(text) => document["tried"] = try_move(&context, args, &chosen.config, text)?,
-        None => {
-            let measured = tried(&context, args)?;
-            let before = predicted_us(&context, args.context, &chosen.config)?;
-            document["predicted_us"] = before.into();
-            let lever =
-                |&knob: &Knob| lever(&context, args, &chosen.config, before, knob, &measured);
-            document["levers"] = Knob::ALL.iter().map(lever).collect();
+    let mut exit = Exit::Yes;
+    if let Some(text) = &args.try_move {
+        document["tried"] = try_move(&context, args, &chosen.config, text)?;
+    } else if args.check > 0 {
+        document["check"] = check::run(&context, args, &chosen.config)?;
+    } else {
+        let levers = Levers::new(&context, args, chosen.config)?;
+        document["predicted_us"] = levers.us.into();
+        document["past_checks"] = json!(levers.checks.as_ref().map(Past::figures));
+        document["levers"] = Knob::ALL.iter().map(|&knob| levers.lever(knob)).collect();
+        if let Some(past) = levers.checks.filter(|past| past.len() < CHECKS_MIN) {
+            report::say(&check::refusal(&past));
+            exit = Exit::Inconclusive;
         }
     }
     report::document(&document)?;
-    Ok(Exit::Yes)
+    Ok(exit)
 }
 
-/// One knob with all its moves.
-fn lever(
-    context: &Context,
-    args: &LeversArgs,
-    config: &ScheduleConfig,
-    before: f64,
-    knob: Knob,
-    measured: &Tried,
-) -> Value {
-    let now = config.get(knob);
-    let mut moves: Vec<Value> = Vec::new();
-    for value in knob.values().into_iter().filter(|&value| value != now) {
-        let to = value.to_json();
+/// A schedule whose levers are listed.
+struct Levers<'a> {
+    context: &'a Context,
+    position: u32,
+    config: ScheduleConfig,
+    /// Its predicted time.
+    us: f64,
+    /// The past checks of the card, if there is one.
+    checks: Option<Past>,
+    store: Option<Store>,
+}
+
+impl<'a> Levers<'a> {
+    fn new(
+        context: &'a Context,
+        args: &LeversArgs,
+        config: ScheduleConfig,
+    ) -> Result<Self, Failure> {
+        let us = predicted_us(context, args.context, &config)?;
+        let checks = check::past(context, args)?;
+        let store = args.store.as_deref().map(|path| Store::read(context, path)).transpose()?;
+        Ok(Self { context, position: args.context, config, us, checks, store })
+    }
+
+    /// One knob with all its moves.
+    fn lever(&self, knob: Knob) -> Value {
+        let now = self.config.get(knob);
+        let others = knob.values().into_iter().filter(|&value| value != now);
+        let mut moves: Vec<Value> = others.map(|value| self.change(knob, value)).collect();
+        let gain = |row: &Value| row["predicted_gain_pct"].as_f64().unwrap_or(f64::NEG_INFINITY);
+        moves.sort_by(|a, b| gain(b).total_cmp(&gain(a)));
+        if let Some(best) = moves.first().filter(|best| gain(best) > 0.0) {
+            let range =
+                match (best["interval_80_pct"][0].as_f64(), best["interval_80_pct"][1].as_f64()) {
+                    (Some(low), Some(high)) => format!(", {low:+.2} to {high:+.2}% (80%)"),
+                    _ => String::new(),
+                };
+            report::say(&format!(
+                "{:40} {} -> {}: {:+.2}% predicted{range}",
+                knob.path(),
+                shown(&now.to_json()),
+                shown(&best["to"]),
+                gain(best)
+            ));
+        }
+        json!({
+            "knob": knob.path(), "what": knob.desc(), "acts_on": knob.acts_on().name(),
+            "now": now.to_json(),
+            "shrinks": shrinks(knob).iter().map(|c| c.name()).collect::<Vec<_>>(),
+            "moves": moves,
+        })
+    }
+
+    /// One move: legality, what it should bring, what the store says.
+    fn change(&self, knob: Knob, value: ir::schedule::Value) -> Value {
+        let (context, to) = (self.context, value.to_json());
         let mut row = json!({"to": to});
-        match moved(config, knob, value).and_then(|c| legal(context, &c).map(|()| c)) {
-            Err(rule) => row["refused"] = rule.into(),
-            Ok(config) => match predicted_us(context, args.context, &config) {
-                Ok(us) => row["predicted_gain_pct"] = (100.0 * (1.0 - us / before)).into(),
-                Err(failure) => row["refused"] = failure.message.into(),
-            },
+        let legal = moved(&self.config, knob, value).and_then(|c| legal(context, &c).map(|()| c));
+        let predicted = legal.and_then(|config| {
+            predicted_us(context, self.position, &config)
+                .map(|us| (config, us))
+                .map_err(|f| f.message)
+        });
+        match predicted {
+            Err(why) => row["refused"] = why.into(),
+            Ok((config, us)) => self.predict(&mut row, &config, us),
         }
-        if let Some(rows) = measured.get(&(knob.path().to_owned(), shown(&to))) {
-            row["measured"] = summary(rows);
+        if let Some((trials, last)) = self.store.as_ref().and_then(|store| store.tried(knob, &to)) {
+            row["tried"] = json!({"trials": trials, "last": last});
         }
-        moves.push(row);
+        row
     }
-    let gain = |row: &Value| row["predicted_gain_pct"].as_f64().unwrap_or(f64::NEG_INFINITY);
-    moves.sort_by(|a, b| gain(b).total_cmp(&gain(a)));
-    if let Some(best) = moves.first().filter(|best| gain(best) > 0.0) {
-        report::say(&format!(
-            "{:40} {} -> {}: {:+.2}% predicted",
-            knob.path(),
-            shown(&now.to_json()),
-            shown(&best["to"]),
-            gain(best)
-        ));
+
+    /// Adds what a move should bring. On a card without enough past checks nothing is predicted.
+    fn predict(&self, row: &mut Value, config: &ScheduleConfig, us: f64) {
+        let gain = 100.0 * (1.0 - us / self.us);
+        let model = &self.context.graph().name;
+        match self.checks.as_ref().map(|past| past.interval(model, gain)) {
+            Some(None) => {}
+            Some(Some(interval)) => {
+                row["predicted_gain_pct"] = gain.into();
+                row["interval_80_pct"] = json!(interval);
+            }
+            None => row["predicted_gain_pct"] = gain.into(),
+        }
+        if let Some(store) = &self.store {
+            let [gain, low, high] = store.learned.gain_pct((&self.config, self.us), (config, us));
+            row["learned"] = json!({"gain_pct": gain, "interval_80_pct": [low, high]});
+        }
     }
-    json!({
-        "knob": knob.path(), "what": knob.desc(), "acts_on": knob.acts_on().name(),
-        "now": now.to_json(), "shrinks": shrinks(knob).iter().map(|c| c.name()).collect::<Vec<_>>(),
-        "moves": moves,
-    })
 }
 
 /// The schedule after a move.
@@ -141,6 +203,11 @@ fn moved(
     Ok(config)
 }
 
+/// A JSON value without the quotes of a string, as the store has it.
+fn shown(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
 fn legal(context: &Context, config: &ScheduleConfig) -> Result<(), String> {
     let valid = validate(*config, context.graph(), &context.target);
     valid.map(|_| ()).map_err(|violations| violations.to_string())
@@ -152,40 +219,23 @@ fn predicted_us(context: &Context, position: u32, config: &ScheduleConfig) -> Re
     Ok(predictor.predict(Rates::shipped()).latency_us)
 }
 
-/// A JSON value without the quotes of a string, as the store has it.
-fn shown(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
-}
-
-/// What the store says of moves of one knob, on this graph and target: by knob and new value.
-fn tried(context: &Context, args: &LeversArgs) -> Result<Tried, Failure> {
-    let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    let Some(path) = args.store.as_deref() else { return Ok(found) };
-    let kind = if context.has_device()? { "measured-gpu" } else { "predicted" };
-    let graph = context.graph().id();
-    let store = corpus::Store::existing(path)?;
-    for row in store.query(TRIED, &[kind, &context.target.name, &graph])? {
-        let text = |key: &str| row.get(key).map(shown).unwrap_or_default();
-        found.entry((text("knob"), text("became"))).or_default().push(row);
+impl Store {
+    fn read(context: &Context, path: &Path) -> Result<Self, Failure> {
+        let kind = if context.has_device()? { "measured-gpu" } else { "predicted" };
+        let (target, graph) = (&context.target.name, context.graph().id());
+        let mut tried = BTreeMap::<_, (u64, Map<String, Value>)>::new();
+        for row in corpus::Store::existing(path)?.query(TRIED, &[kind, target, &graph])? {
+            let text = |key: &str| row.get(key).map(shown).unwrap_or_default();
+            let (count, last) = tried.entry((text("knob"), text("became"))).or_default();
+            *count += 1;
+            *last = row;
+        }
+        Ok(Self { tried, learned: Learned::new(&known_in(path, context, kind)?) })
     }
-    Ok(found)
-}
 
-/// Number of tries, their gains in percent, and the last of them.
-fn summary(rows: &[Map<String, Value>]) -> Value {
-    let number = |row: &Map<String, Value>, key: &str| row.get(key).and_then(Value::as_f64);
-    let middle = |row| Some(50.0 * (number(row, "gain_low")? + number(row, "gain_high")?));
-    let mut gains: Vec<f64> = rows.iter().filter_map(middle).collect();
-    gains.sort_by(f64::total_cmp);
-    let last = rows.last();
-    let ends = |key| last.and_then(|row| number(row, key)).map(|share| 100.0 * share);
-    json!({
-        "tries": rows.len(), "gain_pct": gains.get(gains.len() / 2),
-        "last": {
-            "run": last.and_then(|row| row.get("run")), "unix_s": last.and_then(|row| row.get("began_unix_s")),
-            "gain_pct": [ends("gain_low"), ends("gain_high")],
-        },
-    })
+    fn tried(&self, knob: Knob, to: &Value) -> Option<&(u64, Map<String, Value>)> {
+        self.tried.get(&(knob.path().to_owned(), shown(to)))
+    }
 }
 
 /// Makes one move, traces the step before and after, and says which causes on the critical path shrank.
@@ -234,7 +284,7 @@ fn try_move(
 fn causes(knob: Knob, before: &Timeline, after: &Timeline) -> (Value, i64, i64) {
     let sums = |timeline: &Timeline| {
         let mut sums = BTreeMap::<Cause, i64>::new();
-        for (cause, _, ns) in Path::new(timeline).table(timeline) {
+        for (cause, _, ns) in trace::Path::new(timeline).table(timeline) {
             *sums.entry(cause).or_default() += ns as i64;
         }
         sums

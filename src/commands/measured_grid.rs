@@ -26,7 +26,7 @@ mod file;
 use file::Recording;
 
 /// Tokens of a timed block, as in a search.
-const TIMED_TOKENS: u32 = 8;
+pub(super) const TIMED_TOKENS: u32 = 8;
 
 const GRID_BYTES_MAX: u64 = 16 << 20;
 
@@ -286,7 +286,7 @@ fn probe<'g, 'a>(
 }
 
 /// Prepares points on all cores but one, and hands each over as it is ready, until all are done or Ctrl-C came.
-fn prepared(
+pub(super) fn prepared(
     gate: &Gate<'_>,
     points: &[(u32, ScheduleConfig)],
     mut take: impl FnMut(u32, Ready) -> Result<(), Failure>,

@@ -13,8 +13,9 @@ use ir::{Knob, Target};
 use lower::Rates;
 use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{
-    Budget, Conditions, Confirmation, Decision, Device, DeviceInfo, LatencyKind, Outcome as End,
-    POSITIONS_MAX, Row, Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
+    Budget, Conditions, Confirmation, Decision, Device, DeviceInfo, LatencyKind, Origin,
+    Outcome as End, POSITIONS_MAX, Row, Search, SearchError, Settings, Step, StoppedBy, Timing,
+    Trial,
 };
 use serde_json::{Value, json};
 
@@ -90,7 +91,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let mut device = if several { None } else { context.open_process(&args.sharing)? };
     std::thread::scope(|scope| {
         let opened = match &device {
-            _ if several => Opened::Several(cards::open(scope, &context, args, &header)?),
+            _ if several => Opened::Several(Box::new(cards::open(scope, &context, args, &header)?)),
             Some(gpu) => Opened::One(gpu.describe()),
             None => Opened::None,
         };
@@ -111,7 +112,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let strategy = strategy(&context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());
         let search = match opened {
-            Opened::Several(pool) => Search::side_by_side(gate, pool, settings),
+            Opened::Several(pool) => Search::side_by_side(gate, *pool, settings),
             Opened::None | Opened::One(_) => {
                 Search::new(gate, device.as_mut().map(|gpu| gpu as &mut dyn Device), settings)
             }
@@ -260,6 +261,7 @@ fn settings(context: &Context, header: &Header) -> Settings {
         default: header.start(context),
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
+        finalists: header.finalists,
     }
 }
 
@@ -563,11 +565,13 @@ impl Session<'_> {
         if stopped_by == StoppedBy::Interrupted {
             report::say(&format!("interrupted; continue with: {}", self.resume_command()));
         }
+        let raced = trials.iter().filter(|trial| trial.origin == Origin::Race).count();
         let document = Found {
             schema: "amk.loop.v1",
             best_verdict: verdict.cloned(),
             best_config: best.map(|trial| trial.config),
-            n_trials: trials.len(),
+            n_trials: trials.len() - raced,
+            n_raced: raced,
             n_valid: count(|trial| trial.verdict.valid),
             n_correct: count(|trial| trial.verdict.correct),
             n_kept: count(|trial| trial.outcome == End::Kept),

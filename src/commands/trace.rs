@@ -80,6 +80,9 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         );
         let mut document = traced.keep(args, &title, kind)?;
         document["schedule_source"] = json!(source);
+        if args.kernel {
+            document["kernel"] = kernel(&context, config);
+        }
         documents.push(document);
     }
     report::document(&json!({
@@ -91,6 +94,20 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         "schedules": documents,
     }))?;
     Ok(Exit::Yes)
+}
+
+/// The build of the kernel of a schedule, and its registers and spills if NVRTC is here to compile it.
+fn kernel(context: &Context, config: &ScheduleConfig) -> Value {
+    let variant = vm_host::variant(&config.kernel, context.graph());
+    let (arch, cache) = (&context.target.arch, vm_host::default_cache());
+    let compiled = vm_host::compile(&variant, arch, cache.as_deref());
+    let all = compiled.as_ref().map(|cubin| vm_host::resources(&cubin.log)).unwrap_or_default();
+    let of = all.iter().find(|of| of.kernel == "amk_megakernel");
+    json!({
+        "id": vm_host::kernel_id(&variant, arch),
+        "registers": of.map(|of| of.registers), "spills": of.map(|of| of.spills),
+        "stack": of.map(|of| of.stack), "not_compiled": compiled.err().map(|error| error.to_string()),
+    })
 }
 
 /// What to trace.

@@ -42,6 +42,7 @@ fn settings(graph: &ir::Graph, target: &Target, knob: Knob) -> Settings {
         default: ir::schedule::neutral_config(graph, target),
         space: vec![(knob, ir::schedule::legal_values(knob, graph, target))],
         timing: Timing::default(),
+        finalists: 0,
     }
 }
 

@@ -313,6 +313,7 @@ impl Bench {
                 .map(|knob| (knob, ir::schedule::legal_values(knob, graph, target)))
                 .to_vec(),
             timing: Timing::default(),
+            finalists: 0,
         }
     }
 

@@ -158,35 +158,12 @@ fn docs_of_the_store_are_fresh() {
 }
 
 fn tables_of_the_store() -> String {
-    use corpus::store::schema::{Column, Kind, Source, TABLES};
-    let mut out = String::new();
-    for table in TABLES {
+    let mut out = String::from("| table | | a row is | key |\n|---|---|---|---|\n");
+    for table in corpus::store::schema::TABLES {
         let kind = if table.is_derived() { "derived" } else { "kept" };
-        let _ = writeln!(
-            out,
-            "### `{}` ({kind})\n\n{}\n\nKey: `{}`.\n",
-            table.name, table.about, table.key
-        );
-        out.push_str("| column | holds | from | meaning |\n|---|---|---|---|\n");
-        for Column { name, kind, from, about } in table.columns {
-            let from = match from {
-                Source::At(pointer) => format!("`{pointer}`"),
-                Source::Code => String::new(),
-            };
-            let holds = match kind {
-                Kind::Text => "text",
-                Kind::Integer => "integer",
-                Kind::Real => "real",
-                Kind::Flag => "0 or 1",
-                Kind::Json => "JSON",
-                Kind::Bytes => "bytes",
-            };
-            let _ = writeln!(out, "| `{name}` | {holds} | {from} | {about} |");
-        }
-        out.push('\n');
+        let _ = writeln!(out, "| `{}` | {kind} | {} | `{}` |", table.name, table.about, table.key);
     }
-    out.truncate(out.trim_end().len());
-    out + "\n"
+    out
 }
 
 /// The life of a ring entry.
@@ -200,25 +177,23 @@ fn docs_of_transitions_are_fresh() {
     fresh_part("docs/explanation/protocol.md", "transitions", &table);
 }
 
-/// The fields of the telemetry segment.
+/// The telemetry segment as a C header, for readers in other languages.
 #[test]
-fn docs_of_telemetry_are_fresh() {
-    let mut table = String::new();
+fn the_header_of_telemetry_is_fresh() {
+    let mut out = String::from(
+        "/* The shared stats segment of a running amk (docs/reference/telemetry.md). Generated from abi/src/telemetry.rs by the tests\n\
+         (BLESS=1 cargo test -p tests docs). Each field's comment begins with its offset. */\n#include <stdint.h>\n",
+    );
     for part in abi::telemetry_structs() {
-        let name = part.c_name;
-        let _ = writeln!(
-            table,
-            "`{name}`, {} bytes:\n\n| at | field | type | |\n|---|---|---|---|",
-            part.size
-        );
+        let _ = writeln!(out, "\n/* {} bytes. */\nstruct {} {{", part.size, part.c_name);
         for field in part.fields {
             let len = field.len.map_or(String::new(), |len| format!("[{len}]"));
-            let (at, ty, doc) = (field.offset, field.ty.c_name(), field.doc.trim());
-            let _ = writeln!(table, "| {at} | `{}` | `{ty}{len}` | {doc} |", field.name);
+            let declared = format!("{} {}{len};", field.ty.c_name(), field.name);
+            let _ = writeln!(out, "  {declared:36} /* {}: {} */", field.offset, field.doc.trim());
         }
-        table.push('\n');
+        out.push_str("};\n");
     }
-    fresh_part("docs/reference/telemetry.md", "telemetry", &table);
+    fresh("docs/reference/amk_telemetry.h", &out);
 }
 
 /// The attacks that the tests run.

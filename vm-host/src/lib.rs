@@ -39,7 +39,7 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
-#[cfg(feature = "faults")]
+#[cfg(debug_assertions)]
 pub use machine::faults;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, Loaded, PROGRAMS_MAX, Request, Resident, SeqDecoded,

@@ -677,7 +677,7 @@ mod watermark;
 pub use watermark::{TensorCheck, WeightStreamReport};
 use watermark::{WEIGHT_STREAM_COUNTS, place_weight_stream, wait_for_answer};
 
-#[cfg(feature = "faults")]
+#[cfg(debug_assertions)]
 #[path = "machine_faults_tests.rs"]
 pub mod faults;
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Faults that make a running device wait forever, for tests of the code that must notice. Compiled only with the feature `faults`, which
-//! only tests enable.
+//! Faults that make a running device wait forever, for tests of the code that must notice. Only in builds
+//! with assertions, that is not in a release.
 //!
 //! Programs are spoiled on the device, after their verification: nothing here makes a `Verified<Program>`.
 

@@ -273,7 +273,7 @@ impl<W: Words> RingHost<W> {
     }
 }
 
-#[cfg(feature = "faults")]
+#[cfg(debug_assertions)]
 #[path = "ring_faults_tests.rs"]
 mod faults;
 #[cfg(test)]

@@ -175,8 +175,13 @@ impl Store {
             let select = "SELECT type, name, coalesce(sql, '') FROM sqlite_schema \
                 WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY type, name";
             let mut statement = db.prepare(select)?;
+            // Without comments: files of builds that wrote none, or others, are stores too.
+            let code = |sql: String| -> String {
+                let parts = sql.lines().map(|line| line.split("--").next().unwrap_or(line).trim());
+                parts.collect()
+            };
             let rows =
-                statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
+                statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?, code(row.get(2)?))))?;
             rows.collect()
         };
         let (here, wanted) = (objects(&self.db)?, objects(fresh)?);

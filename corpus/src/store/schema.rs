@@ -309,12 +309,16 @@ impl Table {
         self.rows != Rows::Kept
     }
 
-    /// The statements that create it.
+    /// The statements that create it, with what it holds as comments: SQLite keeps them, and `.schema` prints them.
     #[must_use]
     pub fn sql(&self) -> String {
-        let mut out = format!("CREATE TABLE {} (\n", self.name);
-        for column in self.columns {
-            let _ = writeln!(out, "  {} {},", column.name, column.kind.sql());
+        let mut out = format!("CREATE TABLE {} ( -- {}\n", self.name, self.about);
+        for Column { name, kind, from, about } in self.columns {
+            let from = match from {
+                Source::At(pointer) => format!(" (record: {pointer})"),
+                Source::Code => String::new(),
+            };
+            let _ = writeln!(out, "  {name} {}, -- {about}{from}", kind.sql());
         }
         let _ = writeln!(out, "  PRIMARY KEY ({})\n);", self.key);
         for (index, columns) in self.indexes.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Compares strategies on recorded measured grids and writes the results into docs/explanation/search.md, with a chart
-//! beside it: `cargo run --release -p search --example study -- corpus/grids/*.jsonl --out docs`.
+//! Compares strategies on recorded measured grids and writes the results into docs/lab/search-study.md, with a chart
+//! beside it: `cargo run --release -p search --example study -- corpus/grids/*.jsonl --out docs/lab`.
 //!
 //! Every figure follows from the files and the seeds: the same command gives the same bytes.
 
@@ -97,7 +97,7 @@ fn main() {
         None => println!("{text}"),
         Some(folder) => {
             let folder = Path::new(&folder);
-            insert(&folder.join("search.md"), &text);
+            insert(&folder.join("search-study.md"), &text);
             charts::draw(&folder.join("search-regret.svg"), &lands, &lines);
         }
     }
@@ -280,7 +280,7 @@ fn grounds(out: &mut String, lands: &[Land]) {
 
 fn table(out: &mut String, lands: &[Land], lines: &[Line], raced: bool) {
     let of = if raced {
-        "the winner of a race of the five best, run after the last trial"
+        "the winner of the race of the five best, run after the last trial"
     } else {
         "the incumbent (least gain 1%)"
     };

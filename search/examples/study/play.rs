@@ -8,7 +8,10 @@ use std::collections::BTreeSet;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::IndexedRandom;
 use search::strategy::{KnownRun, KnownTrial, Predictions, Question, SearchSpace, Strategy};
-use search::{TrialRecord, TrialRecords, changes, generator, median};
+use search::{
+    Decision, Samples, StoppingRule, TrialRecord, TrialRecords, changes, generator, median,
+    noise_floor, spread,
+};
 
 use tests::measured_grid::{Found, MeasuredGrid};
 
@@ -18,9 +21,11 @@ const DRAWS_MAX: usize = 20_000;
 /// Number of the random stream of the noise.
 const NOISE_STREAM: u64 = u64::MAX - 2;
 
-/// Number of schedules in the race at the end of a search, and the blocks that each is measured for.
-const RACED: usize = 5;
-const RACE_BLOCKS: usize = 72;
+/// Number of schedules in the race at the end of a search, the incumbent included.
+const FINALISTS: usize = 5;
+
+/// Rounds of a full comparison, as of the loop.
+const ROUNDS: usize = 36;
 
 /// A simulated search.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -132,20 +137,37 @@ impl<'l> Game<'l> {
         self.end(config, timed, gain);
     }
 
-    /// Measures the schedules with the best scores again, each for the same time; returns the recorded time of the
-    /// fastest.
+    /// Races the schedules with the best scores against the incumbent, as a measured search does at its end; returns the
+    /// recorded time of the winner.
     fn race(&mut self) -> f64 {
+        let Found::Timed(_, _, start) = self.land.at(self.land.start()) else { return self.us };
+        let mut baseline = Samples::default();
+        self.add_rounds(&mut baseline, [start, start], ROUNDS);
+        let threshold = noise_floor(&baseline, 0);
+        let rule = StoppingRule { threshold, spread: spread(&baseline), rounds: ROUNDS };
         let scored = self.played.past.iter().filter_map(|past| Some((past.score?, past.config)));
         let mut best: Vec<_> = std::iter::once((0.0, *self.land.start())).chain(scored).collect();
         best.sort_by(|a, b| a.0.total_cmp(&b.0));
-        best.truncate(RACED);
-        let timed = best.into_iter().filter_map(|(_, config)| match self.land.at(&config) {
-            Found::Timed(_, us, blocks) => Some((us, blocks)),
-            Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_) => None,
-        });
-        let measured =
-            timed.map(|(us, blocks)| (median_of(blocks, RACE_BLOCKS, &mut self.rng), us));
-        measured.min_by(|a, b| a.0.total_cmp(&b.0)).map_or(self.us, |(_, us)| us)
+        best.retain(|(_, config)| *config != self.incumbent);
+        best.truncate(FINALISTS - 1);
+        for (_, config) in best {
+            let Found::Timed(_, us, blocks) = self.land.at(&config) else { continue };
+            let mut samples = Samples::default();
+            while let Some(more) = rule.enough(&samples, 0) {
+                self.add_rounds(&mut samples, [self.blocks, blocks], more);
+            }
+            if rule.look(&samples, 0).decision == Some(Decision::Kept) {
+                (self.us, self.blocks) = (us, blocks);
+            }
+        }
+        self.us
+    }
+
+    /// Adds rounds of blocks resampled from those of both sides.
+    fn add_rounds(&mut self, samples: &mut Samples, sides: [&[f64]; 2], rounds: usize) {
+        let mut block =
+            |side: usize| sides[side].choose(&mut self.rng).copied().unwrap_or(f64::NAN);
+        samples.rounds.extend((0..rounds).map(|_| [block(0), block(1), block(1), block(0)]));
     }
 
     /// Ends a trial with this apparent gain.
@@ -162,12 +184,7 @@ impl<'l> Game<'l> {
 
 /// The median of as many blocks, resampled from these.
 fn resampled(blocks: &[f64], rng: &mut Xoshiro256PlusPlus) -> f64 {
-    median_of(blocks, blocks.len(), rng)
-}
-
-/// The median of `count` blocks resampled from these.
-fn median_of(blocks: &[f64], count: usize, rng: &mut Xoshiro256PlusPlus) -> f64 {
-    let drawn: Vec<f64> = (0..count).filter_map(|_| blocks.choose(rng).copied()).collect();
+    let drawn: Vec<f64> = blocks.iter().filter_map(|_| blocks.choose(rng).copied()).collect();
     median(&drawn)
 }
 

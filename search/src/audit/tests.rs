@@ -45,6 +45,7 @@ fn ran(measured: bool) -> Ran {
         default: ir::schedule::neutral_config(graph, &target),
         space: space.to_vec(),
         timing,
+        finalists: 0,
     };
     let kind = if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted };
     let device = measured.then_some(&mut device as &mut dyn crate::device::Device);

@@ -40,6 +40,7 @@ fn guessed(
         default: ir::schedule::neutral_config(graph, &target),
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
+        finalists: 0,
     };
     let mut search = Search::new(gate, Some(&mut device), settings);
     let mut guesses = Vec::new();

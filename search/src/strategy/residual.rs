@@ -1,7 +1,7 @@
 //! Ranks schedules by the cost model's prediction and a learned residual: `ln(time)` is linear in `ln(prediction)` and
 //! in the knobs' values. The weights are those of a Bayesian linear regression with its conjugate prior (normal and
-//! inverse gamma), which expects that the prediction is right. Each trial draws weights from the posterior (Thompson
-//! sampling, Thompson, 1933) and proposes the schedules that are best under the draw.
+//! inverse gamma), which expects that the prediction is right. Each trial draws weights from the posterior, narrowed
+//! (Thompson sampling, Thompson, 1933), and proposes the schedules that are best under the draw.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,9 +25,15 @@ use crate::propose::{Origin, TrialRecords, changes, edited, generator, sweep_for
 const ERROR: f64 = 0.03;
 const ERROR_TRIALS: f64 = 4.0;
 
-/// Prior standard deviation of the weight of one feature, and of the weight of the prediction, whose mean is one.
+/// Prior standard deviation of the weight of one feature, of the weight of one number of a list beside the one of its place
+/// in the list, and of the weight of the prediction, whose mean is one.
 const WEIGHT: f64 = 0.05;
+const NUMBER: f64 = 0.02;
 const PREDICTION: f64 = 0.3;
+
+/// The spread of the drawn weights over that of the posterior. With as many weights as trials, draws of the whole spread change
+/// every knob at once (docs/lab/2026-11-23-residual-model.md).
+const DRAWN: f64 = 0.6;
 
 /// Number of trials of a search with another kernel that count as one of this search.
 const OTHER_KERNEL: f64 = 4.0;
@@ -150,17 +156,20 @@ impl KnownTrial {
     }
 }
 
-/// The features of a knob's value: the steps from the neutral value along a list of numbers, the binary logarithm of
-/// the ratio to it in a range; one indicator per name.
+/// The features of a knob's value: one indicator per choice, and for numbers also the steps from the neutral value, since
+/// neighbours are often, but not always, alike; in a range the binary logarithm of the ratio to the neutral value.
+///
+/// Features are scaled so that each weight has the prior standard deviation [`WEIGHT`].
 fn features_of(knob: Knob, value: Value, out: &mut Vec<f64>) {
     let Domain::Choices(values) = knob.domain() else {
         let log2 = |value| if let Value::Number(n) = value { f64::from(n).log2() } else { 0.0 };
         return out.push(log2(value) - log2(knob.default()));
     };
     let place = |value: Value| values.iter().position(|&other| other == value).unwrap_or(0);
-    if knob.domain().is_names() {
-        out.extend((1..values.len()).map(|index| f64::from(u8::from(index == place(value)))));
-    } else {
+    let chosen = if knob.domain().is_names() { 1.0 } else { NUMBER / WEIGHT };
+    let is = |index| if index == place(value) { chosen } else { 0.0 };
+    out.extend((1..values.len()).map(is));
+    if !knob.domain().is_names() {
         out.push(place(value) as f64 - place(knob.default()) as f64);
     }
 }
@@ -224,14 +233,46 @@ impl Regression {
         self.count += weight * (count - 1.0);
     }
 
-    /// Weights drawn from the posterior.
-    fn draw(&self, rng: &mut Xoshiro256PlusPlus) -> Vec<f64> {
+    /// The factor of the precision, the weights' mean as [`backward`] takes it, and the standard deviation of an error.
+    fn solved(&self) -> (Vec<Vec<f64>>, Vec<f64>, f64) {
         let factor = cholesky(&self.precision);
         let half = forward(&factor, &self.weighted);
         let explained: f64 = half.iter().map(|x| x * x).sum();
         let error = ((self.squares - explained).max(0.0) / self.count).sqrt();
-        let drawn: Vec<f64> = half.iter().map(|x| x + error * normal(rng)).collect();
+        (factor, half, error)
+    }
+
+    /// Weights drawn from the posterior.
+    fn draw(&self, rng: &mut Xoshiro256PlusPlus) -> Vec<f64> {
+        let (factor, half, error) = self.solved();
+        let drawn: Vec<f64> = half.iter().map(|x| x + DRAWN * error * normal(rng)).collect();
         backward(&factor, &drawn)
+    }
+}
+
+/// What past searches say of a move: the posterior that a search draws from.
+#[derive(Clone, Debug)]
+pub struct Learned(Regression);
+
+impl Learned {
+    /// From the measured trials of these searches.
+    #[must_use]
+    pub fn new(known: &[KnownRun]) -> Self {
+        Self(Regression::new(known))
+    }
+
+    /// By how many percent a schedule is expected to be faster than another, and the 80% interval; each with the time
+    /// that the cost model predicts for it.
+    #[must_use]
+    pub fn gain_pct(&self, from: (&ScheduleConfig, f64), to: (&ScheduleConfig, f64)) -> [f64; 3] {
+        /// Standard deviations of the normal distribution that hold 80%.
+        const HELD: f64 = 1.2816;
+        let [mut step, before] = [to, from].map(|(config, us)| features(config, us));
+        step.iter_mut().zip(before).for_each(|(to, from)| *to -= from);
+        let (factor, half, error) = self.0.solved();
+        let mean = value(&backward(&factor, &half), &step);
+        let spread = forward(&factor, &step).iter().map(|x| x * x).sum::<f64>().sqrt() * error;
+        [mean, mean + HELD * spread, mean - HELD * spread].map(|ln| 100.0 * (1.0 - ln.exp()))
     }
 }
 

@@ -16,7 +16,7 @@ pub(super) enum Opened<'a> {
     None,
     One(DeviceInfo),
     /// Several, by their numbers in the header.
-    Several(WorkerPool<'a>),
+    Several(Box<WorkerPool<'a>>),
 }
 
 impl Opened<'_> {

@@ -17,9 +17,11 @@ pub(crate) struct Found {
     pub(super) best_verdict: Option<Verdict>,
     /// The best schedule.
     pub(super) best_config: Option<ScheduleConfig>,
-    /// Trials, those before a resume included.
+    /// Trials, those before a resume included, without the race at the end.
     pub(super) n_trials: usize,
-    /// Of these, those that were lowered and verified.
+    /// Trials of the race at the end.
+    pub(super) n_raced: usize,
+    /// Trials, raced ones included, that were lowered and verified.
     pub(super) n_valid: usize,
     /// Of these, those that agreed with the graph.
     pub(super) n_correct: usize,

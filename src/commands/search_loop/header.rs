@@ -25,6 +25,9 @@ const DEFAULT_BUDGET: Budget = Budget::Trials(64);
 pub(crate) const MIN_GAIN_MEASURED: f64 = 0.01;
 const MIN_GAIN_PREDICTED: f64 = 0.001;
 
+/// How many of the best schedules a measured search races at its end.
+const FINALISTS: usize = 5;
+
 /// Folder of the searches if none is named.
 const RUNS: &str = "runs";
 
@@ -60,6 +63,9 @@ pub(super) struct Header {
     pub(super) known: Vec<KnownRun>,
     pub(super) proposer: Option<String>,
     pub(super) min_gain: f64,
+    /// How many of the best schedules race at the end; none in ledgers before there was a race.
+    #[serde(default)]
+    pub(super) finalists: usize,
     pub(super) kv_capacity: Option<u32>,
     /// The conditions of the measurement; none if predicted. Of several cards, those of the first.
     conditions: Option<Conditions>,
@@ -117,6 +123,7 @@ impl Header {
             known: Vec::new(),
             proposer: args.proposer.clone(),
             min_gain: min_gain(args)?.unwrap_or(f64::NAN),
+            finalists: FINALISTS,
             kv_capacity: args.place.kv_capacity,
             conditions: None,
             cache_bytes: 0,

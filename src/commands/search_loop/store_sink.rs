@@ -96,8 +96,19 @@ pub(super) fn known(
     context: &Context,
     kind: &str,
 ) -> Result<Vec<KnownRun>, CorpusError> {
-    let Some(path) = path(args, dir).filter(|path| path.is_file()) else { return Ok(Vec::new()) };
-    let rows = Store::existing(&path)?.query(MEASURED, &[kind, &context.target.name])?;
+    match path(args, dir).filter(|path| path.is_file()) {
+        Some(path) => known_in(&path, context, kind),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// The measured trials in a store for the context's target, by search.
+pub(in crate::commands) fn known_in(
+    path: &Path,
+    context: &Context,
+    kind: &str,
+) -> Result<Vec<KnownRun>, CorpusError> {
+    let rows = Store::existing(path)?.query(MEASURED, &[kind, &context.target.name])?;
     let here = Dims::from(context.graph());
     let mut runs: Vec<(String, KnownRun)> = Vec::new();
     for row in rows.iter().take(KNOWN_MAX) {

@@ -106,6 +106,7 @@ fn rows() -> Vec<Value> {
         default: ir::schedule::neutral_config(graph, &target),
         space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
         timing: Timing::default(),
+        finalists: 0,
     };
     let mut search = Search::new(gate, None, settings);
     let mut rows = vec![json!({"seed": 0, "min_gain": 0.001, "latency_kind": "predicted"})];

@@ -1,7 +1,7 @@
-//! A search on several devices at once.
+//! Trials on the devices of a search.
 //!
-//! The trials and their incumbents are those of one device: the rows equal those of a search that runs one trial after
-//! another. While a trial runs on one device, the next ones start on the others, on the assumption that it is reverted.
+//! With several devices, the trials and their incumbents are those of one: the rows equal those of a search that runs
+//! one trial after another. While a trial runs on one device, the next ones start on the others, on the assumption that it is reverted.
 //! If it ends otherwise, or with a result that leads to other proposals than assumed, the work started on the wrong
 //! assumption is dropped and costs time only. A trial's number determines its device, so rows do not depend on which
 //! device was quicker.
@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::{Search, SearchError, Step, StoppedBy};
+use super::{Search, SearchError};
 use crate::decide::Decision;
 use crate::device::DeviceError;
 use crate::device_worker::{Job, LastJob, Lead};
 use crate::history::{Guess, Proposal};
+use crate::propose::Origin;
 use crate::trial::{Beside, Confirmation, LeftOut, Skipped, Spent, Trial, together};
 use crate::worker_pool::{Event, WorkerPool};
 
@@ -23,6 +24,15 @@ use crate::worker_pool::{Event, WorkerPool};
 /// for a slower trial of another device. Most trials further ahead would be dropped: a trial takes long because it is
 /// about to be kept.
 const AHEAD: usize = 2;
+
+/// What a trial is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// To find a better schedule: the strategy proposes it.
+    Search,
+    /// To find the best of those tried.
+    Finals,
+}
 
 /// A trial that was started.
 struct Flight {
@@ -85,6 +95,11 @@ impl<'a> Fleet<'a> {
         self.dropped
     }
 
+    /// The devices that were left out since the last call.
+    pub(super) fn take_left_out(&mut self) -> Vec<LeftOut> {
+        std::mem::take(&mut self.left_out)
+    }
+
     fn leave_out(&mut self, card: u32, error: DeviceError) {
         if self.pool.leave_out(card) {
             // Discards its unused results: from the row that records its loss on, no row is from this device.
@@ -126,6 +141,15 @@ impl<'a> Fleet<'a> {
         if self.pool.cards().is_empty() { Err(self.lost()) } else { Ok(()) }
     }
 
+    /// The result of the first trial in flight, if it is there.
+    fn take_first(&mut self) -> Option<Trial> {
+        let flight = self.flights.front_mut()?;
+        let trial = flight.done.take()?;
+        let (skipped, card) = (std::mem::take(&mut flight.job.skipped), flight.card);
+        self.flights.pop_front();
+        Some(Trial { skipped, card: self.pool.number(card), ..*trial })
+    }
+
     /// The answers of these devices, in the order of their numbers. Devices that are lost meanwhile are left out.
     fn collect<T>(
         &mut self,
@@ -154,53 +178,55 @@ impl<'a> Fleet<'a> {
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn step_side_by_side(
+    pub(super) fn next_trial(
         &mut self,
-        fleet: &mut Fleet<'a>,
+        phase: Phase,
         elapsed: Duration,
-    ) -> Result<Step, SearchError> {
-        fleet.pool.begin(&self.gate, &self.settings, self.clock);
+    ) -> Result<Option<Trial>, SearchError> {
+        self.fleet.pool.begin(&self.gate, &self.settings, self.clock);
         if self.trials().is_empty() {
-            let trial = self.baseline(fleet, elapsed)?;
-            return Ok(self.commit(fleet, trial));
+            return self.baseline(elapsed).map(Some);
         }
-        self.keep_measured_cards(fleet);
+        self.keep_measured_cards();
         loop {
-            if fleet.pool.cards().is_empty() {
-                return Err(fleet.lost());
+            if self.fleet.pool.cards().is_empty() {
+                return Err(self.fleet.lost());
             }
-            self.plan(fleet, elapsed);
-            let Some(head) = fleet.flights.front_mut() else {
-                return Ok(Step::Done(StoppedBy::Exhausted));
-            };
-            if let Some(trial) = head.done.take() {
-                let (skipped, card) = (std::mem::take(&mut head.job.skipped), head.card);
-                fleet.flights.pop_front();
-                let trial = Trial { skipped, card: Some(card), ..*trial };
-                return Ok(self.commit(fleet, trial));
+            self.plan(phase, elapsed);
+            if self.fleet.flights.is_empty() {
+                return Ok(None);
             }
-            fleet.recv()?;
+            if let Some(trial) = self.fleet.take_first() {
+                return Ok(Some(trial));
+            }
+            self.fleet.recv()?;
+            // What else arrived changes nothing of the first one, so there is no need to plan again.
+            if let Some(trial) = self.fleet.take_first() {
+                return Ok(Some(trial));
+            }
         }
-    }
-
-    fn commit(&mut self, fleet: &mut Fleet<'a>, trial: Trial) -> Step {
-        let trial = Trial { left_out: std::mem::take(&mut fleet.left_out), ..trial };
-        self.record(trial.clone());
-        Step::Trial(Box::new(trial))
     }
 
     /// Runs the first trial on every device, which gives each its noise floor.
-    fn baseline(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) -> Result<Trial, SearchError> {
+    fn baseline(&mut self, elapsed: Duration) -> Result<Trial, SearchError> {
         let config = self.settings.default;
+        self.spent = Spent::default();
         let lowered = self.lower_timed(&config);
-        let proposal = Proposal { origin: crate::Origin::Baseline, config, lowered };
-        let cards = fleet.pool.cards();
-        for &card in &cards {
-            let job = self.job(0, proposal.clone(), &self.history, None, Some(card), elapsed);
-            let (number, cancelled) = (fleet.number(), Arc::default());
-            fleet.pool.try_out(card, number, job, cancelled);
+        if let (Some(_), Some(candidate)) = (&self.helpers, &lowered)
+            && self.strategy.may_be_guessed()
+        {
+            let history = self.history.clone();
+            self.gate.ahead.guess(Guess::after(self.asked(), history, 0, candidate, false));
         }
-        let mut found = fleet.collect(cards, |said| match said {
+        let proposal = Proposal { origin: Origin::Baseline, config, lowered };
+        let cards = self.fleet.pool.cards();
+        for &card in &cards {
+            let name = self.fleet.pool.number(card);
+            let job = self.job(0, proposal.clone(), &self.history, None, name, elapsed);
+            let (number, cancelled) = (self.fleet.number(), Arc::default());
+            self.fleet.pool.try_out(card, number, job, cancelled);
+        }
+        let mut found = self.fleet.collect(cards, |said| match said {
             Event::Tried(_, trial) => Some(*trial),
             Event::Opened(_) | Event::Confirmed(_) | Event::Lost(_) => None,
         })?;
@@ -216,58 +242,71 @@ impl<'a> Search<'a> {
                 Some(_) => format!("the baseline is {} there: {}", trial.outcome.name(), trial.why),
                 None => "no card has a correct baseline, so that each would have another first schedule: the search goes on with one card".to_owned(),
             };
-            fleet.leave_out(other, DeviceError::Unavailable { reason });
+            self.fleet.leave_out(other, DeviceError::Unavailable { reason });
         }
-        Ok(Trial { card: Some(card), beside, ..first })
+        Ok(Trial { card: self.fleet.pool.number(card), beside, ..first })
     }
 
     /// After a resume, leaves out devices whose noise was never measured.
-    fn keep_measured_cards(&self, fleet: &mut Fleet<'a>) {
+    fn keep_measured_cards(&mut self) {
         let leads = self.champion().is_some();
         let last = self.trials().last().and_then(|trial| trial.card);
-        for card in fleet.pool.cards() {
-            let why = if leads && !self.rows.noises.contains_key(&Some(card)) {
+        for card in self.fleet.pool.cards() {
+            let Some(number) = self.fleet.pool.number(card) else { continue };
+            let why = if leads && !self.rows.noises.contains_key(&Some(number)) {
                 "its noise was not measured when the search began"
-            } else if !leads && last.is_some_and(|last| last != card) {
+            } else if !leads && last.is_some_and(|last| last != number) {
                 // The device that measured so far continues alone.
                 "no card has a correct baseline"
             } else {
                 continue;
             };
-            fleet.leave_out(card, DeviceError::Unavailable { reason: why.to_owned() });
+            self.fleet.leave_out(card, DeviceError::Unavailable { reason: why.to_owned() });
         }
     }
 
     /// Updates the trials in flight to the results so far: drops trials that would no longer be proposed, and
     /// dispatches the next ones. Afterwards the first flight is the trial that a single device would run now.
-    fn plan(&mut self, fleet: &mut Fleet<'a>, elapsed: Duration) {
-        self.reassign(fleet, elapsed);
-        let guessed = self.strategy.may_be_guessed();
-        if !guessed && !fleet.flights.is_empty() {
+    fn plan(&mut self, phase: Phase, elapsed: Duration) {
+        self.reassign(elapsed);
+        let finals = if phase == Phase::Finals { self.finals() } else { Vec::new() };
+        let guessed = phase == Phase::Finals || self.strategy.may_be_guessed();
+        if !guessed && !self.fleet.flights.is_empty() {
             return;
         }
         let first = self.trials().len() as u64;
-        let cards = fleet.pool.cards().len();
+        let cards = self.fleet.pool.cards().len();
         let depth = if guessed && cards > 1 { AHEAD * cards } else { 1 } as u64;
-        let end = self.settings.budget.end(first + depth);
+        let end = match phase {
+            Phase::Search => self.settings.budget.end(first + depth),
+            Phase::Finals => first + depth.min(finals.len() as u64),
+        };
         let (mut history, mut lead) = (self.history(), self.lead());
         let (mut at, mut new) = (0, false);
         for index in first..end {
             let mut skipped = Skipped::default();
             self.spent = Spent::default();
-            let Some(proposal) = self.next_of(&history, index, &mut skipped) else { break };
+            let proposal = match finals.get((index - first) as usize).copied() {
+                Some(config) => {
+                    let lowered = self.lower_timed(&config);
+                    Some(Proposal { origin: Origin::Race, config, lowered })
+                }
+                None => self.next_of(&history, index, &mut skipped),
+            };
+            let Some(proposal) = proposal else { break };
             let fits = |f: &Flight| f.job.proposal.config == proposal.config && f.job.lead == lead;
-            match fleet.flights.get_mut(at) {
+            match self.fleet.flights.get_mut(at) {
                 Some(flight) if fits(flight) => flight.job.skipped = skipped,
                 Some(_) | None => {
-                    fleet.cut(at);
-                    let Some(card) = fleet.pool.card_of(index) else { break };
-                    let job = self.job(index, proposal, &history, lead, Some(card), elapsed);
-                    self.dispatch(fleet, card, Job { skipped, ..job }, elapsed);
+                    self.fleet.cut(at);
+                    let Some(card) = self.fleet.pool.card_of(index) else { break };
+                    let name = self.fleet.pool.number(card);
+                    let job = self.job(index, proposal, &history, lead, name, elapsed);
+                    self.dispatch(card, Job { skipped, ..job }, elapsed);
                     new = true;
                 }
             }
-            let flight = &fleet.flights[at];
+            let flight = &self.fleet.flights[at];
             at += 1;
             if let Some(trial) = &flight.done {
                 history.learn(trial, lead.map(|lead| lead.config).as_ref());
@@ -280,57 +319,54 @@ impl<'a> Search<'a> {
                 break; // a schedule that does not lower gives no basis for guessing the next one
             }
         }
-        fleet.cut(at);
-        if new && guessed && self.helpers.is_some() {
+        self.fleet.cut(at);
+        if new && phase == Phase::Search && guessed && self.helpers.is_some() {
             let next = first + at as u64;
             self.gate.ahead.guess(Guess::onward(self.asked(), history, next, false));
         }
     }
 
     /// Dispatches a trial to a device and queues it.
-    fn dispatch(&self, fleet: &mut Fleet<'a>, card: u32, mut job: Job, elapsed: Duration) {
-        (job.noise, job.began_s) = (self.noise(Some(card)), elapsed.as_secs_f64());
-        let (number, cancelled) = (fleet.number(), Arc::<AtomicBool>::default());
-        fleet.pool.try_out(card, number, job.clone(), cancelled.clone());
+    fn dispatch(&mut self, card: u32, mut job: Job, elapsed: Duration) {
+        (job.noise, job.began_s) =
+            (self.noise(self.fleet.pool.number(card)), elapsed.as_secs_f64());
+        let (number, cancelled) = (self.fleet.number(), Arc::<AtomicBool>::default());
+        self.fleet.pool.try_out(card, number, job.clone(), cancelled.clone());
         job.if_kept = None;
-        fleet.flights.push_back(Flight { number, card, job, cancelled, done: None });
+        self.fleet.flights.push_back(Flight { number, card, job, cancelled, done: None });
     }
 
     /// Reassigns the flights of a device that was left out, and those whose device changes with it, to the remaining
     /// devices.
-    fn reassign(&self, fleet: &mut Fleet<'a>, elapsed: Duration) {
-        let cards = fleet.pool.cards();
-        if fleet.flights.iter().all(|flight| cards.contains(&flight.card)) {
+    fn reassign(&mut self, elapsed: Duration) {
+        let cards = self.fleet.pool.cards();
+        if self.fleet.flights.iter().all(|flight| cards.contains(&flight.card)) {
             return;
         }
-        for flight in std::mem::take(&mut fleet.flights) {
-            let card = fleet.pool.card_of(flight.job.index);
+        for flight in std::mem::take(&mut self.fleet.flights) {
+            let card = self.fleet.pool.card_of(flight.job.index);
             match card.filter(|&card| flight.done.is_none() && card != flight.card) {
-                Some(card) => self.dispatch(fleet, card, flight.job.clone(), elapsed),
-                None => fleet.flights.push_back(flight),
+                Some(card) => self.dispatch(card, flight.job.clone(), elapsed),
+                None => self.fleet.flights.push_back(flight),
             }
         }
     }
 
     /// Confirms the champion on every remaining device.
-    pub(super) fn confirm_side_by_side(
-        &mut self,
-        fleet: &mut Fleet<'a>,
-        job: &LastJob,
-    ) -> Result<Confirmation, SearchError> {
-        fleet.pool.begin(&self.gate, &self.settings, self.clock);
-        self.keep_measured_cards(fleet);
-        fleet.cut(0);
-        let mut cards = fleet.pool.cards();
+    pub(super) fn confirm_on_fleet(&mut self, job: &LastJob) -> Result<Confirmation, SearchError> {
+        self.fleet.pool.begin(&self.gate, &self.settings, self.clock);
+        self.keep_measured_cards();
+        self.fleet.cut(0);
+        let mut cards = self.fleet.pool.cards();
         if job.baseline.is_none() {
             cards.truncate(1); // there is nothing to race
         }
         for &card in &cards {
-            let noise = self.noise(Some(card));
+            let noise = self.noise(self.fleet.pool.number(card));
             let thorough = cards.first() == Some(&card);
-            fleet.pool.confirm(card, LastJob { noise, thorough, ..job.clone() });
+            self.fleet.pool.confirm(card, LastJob { noise, thorough, ..job.clone() });
         }
-        let mut found = fleet.collect(cards, |said| match said {
+        let mut found = self.fleet.collect(cards, |said| match said {
             Event::Confirmed(confirmation) => Some(*confirmation),
             Event::Opened(_) | Event::Tried(..) | Event::Lost(_) => None,
         })?;
@@ -339,7 +375,7 @@ impl<'a> Search<'a> {
         first.positions = ran.unwrap_or(0);
         if first.positions == 0 && first.decision != Decision::Reverted {
             // The card that was to run fresh tokens is lost: nothing is confirmed, and a resumed search repeats it.
-            return Err(fleet.lost());
+            return Err(self.fleet.lost());
         }
         let beside: Vec<Beside> =
             found.iter().map(|(other, c)| Beside::of_confirmation(*other, c)).collect();
@@ -348,12 +384,16 @@ impl<'a> Search<'a> {
         for other in beside.iter().filter(|other| !other.why.is_empty()) {
             why += &format!("; card {}: {}", other.card, other.why);
         }
-        for LeftOut { card, why: reason } in std::mem::take(&mut fleet.left_out) {
+        for LeftOut { card, why: reason } in self.fleet.take_left_out() {
             why += &format!("; card {card} was left out: {reason}");
         }
         // Without a race the figures are still those of the champion's trial.
         let own = job.baseline.is_some();
-        let card = if own { Some(card) } else { self.champion().and_then(|trial| trial.card) };
+        let card = if own {
+            self.fleet.pool.number(card)
+        } else {
+            self.champion().and_then(|trial| trial.card)
+        };
         Ok(Confirmation { card, beside, decision, why, ..first })
     }
 }

@@ -103,9 +103,9 @@ pub(crate) enum Command {
         trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
-    /// What all searches found, in one SQLite file: shows, checks, imports, exports.
+    /// What all searches found, in one SQLite file: shows, checks, imports.
     #[command(
-        after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus export --out store.jsonl\n\n\
+        after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus check\n\n\
         A search adds its trials to store.sqlite beside its folder. docs/reference/store.md describes the tables; sqlite3 and pandas read them. The\n\
         ledgers are the record: a store can be made anew from them at any time."
     )]

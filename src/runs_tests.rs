@@ -299,7 +299,7 @@ fn gc_says_what_it_would_do_and_does_it_only_when_asked() {
 }
 
 #[test]
-fn the_store_is_filled_shown_exported_and_imported() {
+fn the_store_is_filled_shown_and_imported() {
     let folder = folder();
     let document = search(folder.path(), "runs/a", &[]);
     assert_eq!(document["store"], "runs/store.sqlite");
@@ -310,18 +310,24 @@ fn the_store_is_filled_shown_exported_and_imported() {
     assert_eq!(shown["best"][0]["best_us"], document["best_verdict"]["latency_us"]);
     succeeds(folder.path(), &["corpus", "import", "runs"], "amk.corpus_import.v1");
     succeeds(folder.path(), &["corpus", "check"], "amk.corpus_check.v1");
-    succeeds(folder.path(), &["corpus", "export", "--out", "all.jsonl"], "amk.corpus_export.v1");
-    let import = ["corpus", "import", "all.jsonl", "--store", "two.sqlite"];
+    let import = ["corpus", "import", "runs/store.sqlite", "--store", "two.sqlite"];
     let document = succeeds(folder.path(), &import, "amk.corpus_import.v1");
     assert_eq!(document["runs"].as_array().unwrap().len(), 2);
-    let again = ["corpus", "export", "--store", "two.sqlite", "--out", "again.jsonl"];
-    succeeds(folder.path(), &again, "amk.corpus_export.v1");
-    let text = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
-    assert_eq!(text("all.jsonl"), text("again.jsonl"));
-    // An edited line, and one with a new hash over a figure that does not follow.
-    let forged = text("all.jsonl").replacen("\"outcome\":\"kept\"", "\"outcome\":\"fault\"", 1);
-    std::fs::write(folder.path().join("forged.jsonl"), forged).unwrap();
-    let import = ["corpus", "import", "forged.jsonl", "--store", "three.sqlite"];
+    assert_eq!(document["programs"], shown["rows"]["programs"]);
+    succeeds(folder.path(), &["corpus", "check", "--store", "two.sqlite"], "amk.corpus_check.v1");
+    let of = |name: &str| corpus::Store::existing(&folder.path().join(name)).unwrap();
+    let (one, two) = (of("runs/store.sqlite"), of("two.sqlite"));
+    assert_eq!(one.counts().unwrap(), two.counts().unwrap());
+    for run in one.runs().unwrap() {
+        assert_eq!(one.links(&run).unwrap(), two.links(&run).unwrap());
+    }
+    drop((one, two));
+    // A row that was edited in the file, and a ledger with new hashes over a figure that does not follow.
+    let edit = "import sqlite3; db = sqlite3.connect('two.sqlite'); n = db.execute('UPDATE records SET \
+        record = replace(record, ?, ?) WHERE seq = 1', ('kept', 'lost')).rowcount; db.commit(); assert n";
+    let python = Command::new("python3").args(["-c", edit]).current_dir(folder.path()).status();
+    assert!(python.unwrap().success());
+    let import = ["corpus", "import", "two.sqlite", "--store", "three.sqlite"];
     let (code, document, said) = amk(folder.path(), &import);
     assert_eq!((code, &document["schema"]), (4, &"amk.error.v1".into()), "{said}");
     assert!(!folder.path().join("three.sqlite").exists(), "nothing was begun");

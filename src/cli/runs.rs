@@ -125,16 +125,11 @@ pub(crate) enum CorpusCommand {
     /// Checks the file, the chain of every run, and that the tables follow from the rows.
     #[command(after_help = "Examples:\n  amk corpus check")]
     Check(StoreArgs),
-    /// Adds runs that are not in the store yet: ledgers, folders of runs, or files of `export`.
+    /// Adds runs that are not in the store yet: ledgers, folders of runs, or other stores.
     #[command(
-        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import night.jsonl --store all.sqlite"
+        after_help = "Examples:\n  amk corpus import runs\n  amk corpus import a.sqlite b.sqlite --store all.sqlite"
     )]
     Import(ImportArgs),
-    /// Exports the store as JSON lines: every row with its chain, and the programs. Other programs read the tables from the store itself: SQLite.
-    #[command(
-        after_help = "Examples:\n  amk corpus export --out store.jsonl\n  amk corpus export --out - | gzip > store.jsonl.gz"
-    )]
-    Export(StoreExportArgs),
 }
 
 /// A store.
@@ -154,18 +149,9 @@ pub(crate) struct StoreArgs {
 pub(crate) struct ImportArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
-    /// Ledgers, folders of a search, folders of such folders, exported JSON lines.
+    /// Ledgers, folders of a search, folders of such folders, other stores.
     #[arg(value_name = "PATH", required = true)]
     pub(crate) paths: Vec<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct StoreExportArgs {
-    #[command(flatten)]
-    pub(crate) store: StoreArgs,
-    /// The file, or `-` for standard output, which then carries the lines instead of a document.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) out: PathBuf,
 }
 
 /// The subcommands of `grid`.

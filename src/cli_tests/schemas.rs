@@ -66,7 +66,6 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("corpus show"),
         plain("corpus check"),
         plain("corpus import runs"),
-        plain("corpus export --out store.jsonl"),
         with_toy(&["lower", "-o", "toy.amk"]),
         plain("verify toy.amk"),
         plain("interpret toy.amk --model toy"),

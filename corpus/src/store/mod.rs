@@ -22,7 +22,6 @@ mod derive;
 pub mod schema;
 #[cfg(test)]
 mod tests;
-pub mod text;
 
 use derive::{Place, Record};
 use schema::{STEPS, TABLES, Table, VERSION};
@@ -521,6 +520,6 @@ fn json_of(cell: Cell) -> Value {
         ValueRef::Integer(number) => number.into(),
         ValueRef::Real(number) => number.into(),
         ValueRef::Text(text) => String::from_utf8_lossy(text).into(),
-        ValueRef::Blob(bytes) => text::hex(bytes).into(),
+        ValueRef::Blob(bytes) => bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
     }
 }

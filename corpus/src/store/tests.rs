@@ -288,41 +288,6 @@ fn several_read_while_one_writes_and_several_begin_one() {
     assert_eq!(store.check().unwrap(), Ok(()));
 }
 
-#[test]
-fn a_store_survives_its_text() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut first = store(folder.path());
-    for run in ["r1", "r2"] {
-        first.add(run, ledger(folder.path(), run, 5)).unwrap();
-    }
-    first.add_program("p0", &[0, 255, 16]).unwrap();
-    let mut lines = Vec::new();
-    assert_eq!(text::write(&first, &mut lines).unwrap(), 13);
-    let exported = text::read(&lines[..]).unwrap();
-    assert_eq!(exported.programs, [("p0".to_owned(), vec![0, 255, 16])]);
-    let mut second = Store::open(&folder.path().join("second.sqlite")).unwrap();
-    for (run, links) in exported.runs {
-        second.add(&run, links).unwrap();
-    }
-    for (id, bytes) in exported.programs {
-        second.add_program(&id, &bytes).unwrap();
-    }
-    let mut again = Vec::new();
-    text::write(&second, &mut again).unwrap();
-    assert_eq!(again, lines);
-    assert_eq!(second.check().unwrap(), Ok(()));
-    // One digit of one line.
-    let forged = String::from_utf8(lines).unwrap().replacen("9.503", "9.403", 1);
-    let exported = text::read(forged.as_bytes()).unwrap();
-    let mut third = Store::open(&folder.path().join("third.sqlite")).unwrap();
-    let added: Result<Vec<_>, _> =
-        exported.runs.into_iter().map(|(run, links)| third.add(&run, links)).collect();
-    assert!(added.unwrap_err().is_integrity());
-    for bad in ["{}", "{\"run\":\"r\",\"seq\":0}", "{\"program\":\"p\",\"saved\":\"0\"}", "x"] {
-        assert!(text::read(bad.as_bytes()).unwrap_err().contains("line 1"), "{bad}");
-    }
-}
-
 /// No query scans every trial to find those of a run. `AMK_STORE_TRIALS=100000` prints how long queries take with that
 /// many.
 #[test]

@@ -604,7 +604,7 @@ pub(crate) fn checks() -> Vec<Check> {
         Check::new("driver", !matches!(info, Err(HostError::NoDriver)), driver)
             .or("install the NVIDIA driver; in a container, run with --gpus all"),
         Check::new("nvrtc", nvrtc.is_ok(), compiler).or(
-            "install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc, and point AMK_NVRTC at its lib folder",
+            "install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc in the active virtual environment (elsewhere, point AMK_NVRTC at its lib folder)",
         ),
         Check::new("gpu", fits, gpu).or(format!("there are kernels for {}", Architecture::all())),
     ];

@@ -271,11 +271,21 @@ fn nvrtc_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         std::env::var_os("AMK_NVRTC").map(PathBuf::from).into_iter().collect();
     folders.push("/usr/local/cuda/lib64".into());
-    folders.extend(
-        std::env::var_os("VIRTUAL_ENV")
-            .map(|venv| PathBuf::from(venv).join("lib/python3/site-packages/nvidia/cu13/lib")),
-    );
+    let lib = std::env::var_os("VIRTUAL_ENV").map(|venv| Path::new(&venv).join("lib"));
+    folders.extend(lib.iter().flat_map(|lib| python_folders(lib)));
     folders
+}
+
+/// Where `pip install nvidia-cuda-nvrtc` puts NVRTC below the `lib` of a virtual environment, whose folder has the
+/// version of Python in its name.
+fn python_folders(lib: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(lib).into_iter().flatten().flatten();
+    let pythons =
+        entries.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"python"));
+    let folders = pythons.map(|entry| entry.path().join("site-packages/nvidia/cu13/lib"));
+    let mut found: Vec<PathBuf> = folders.filter(|folder| folder.is_dir()).collect();
+    found.sort();
+    found
 }
 
 /// Loads NVRTC once, by absolute path if one of the folders has it: its soname then satisfies cudarc's search.
@@ -409,6 +419,18 @@ mod tests {
         assert_eq!(code(commented), bare);
         assert_ne!(code("a / b"), code("a b"));
         assert_eq!(code("\"never closed"), "\"never closed\n");
+    }
+
+    #[test]
+    fn nvrtc_is_found_in_a_virtual_environment_of_any_python() {
+        let folder = tempfile::tempdir().unwrap();
+        let has = |name: &str| folder.path().join(name).join("site-packages/nvidia/cu13/lib");
+        for name in ["python3.11", "python3.13", "pkgconfig"] {
+            std::fs::create_dir_all(has(name)).unwrap();
+        }
+        std::fs::create_dir_all(folder.path().join("python3.9")).unwrap();
+        assert_eq!(python_folders(folder.path()), [has("python3.11"), has("python3.13")]);
+        assert_eq!(python_folders(&folder.path().join("none")), Vec::<PathBuf>::new());
     }
 
     #[test]

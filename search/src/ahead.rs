@@ -13,8 +13,7 @@ use ir::schedule::ScheduleConfig;
 use reference_vm::compare::{Agreement, Reference};
 
 use crate::cpu::{Candidate, Cpu};
-use crate::growing::Growing;
-use crate::history::Guess;
+use crate::history::{Guess, Tried};
 use crate::rejection::Rejection;
 use crate::settings::Clock;
 
@@ -110,7 +109,7 @@ impl<'a> Ahead<'a> {
     pub(crate) fn lower_new(
         &self,
         config: &ScheduleConfig,
-        tried: &Growing<(String, String), u64>,
+        tried: &Tried,
     ) -> Result<Result<Candidate, u64>, Rejection> {
         let known = self.lock().keys.get(&config.id()).and_then(|key| tried.get(key)).copied();
         if let Some(twin) = known {

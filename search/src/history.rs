@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use ir::schedule::ScheduleConfig;
 use lower::LowerError;
+use rpds::{RedBlackTreeMapSync, RedBlackTreeSetSync};
 
 use crate::budget::Budget;
 use crate::cpu::Candidate;
-use crate::growing::Growing;
 use crate::propose::{Origin, TrialRecord, TrialRecords, changes};
 use crate::rejection::Rejection;
 use crate::strategy::{Question, Strategy};
@@ -39,12 +39,12 @@ pub(crate) struct History {
     pub(crate) parent: ScheduleConfig,
     pub(crate) past: TrialRecords,
     /// Ids of the schedules that were tried.
-    drawn: Growing<String, ()>,
+    drawn: RedBlackTreeSetSync<String>,
     pub(crate) tried: Tried,
 }
 
 /// Trials by the ids of their program and kernel.
-pub(crate) type Tried = Growing<(String, String), u64>;
+pub(crate) type Tried = RedBlackTreeMapSync<(String, String), u64>;
 
 /// A lowered schedule, the trial that it would repeat, or why it cannot be lowered.
 pub(crate) type Lowered = Result<Result<Candidate, u64>, Rejection>;
@@ -60,9 +60,8 @@ pub(crate) struct Proposal {
 impl History {
     /// No trial yet.
     pub(crate) fn new(default: ScheduleConfig) -> Self {
-        let (past, drawn, tried) =
-            (TrialRecords::default(), Growing::default(), Growing::default());
-        Self { parent: default, past, drawn, tried }
+        let (drawn, tried) = (RedBlackTreeSetSync::default(), Tried::default());
+        Self { parent: default, past: TrialRecords::default(), drawn, tried }
     }
 
     /// Adds a finished trial; `incumbent` is the schedule that it was compared with.
@@ -77,9 +76,16 @@ impl History {
         if trial.outcome.leads() {
             self.parent = *config;
         }
-        self.drawn.insert(config.id(), ());
+        self.drawn.insert_mut(config.id());
         if let (Some(program), Some(kernel)) = (&verdict.program_id, &verdict.kernel_id) {
-            self.tried.insert((program.clone(), kernel.clone()), trial.trial);
+            self.try_first((program.clone(), kernel.clone()), trial.trial);
+        }
+    }
+
+    /// Records the trial of a program and kernel, if it is the first.
+    fn try_first(&mut self, key: (String, String), trial: u64) {
+        if !self.tried.contains_key(&key) {
+            self.tried.insert_mut(key, trial);
         }
     }
 
@@ -97,7 +103,7 @@ impl History {
         let mut lowered = 0;
         for (origin, config) in strategy.ask(&question).take(DRAWS_MAX) {
             let id = config.id();
-            if self.drawn.get(&id).is_some() || !drawn.insert(id) {
+            if self.drawn.contains(&id) || !drawn.insert(id) {
                 continue;
             }
             let why = match lower(&config) {
@@ -141,8 +147,8 @@ impl History {
         if kept {
             self.parent = config;
         }
-        self.drawn.insert(config.id(), ());
-        self.tried.insert(candidate.key(), index);
+        self.drawn.insert_mut(config.id());
+        self.try_first(candidate.key(), index);
     }
 }
 

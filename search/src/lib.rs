@@ -32,7 +32,6 @@ mod equals;
 mod evidence;
 mod expected;
 mod gate;
-mod growing;
 mod history;
 mod measure;
 pub mod measured_grid;

@@ -23,6 +23,8 @@ pub(crate) use moves::forms as sweep_forms;
 #[cfg(test)]
 pub(crate) use moves::group;
 pub use records::TrialRecords;
+#[cfg(test)]
+pub(crate) use records::VISITS;
 
 /// Gain credited to an untried knob: more than noise, less than the gain of a knob that helped.
 const UNTRIED: f64 = 0.005;

@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 
 use ir::schedule::{Knob, Value};
+use rpds::RedBlackTreeMapSync;
 
 use super::{COMBINED_MAX, PROMISING, TrialRecord, UNTRIED, moves};
-use crate::growing::Growing;
 
 /// The trials after the baseline, in order. Copies are cheap.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TrialRecords {
-    all: Growing<usize, TrialRecord>,
+    all: RedBlackTreeMapSync<usize, TrialRecord>,
     knobs: BTreeMap<Knob, Tried>,
     /// By group: the last kept trial that changed a knob of the group.
     kept: BTreeMap<&'static str, usize>,
@@ -36,7 +36,7 @@ impl TrialRecords {
     /// Number of trials.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.all.len()
+        self.all.size()
     }
 
     /// Whether no trial after the baseline has finished.
@@ -47,12 +47,12 @@ impl TrialRecords {
 
     /// The trials, in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &TrialRecord> {
-        self.all.values()
+        self.since(0)
     }
 
     /// The trials from a number on.
-    pub fn since(&self, first: usize) -> impl Iterator<Item = &TrialRecord> {
-        self.all.values_from(first)
+    pub fn since(&self, first: usize) -> impl DoubleEndedIterator<Item = &TrialRecord> {
+        self.all.range(first..).map(|(_, record)| record).inspect(|_| count())
     }
 
     /// Score of a trial with this gain over the incumbent: the last trial that was kept, else the baseline.
@@ -90,7 +90,7 @@ impl TrialRecords {
         if !past.kept && past.gain.is_some_and(|gain| gain > PROMISING) {
             self.promise(past.clone());
         }
-        self.all.insert(index, past);
+        self.all.insert_mut(index, past);
     }
 
     /// Adds a promising trial. Of equal gains the older one comes first.
@@ -125,6 +125,17 @@ impl TrialRecords {
         let best = kept.fold(tried.lost, f64::max);
         if best == f64::NEG_INFINITY { UNTRIED } else { best.clamp(UNTRIED / 4.0, 0.2) }
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Records that this thread has read one after the other.
+    pub(crate) static VISITS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+fn count() {
+    #[cfg(test)]
+    VISITS.with(|visits| visits.set(visits.get() + 1));
 }
 
 impl Default for Tried {

@@ -324,7 +324,7 @@ fn the_store_is_filled_shown_and_imported() {
     drop((one, two));
     // A row that was edited in the file, and a ledger with new hashes over a figure that does not follow.
     let edit = "import sqlite3; db = sqlite3.connect('two.sqlite'); n = db.execute('UPDATE records SET \
-        record = replace(record, ?, ?) WHERE seq = 1', ('kept', 'lost')).rowcount; db.commit(); assert n";
+        record = replace(record, ?, ?) WHERE seq = 0', ('toy', 'try')).rowcount; db.commit(); assert n";
     let python = Command::new("python3").args(["-c", edit]).current_dir(folder.path()).status();
     assert!(python.unwrap().success());
     let import = ["corpus", "import", "two.sqlite", "--store", "three.sqlite"];

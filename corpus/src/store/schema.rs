@@ -1,4 +1,4 @@
-//! The tables of the store, declared once: the SQL, the filling, the exports and `docs/reference/store.md` are walks
+//! The tables of the store, declared once: the SQL, the filling and `docs/reference/store.md` are walks
 //! over them.
 //!
 //! Two tables are **kept**: `records` has every acknowledged row of every ledger, word for word, with its hash chain,
@@ -88,48 +88,42 @@ pub struct Table {
     pub indexes: &'static [&'static str],
 }
 
-/// `name Kind from "about"`, one per line.
-macro_rules! columns {
-    ($($name:ident $kind:ident $from:expr, $about:literal;)*) => {
-        &[$(Column { name: stringify!($name), kind: Kind::$kind, from: $from, about: $about }),*]
+macro_rules! tables {
+    ($($const:ident $name:literal rows $rows:expr, key $key:literal, indexes $indexes:expr, $about:literal {
+        $($column:ident $kind:ident $from:expr, $what:literal;)*
+    })*) => {
+        $(const $const: Table = Table {
+            name: $name,
+            about: $about,
+            rows: $rows,
+            key: $key,
+            columns: &[$(Column { name: stringify!($column), kind: Kind::$kind, from: $from, about: $what }),*],
+            indexes: &$indexes,
+        };)*
+
+        /// Every table: the kept ones, then the derived ones.
+        pub const TABLES: &[Table] = &[$($const),*];
     };
 }
 
 use Source::{At, Code};
 
-const RECORDS: Table = Table {
-    name: "records",
-    about: "One acknowledged row of a ledger, word for word.",
-    rows: Rows::Kept,
-    key: "run, seq",
-    columns: columns! {
+tables! {
+    RECORDS "records" rows Rows::Kept, key "run, seq", indexes [],
+    "One acknowledged row of a ledger, word for word." {
         run Text Code, "the search's id";
         seq Integer Code, "the row's number in its ledger; 0 is the header";
         prev Text Code, "hash of the row before";
         hash Text Code, "hash of this row: blake3 of the ledger's line before its hash";
         record Text Code, "the row, as JSON";
-    },
-    indexes: &[],
-};
-
-const PROGRAMS: Table = Table {
-    name: "programs",
-    about: "A program that led a search, in the binary form that `amk disasm` and `amk verify` read (postcard with a head).",
-    rows: Rows::Kept,
-    key: "program_id",
-    columns: columns! {
+    }
+    PROGRAMS "programs" rows Rows::Kept, key "program_id", indexes [],
+    "A program that led a search, in the binary form that `amk disasm` and `amk verify` read (postcard with a head)." {
         program_id Text Code, "hash of the program";
         saved Bytes Code, "the file's bytes (`.amkp`)";
-    },
-    indexes: &[],
-};
-
-const RUNS: Table = Table {
-    name: "runs",
-    about: "A search: the terms of its ledger's header.",
-    rows: Rows::Header,
-    key: "run",
-    columns: columns! {
+    }
+    RUNS "runs" rows Rows::Header, key "run", indexes [],
+    "A search: the terms of its ledger's header." {
         run Text Code, "the search's id";
         model Text At("/model"), "the model, as `--model` took it";
         graph Text At("/graph"), "the graph's name";
@@ -154,16 +148,9 @@ const RUNS: Table = Table {
         ffn Integer At("/shape/ffn"), "width of the MLP";
         vocab Integer At("/shape/vocab"), "rows of the logits";
         dtype Text At("/shape/dtype"), "element type of the weights";
-    },
-    indexes: &[],
-};
-
-const MACHINES: Table = Table {
-    name: "machines",
-    about: "Where searches ran. What was only predicted ran on the machine `cpu`, of which nothing else is known.",
-    rows: Rows::Header,
-    key: "machine",
-    columns: columns! {
+    }
+    MACHINES "machines" rows Rows::Header, key "machine", indexes [],
+    "Where searches ran. What was only predicted ran on the machine `cpu`, of which nothing else is known." {
         machine Text Code, "hash of card, UUID, driver, CUDA version and compiler, or `cpu`";
         card Text At("/conditions/card"), "the card";
         uuid Text At("/conditions/uuid"), "the card's UUID";
@@ -172,16 +159,9 @@ const MACHINES: Table = Table {
         nvrtc Text At("/conditions/nvrtc"), "version of the device compiler";
         clocks Text Code, "highest clocks, where NVML says them";
         cache_bytes Integer At("/cache_bytes"), "bytes of the last-level cache";
-    },
-    indexes: &[],
-};
-
-const TRIALS: Table = Table {
-    name: "trials",
-    about: "A finished trial.",
-    rows: Rows::Record("trial"),
-    key: "run, seq",
-    columns: columns! {
+    }
+    TRIALS "trials" rows Rows::Record("trial"), key "run, seq", indexes ["run, outcome, seq, latency_us", "program_id"],
+    "A finished trial." {
         run Text Code, "the search's id";
         seq Integer Code, "the row's number in its ledger";
         trial Integer At("/trial"), "the trial's number";
@@ -214,16 +194,9 @@ const TRIALS: Table = Table {
         ended_s Real At("/ended_s"), "seconds of search when it ended";
         changed Json At("/changed"), "knobs in which it differs from the incumbent: path to `[before, after]`";
         config Json At("/config"), "the schedule";
-    },
-    indexes: &["run, outcome, seq, latency_us", "program_id"],
-};
-
-const CONFIRMATIONS: Table = Table {
-    name: "confirmations",
-    about: "A champion, measured once more against the baseline.",
-    rows: Rows::Record("confirmation"),
-    key: "run, seq",
-    columns: columns! {
+    }
+    CONFIRMATIONS "confirmations" rows Rows::Record("confirmation"), key "run, seq", indexes [],
+    "A champion, measured once more against the baseline." {
         run Text Code, "the search's id";
         seq Integer Code, "the row's number in its ledger";
         trials Integer At("/trials"), "trials that were finished";
@@ -235,16 +208,9 @@ const CONFIRMATIONS: Table = Table {
         latency_us Real At("/verdict/latency_us"), "microseconds per token";
         gain_low Real At("/gain/low"), "share of the time saved over the baseline: lower end";
         gain_high Real At("/gain/high"), "upper end";
-    },
-    indexes: &[],
-};
-
-const SAMPLES: Table = Table {
-    name: "samples",
-    about: "One round of a race: microseconds per token of its four blocks, in the order in which they ran.",
-    rows: Rows::Parts,
-    key: "run, seq, round",
-    columns: columns! {
+    }
+    SAMPLES "samples" rows Rows::Parts, key "run, seq, round", indexes [],
+    "One round of a race: microseconds per token of its four blocks, in the order in which they ran." {
         run Text Code, "the search's id";
         seq Integer Code, "the row that was measured: a trial or a confirmation";
         round Integer Code, "from zero";
@@ -252,31 +218,17 @@ const SAMPLES: Table = Table {
         candidate_1_us Real Code, "candidate";
         candidate_2_us Real Code, "candidate";
         incumbent_2_us Real Code, "incumbent";
-    },
-    indexes: &[],
-};
-
-const CHANGES: Table = Table {
-    name: "changes",
-    about: "A knob in which a trial differed from its incumbent.",
-    rows: Rows::Parts,
-    key: "run, seq, knob",
-    columns: columns! {
+    }
+    CHANGES "changes" rows Rows::Parts, key "run, seq, knob", indexes ["knob"],
+    "A knob in which a trial differed from its incumbent." {
         run Text Code, "the search's id";
         seq Integer Code, "the trial's row";
         knob Text Code, "dotted path";
         was Text Code, "its value in the incumbent";
         became Text Code, "its value in the trial";
-    },
-    indexes: &["knob"],
-};
-
-const PRIORS: Table = Table {
-    name: "priors",
-    about: "What a move (the knobs that a trial changed, with their new values) brought so far, by graph, card and kind of latency.",
-    rows: Rows::Parts,
-    key: "latency_kind, device, target, graph, move",
-    columns: columns! {
+    }
+    PRIORS "priors" rows Rows::Parts, key "latency_kind, device, target, graph, move", indexes [],
+    "What a move (the knobs that a trial changed, with their new values) brought so far, by graph, card and kind of latency." {
         latency_kind Text Code, "`measured-gpu` or `predicted`; the two are never mixed";
         device Text Code, "the card's name, or `cpu`";
         target Text Code, "the target";
@@ -287,13 +239,8 @@ const PRIORS: Table = Table {
         failed Integer Code, "of them, those without a latency";
         gain_sum Real Code, "sum of the middles of their gains, shares of the time; a refuted champion's is zero";
         gain_best Real Code, "the greatest of them, before any confirmation";
-    },
-    indexes: &[],
-};
-
-/// Every table: the kept ones, then the derived ones.
-pub const TABLES: &[Table] =
-    &[RECORDS, PROGRAMS, RUNS, MACHINES, TRIALS, CONFIRMATIONS, SAMPLES, CHANGES, PRIORS];
+    }
+}
 
 /// The kept tables that each version of the schema added; a version that only changed derived tables added none. A
 /// file's `user_version` is the number of steps taken.

@@ -396,8 +396,11 @@ fn prompts_yield() {
     let (long, long_events) = job(&[1; 100], 1, &admission);
     let (short, short_events) = job(&[2], 3, &admission);
     beside(engine, 2, |jobs| {
+        // The engine cannot finish its first call before both are sent.
+        let first_call = fed.lock().unwrap();
         jobs.send(long).unwrap();
         jobs.send(short).unwrap();
+        drop(first_call);
         heard(long_events);
         heard(short_events);
     });

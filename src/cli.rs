@@ -410,6 +410,11 @@ pub(crate) struct LoopArgs {
     #[serde(default)]
     #[schemars(with = "Option<String>", extend("enum" = ["auto", "found", "shipped", "default", "neutral"], "type" = "string"))]
     pub(crate) schedule: Option<ScheduleChoice>,
+    /// Tokens of context that schedules are judged at, such as 2048 or 128,2048,8192: of several, the geometric mean of the times per
+    /// token. Default: about 128, or the resumed search's.
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS")]
+    #[serde(default)]
+    pub(crate) context: Vec<u32>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,

@@ -4,7 +4,7 @@ use ir::program::{Program, Verified};
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
 use model::Model;
-use search::{Expected, Gate, KernelId};
+use search::{Expected, Gate, KernelId, TIMED_TOKENS};
 
 use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
@@ -101,6 +101,33 @@ impl Context {
         Ok(lower::lower(&valid, graph, target, self.lower_options())?)
     }
 
+    /// A gate whose candidates are judged at these contexts, if there are any: predicted there, and timed there on a
+    /// device. Evaluates the graph over the longest.
+    pub(crate) fn gate_at<'a>(
+        &'a self,
+        seed: u64,
+        positions: Option<usize>,
+        kernel_id: KernelId<'a>,
+        contexts: &[u32],
+    ) -> Result<Gate<'a>, Failure> {
+        if contexts.is_empty() {
+            return self.gate(seed, positions, kernel_id);
+        }
+        for &tokens in contexts {
+            self.check_timed(tokens, TIMED_TOKENS as u32, self.kv_capacity)?;
+        }
+        let (graph, weights) = (self.graph(), &*self.model.weights);
+        let mut expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
+            .map_err(|error| self.unevaluated(error))?;
+        if positions.is_some() {
+            let timed = expected.timed_after(graph, weights, seed, contexts, TIMED_TOKENS);
+            expected = timed.map_err(|error| self.unevaluated(error))?;
+        }
+        let (target, options) = (&self.target, self.lower_options());
+        let gate = Gate::new(graph, weights, target, options, kernel_id, expected);
+        Ok(gate.with_contexts(contexts))
+    }
+
     /// The gate of this model, on this many positions, or on those of the reference VM. Computes the expected values.
     pub(crate) fn gate<'a>(
         &'a self,
@@ -113,7 +140,7 @@ impl Context {
             .map_err(|error| self.unevaluated(error))?;
         let gate =
             Gate::new(graph, weights, &self.target, self.lower_options(), kernel_id, expected);
-        Ok(gate.with_context(self.predicted_at()))
+        Ok(gate.with_contexts(&[self.predicted_at()]))
     }
 
     /// The error of a graph that cannot be evaluated.

@@ -394,6 +394,37 @@ fn a_resumed_search_proposes_what_would_have_come_whatever_the_strategy() {
 }
 
 #[test]
+fn a_search_at_contexts_says_so_and_keeps_to_them() {
+    let folder = folder();
+    let toy = ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu"];
+    let at = |out: &str, more: &[&str]| {
+        let terms = ["--budget", "4", "--store", "store.sqlite", "--out", out];
+        let found = succeeds(folder.path(), &[&toy[..], &terms, more].concat(), "amk.loop.v1");
+        found["best_verdict"]["latency_us"].as_f64().unwrap()
+    };
+    at("plain", &[]);
+    let (short, long) = (at("short", &["--context", "64"]), at("long", &["--context", "1024"]));
+    let both = at("both", &["--context", "1024,64,1024"]);
+    assert!(short < both && both < long, "{short} {both} {long}");
+    let header =
+        |run: &str| corpus::read(&folder.path().join(run).join("ledger.jsonl")).unwrap().header;
+    assert_eq!(header("both")["contexts"], serde_json::json!([64, 1024]));
+    assert_eq!(header("plain").get("contexts"), None);
+    succeeds(folder.path(), &["runs", "replay", "both"], "amk.replay.v1");
+    succeeds(folder.path(), &["corpus", "check", "--store", "store.sqlite"], "amk.corpus_check.v1");
+    let (code, document, _) = amk(folder.path(), &["runs", "compare", "short", "both"]);
+    assert_eq!((code, &document["reasons"][0]["what"]), (1, &"contexts".into()));
+    let (code, _, said) =
+        amk(folder.path(), &["loop", "--resume", "--out", "both", "--context", "64"]);
+    let contradicts = said.contains("--context 64 contradicts") && said.contains("64,1024");
+    assert!(code == 2 && contradicts, "{said}");
+    let beyond = ["--kv-capacity", "16", "--context", "9", "--out", "none"];
+    let (code, _, said) = amk(folder.path(), &[&toy[..], &beyond].concat());
+    assert!(code == 2 && said.contains("--context 9 is out of range"), "{said}");
+    assert!(!folder.path().join("none/ledger.jsonl").exists());
+}
+
+#[test]
 fn a_search_of_a_removed_strategy_is_read_but_not_resumed() {
     let folder = folder();
     search(folder.path(), "old", &["--budget", "3"]);

@@ -9,7 +9,7 @@ use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
 use crate::effort::{Interim, StoppingRule};
 use crate::gate::Gate;
-use crate::measure::{Interval, Latency, Predicted};
+use crate::measure::{Interval, Latency, Predicted, geometric_mean};
 use crate::rejection::{BitsDiffer, Rejection};
 use crate::settings::Clock;
 use crate::verdict::{LatencyKind, Verdict};
@@ -284,16 +284,18 @@ pub struct Bounds {
     pub artefact_us: f64,
 }
 
-/// The bounds at a position.
+/// The bounds at these positions: of several, their geometric mean.
 #[must_use]
-pub fn bounds(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: u32) -> Bounds {
+pub fn bounds(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: &[u32]) -> Bounds {
     let info = device.describe();
     let bandwidth = info.bandwidth.unwrap_or(gate.target().bandwidth as f64);
     let program = &candidate.program;
-    let kv_bytes = program.kv_bytes(at);
-    let bytes = (program.stream_bytes() + kv_bytes) as f64;
-    let beyond_cache = (bytes - info.cache_bytes as f64).max(0.0);
-    Bounds { bound_us: bytes / bandwidth * 1e6, artefact_us: beyond_cache / bandwidth * 1e6 }
+    let bytes = at.iter().map(|&at| (program.stream_bytes() + program.kv_bytes(at)) as f64);
+    let beyond_cache = bytes.clone().map(|bytes| (bytes - info.cache_bytes as f64).max(0.0));
+    Bounds {
+        bound_us: geometric_mean(bytes) / bandwidth * 1e6,
+        artefact_us: geometric_mean(beyond_cache) / bandwidth * 1e6,
+    }
 }
 
 /// Minimum rounds for a bootstrap interval of a median.
@@ -350,13 +352,16 @@ pub(crate) fn race(
     };
     let proofs = [(&incumbent.candidate, first), (&candidate.candidate, second)];
     let contenders = contenders(device, proofs)?;
-    let (mut samples, positions) = (Samples::default(), gate.expected().tokens.len());
-    let mut warmup = timing.warmup;
+    let (mut samples, mut warmup) = (Samples::default(), timing.warmup);
     while let Some(rounds) = enough(&samples) {
-        let more = gate.time(device, contenders, positions, Timing { rounds, warmup })?;
-        let timed = gate.timed(candidate.reference, positions, &more);
-        timed.map_err(|found| blamed(found, &incumbent.candidate, &candidate.candidate))?;
-        samples.extend(more);
+        let mut each = Vec::new();
+        for what in gate.timed_each() {
+            let more = gate.time(device, contenders, what, Timing { rounds, warmup })?;
+            let timed = gate.timed(candidate.reference, what.last, &more);
+            timed.map_err(|found| blamed(found, &incumbent.candidate, &candidate.candidate))?;
+            each.push(more);
+        }
+        samples.extend(Samples::geometric_mean(each));
         warmup = 0;
     }
     Ok(samples)
@@ -373,20 +378,23 @@ pub(crate) fn quick_look(
     seed: u64,
     verdict: &mut Verdict,
 ) -> Result<Option<(Samples, Interim)>, Rejection> {
-    let Some(first) = &incumbent.on_device else { return Ok(None) };
+    let Some(first) = incumbent.on_device.as_ref().filter(|_| !gate.has_contexts()) else {
+        return Ok(None);
+    };
     let Screened { candidate, reference, agreement, .. } = screened;
     let contenders = contenders(device, [(&incumbent.candidate, first), (candidate, agreement)])?;
     let positions = screened.positions();
     let once = Timing { rounds: 1, warmup: 0 };
-    let samples = gate.time(device, contenders, positions, once)?;
-    gate.timed(*reference, positions, &samples)
+    let what = gate.timed_within(positions);
+    let samples = gate.time(device, contenders, what, once)?;
+    gate.timed(*reference, what.last, &samples)
         .map_err(|found| blamed(found, &incumbent.candidate, candidate))?;
     let look = bar.look(&samples, seed);
     if look.decision != Some(Decision::Reverted) {
         return Ok(None);
     }
     given_up(gate, positions, verdict);
-    let bounds = bounds(gate, device, candidate, positions as u32);
+    let bounds = bounds(gate, device, candidate, &[positions as u32]);
     set_measured(verdict, agreement, &samples, bounds, seed)?;
     Ok(Some((samples, look)))
 }
@@ -445,7 +453,7 @@ pub fn evaluate(
         let assessed = assess(gate, device.as_deref_mut(), candidate, &mut verdict)?;
         match (device.as_deref_mut(), &assessed.on_device) {
             (Some(device), Some(agreement)) => {
-                let bounds = bounds(gate, device, &assessed.candidate, gate.timed_position());
+                let bounds = bounds(gate, device, &assessed.candidate, &gate.timed_positions());
                 let itself = [&assessed, &assessed];
                 let samples = race(gate, device, itself, timing, fixed(timing.rounds))?;
                 set_measured(&mut verdict, agreement, &samples, bounds, seed)?;

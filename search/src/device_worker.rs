@@ -263,8 +263,8 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         let given_up = self.give_up(guard.device(), job, &screened, trial);
         self.spent.timing_s += (clock() - began).as_secs_f64();
         if given_up? {
-            let at = screened.positions() as u32;
-            trial.predicted_us = self.predicted_us(&screened.candidate, &screened.reference, at);
+            let at = [screened.positions() as u32];
+            trial.predicted_us = self.predicted_us(&screened.candidate, &screened.reference, &at);
             return Ok(());
         }
         if let Some(guess) = job.if_kept.take() {
@@ -278,8 +278,8 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         let judged = self.judge_measured(guard.device(), job, &assessed, trial);
         self.spent.timing_s += (clock() - began).as_secs_f64();
         judged?;
-        let at = self.gate.timed_position();
-        trial.predicted_us = self.predicted_us(&assessed.candidate, &assessed.reference, at);
+        let at = self.gate.timed_positions();
+        trial.predicted_us = self.predicted_us(&assessed.candidate, &assessed.reference, &at);
         if trial.outcome.leads() {
             self.better.push((job.index, assessed));
             guard.keep();
@@ -292,7 +292,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         &self,
         candidate: &Candidate,
         proof: &Agreement<Reference>,
-        at: u32,
+        at: &[u32],
     ) -> Option<f64> {
         self.gate.predict_at(candidate, proof, at).ok().map(|predicted| predicted.us())
     }
@@ -377,8 +377,8 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
             self.judge_predicted(assessed, trial);
             return Ok(());
         };
-        let at = self.gate.timed_position();
-        let bounds = assess::bounds(&self.gate, device, &assessed.candidate, at);
+        let at = self.gate.timed_positions();
+        let bounds = assess::bounds(&self.gate, device, &assessed.candidate, &at);
         let verdict = &mut trial.verdict;
         let Some((_, incumbent)) = &self.incumbent else {
             let itself = [assessed, assessed];
@@ -480,8 +480,8 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         };
         let Some(agreement) = &champion.on_device else { return Ok(()) };
         let Settings { min_gain, timing, .. } = *self.settings;
-        let at = self.gate.timed_position();
-        let bounds = assess::bounds(&self.gate, device, &champion.candidate, at);
+        let at = self.gate.timed_positions();
+        let bounds = assess::bounds(&self.gate, device, &champion.candidate, &at);
         let fixed = assess::fixed(2 * timing.rounds);
         let samples = assess::race(&self.gate, device, [baseline, champion], timing, fixed)?;
         assess::set_measured(&mut confirmation.verdict, agreement, &samples, bounds, seed)?;

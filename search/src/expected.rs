@@ -65,8 +65,21 @@ pub struct Expected {
     pub reference_positions: usize,
     /// Tolerance of a device's logits.
     pub on_device: Tolerance,
+    /// What is timed, if the search has contexts of its own; by their length.
+    pub(crate) timed: Vec<TimedAfter>,
     near: Segment,
     far: Option<Segment>,
+}
+
+/// Tokens that are timed after a context.
+#[derive(Debug)]
+pub(crate) struct TimedAfter {
+    /// The context, then the timed tokens.
+    pub(crate) tokens: Vec<u32>,
+    /// First timed position.
+    pub(crate) first: usize,
+    /// Logits of the last position.
+    pub(crate) last: Vec<f32>,
 }
 
 /// Consecutive positions that the reference VM runs.
@@ -142,6 +155,35 @@ impl Expected {
         Ok(expected)
     }
 
+    /// Times `timed` tokens after each of these contexts instead of the last of the gate's tokens. All of them begin as
+    /// the gate's do. The graph is evaluated once, over the longest.
+    ///
+    /// # Errors
+    /// If the graph cannot be evaluated there.
+    pub fn timed_after(
+        mut self,
+        graph: &Graph,
+        weights: &dyn Weights,
+        seed: u64,
+        contexts: &[u32],
+        timed: usize,
+    ) -> Result<Self, ExpectedError> {
+        let ends: Vec<usize> = contexts.iter().map(|&tokens| tokens as usize + timed).collect();
+        let longest = ends.iter().copied().max().unwrap_or(0);
+        let tokens = draw_tokens(seed, graph.vocab, longest);
+        let last: Vec<usize> = ends.iter().map(|end| end - 1).collect();
+        let rows = Evaluator::new(graph, weights)?.run_at(&tokens, &last)?;
+        // Rows come in the order of positions.
+        let after = |(end, last): (usize, Vec<f32>)| TimedAfter {
+            tokens: tokens[..end].to_vec(),
+            first: end - timed,
+            last,
+        };
+        let ends: std::collections::BTreeSet<usize> = ends.into_iter().collect();
+        self.timed = ends.into_iter().zip(rows).map(after).collect();
+        Ok(self)
+    }
+
     /// Evaluates the graph on these tokens, all of which a candidate runs on the reference VM.
     ///
     /// # Errors
@@ -171,7 +213,8 @@ impl Expected {
             return Err(ExpectedError::Flat);
         }
         let on_device = Tolerance::DEVICE;
-        Ok(Self { tokens, logits, reference_positions, on_device, near, far: None })
+        let timed = Vec::new();
+        Ok(Self { tokens, logits, reference_positions, on_device, timed, near, far: None })
     }
 
     fn stretches(&self) -> impl DoubleEndedIterator<Item = &Segment> {

@@ -15,18 +15,19 @@ use crate::ahead::Ahead;
 use crate::assess::Timing;
 use crate::cpu::{Candidate, Cpu, KernelId};
 use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples, Side};
-use crate::expected::Expected;
-use crate::measure::Predicted;
+use crate::expected::{Expected, TimedAfter};
+use crate::measure::{Predicted, geometric_mean};
 use crate::rejection::Rejection;
 use crate::settings::{Clock, no_clock};
 
 /// Maximum tokens of a timed block. Eight steps of a small model take some milliseconds, of which the command's round
 /// trip is a few microseconds, the same for both sides; blocks of one length vary by tenths of a per cent.
-const TIMED_TOKENS: usize = 8;
+pub const TIMED_TOKENS: usize = 8;
 
 /// The inputs and expected values that candidates are judged by.
 pub struct Gate<'a> {
-    context: Option<u32>,
+    /// The positions that predictions are for; empty for those that a device is timed at.
+    contexts: Vec<u32>,
     /// Thread pool of the reference VM beside the device; `None` uses the caller's pool.
     pool: Option<Arc<ThreadPool>>,
     /// The part that needs no device, with its cached results.
@@ -49,14 +50,14 @@ impl<'a> Gate<'a> {
     ) -> Self {
         let cpu = Cpu::new(graph, weights, target, options, kernel_id, expected);
         let ahead = Arc::new(Ahead::new(cpu));
-        Self { context: None, pool: None, ahead, waited_s: 0.0 }
+        Self { contexts: Vec::new(), pool: None, ahead, waited_s: 0.0 }
     }
 
     /// The same gate for another device, or another search without helpers: both share the results that need no device.
     #[must_use]
     pub fn beside(&self) -> Self {
         let (pool, ahead) = (self.pool.clone(), self.ahead.clone());
-        Self { context: self.context, pool, ahead, waited_s: 0.0 }
+        Self { contexts: self.contexts.clone(), pool, ahead, waited_s: 0.0 }
     }
 
     /// Runs the reference VM on a pool of its own. Devices that share results need separate pools: a thread that waits
@@ -65,11 +66,10 @@ impl<'a> Gate<'a> {
         Self { pool: Some(Arc::new(pool)), ..self }
     }
 
-    /// Predicts at this many tokens of context instead of those of the gate's tokens.
+    /// Predicts at these tokens of context, of several the geometric mean, instead of those of the gate's tokens.
     #[must_use]
-    pub fn with_context(mut self, tokens: u32) -> Self {
-        self.context = Some(tokens);
-        self
+    pub fn with_contexts(self, contexts: &[u32]) -> Self {
+        Self { contexts: contexts.to_vec(), ..self }
     }
 
     /// The model.
@@ -141,11 +141,10 @@ impl<'a> Gate<'a> {
     pub(crate) fn timed(
         &self,
         proof: Agreement<Reference>,
-        positions: usize,
+        last: &[f32],
         samples: &Samples,
     ) -> Result<(), (Side, Rejection)> {
-        let last = positions.saturating_sub(1).min(self.expected().logits.len());
-        let last = &self.expected().logits[last..][..1];
+        let last = &[last.to_vec()];
         let sides = [Side::Incumbent, Side::Candidate].into_iter().zip(samples.last());
         for (side, (actual, chosen)) in sides.rev() {
             let _ = proof
@@ -155,48 +154,86 @@ impl<'a> Gate<'a> {
         Ok(())
     }
 
-    /// The cost model's prediction at the position where a device would be timed. A prediction below the bound is an
-    /// error of the model.
+    /// The cost model's prediction where a device would be timed. A prediction below the bound is an error of the model.
     pub(crate) fn predict(
         &self,
         candidate: &Candidate,
         proof: &Agreement<Reference>,
     ) -> Result<Predicted, Rejection> {
-        self.predict_at(candidate, proof, self.context.unwrap_or(self.timed_position()))
+        match &*self.contexts {
+            [] => self.predict_at(candidate, proof, &self.timed_positions()),
+            contexts => self.predict_at(candidate, proof, contexts),
+        }
     }
 
     pub(crate) fn predict_at(
         &self,
         candidate: &Candidate,
         proof: &Agreement<Reference>,
-        position: u32,
+        positions: &[u32],
     ) -> Result<Predicted, Rejection> {
         let Candidate { program, config, .. } = candidate;
-        let predictor = Predictor::new(program, &config.kernel, self.target(), position);
-        let cost = predictor.predict(Rates::shipped());
-        let chain_us = predictor.chain_us(Rates::shipped());
-        Ok(Predicted::new(proof, cost.latency_us, cost.bound_us, chain_us)?)
+        let at = |&position: &u32| {
+            let predictor = Predictor::new(program, &config.kernel, self.target(), position);
+            let cost = predictor.predict(Rates::shipped());
+            [cost.latency_us, cost.bound_us, predictor.chain_us(Rates::shipped())]
+        };
+        let each: Vec<[f64; 3]> = positions.iter().map(at).collect();
+        let [us, bound_us, chain_us] =
+            [0, 1, 2].map(|index| geometric_mean(each.iter().map(|costs| costs[index])));
+        Ok(Predicted::new(proof, us, bound_us, chain_us)?)
     }
 
-    /// Times two contenders on the first of the gate's tokens: these fill the cache, and the last few of them are timed.
+    /// Times two contenders.
     pub(crate) fn time(
         &self,
         device: &mut dyn Device,
         contenders: [Contender<'_>; 2],
-        positions: usize,
+        what: Timed<'_>,
         Timing { rounds, warmup }: Timing,
     ) -> Result<Samples, DeviceError> {
-        let tokens = &self.expected().tokens[..positions];
-        let plan = Plan { tokens, first: timed_from(positions), rounds, warmup };
+        let plan = Plan { tokens: what.tokens, first: what.first, rounds, warmup };
         crate::device::time(device, contenders, &plan)
     }
 
-    /// Middle of the timed positions, where bounds are computed.
-    #[must_use]
-    pub fn timed_position(&self) -> u32 {
-        let positions = self.expected().tokens.len();
-        ((timed_from(positions) + positions) / 2) as u32
+    /// The first of the gate's tokens: these fill the cache, and the last few of them are timed.
+    pub(crate) fn timed_within(&self, positions: usize) -> Timed<'_> {
+        let Expected { tokens, logits, .. } = self.expected();
+        let last = positions.saturating_sub(1);
+        Timed { tokens: &tokens[..positions], first: timed_from(positions), last: &logits[last] }
     }
+
+    /// Everything that is timed: after each context of the search, or at the end of the gate's tokens.
+    pub(crate) fn timed_each(&self) -> Vec<Timed<'_>> {
+        let Expected { tokens, timed, .. } = self.expected();
+        if timed.is_empty() {
+            return vec![self.timed_within(tokens.len())];
+        }
+        let each = timed.iter();
+        each.map(|TimedAfter { tokens, first, last }| Timed { tokens, first: *first, last })
+            .collect()
+    }
+
+    /// Whether the search has contexts of its own, so that times at the gate's tokens decide nothing.
+    pub(crate) fn has_contexts(&self) -> bool {
+        !self.expected().timed.is_empty()
+    }
+
+    /// Middle of each run of timed positions, where bounds are computed.
+    #[must_use]
+    pub fn timed_positions(&self) -> Vec<u32> {
+        let middle = |timed: Timed<'_>| ((timed.first + timed.tokens.len()) / 2) as u32;
+        self.timed_each().into_iter().map(middle).collect()
+    }
+}
+
+/// What two contenders are timed on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Timed<'a> {
+    tokens: &'a [u32],
+    first: usize,
+    /// The expected logits of the last position.
+    pub(crate) last: &'a [f32],
 }
 
 /// First timed position of `tokens` tokens.

@@ -69,7 +69,7 @@ pub use effort::{Interim, StoppingRule, spread};
 pub use equals::{Equal, Equals, equals};
 pub use evidence::{Build, Evidence};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
-pub use gate::Gate;
+pub use gate::{Gate, TIMED_TOKENS};
 pub use measure::{
     BelowBound, Interval, Latency, Predicted, gain, median, median_interval, noise_floor,
 };

@@ -142,12 +142,40 @@ impl Samples {
         rows.zip(self.last_chosen.iter().map(std::slice::from_ref))
     }
 
+    /// One set of samples from several that were taken side by side: each block is the geometric mean of theirs, so a
+    /// share of the time counts alike in all of them. Outputs are those of the last.
+    ///
+    /// # Panics
+    /// If there are none.
+    #[must_use]
+    pub fn geometric_mean(each: Vec<Self>) -> Self {
+        let rounds = each.iter().map(|samples| samples.rounds.len()).min().unwrap_or(0);
+        let block = |round: usize, block: usize| {
+            geometric_mean(each.iter().map(|samples| samples.rounds[round][block]))
+        };
+        let rounds = (0..rounds).map(|round| [0, 1, 2, 3].map(|at| block(round, at))).collect();
+        let joined = each.into_iter().reduce(|mut all, next| {
+            all.extend(next);
+            all
+        });
+        Self { rounds, ..joined.expect("something was timed") }
+    }
+
     /// Adds the rounds of another run of the same plan.
     pub fn extend(&mut self, other: Self) {
         self.rounds.extend(other.rounds);
         self.last_logits = other.last_logits;
         self.last_chosen = other.last_chosen;
         self.clocks.extend(other.clocks);
+    }
+}
+
+/// The geometric mean; not a number if there are none.
+pub(crate) fn geometric_mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    match values.len() {
+        // Exactly the value, which a logarithm would not give back.
+        1 => values.sum(),
+        count => (values.map(f64::ln).sum::<f64>() / count as f64).exp(),
     }
 }
 

@@ -230,7 +230,7 @@ impl Store {
             *count += 1;
             *last = row;
         }
-        Ok(Self { tried, learned: Learned::new(&known_in(path, context, kind)?) })
+        Ok(Self { tried, learned: Learned::new(&known_in(path, context, kind, &[])?) })
     }
 
     fn tried(&self, knob: Knob, to: &Value) -> Option<&(u64, Map<String, Value>)> {

@@ -107,7 +107,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             device.foresee(&[header.start(&context).kernel]);
         }
         let positions = (opened.count() > 0).then_some(POSITIONS_MAX);
-        let gate = context.gate(header.seed, positions, &kernel_id)?;
+        let gate = context.gate_at(header.seed, positions, &kernel_id, &header.contexts)?;
         let settings = settings(&context, &header);
         let strategy = strategy(&context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());
@@ -155,7 +155,7 @@ fn with_known(
 ) -> Result<Header, Failure> {
     let mut header = header.with_kind(context, measures, several)?;
     if header.strategy == StrategyName::Residual && !args.resume {
-        header.known = match store_sink::known(args, dir, context, &header.kind) {
+        header.known = match store_sink::known(args, dir, context, &header) {
             // Nobody asked for the store beside the folder: without it the search begins from nothing.
             Err(error) if args.store.is_none() => {
                 report::say(&format!("note: {error}. The search begins without it"));
@@ -276,9 +276,9 @@ fn strategy(
     }
     let space = settings.space.clone();
     let search_space = SearchSpace { space, seed: header.seed, sweep: header.explore };
-    let (graph, position) = (context.graph(), context.predicted_at());
+    let (graph, positions) = (context.graph(), header.predicted_at(context));
     let model =
-        CostModel::new(graph, &context.target, context.kv_capacity, position, Rates::shipped());
+        CostModel::new(graph, &context.target, context.kv_capacity, &positions, Rates::shipped());
     let known = Known { predictions: Some(Arc::new(model)), runs: header.known.clone() };
     Ok(search::strategy::strategy(header.strategy, search_space, known))
 }
@@ -296,10 +296,11 @@ fn say_start(header: &Header, dir: &Path, done: usize) {
         _ => format!("search resumed after {done} rows"),
     };
     report::say(&format!(
-        "{what}: {} for {}, {} latencies, budget {}, seed {}, {}, in {}",
+        "{what}: {} for {}, {} latencies{}, budget {}, seed {}, {}, in {}",
         header.model,
         header.target,
         header.kind,
+        header.at_contexts(),
         header.budget,
         header.seed,
         who(header),
@@ -514,14 +515,18 @@ impl Session<'_> {
         let champion =
             search.champion().filter(|trial| stands && trial.trial == confirmation.champion)?;
         let (context, header) = (self.context, self.header);
-        if header.start(context) != reproducible(context, context.predicted_at()) {
+        let positions = header.predicted_at(context);
+        if header.start(context) != reproducible(context, positions[0]) {
             let why = "the search did not begin with the schedule that they run; start one without --schedule";
             return Some(Err(why.to_owned()));
         }
         let Some(folder) = found::folder() else {
             return Some(Err("there is no data folder; AMK_DATA names one".to_owned()));
         };
-        let tokens = search.gate().timed_position();
+        let [tokens] = *search.gate().timed_positions() else {
+            let why = "it was judged at several contexts, and what they run was found at one";
+            return Some(Err(why.to_owned()));
+        };
         let entry =
             found::Entry::new(context, &header.device, tokens, &champion.config, latency_us);
         Some(found::keep(&folder, &entry).map_err(|failure| failure.message))

@@ -43,7 +43,9 @@ struct Weather {
 pub struct Behaviour {
     /// Microseconds per token.
     pub us: f64,
-    /// Width of the uniform noise on that, as a fraction.
+    /// Microseconds more for each position before the first timed one.
+    pub us_per_position: f64,
+    /// Width of the uniform noise on the time, as a fraction.
     pub noise: f64,
     /// Fails to load.
     pub load_error: Option<DeviceError>,
@@ -67,6 +69,7 @@ impl Behaviour {
     pub fn takes(us: f64) -> Self {
         Self {
             us,
+            us_per_position: 0.0,
             noise: 0.0,
             load_error: None,
             run_error: None,
@@ -199,7 +202,8 @@ impl<'a> ScriptedDevice<'a> {
             Side::Incumbent => &sides[0],
             Side::Candidate => &sides[1],
         };
-        let rounds = (0..plan.rounds).map(|_| ROUND.map(|side| self.sample(of(side)))).collect();
+        let rounds =
+            (0..plan.rounds).map(|_| ROUND.map(|side| self.sample(of(side), plan.first))).collect();
         let last = &self.expected[plan.tokens.len() - 1];
         let last_logits = sides.each_ref().map(|side| {
             let mut logits = last.clone();
@@ -226,9 +230,10 @@ impl<'a> ScriptedDevice<'a> {
         self.most_live = self.most_live.max(self.live.len());
     }
 
-    fn sample(&mut self, behaviour: &Behaviour) -> f64 {
+    fn sample(&mut self, behaviour: &Behaviour, first: usize) -> f64 {
         let uniform = behaviour.noise * (self.rng.random::<f64>() - 0.5);
-        behaviour.us * (1.0 + uniform + self.weather())
+        let us = behaviour.us + behaviour.us_per_position * first as f64;
+        us * (1.0 + uniform + self.weather())
     }
 
     /// The slowdown of the next block, independent of the program.

@@ -380,3 +380,24 @@ fn sums_over_runs_hold_in_whatever_order_the_runs_came() {
     let priors = one(&store, "SELECT tries, kept, round(gain_sum, 9) AS gain_sum FROM priors");
     assert_eq!(priors, json!({"tries": 4, "kept": 3, "gain_sum": 0.6}));
 }
+
+#[test]
+fn what_a_move_brought_is_kept_by_context() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut store = store(folder.path());
+    store.add("r1", ledger(folder.path(), "r1", 3)).unwrap();
+    let path = folder.path().join("r2").join("ledger.jsonl");
+    let mut at_contexts = header("r2");
+    at_contexts["contexts"] = json!([128, 2048]);
+    Ledger::create(&path, &at_contexts).unwrap().append(&trial(1)).unwrap();
+    store.add("r2", read(&path).unwrap().links()).unwrap();
+    let contexts = store.query("SELECT contexts FROM runs ORDER BY run", &[]).unwrap();
+    assert_eq!(
+        contexts.iter().map(|row| &row["contexts"]).collect::<Vec<_>>(),
+        [&Value::Null, &json!("[128,2048]")]
+    );
+    let graphs = store.query("SELECT DISTINCT graph FROM priors ORDER BY graph", &[]).unwrap();
+    let graphs: Vec<&Value> = graphs.iter().map(|row| &row["graph"]).collect();
+    assert_eq!(graphs, [&json!("g0"), &json!("g0 at [128,2048]")]);
+    assert_eq!(store.check().unwrap(), Ok(()));
+}

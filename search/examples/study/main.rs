@@ -123,7 +123,7 @@ fn read(path: &Path) -> Land {
         std::fs::read_to_string(&rates).unwrap_or_else(|e| panic!("{}: {e}", rates.display()));
     let file: lower::RateFile =
         serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", rates.display()));
-    let model = CostModel::new(&graph, &target, terms.kv_capacity, terms.context, &file.rates);
+    let model = CostModel::new(&graph, &target, terms.kv_capacity, &[terms.context], &file.rates);
     Land { grid, dims: Dims::from(&graph), model: Arc::new(model) }
 }
 

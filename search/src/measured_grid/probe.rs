@@ -148,9 +148,11 @@ impl<'g, 'a> Probe<'g, 'a> {
         let contender = Contender::new(handle, &agreement);
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
         let samples = device.time([contender; 2], &plan)?;
-        self.gate.timed(reference, end, &samples).map_err(|(_, dropped)| dropped)?;
+        self.gate
+            .timed(reference, &expected.logits[end - 1], &samples)
+            .map_err(|(_, dropped)| dropped)?;
         let at = u32::midpoint(first as u32, end as u32);
-        let bound = assess::bounds(self.gate, device, candidate, at).artefact_us;
+        let bound = assess::bounds(self.gate, device, candidate, &[at]).artefact_us;
         let _ = Latency::new(&agreement, &samples, Side::Candidate, bound, self.seed)?;
         Ok(measured(candidate, &samples, device.clocks().map(|clocks| clocks.sm_mhz)))
     }

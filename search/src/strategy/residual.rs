@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
 use super::{Form, Proposals, Question, SearchSpace};
+use crate::measure::geometric_mean;
 use crate::propose::{Origin, TrialRecords, changes, edited, generator, sweep_forms};
 
 /// Expected error of a prediction, as a fraction, and the number of trials that this expectation counts for.
@@ -59,42 +60,46 @@ pub fn weight(same_kernel: bool, here: &Dims, there: &Dims) -> f64 {
         .map_or(0.0, |distance| 1.0 / (kernel * (1.0 + DISTANCE * distance)))
 }
 
-/// The cost model for one graph and target, at one position. It remembers its answers.
+/// The cost model for one graph and target, at one position or several. It remembers its answers.
 pub struct CostModel {
     graph: Graph,
     target: Target,
     options: lower::Options,
-    position: u32,
+    positions: Vec<u32>,
     rates: Rates,
     known: Mutex<FxHashMap<ScheduleConfig, Option<f64>>>,
 }
 
 impl CostModel {
-    /// Predicts programs with a cache of `kv_capacity` tokens at `position`.
+    /// Predicts programs with a cache of `kv_capacity` tokens at these positions: the geometric mean.
     #[must_use]
     pub fn new(
         graph: &Graph,
         target: &Target,
         kv_capacity: u32,
-        position: u32,
+        positions: &[u32],
         rates: &Rates,
     ) -> Self {
         let (graph, target) = (graph.clone(), target.clone());
         let options = lower::Options { kv_capacity };
-        Self { graph, target, options, position, rates: *rates, known: Mutex::default() }
+        let positions = positions.to_vec();
+        Self { graph, target, options, positions, rates: *rates, known: Mutex::default() }
     }
 
     fn compute(&self, config: &ScheduleConfig) -> Option<f64> {
         let valid = ir::schedule::validate(*config, &self.graph, &self.target).ok()?;
         let program = lower::lower(&valid, &self.graph, &self.target, self.options).ok()?;
-        let predictor = Predictor::new(&program, &valid.kernel, &self.target, self.position);
-        Some(predictor.predict(&self.rates).latency_us)
+        let us = |&position: &u32| {
+            let predictor = Predictor::new(&program, &valid.kernel, &self.target, position);
+            predictor.predict(&self.rates).latency_us
+        };
+        Some(geometric_mean(self.positions.iter().map(us)))
     }
 }
 
 impl fmt::Debug for CostModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CostModel").field("position", &self.position).finish_non_exhaustive()
+        f.debug_struct("CostModel").field("positions", &self.positions).finish_non_exhaustive()
     }
 }
 

@@ -74,7 +74,7 @@ fn judged(row: &Row<'_>, config: ir::schedule::ScheduleConfig) -> Result<Measure
     let _working = Spinner::on(format!("judging the schedule for {}", context.graph().name));
     let batch = args.sequences.unwrap_or(1);
     let kernel_id = |kernel: &_| context.kernel_id_of(kernel, batch);
-    let mut gate = context.gate(args.seed, None, &kernel_id)?.with_context(args.context);
+    let mut gate = context.gate(args.seed, None, &kernel_id)?.with_contexts(&[args.context]);
     let (verdict, outcome) = assess::evaluate(&mut gate, None, &config, row.timing(), args.seed);
     if let Err(dropped) = &outcome {
         stop_on_our_fault(dropped)?;

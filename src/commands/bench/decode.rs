@@ -49,7 +49,7 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
     let _working = Spinner::on(format!("evaluating {name}, then judging the schedule"));
     let positions = device.is_some().then_some(POSITIONS_MAX);
     let gate = context.gate(args.seed, positions, &kernel_id)?;
-    let mut gate = gate.with_context(args.context);
+    let mut gate = gate.with_contexts(&[args.context]);
     let (measured, outcome) = match &mut device {
         None => {
             let (verdict, outcome) =
@@ -144,7 +144,7 @@ impl Bench<'_, '_> {
                 .map_err(disagreed("timed"))?;
         }
         let middle = u32::midpoint(passage.context as u32, passage.tokens.len() as u32);
-        let bounds = assess::bounds(self.gate, self.device, candidate, middle);
+        let bounds = assess::bounds(self.gate, self.device, candidate, &[middle]);
         let _ = assess::set_measured(verdict, &agreement, &samples, bounds, passage.seed)?;
         let program = &candidate.program;
         measured.bytes = Some(program.stream_bytes() + program.kv_bytes(middle));

@@ -286,11 +286,17 @@ pub(super) fn commands(run: &Run) -> Vec<String> {
     // Searches before there was a choice began with the neutral schedule.
     let start = run.header.pointer("/start/source/kind").and_then(Value::as_str);
     let start = quoted(start.unwrap_or("neutral"));
+    let contexts = run.header.get("contexts").and_then(Value::as_array);
+    let contexts: Vec<String> = contexts.into_iter().flatten().map(Value::to_string).collect();
+    let contexts = match &*contexts {
+        [] => String::new(),
+        list => format!(" --context {}", quoted(&list.join(","))),
+    };
     vec![
         format!("amk runs verify {folder}"),
         format!("amk evaluate {place} --config {folder}/best.json"),
         format!(
-            "amk loop {place} --schedule {start} --seed {} --min-gain {percent} --budget {budget} --out again",
+            "amk loop {place}{contexts} --schedule {start} --seed {} --min-gain {percent} --budget {budget} --out again",
             quoted(&run.shown("seed"))
         ),
     ]

@@ -13,7 +13,7 @@ use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
 /// Header fields that must be equal: the name, the JSON pointer, and why it matters.
-const EQUAL: [(&str, &str, &str); 12] = [
+const EQUAL: [(&str, &str, &str); 13] = [
     ("model", "/graph", "latencies of two models say nothing about schedules"),
     ("graph", "/graph_id", "graphs of one name and other shapes are other models"),
     ("target", "/target", "schedules are for a target"),
@@ -24,6 +24,7 @@ const EQUAL: [(&str, &str, &str); 12] = [
     ("card, driver or compiler", "/conditions/nvrtc", "compilers make other kernels"),
     ("protocol", "/protocol", "trials were gated, timed or decided in another way"),
     ("key/value capacity", "/kv_capacity", "it changes the program"),
+    ("contexts", "/contexts", "a step takes longer the more keys it reads"),
     ("amk", "/amk", "another version may predict otherwise"),
     ("commit", "/commit", "another build may predict otherwise"),
 ];

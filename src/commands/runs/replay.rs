@@ -30,7 +30,9 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         let mut device = if measured { card(&context, args, recorded.as_ref())? } else { None };
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
         let positions = measured.then_some(POSITIONS_MAX);
-        let mut gate = context.gate(seed, positions, &kernel_id)?;
+        let contexts = found.header.get("contexts").cloned().unwrap_or_default();
+        let contexts: Vec<u32> = serde_json::from_value(contexts).unwrap_or_default();
+        let mut gate = context.gate_at(seed, positions, &kernel_id, &contexts)?;
         let here = device.as_ref().map(|gpu| crate::conditions::of(gpu.describe()));
         let place = match (elsewhere(recorded.as_ref(), here.as_ref()), &mut device) {
             (None, Some(device)) => Place::Here(device as &mut dyn Device),

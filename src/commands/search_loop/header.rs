@@ -7,7 +7,7 @@ use clap::ValueEnum as _;
 use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{KnownRun, StrategyName};
-use search::{Budget, Conditions, DeviceInfo, LatencyKind};
+use search::{Budget, Conditions, DeviceInfo, LatencyKind, TIMED_TOKENS};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -67,6 +67,9 @@ pub(super) struct Header {
     #[serde(default)]
     pub(super) finalists: usize,
     pub(super) kv_capacity: Option<u32>,
+    /// The contexts that schedules are judged at, ascending; none for the end of the gate's tokens.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) contexts: Vec<u32>,
     /// The conditions of the measurement; none if predicted. Of several cards, those of the first.
     conditions: Option<Conditions>,
     /// The device's cache, which roofline bounds depend on.
@@ -79,6 +82,16 @@ pub(super) struct Header {
     pub(super) cards: Vec<Conditions>,
     #[serde(skip)]
     resumed: bool,
+}
+
+/// The contexts of the arguments, ascending and each once.
+fn contexts(args: &LoopArgs) -> Vec<u32> {
+    let found: std::collections::BTreeSet<u32> = args.context.iter().copied().collect();
+    found.into_iter().collect()
+}
+
+fn listed(contexts: &[u32]) -> String {
+    contexts.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }
 
 /// The strategy of ledgers from before there was a choice.
@@ -125,6 +138,7 @@ impl Header {
             min_gain: min_gain(args)?.unwrap_or(f64::NAN),
             finalists: FINALISTS,
             kv_capacity: args.place.kv_capacity,
+            contexts: contexts(args),
             conditions: None,
             cache_bytes: 0,
             start: None,
@@ -203,6 +217,11 @@ impl Header {
                 tokens(args.place.kv_capacity),
                 tokens(self.kv_capacity).unwrap_or_default(),
             ),
+            (
+                "--context",
+                Some(listed(&contexts(args))).filter(|given| !given.is_empty()),
+                listed(&self.contexts),
+            ),
             ("--devices", devices, "it has no cards by number".to_owned()),
             ("--schedule", schedule.map(|value| value.get_name().to_owned()), start.to_owned()),
             ("--device", device, self.kind.clone()),
@@ -225,8 +244,11 @@ impl Header {
         context: &Context,
     ) -> Result<Self, Failure> {
         if !self.resumed {
+            for &tokens in &self.contexts {
+                context.check_timed(tokens, TIMED_TOKENS as u32, context.kv_capacity)?;
+            }
             let given = ConfigArgs { config: None, schedule: args.schedule };
-            let tokens = context.predicted_at();
+            let tokens = self.predicted_at(context)[0];
             let Chosen { config, source } = choose(context, &given, tokens, Auto::Reproducible)?;
             self.start = Some(Start { source: json!(source), config });
         }
@@ -237,6 +259,22 @@ impl Header {
             })?;
         }
         Ok(self)
+    }
+
+    /// The contexts, for people; empty if there are none.
+    pub(super) fn at_contexts(&self) -> String {
+        match &*self.contexts {
+            [] => String::new(),
+            contexts => format!(" at {} tokens of context", listed(contexts)),
+        }
+    }
+
+    /// The contexts that schedules are predicted at.
+    pub(super) fn predicted_at(&self, context: &Context) -> Vec<u32> {
+        match &*self.contexts {
+            [] => vec![context.predicted_at()],
+            contexts => contexts.to_vec(),
+        }
     }
 
     /// The schedule of the first trial. It was the neutral one before there was a choice.

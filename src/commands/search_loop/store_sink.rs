@@ -8,8 +8,9 @@ use ir::program::Dims;
 use ir::schedule::ScheduleConfig;
 use search::Search;
 use search::strategy::{KnownRun, KnownTrial, weight};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::Header;
 use crate::cli::LoopArgs;
 use crate::context::Context;
 use crate::report;
@@ -77,12 +78,13 @@ impl StoreSink {
     }
 }
 
-/// The measured trials of the searches for a target, the newest search first.
+/// The trials of the searches for a target that were judged at the same contexts, the newest search first.
 const MEASURED: &str = "SELECT t.run, t.config, t.latency_us, t.predicted_us, t.kernel_id, r.graph_id, \
     json_object('hidden', r.hidden, 'layers', r.layers, 'heads', r.heads, 'kv_heads', r.kv_heads, \
     'head_dim', r.head_dim, 'ffn', r.ffn, 'vocab', r.vocab, 'dtype', r.dtype) AS shape \
     FROM trials t JOIN runs r ON r.run = t.run WHERE r.latency_kind = ?1 AND r.target = ?2 \
     AND t.latency_us IS NOT NULL AND t.predicted_us IS NOT NULL AND r.hidden IS NOT NULL \
+    AND coalesce(r.contexts, '[]') = ?3 \
     ORDER BY r.began_unix_s DESC, t.run, t.seq";
 
 /// Maximum trials of earlier searches that a search begins with: they are in its ledger's header.
@@ -94,21 +96,23 @@ pub(super) fn known(
     args: &LoopArgs,
     dir: &Path,
     context: &Context,
-    kind: &str,
+    header: &Header,
 ) -> Result<Vec<KnownRun>, CorpusError> {
     match path(args, dir).filter(|path| path.is_file()) {
-        Some(path) => known_in(&path, context, kind),
+        Some(path) => known_in(&path, context, &header.kind, &header.contexts),
         None => Ok(Vec::new()),
     }
 }
 
-/// The measured trials in a store for the context's target, by search.
+/// The trials in a store for the context's target, judged at these contexts, by search.
 pub(in crate::commands) fn known_in(
     path: &Path,
     context: &Context,
     kind: &str,
+    contexts: &[u32],
 ) -> Result<Vec<KnownRun>, CorpusError> {
-    let rows = Store::existing(path)?.query(MEASURED, &[kind, &context.target.name])?;
+    let contexts = json!(contexts).to_string();
+    let rows = Store::existing(path)?.query(MEASURED, &[kind, &context.target.name, &contexts])?;
     let here = Dims::from(context.graph());
     let mut runs: Vec<(String, KnownRun)> = Vec::new();
     for row in rows.iter().take(KNOWN_MAX) {
@@ -160,5 +164,41 @@ fn path(args: &LoopArgs, dir: &Path) -> Option<PathBuf> {
         Some(path) if path.as_os_str() == "none" => None,
         Some(path) => Some(path.clone()),
         None => Some(dir.parent().unwrap_or(Path::new("")).join(STORE)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::cli::{DeviceChoice, PlaceArgs};
+
+    #[test]
+    fn trials_at_other_contexts_are_not_learned_from() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = PlaceArgs { target: None, device: DeviceChoice::Cpu, kv_capacity: None };
+        let context = Context::load("toy", &place).unwrap_or_else(|f| panic!("{}", f.message));
+        let at = folder.path().join("store.sqlite");
+        let mut store = Store::open(&at).unwrap();
+        for (run, contexts) in [("plain", json!([])), ("long", json!([2048]))] {
+            let header = json!({
+                "run": run, "graph_id": run, "target": "h200", "latency_kind": "measured-gpu",
+                "contexts": contexts, "shape": Dims::from(context.graph()),
+            });
+            let trial = json!({
+                "kind": "trial", "trial": 0, "outcome": "baseline", "predicted_us": 10.0,
+                "config": context.neutral_config(), "verdict": {"latency_us": 11.0},
+            });
+            let path = folder.path().join(run).join("ledger.jsonl");
+            corpus::Ledger::create(&path, &header).unwrap().append(&trial).unwrap();
+            store.add(run, corpus::read(&path).unwrap().links()).unwrap();
+        }
+        let known = |contexts: &[u32]| {
+            let found = known_in(&at, &context, "measured-gpu", contexts).unwrap();
+            found.into_iter().map(|run| run.graph).collect::<Vec<_>>()
+        };
+        assert_eq!([known(&[]), known(&[2048])], [["plain"], ["long"]]);
+        assert_eq!(known(&[128, 2048]), Vec::<String>::new());
     }
 }

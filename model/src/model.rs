@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use ir::{Graph, Weights};
 
-use crate::error::ModelError;
+use crate::error::{ModelError, Problem};
 use crate::preset::{PRESETS, preset};
+use crate::quantised::Declared;
 use crate::random::Random;
 use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
@@ -24,6 +25,8 @@ pub struct Model {
     pub weights: Box<dyn Weights + Send + Sync>,
     /// The source of the weights.
     pub origin: Origin,
+    /// What the user should know about the import, a sentence or two each.
+    pub notes: Vec<String>,
 }
 
 /// The source of a model's weights.
@@ -57,7 +60,7 @@ impl Model {
     pub fn random(shape: Shape, seed: u64) -> Self {
         let graph = shape.graph();
         let weights = Box::new(Random::new(&graph, seed));
-        Self { graph, shape, weights, origin: Origin::Random { seed } }
+        Self { graph, shape, weights, origin: Origin::Random { seed }, notes: Vec::new() }
     }
 
     /// The folder that the model was imported from.
@@ -101,13 +104,24 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
         return Err(not_a_folder("it has no config.json"));
     };
-    let mut shape = config::parse(&object, &folder_name(dir))
-        .map_err(|problems| ModelError::Config { path, problems })?;
+    let (mut shape, declared) =
+        configured(&object, dir).map_err(|problems| ModelError::Config { path, problems })?;
     add_generation_eos(dir, &mut shape)?;
     let mut graph = shape.graph();
-    let weights = store::open(dir, &mut graph)?;
+    let (weights, notes) = store::open(dir, &mut graph, declared.as_ref())?;
     shape.dtype = graph.dtype;
-    Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
+    Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
+}
+
+/// The shape, and what the configuration says about quantisation; or the problems of both.
+fn configured(
+    object: &serde_json::Map<String, serde_json::Value>,
+    dir: &Path,
+) -> Result<(Shape, Option<Declared>), Vec<Problem>> {
+    match (config::parse(object, &folder_name(dir)), Declared::parse(object)) {
+        (Ok(shape), Ok(declared)) => Ok((shape, declared)),
+        (shape, declared) => Err(shape.err().into_iter().chain(declared.err()).flatten().collect()),
+    }
 }
 
 /// A preset by name, or else a folder by path. A folder with the name of a preset is reached by `./name`.

@@ -83,6 +83,22 @@ pub const TARGETS: &[Target] = &[
         memory_per_byte: 256,
     },
     Target {
+        name: "quantised",
+        run: models::quantised,
+        seeds: models::quantised_seeds,
+        words: &[
+            "quantization_config",
+            "weight_block_size",
+            "config_groups",
+            "\"group_size\":4294967295",
+            "\"checkpoint_format\":\"gptq_v2\"",
+            "weight_zero_point",
+            "F8_E4M3",
+        ],
+        memory: 64 * MIB,
+        memory_per_byte: 256,
+    },
+    Target {
         name: "tokenizer",
         run: models::tokenizer,
         seeds: models::tokenizer_seeds,

@@ -21,6 +21,7 @@ mod error;
 mod export;
 mod fields;
 mod files;
+mod gguf;
 mod growth;
 mod header;
 mod model;

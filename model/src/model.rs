@@ -10,7 +10,7 @@ use crate::quantised::Declared;
 use crate::random::Random;
 use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
-use crate::{config, files, store};
+use crate::{config, files, gguf, store};
 
 /// Least similarity at which a preset's name is suggested.
 const NEAR: f64 = 0.6;
@@ -34,6 +34,8 @@ pub struct Model {
 pub enum Origin {
     /// A Hugging Face folder.
     Folder(PathBuf),
+    /// A GGUF file.
+    File(PathBuf),
     /// A seed: [`Model::random`].
     Random {
         /// The seed.
@@ -68,11 +70,11 @@ impl Model {
     pub fn folder(&self) -> Option<&Path> {
         match &self.origin {
             Origin::Folder(path) => Some(path),
-            Origin::Random { .. } => None,
+            Origin::File(_) | Origin::Random { .. } => None,
         }
     }
 
-    /// The folder's tokenizer; `None` for a preset and for a folder without `tokenizer.json`.
+    /// The folder's tokenizer; `None` for a preset, for a GGUF file and for a folder without `tokenizer.json`.
     ///
     /// # Errors
     /// As [`Tokenizer::load`].
@@ -84,7 +86,9 @@ impl Model {
     }
 }
 
-/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards.
+/// Imports a Hugging Face folder, `config.json` with `model.safetensors` or its shards, or a GGUF file.
+///
+/// Matrices of a quantised model are dequantised to f32, each when it is first read, and [`Model::notes`] say so.
 ///
 /// The weights stay in their files. While the model lives, the files must not be changed or shortened.
 ///
@@ -97,12 +101,16 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
         reason: reason.to_owned(),
     };
     let kind = std::fs::metadata(dir).map_err(|e| ModelError::io("open", dir, e))?;
+    if !kind.is_dir() && is_gguf(dir) {
+        return gguf::import(dir);
+    }
     if !kind.is_dir() {
         return Err(not_a_folder("it is a file; give the folder that holds config.json"));
     }
     let path = dir.join("config.json");
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
-        return Err(not_a_folder("it has no config.json"));
+        let hint = if has_gguf(dir) { "; of a GGUF model, give the .gguf file" } else { "" };
+        return Err(not_a_folder(&format!("it has no config.json{hint}")));
     };
     let (mut shape, declared) =
         configured(&object, dir).map_err(|problems| ModelError::Config { path, problems })?;
@@ -111,6 +119,15 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     let (weights, notes) = store::open(dir, &mut graph, declared.as_ref())?;
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
+}
+
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+}
+
+fn has_gguf(dir: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(dir) else { return false };
+    entries.filter_map(Result::ok).any(|entry| is_gguf(&entry.path()))
 }
 
 /// The shape, and what the configuration says about quantisation; or the problems of both.

@@ -3,6 +3,7 @@
 //! Every matrix of a quantised folder is given as f32, its exact value, made when it is first read. The values are those
 //! of the formats' definitions, evaluated in f32 in their order, and never pass through a 16-bit type.
 
+mod blocks;
 pub(crate) mod checkpoint;
 mod codes;
 mod declared;
@@ -12,13 +13,14 @@ mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ir::{DType, FileRange, Graph, Tensor, TensorId, Weights};
 
+pub(crate) use self::blocks::BlockType;
 use self::checkpoint::Recognised;
 pub(crate) use self::declared::Declared;
-use self::matrix::Matrix;
+pub(crate) use self::matrix::{Layout, Matrix};
 use crate::error::Problem;
 use crate::parallel;
 use crate::store::{self, Files, Found, Opening, Place};
@@ -32,7 +34,7 @@ struct Dequantised {
 }
 
 /// Where a tensor comes from.
-enum Source {
+pub(crate) enum Source {
     /// It is stored.
     Stored(Place),
     /// It is made.
@@ -94,18 +96,55 @@ pub(crate) fn open(
         let reason = format!("is {:?}, but no tensor is quantised", declared.method);
         problems.push(Problem::new("quantization_config.quant_method", reason));
     }
-    if problems.is_empty() {
-        problems = damaged(&files, &graph.tensors, &sources);
-    }
     if !problems.is_empty() {
         return Err(problems);
     }
-    let notes = summary(graph, &kinds, declared, &files, &sources)
-        .into_iter()
-        .chain(notes.into_iter().map(|(note, count)| format!("{count} matrices: {note}")))
+    let mut all = vec![summary(graph, &kinds, &files, &sources)];
+    if declared.activations {
+        all.push(
+            "quantization_config describes quantised activations; they are not quantised here (W8A8 runs as W8A16)"
+                .to_owned(),
+        );
+    }
+    all.extend(notes.into_iter().map(|(note, count)| format!("{count} matrices: {note}")));
+    let weights = dequantised(files, sources, graph, |tensor| tensor.name.clone())?;
+    Ok((weights, all))
+}
+
+/// Weights from these sources, in the order of the graph's tensors, unless some are damaged. This reads all e4m3 codes
+/// and all blocks of GGUF once.
+pub(crate) fn dequantised(
+    files: Files,
+    sources: Vec<Source>,
+    graph: &Graph,
+    name: impl Fn(&Tensor) -> String,
+) -> Result<Box<dyn Weights + Send + Sync>, Vec<Problem>> {
+    let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
+    let matrix = |i: usize| match sources.get(i)? {
+        Source::Made(matrix) => Some(matrix),
+        Source::Stored(_) => None,
+    };
+    let next = AtomicUsize::new(0);
+    let scan = || loop {
+        let i = next.fetch_add(1, Ordering::Relaxed);
+        let Some(cell) = damage.get(i) else { return };
+        if let Some(reason) = matrix(i).and_then(|matrix| matrix.damage(&files)) {
+            cell.get_or_init(|| reason);
+        }
+    };
+    let bytes = (0..sources.len()).filter_map(matrix).map(Matrix::checked_bytes).sum::<u64>();
+    parallel::run(bytes as usize, &scan);
+    let problems: Vec<_> = graph
+        .tensors
+        .iter()
+        .zip(&damage)
+        .filter_map(|(tensor, reason)| Some(Problem::new(name(tensor), reason.get()?)))
         .collect();
+    if !problems.is_empty() {
+        return Err(problems);
+    }
     let made = sources.iter().map(|_| OnceLock::new()).collect();
-    Ok((Box::new(Dequantised { files, sources, made }), notes))
+    Ok(Box::new(Dequantised { files, sources, made }))
 }
 
 /// Whether a tensor is a bias of zeros, which GPTQ's tools write for every matrix.
@@ -122,59 +161,22 @@ fn explained(problem: Problem) -> Problem {
     problem
 }
 
-/// The matrices of e4m3 codes that hold NaN. This reads all such codes once.
-fn damaged(files: &Files, tensors: &[Tensor], sources: &[Source]) -> Vec<Problem> {
-    let all: Vec<(usize, Place)> = sources
-        .iter()
-        .enumerate()
-        .filter_map(|(i, source)| match source {
-            Source::Made(matrix) => Some((i, checkpoint::e4m3_codes(matrix)?)),
-            Source::Stored(_) => None,
-        })
-        .collect();
-    let bad: Vec<AtomicBool> = all.iter().map(|_| AtomicBool::new(false)).collect();
-    let next = AtomicUsize::new(0);
-    let scan = || loop {
-        let at = next.fetch_add(1, Ordering::Relaxed);
-        let Some(&(_, place)) = all.get(at) else { return };
-        bad[at].store(codes::has_nan(files.slice(place)), Ordering::Relaxed);
-    };
-    let bytes: u64 = all.iter().map(|(_, place)| place.bytes).sum();
-    parallel::run(bytes as usize, &scan);
-    let marked = all.iter().zip(&bad).filter(|(_, bad)| bad.load(Ordering::Relaxed));
-    marked
-        .map(|(&(i, _), _)| {
-            let reason =
-                "holds the e4m3 code of NaN (0x7f or 0xff); expected numbers. The file is damaged";
-            Problem::new(&tensors[i].name, reason)
-        })
-        .collect()
-}
-
-/// What a user should know about a quantised folder.
-fn summary(
+/// What a user should know about a quantised model.
+pub(crate) fn summary(
     graph: &Graph,
     kinds: &BTreeMap<&str, usize>,
-    declared: &Declared,
     files: &Files,
     sources: &[Source],
-) -> Vec<String> {
+) -> String {
     let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
     let matrices = sources.iter().filter(|source| matches!(source, Source::Made(_))).count();
     let mb = |bytes: u64| bytes.div_ceil(1_000_000);
-    let mut notes = vec![format!(
+    format!(
         "of {matrices} matrices {} are quantised: {}. They are dequantised to f32 when they are read: the model takes {} MB \
          instead of the {} MB of its files and is no faster than an f32 copy",
         kinds.values().sum::<usize>(),
-        list.join(", "),
+        if list.is_empty() { "none".to_owned() } else { list.join(", ") },
         mb(graph.weight_bytes() as u64),
         mb(files.bytes()),
-    )];
-    if declared.activations {
-        notes.push(
-            "quantization_config describes quantised activations; they are not quantised here (W8A8 runs as W8A16)"
-                .to_owned(),
-        );
-    }
-    notes
+    )
 }

@@ -33,6 +33,16 @@ pub(crate) struct Place {
 }
 
 impl Files {
+    /// Maps one file.
+    pub(crate) fn map(path: &Path) -> Result<Self, ModelError> {
+        Ok(Self(vec![(path.to_path_buf(), map(path)?)]))
+    }
+
+    /// All bytes of a file.
+    pub(crate) fn whole(&self, file: usize) -> &[u8] {
+        &self.0[file].1
+    }
+
     /// The bytes at a place, which has been compared with the file's size.
     pub(crate) fn slice(&self, place: Place) -> &[u8] {
         let start = place.offset as usize;
@@ -204,14 +214,18 @@ fn is_plain(name: &str) -> bool {
 }
 
 fn open_file(path: &Path) -> Result<(Mmap, Vec<Entry>), ModelError> {
+    let map = map(path)?;
+    let entries = header::parse(&map).map_err(|reason| ModelError::file(path, reason))?;
+    Ok((map, entries))
+}
+
+fn map(path: &Path) -> Result<Mmap, ModelError> {
     let missing = || ModelError::io("read", path, io::ErrorKind::NotFound.into());
     let file = files::open(path)?.ok_or_else(missing)?;
     // SAFETY: the mapping is read-only. Bytes that another process changes meanwhile give
     // wrong numbers, and a file that another process shortens gives SIGBUS; both hold for every mapped model, are stated
-    // in the crate's documentation, and no length or offset is read from the mapping after `header::parse`.
-    let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io("map", path, e))?;
-    let entries = header::parse(&map).map_err(|reason| ModelError::file(path, reason))?;
-    Ok((map, entries))
+    // in the crate's documentation, and no length or offset is read from the mapping after its header was parsed.
+    unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io("map", path, e))
 }
 
 /// Whether the tensor is a constant that old checkpoints contain and that we compute.

@@ -12,7 +12,7 @@ use super::codes::{Codes, Order};
 use super::declared::{Declared, Kind, Scheme, Strategy};
 use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
 use crate::error::Problem;
-use crate::store::{Files, Found, Place};
+use crate::store::{Files, Found};
 
 /// Names of a matrix's tensors, after its module's name and a dot.
 const PARTS: [&str; 16] = [
@@ -92,7 +92,8 @@ pub(crate) fn matrix(
         parts.nothing_left(scheme.kind);
         match layout {
             Some(layout) if parts.problems.is_empty() => {
-                let matrix = Matrix { rows: rows as usize, cols: cols as usize, layout };
+                let matrix =
+                    Matrix { rows: rows as usize, cols: cols as usize, layout, pairs: None };
                 return Ok(Recognised { matrix, kind: Some(scheme.kind), note });
             }
             _ if refused.is_empty() => refused = parts.problems,
@@ -230,7 +231,9 @@ impl Parts<'_> {
         }
         let (rows, cols) = (self.rows as usize, self.cols as usize);
         match place {
-            Some(layout) if self.problems.is_empty() => Ok(Matrix { rows, cols, layout }),
+            Some(layout) if self.problems.is_empty() => {
+                Ok(Matrix { rows, cols, layout, pairs: None })
+            }
             _ => Err(self.problems),
         }
     }
@@ -473,12 +476,4 @@ fn packed(
     cols: u64,
 ) -> (&'static str, &'static str, Codes, [u64; 2]) {
     (part, "I32", Codes::Int4(order), order.shape(rows, cols))
-}
-
-/// The place of the codes of a matrix of e4m3 codes.
-pub(crate) fn e4m3_codes(matrix: &Matrix) -> Option<Place> {
-    match matrix.layout {
-        Layout::Scaled { place, codes: Codes::E4m3, .. } => Some(place),
-        Layout::Floats(..) | Layout::Scaled { .. } => None,
-    }
 }

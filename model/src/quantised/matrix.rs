@@ -2,7 +2,8 @@
 
 use ir::{DType, decode};
 
-use super::codes::{Codes, E4M3, Order, e8m0, nibble};
+use super::blocks::BlockType;
+use super::codes::{Codes, E4M3, Order, e8m0, has_nan, nibble};
 use crate::parallel;
 use crate::store::{Files, Place};
 
@@ -12,6 +13,8 @@ pub(crate) struct Matrix {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) layout: Layout,
+    /// Elements of a head, if the two elements that are rotated together lie in neighbouring rows: GGUF of llama.
+    pub(crate) pairs: Option<usize>,
 }
 
 /// How a matrix is stored. Every format is a combination of these parts.
@@ -21,6 +24,8 @@ pub(crate) enum Layout {
     Floats(Place, DType),
     /// Codes, of which groups share a scale and perhaps a zero point: `(code - zero) * scale`.
     Scaled { place: Place, codes: Codes, zeros: Zeros, scales: Scales },
+    /// Blocks of GGUF.
+    Blocks(Place, BlockType),
 }
 
 /// The zero points of a matrix.
@@ -139,6 +144,7 @@ impl Zeros {
 impl Matrix {
     /// Dequantises one row, in f32 and in the order of the formats' definitions: `(code - zero) * scale`.
     pub(crate) fn dequantise_row(&self, files: &Files, row: usize, out: &mut [f32]) {
+        let row = self.stored_row(row);
         match &self.layout {
             Layout::Floats(place, dtype) => {
                 let at = row * self.cols * dtype.bytes();
@@ -148,6 +154,41 @@ impl Matrix {
                 codes.decode_row(files.slice(*place), self.rows, row, out);
                 self.scale_row(files, zeros, scales, row, out);
             }
+            Layout::Blocks(place, kind) => {
+                let bytes = self.cols / kind.len() * kind.bytes();
+                kind.dequantise(&files.slice(*place)[row * bytes..][..bytes], out);
+            }
+        }
+    }
+
+    /// Where a row is stored.
+    fn stored_row(&self, row: usize) -> usize {
+        let Some(width) = self.pairs else { return row };
+        let (head, element) = (row / width, row % width);
+        let (half, pair) = (element / (width / 2), element % (width / 2));
+        head * width + 2 * pair + half
+    }
+
+    /// What is wrong with the codes: NaN of e4m3, or a block's scale. This reads them once.
+    pub(crate) fn damage(&self, files: &Files) -> Option<String> {
+        match self.layout {
+            Layout::Scaled { place, codes: Codes::E4m3, .. } => has_nan(files.slice(place)).then(|| {
+                "holds the e4m3 code of NaN (0x7f or 0xff); expected numbers. The file is damaged".to_owned()
+            }),
+            Layout::Blocks(place, kind) => kind.unsound(files.slice(place)).map(|block| {
+                format!("has a scale in block {block} that is not finite; expected numbers. The file is damaged")
+            }),
+            Layout::Floats(..) | Layout::Scaled { .. } => None,
+        }
+    }
+
+    /// The bytes that [`damage`](Self::damage) reads.
+    pub(crate) fn checked_bytes(&self) -> u64 {
+        match self.layout {
+            Layout::Scaled { place, codes: Codes::E4m3, .. } | Layout::Blocks(place, _) => {
+                place.bytes
+            }
+            Layout::Floats(..) | Layout::Scaled { .. } => 0,
         }
     }
 

@@ -117,7 +117,7 @@ fn mxfp4_has_the_bits_of_the_reference_library() {
         };
         let (place, codes, zeros) = (part("blocks"), Codes::E2m1, Zeros::None);
         let layout = Layout::Scaled { place, codes, zeros, scales };
-        let matrix = Matrix { rows: shape[0] * shape[1], cols: shape[2], layout };
+        let matrix = Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, pairs: None };
         assert!(bits(&matrix.dequantise(&files)) == want, "{tensor}");
     }
 }

@@ -12,7 +12,7 @@ const NAMES: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
 /// Folders of `corpus/quantised`, whose weights are dequantised to f32.
-const QUANTISED: [&str; 12] = [
+const QUANTISED: [&str; 16] = [
     "awq-g128-qwen2",
     "ct-fp8-dynamic-llama",
     "ct-fp8-static-qwen3",
@@ -22,6 +22,10 @@ const QUANTISED: [&str; 12] = [
     "ct-w4a16-g128-llama",
     "ct-w4a16-g32-qwen3",
     "fp8-block-llama",
+    "gguf-q4_0-llama",
+    "gguf-q4_k_m-qwen3",
+    "gguf-q6_k-llama",
+    "gguf-q8_0-llama",
     "gptq-asym-g128-qwen2",
     "gptq-desc-act-g128-llama",
     "gptq-sym-g128-llama",
@@ -38,7 +42,9 @@ struct Golden {
 impl Golden {
     fn open(kind: &str, name: &str) -> Self {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus").join(kind).join(name);
-        let model = model::import(&folder).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let gguf = folder.join("model.gguf");
+        let path = if gguf.exists() { &gguf } else { &folder };
+        let model = model::import(path).unwrap_or_else(|error| panic!("{name}: {error}"));
         let file = std::fs::read(folder.join("golden.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&file).unwrap();
         let data = |name| file.tensor(name).unwrap().data().to_vec();

@@ -99,6 +99,21 @@ pub const TARGETS: &[Target] = &[
         memory_per_byte: 256,
     },
     Target {
+        name: "gguf",
+        run: models::gguf,
+        seeds: models::gguf_seeds,
+        words: &[
+            "general.alignment",
+            "general.architecture",
+            "llama.block_count",
+            "blk.0.attn_q.weight",
+            "rope_freqs.weight",
+            "\u{1}\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}",
+        ],
+        memory: 64 * MIB,
+        memory_per_byte: 256,
+    },
+    Target {
         name: "tokenizer",
         run: models::tokenizer,
         seeds: models::tokenizer_seeds,

@@ -175,6 +175,35 @@ pub(super) fn quantised_seeds() -> Vec<Vec<u8>> {
     (b'0'..).zip(QUANTISED).flat_map(each).collect()
 }
 
+/// A GGUF file: `R` and the whole file, or `H` and what is in front of the data of a valid one.
+pub(super) fn gguf(input: &[u8]) {
+    let Some((&form, rest)) = input.split_first() else { return };
+    let mut bytes = rest.to_vec();
+    if form == b'H' {
+        bytes.extend(&file(GGUF)[GGUF_HEAD..]);
+    }
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "gguf", |_| {});
+        write(&dir.join("model.gguf"), &bytes);
+        let Ok(model) = model::import(&dir.join("model.gguf")) else { return };
+        for index in 0..model.graph.tensors.len() {
+            let bytes = model.weights.bytes(TensorId(index as u32));
+            std::hint::black_box(bytes.iter().fold(0_u8, |all, byte| all ^ byte));
+        }
+    });
+}
+
+const GGUF: &str = "corpus/quantised/gguf-q4_0-llama/model.gguf";
+
+/// Bytes of that file in front of most of its data.
+const GGUF_HEAD: usize = 2048;
+
+pub(super) fn gguf_seeds() -> Vec<Vec<u8>> {
+    let whole = file(GGUF);
+    let empty = [&b"RGGUF"[..], &3_u32.to_le_bytes(), &[0; 16]].concat();
+    vec![[b"H", &whole[..GGUF_HEAD]].concat(), empty]
+}
+
 /// A tokenizer without a template: loads it and encodes a few texts.
 pub(super) fn tokenizer(input: &[u8]) {
     in_scratch(|scratch| {

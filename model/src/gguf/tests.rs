@@ -126,12 +126,10 @@ fn files_that_are_damaged_or_lie_are_refused() {
             "FILE: \"{name}\" has element type Q2_K; supported: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K"
         )
     );
+    let begin = u64::from_le_bytes(*whole[at + 24..].first_chunk().expect("an offset")) + 1;
     assert_eq!(
-        edited(at + 24, &[1]),
-        format!(
-            "FILE: tensor \"{name}\" begins at {}; expected a multiple of 32",
-            offset(&whole, at) + 1
-        )
+        edited(at + 24, &begin.to_le_bytes()),
+        format!("FILE: tensor \"{name}\" begins at {begin}; expected a multiple of 32")
     );
     let text = edited(at + 24, &[0; 8]);
     assert!(text.contains("overlap; the file is corrupt"), "{text}");
@@ -151,11 +149,6 @@ fn files_that_are_damaged_or_lie_are_refused() {
         "FILE: 2 problems: \"output_norm.weight\" is missing | \"output_nurm.weight\" is not part of a model of this \
          architecture"
     );
-}
-
-/// The offset in a tensor's entry of a matrix whose name ends here.
-fn offset(file: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(*file[at + 24..].first_chunk().expect("an offset"))
 }
 
 #[test]

@@ -230,7 +230,8 @@ fn gptq(fields: &mut Fields<'_>) -> Scheme {
         let reason = format!("has other options for {}; supported: the same for all", quoted(key));
         fields.complain("dynamic", reason);
     }
-    let symmetric = fields.get("sym").is_none() || fields.flag("sym");
+    // Without the field nothing is claimed, so nothing is checked.
+    let symmetric = fields.flag("sym");
     let strategy = group_size(fields);
     Scheme { kind: Kind::Gptq { less_one }, strategy, symmetric, act_order: false }
 }

@@ -455,6 +455,84 @@ fn spellings_of_one_meaning_give_the_same_bits() {
     });
 }
 
+/// Three groups of 256 columns: runs of 96, of which the last is short, or the same groups column by column.
+#[test]
+fn the_last_group_of_gptq_may_be_short() {
+    let three = |by_column: bool| {
+        let copy = copy("gptq-asym-g128-qwen2");
+        let size = if by_column { 100 } else { 96 };
+        configure(&copy, |config| config["group_size"] = json!(size));
+        edit(&copy, |all| {
+            all.retain(|name, _| by_column || !name.ends_with("g_idx"));
+            for (name, (_, shape, bytes)) in all.iter_mut() {
+                if name.ends_with("qzeros") || name.ends_with("scales") {
+                    // The third group has the values of the first.
+                    bytes.extend_from_within(..bytes.len() / 2);
+                    shape[0] = 3;
+                }
+                if name.ends_with("g_idx") {
+                    *bytes = (0..256_i32).flat_map(|column| (column / 96).to_le_bytes()).collect();
+                }
+            }
+        });
+        values(&copy).0
+    };
+    let (runs, by_column) = (three(false), three(true));
+    assert!(runs == by_column);
+    assert!(runs != values(&copy("gptq-asym-g128-qwen2")).0);
+}
+
+#[test]
+fn each_matrix_finds_its_group_of_a_mixed_configuration() {
+    let group = |format: &str, bits: u32, kind: &str, strategy: &str, size: Option<u32>| {
+        json!({ "format": format, "targets": ["re:.*"], "weights": {
+            "num_bits": bits, "type": kind, "strategy": strategy, "group_size": size, "symmetric": true } })
+    };
+    let mixed = |copy: &Copy| {
+        configure(copy, |config| {
+            config["format"] = json!("mixed-precision");
+            config["config_groups"] = json!({
+                "group_0": group("float-quantized", 8, "float", "channel", None),
+                "group_1": group("pack-quantized", 4, "int", "group", Some(32)),
+                "group_2": group("pack-quantized", 4, "int", "group", Some(128)),
+            });
+        });
+    };
+    for name in ["ct-fp8-dynamic-llama", "ct-w4a16-g128-llama", "ct-w4a16-g32-qwen3"] {
+        same(name, mixed);
+    }
+    let text = tensors("ct-int8-llama", mixed);
+    assert!(
+        text.contains("describes fp8 of compressed-tensors, int4 of compressed-tensors"),
+        "{text}"
+    );
+}
+
+#[test]
+fn act_order_of_compressed_tensors_needs_its_groups() {
+    let ordered = |copy: &Copy| {
+        configure(copy, |config| {
+            config["config_groups"]["group_0"]["weights"]["actorder"] = json!("group");
+        });
+    };
+    let text = tensors("ct-w4a16-g128-llama", ordered);
+    let reason = "is missing; expected I32 of shape [256]";
+    assert!(text.contains(&format!("\"{Q}.weight_g_idx\" {reason}")), "{text}");
+    let groups = |column: i32| column / 128;
+    same("ct-w4a16-g128-llama", |copy| {
+        ordered(copy);
+        edit(copy, |all| {
+            let names: Vec<_> =
+                all.keys().filter(|name| name.ends_with("_packed")).cloned().collect();
+            for name in names {
+                let bytes = (0..256).flat_map(|column| groups(column).to_le_bytes()).collect();
+                let stored = ("I32".to_owned(), vec![256], bytes);
+                all.insert(name.replace("weight_packed", "weight_g_idx"), stored);
+            }
+        });
+    });
+}
+
 #[test]
 fn an_exported_copy_has_the_same_bits() {
     let copy = copy("ct-nvfp4-llama");

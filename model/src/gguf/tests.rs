@@ -214,6 +214,22 @@ fn divisors_of_frequencies_become_llama3_scaling() {
 }
 
 #[test]
+fn an_exported_copy_has_the_same_bits() {
+    for name in ["gguf-q4_0-llama", "gguf-q4_k_m-qwen3"] {
+        let model = import(&folder(name).join("model.gguf")).expect("a model");
+        let parent = tempfile::tempdir().expect("a folder");
+        let to = parent.path().join("out");
+        crate::export(&model, &to).expect("an export");
+        let back = import(&to).expect("a model");
+        assert_eq!((back.graph.tied(), &back.notes[..]), (model.graph.tied(), &[][..]));
+        for i in 0..model.graph.tensors.len() {
+            let id = TensorId(i as u32);
+            assert!(back.weights.bytes(id) == model.weights.bytes(id), "{name} {i}");
+        }
+    }
+}
+
+#[test]
 fn damaged_headers_give_an_error_or_a_model() {
     let whole = bytes("gguf-q4_0-llama");
     let end = head_end(&whole);

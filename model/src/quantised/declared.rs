@@ -251,7 +251,8 @@ fn awq(fields: &mut Fields<'_>) -> Scheme {
 }
 
 fn compressed_tensors(fields: &mut Fields<'_>) -> Vec<Scheme> {
-    only(fields, "quantization_status", &["compressed".into()]);
+    // Early checkpoints say that their scales are frozen, though their tensors are compressed.
+    only(fields, "quantization_status", &["compressed".into(), "frozen".into()]);
     if let Some(value) = fields.get("kv_cache_scheme") {
         let reason = format!("is {}; a quantised key/value cache is not supported", shown(value));
         fields.complain("kv_cache_scheme", reason);

@@ -342,8 +342,8 @@ fn options_of_compressed_tensors_that_are_not_read_are_named() {
         ),
         (
             "quantization_status",
-            json!("frozen"),
-            "\"quantization_status\" is \"frozen\"; supported: \"compressed\"".to_owned(),
+            json!("calibration"),
+            "\"quantization_status\" is \"calibration\"; supported: \"compressed\", \"frozen\"".to_owned(),
         ),
         ("config_groups", json!({}), "\"config_groups\" has no group; supported: one or more".to_owned()),
     ];

@@ -8,6 +8,7 @@ mod import;
 mod tests;
 
 use std::collections::{HashMap, HashSet};
+use std::fmt;
 
 use ir::DType;
 
@@ -38,6 +39,18 @@ pub(crate) enum Value<'a> {
     Text(&'a str),
     /// A list of this many elements, which are not read.
     List(u64),
+}
+
+impl fmt::Display for Value<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole(n) => write!(f, "{n}"),
+            Self::Real(x) => write!(f, "{x}"),
+            Self::Flag(flag) => write!(f, "{flag}"),
+            Self::Text(text) => f.write_str(&quoted(text)),
+            Self::List(count) => write!(f, "a list of {count}"),
+        }
+    }
 }
 
 /// The header of a file.
@@ -86,9 +99,7 @@ pub(crate) fn parse(file: &[u8]) -> Result<Header<'_>, String> {
         None => ALIGNMENT,
         Some(&Value::Whole(n)) if n > 0 && n <= i128::from(ALIGNMENT_MAX) => n as u64,
         Some(other) => {
-            return Err(format!(
-                "has general.alignment {other:?}; supported: 1 to {ALIGNMENT_MAX}"
-            ));
+            return Err(format!("has general.alignment {other}; supported: 1 to {ALIGNMENT_MAX}"));
         }
     };
     let mut list = Vec::new();

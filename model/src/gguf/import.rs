@@ -237,7 +237,7 @@ impl Values<'_, '_> {
                 Ok(x) if x.is_finite() => self.set(field, json!(x)),
                 _ => self.refuse(key, format!("is {x}; expected a finite number")),
             },
-            Some(other) => self.refuse(key, format!("is {other:?}; expected one number")),
+            Some(other) => self.refuse(key, format!("is {other}; expected one number")),
         }
     }
 
@@ -268,11 +268,18 @@ impl Values<'_, '_> {
         self.set("bos_token_id", json!(begin));
     }
 
-    /// Values that change the arithmetic in ways that no graph expresses.
+    /// Values that change the arithmetic in ways that no graph expresses, and files that hold a part of a model.
     fn refuse_others(&mut self) {
+        if let Some(value) =
+            self.header.values.get("split.count").filter(|v| **v != Value::Whole(1))
+        {
+            let reason =
+                format!("is {value}; supported: 1. Merge the files with llama-gguf-split --merge");
+            self.problems.push(Problem::new("split.count", reason));
+        }
         for key in ["expert_count", "attention.sliding_window"] {
             if let Some(value) = self.get(key).filter(|value| *value != Value::Whole(0)) {
-                self.refuse(key, format!("is {value:?}; supported: none"));
+                self.refuse(key, format!("is {value}; supported: none"));
             }
         }
     }
@@ -290,7 +297,7 @@ impl Values<'_, '_> {
                 true
             }
             Some(other) => {
-                self.refuse("rope.scaling.type", format!("is {other:?}; supported: none, linear"));
+                self.refuse("rope.scaling.type", format!("is {other}; supported: none, linear"));
                 false
             }
         }

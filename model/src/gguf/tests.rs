@@ -199,6 +199,63 @@ fn head_end(file: &[u8]) -> usize {
     ends.max().expect("a tensor")
 }
 
+/// Adds a value to a file: its key, the number of its type, its bytes.
+fn with_value(file: &[u8], key: &str, kind: u32, value: &[u8]) -> Vec<u8> {
+    let header = parse(file).expect("a header");
+    let start = header.tensors.iter().map(|info| info.offset).min().expect("a tensor") as usize;
+    let mut head = file[..24].to_vec();
+    let count = u64::from_le_bytes(*head[16..].first_chunk().expect("a count")) + 1;
+    head[16..24].copy_from_slice(&count.to_le_bytes());
+    head.extend((key.len() as u64).to_le_bytes());
+    head.extend(key.as_bytes());
+    head.extend(kind.to_le_bytes());
+    head.extend(value);
+    head.extend(&file[24..head_end(file)]);
+    head.resize(head.len().next_multiple_of(32), 0);
+    head.extend(&file[start..]);
+    head
+}
+
+#[test]
+fn values_that_change_the_arithmetic_are_refused() {
+    let whole = bytes("gguf-q4_0-llama");
+    let (u16_type, u32_type, text_type) = (2, 4, 8);
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let cases = [
+        (
+            "split.count",
+            u16_type,
+            vec![3, 0],
+            "is 3; supported: 1. Merge the files with llama-gguf-split --merge",
+        ),
+        ("llama.expert_count", u32_type, vec![8, 0, 0, 0], "is 8; supported: none"),
+        ("llama.attention.sliding_window", u32_type, vec![0, 16, 0, 0], "is 4096; supported: none"),
+        (
+            "llama.rope.scaling.type",
+            text_type,
+            text("yarn"),
+            "is \"yarn\"; supported: none, linear",
+        ),
+    ];
+    for (key, kind, value, reason) in cases {
+        let said = refused(&with_value(&whole, key, kind, &value));
+        assert_eq!(said, format!("FILE: \"{key}\" {reason}"));
+    }
+    let file = with_value(&whole, "llama.rope.scaling.type", text_type, &text("linear"));
+    let file = with_value(&file, "llama.rope.scaling.factor", 6, &4_f32.to_le_bytes());
+    let model = read(&file).expect("a model");
+    assert_eq!(model.shape.rope.scaling, Scaling::Linear { factor: 4.0 });
+    let twice = with_value(&file, "llama.rope.scaling.factor", 6, &4_f32.to_le_bytes());
+    assert_eq!(refused(&twice), "FILE: has the value \"llama.rope.scaling.factor\" twice");
+    let texts = [&8_u32.to_le_bytes()[..], &2_u64.to_le_bytes(), &text("a"), &text("bc")].concat();
+    let listed = with_value(&whole, "tokenizer.ggml.tokens", 9, &texts);
+    assert_eq!(parse(&listed).expect("a header").values["tokenizer.ggml.tokens"], Value::List(2));
+    assert!(read(&listed).is_ok());
+    let nested = [&9_u32.to_le_bytes()[..], &0_u64.to_le_bytes()].concat();
+    let said = refused(&with_value(&whole, "x", 9, &nested));
+    assert!(said.starts_with("FILE: list \"x\" has elements of type 9"), "{said}");
+}
+
 #[test]
 fn divisors_of_frequencies_become_llama3_scaling() {
     let file = bytes("gguf-q6_k-llama");

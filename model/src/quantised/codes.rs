@@ -128,6 +128,17 @@ impl Codes {
                     *out = E2M1[usize::from(nibble(bytes, row * cols + col))];
                 }
             }
+            Self::Int4(order @ (Order::AlongColumns | Order::Gptq)) => {
+                // A word holds eight columns of the row.
+                let words = bytes.as_chunks::<4>().0;
+                for (eight, out) in out.chunks_mut(8).enumerate() {
+                    let at = order.index(rows, cols, row, eight * 8) / 8;
+                    let word = u32::from_le_bytes(words[at]);
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = f32::from((word >> (4 * i)) as u8 & 15);
+                    }
+                }
+            }
             Self::Int4(order) => {
                 for (col, out) in out.iter_mut().enumerate() {
                     *out = f32::from(nibble(bytes, order.index(rows, cols, row, col)));
@@ -184,6 +195,20 @@ mod tests {
                 assert!(!std::mem::replace(&mut seen[at], true), "{order:?} {row} {col}");
             }
             assert!(seen.iter().all(|&seen| seen), "{order:?}");
+        }
+    }
+
+    #[test]
+    fn rows_are_decoded_by_the_index_of_their_elements() {
+        let (rows, cols) = (16, 20);
+        let bytes: Vec<u8> = (0..=255).cycle().map(|i: u8| i.wrapping_mul(37)).take(1024).collect();
+        for order in [Order::AlongColumns, Order::AlongRows, Order::Gptq, Order::Awq] {
+            for row in 0..rows {
+                let mut out = vec![0.0; cols];
+                Codes::Int4(order).decode_row(&bytes, rows, row, &mut out);
+                let at = |col| f32::from(nibble(&bytes, order.index(rows, cols, row, col)));
+                assert!(out.into_iter().eq((0..cols).map(at)), "{order:?} {row}");
+            }
         }
     }
 

@@ -305,7 +305,7 @@ pub(crate) enum DeviceChoice {
 /// The model and where it runs.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
-    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
+    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
     /// llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
     #[arg(long, value_name = "DIR|PRESET")]
     pub(crate) model: String,

@@ -12,6 +12,8 @@ mod feedback;
 mod manifest;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
+#[path = "cli_tests/quantised.rs"]
+mod quantised;
 #[path = "cli_tests/refusals.rs"]
 mod refusals;
 #[path = "cli_tests/schemas.rs"]

@@ -10,6 +10,7 @@ use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::device::probe::live_target;
 use crate::failure::Failure;
+use crate::report;
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -48,7 +49,17 @@ impl Context {
         Ok(context)
     }
 
+    /// Opens the model, and says what the user should know about it.
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
+        let context = Self::open(name, place)?;
+        for note in &context.model.notes {
+            report::say(&format!("{}: {note}", context.graph().name));
+        }
+        Ok(context)
+    }
+
+    /// The same without a word, for a process whose parent has said it.
+    pub(crate) fn open(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let target = choose_target(place)?;
         let model = model::load(name)?;
         tracing::info!(

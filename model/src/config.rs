@@ -90,13 +90,6 @@ fn refuse_unsupported(fields: &mut Fields<'_>, family: Family) {
     if let Some(value) = fields.get("hidden_act").filter(|v| v.as_str() != Some("silu")) {
         fields.expected("hidden_act", value, "\"silu\"");
     }
-    if let Some(value) = fields.get("quantization_config") {
-        let method = value.get("quant_method").map_or_else(|| shown(value), shown);
-        fields.complain(
-            "quantization_config",
-            format!("is {method}; supported: f32, f16 and bf16 weights"),
-        );
-    }
     if let Some(value) = fields.get("partial_rotary_factor").filter(|v| v.as_f64() != Some(1.0)) {
         fields.expected("partial_rotary_factor", value, "1.0");
     }

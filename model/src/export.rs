@@ -310,7 +310,7 @@ fn bytes(model: &Model, id: TensorId) -> Cow<'_, [u8]> {
     match model.origin {
         // Generated anew, so that a preset that is only exported is never in memory as a whole.
         Origin::Random { seed } => Cow::Owned(random::tensor(&model.graph, id, seed)),
-        Origin::Folder(_) => Cow::Borrowed(model.weights.bytes(id)),
+        Origin::Folder(_) | Origin::File(_) => Cow::Borrowed(model.weights.bytes(id)),
     }
 }
 

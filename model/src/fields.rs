@@ -11,13 +11,18 @@ const IDS_MAX: usize = 1024;
 pub(crate) struct Fields<'a> {
     object: &'a Map<String, Value>,
     /// Prefix of field names in errors: empty, or `rope_scaling.`.
-    prefix: &'static str,
+    prefix: String,
     problems: Vec<Problem>,
 }
 
 impl<'a> Fields<'a> {
-    pub(crate) fn new(object: &'a Map<String, Value>, prefix: &'static str) -> Self {
-        Self { object, prefix, problems: Vec::new() }
+    pub(crate) fn new(object: &'a Map<String, Value>, prefix: impl Into<String>) -> Self {
+        Self { object, prefix: prefix.into(), problems: Vec::new() }
+    }
+
+    /// The name of a field with this object's prefix.
+    pub(crate) fn prefixed(&self, field: &str) -> String {
+        format!("{}{field}", self.prefix)
     }
 
     pub(crate) fn into_problems(self) -> Vec<Problem> {
@@ -34,7 +39,7 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn complain(&mut self, field: &str, reason: impl Into<String>) {
-        self.problems.push(Problem::new(format!("{}{field}", self.prefix), reason));
+        self.problems.push(Problem::new(self.prefixed(field), reason));
     }
 
     pub(crate) fn adopt(&mut self, problems: Vec<Problem>) {

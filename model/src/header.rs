@@ -24,12 +24,24 @@ const RANK_MAX: usize = 8;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) name: String,
-    /// Its element type, or the format's name of an unsupported one.
-    pub(crate) dtype: Result<DType, String>,
+    /// The format's name of its element type.
+    pub(crate) element: String,
     pub(crate) shape: Vec<u64>,
     /// First byte in the file.
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
+}
+
+impl Entry {
+    /// The element type, if it is one of a graph's.
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        match &self.element[..] {
+            "F32" => Some(DType::F32),
+            "F16" => Some(DType::F16),
+            "BF16" => Some(DType::Bf16),
+            _ => None,
+        }
+    }
 }
 
 /// The tensors of a file, in the order of their bytes; or an error.
@@ -83,8 +95,7 @@ fn entry(name: String, info: Info, start: u64, data: u64) -> Result<Entry, Strin
             quoted(&name)
         ));
     }
-    let (dtype, bits) = element(&info.dtype);
-    if let Some(bits) = bits {
+    if let Some(bits) = element_bits(&info.dtype) {
         let wanted =
             info.shape.iter().try_fold(bits, |all, &dim| all.checked_mul(dim)).map(|n| n / 8);
         if wanted != Some(to - from) {
@@ -97,7 +108,8 @@ fn entry(name: String, info: Info, start: u64, data: u64) -> Result<Entry, Strin
             ));
         }
     }
-    Ok(Entry { name, dtype, shape: info.shape, offset: start + from, bytes: to - from })
+    let (offset, bytes) = (start + from, to - from);
+    Ok(Entry { name, element: info.dtype, shape: info.shape, offset, bytes })
 }
 
 fn contiguous(entries: &[Entry], start: u64, size: u64) -> Result<(), String> {
@@ -119,18 +131,15 @@ fn contiguous(entries: &[Entry], start: u64, size: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// The element type for a format name, and its bits if they are known.
-fn element(name: &str) -> (Result<DType, String>, Option<u64>) {
+/// Bits of an element type, if they are known.
+fn element_bits(name: &str) -> Option<u64> {
     match name {
-        "F32" => (Ok(DType::F32), Some(32)),
-        "F16" => (Ok(DType::F16), Some(16)),
-        "BF16" => (Ok(DType::Bf16), Some(16)),
-        "F64" | "I64" | "U64" => (Err(name.to_owned()), Some(64)),
-        "I32" | "U32" => (Err(name.to_owned()), Some(32)),
-        "I16" | "U16" => (Err(name.to_owned()), Some(16)),
-        "I8" | "U8" | "BOOL" => (Err(name.to_owned()), Some(8)),
+        "F64" | "I64" | "U64" => Some(64),
+        "F32" | "I32" | "U32" => Some(32),
+        "F16" | "BF16" | "I16" | "U16" => Some(16),
+        "I8" | "U8" | "BOOL" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" => Some(8),
         // The format gains new narrow types; they are refused by name only if the model needs the tensor.
-        _ => (Err(name.to_owned()), None),
+        _ => None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Import and export of models: a Hugging Face folder or a preset becomes an [`ir::Graph`] with its weights, a
+//! Import and export of models: a Hugging Face folder, a GGUF file or a preset becomes an [`ir::Graph`] with its weights, a
 //! tokenizer converts between text and ids, and any model can be written as a folder that other engines load.
 //!
 //! **Promises.**
@@ -9,8 +9,9 @@
 //!   is compared with the file before it is used, and a tokenizer that multiplies texts is refused. A chat template is a program: its
 //!   length, steps, depth and output are limited, and its memory and time too where the program has it run in a process of its own
 //!   ([`templates_run_in`]).
-//! - Weights are mapped, never copied. They must not change while the model lives: a file that someone shortens meanwhile
-//!   ends the process with SIGBUS, as it does for every program that maps its weights.
+//! - Weights are mapped, never copied, except that the matrices of a quantised model are dequantised to f32, each when it
+//!   is first read, with the bits that the format's definition gives. Files must not change while the model lives: one that
+//!   someone shortens meanwhile ends the process with SIGBUS, as it does for every program that maps its weights.
 //! - A preset's weights are a function of their seed, the tensor's name and the element's index: the same on every machine
 //!   and with any number of threads, and not computed before they are read.
 //! - An exported folder appears complete or not at all.
@@ -21,10 +22,13 @@ mod error;
 mod export;
 mod fields;
 mod files;
+mod gguf;
 mod growth;
 mod header;
 mod model;
+mod parallel;
 mod preset;
+mod quantised;
 mod random;
 mod rope;
 mod shape;

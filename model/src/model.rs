@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 
 use ir::{Graph, Weights};
 
-use crate::error::ModelError;
+use crate::error::{ModelError, Problem};
 use crate::preset::{PRESETS, preset};
+use crate::quantised::Declared;
 use crate::random::Random;
 use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
-use crate::{config, files, store};
+use crate::{config, files, gguf, store};
 
 /// Least similarity at which a preset's name is suggested.
 const NEAR: f64 = 0.6;
@@ -24,6 +25,8 @@ pub struct Model {
     pub weights: Box<dyn Weights + Send + Sync>,
     /// The source of the weights.
     pub origin: Origin,
+    /// What the user should know about the import, a sentence or two each.
+    pub notes: Vec<String>,
 }
 
 /// The source of a model's weights.
@@ -31,6 +34,8 @@ pub struct Model {
 pub enum Origin {
     /// A Hugging Face folder.
     Folder(PathBuf),
+    /// A GGUF file.
+    File(PathBuf),
     /// A seed: [`Model::random`].
     Random {
         /// The seed.
@@ -57,7 +62,7 @@ impl Model {
     pub fn random(shape: Shape, seed: u64) -> Self {
         let graph = shape.graph();
         let weights = Box::new(Random::new(&graph, seed));
-        Self { graph, shape, weights, origin: Origin::Random { seed } }
+        Self { graph, shape, weights, origin: Origin::Random { seed }, notes: Vec::new() }
     }
 
     /// The folder that the model was imported from.
@@ -65,11 +70,11 @@ impl Model {
     pub fn folder(&self) -> Option<&Path> {
         match &self.origin {
             Origin::Folder(path) => Some(path),
-            Origin::Random { .. } => None,
+            Origin::File(_) | Origin::Random { .. } => None,
         }
     }
 
-    /// The folder's tokenizer; `None` for a preset and for a folder without `tokenizer.json`.
+    /// The folder's tokenizer; `None` for a preset, for a GGUF file and for a folder without `tokenizer.json`.
     ///
     /// # Errors
     /// As [`Tokenizer::load`].
@@ -81,7 +86,9 @@ impl Model {
     }
 }
 
-/// Imports a Hugging Face folder: `config.json` with `model.safetensors` or its shards.
+/// Imports a Hugging Face folder, `config.json` with `model.safetensors` or its shards, or a GGUF file.
+///
+/// Matrices of a quantised model are dequantised to f32, each when it is first read, and [`Model::notes`] say so.
 ///
 /// The weights stay in their files. While the model lives, the files must not be changed or shortened.
 ///
@@ -94,20 +101,44 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
         reason: reason.to_owned(),
     };
     let kind = std::fs::metadata(dir).map_err(|e| ModelError::io("open", dir, e))?;
+    if !kind.is_dir() && is_gguf(dir) {
+        return gguf::import(dir);
+    }
     if !kind.is_dir() {
         return Err(not_a_folder("it is a file; give the folder that holds config.json"));
     }
     let path = dir.join("config.json");
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
-        return Err(not_a_folder("it has no config.json"));
+        let hint = if has_gguf(dir) { "; of a GGUF model, give the .gguf file" } else { "" };
+        return Err(not_a_folder(&format!("it has no config.json{hint}")));
     };
-    let mut shape = config::parse(&object, &folder_name(dir))
-        .map_err(|problems| ModelError::Config { path, problems })?;
+    let (mut shape, declared) =
+        configured(&object, dir).map_err(|problems| ModelError::Config { path, problems })?;
     add_generation_eos(dir, &mut shape)?;
     let mut graph = shape.graph();
-    let weights = store::open(dir, &mut graph)?;
+    let (weights, notes) = store::open(dir, &mut graph, declared.as_ref())?;
     shape.dtype = graph.dtype;
-    Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
+    Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
+}
+
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+}
+
+fn has_gguf(dir: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(dir) else { return false };
+    entries.filter_map(Result::ok).any(|entry| is_gguf(&entry.path()))
+}
+
+/// The shape, and what the configuration says about quantisation; or the problems of both.
+fn configured(
+    object: &serde_json::Map<String, serde_json::Value>,
+    dir: &Path,
+) -> Result<(Shape, Option<Declared>), Vec<Problem>> {
+    match (config::parse(object, &folder_name(dir)), Declared::parse(object)) {
+        (Ok(shape), Ok(declared)) => Ok((shape, declared)),
+        (shape, declared) => Err(shape.err().into_iter().chain(declared.err()).flatten().collect()),
+    }
 }
 
 /// A preset by name, or else a folder by path. A folder with the name of a preset is reached by `./name`.

@@ -1,14 +1,13 @@
 //! Seeded random weights: every element is a function of the seed, the tensor's name and the element's index. So a
 //! tensor is the same when generated alone, in any order, on any machine and with any number of threads.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
-use std::thread;
+use std::sync::OnceLock;
 
 use half::{bf16, f16};
 use ir::{DType, Graph, Tensor, TensorId, Weights};
 
-/// Least elements of a tensor for which threads pay.
-const PARALLEL_MIN: usize = 1 << 18;
+use crate::parallel;
+
 /// Elements from one 64-bit word of a matrix: four bytes are summed for each.
 const MATRIX_PER_WORD: usize = 2;
 /// Elements from one word of a norm, 16 bits for each.
@@ -37,17 +36,13 @@ impl Random {
 impl Weights for Random {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
         let i = tensor.index();
-        self.made[i].get_or_init(|| self.recipes[i].make(self.seed, &thread_count))
+        self.made[i].get_or_init(|| self.recipes[i].make(self.seed, &parallel::threads))
     }
 }
 
 /// One tensor of the preset `graph` with this seed; it is not kept.
 pub(crate) fn tensor(graph: &Graph, id: TensorId, seed: u64) -> Vec<u8> {
-    Recipe::of(graph, id).make(seed, &thread_count)
-}
-
-fn thread_count() -> usize {
-    thread::available_parallelism().map_or(1, std::num::NonZero::get)
+    Recipe::of(graph, id).make(seed, &parallel::threads)
 }
 
 /// The distribution of a tensor's values.
@@ -79,25 +74,12 @@ impl Recipe {
     }
 
     fn make(&self, seed: u64, threads: &dyn Fn() -> usize) -> Vec<u8> {
-        // A large tensor uses every core, so two at once would only compete.
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let len = self.tensor.len();
         let mut out = vec![0; self.tensor.bytes()];
         let key = key(seed, &self.tensor.name);
-        let threads = if len < PARALLEL_MIN { 1 } else { threads() };
-        if threads <= 1 {
-            self.fill(key, 0, &mut out);
-            return out;
-        }
-        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        // Plain threads rather than a work-stealing pool: a pool's worker that waits here could steal a job that needs
-        // this very tensor, and wait for itself.
-        let part = len.div_ceil(threads).next_multiple_of(MATRIX_PER_WORD * NORM_PER_WORD);
-        thread::scope(|scope| {
-            for (i, out) in out.chunks_mut(part * self.tensor.dtype.bytes()).enumerate() {
-                scope.spawn(move || self.fill(key, i * part, out));
-            }
-        });
+        // Words of matrices and of norms both divide this many elements.
+        let unit = MATRIX_PER_WORD * NORM_PER_WORD;
+        let bytes = unit * self.tensor.dtype.bytes();
+        parallel::fill(&mut out, bytes, threads, |first, out| self.fill(key, first * unit, out));
         out
     }
 

@@ -4,13 +4,14 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-use ir::{FileRange, Graph, TensorId, Weights};
+use ir::{FileRange, Graph, Tensor, TensorId, Weights};
 use memmap2::Mmap;
 use serde_json::Value;
 
 use crate::error::{ModelError, Problem, quoted, shown};
 use crate::files;
 use crate::header::{self, Entry};
+use crate::quantised::{self, Declared, checkpoint};
 
 /// The file of an unsharded checkpoint.
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -19,46 +20,87 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Most files of one checkpoint.
 const SHARDS_MAX: usize = 4096;
 
+/// Mapped files.
+#[derive(Debug, Default)]
+pub(crate) struct Files(Vec<(PathBuf, Mmap)>);
+
+/// Bytes of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) file: usize,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Files {
+    /// Maps one file.
+    pub(crate) fn map(path: &Path) -> Result<Self, ModelError> {
+        Ok(Self(vec![(path.to_path_buf(), map(path)?)]))
+    }
+
+    /// All bytes of a file.
+    pub(crate) fn whole(&self, file: usize) -> &[u8] {
+        &self.0[file].1
+    }
+
+    /// The bytes at a place, which has been compared with the file's size.
+    pub(crate) fn slice(&self, place: Place) -> &[u8] {
+        let start = place.offset as usize;
+        &self.0[place.file].1[start..start + place.bytes as usize]
+    }
+
+    /// Bytes of all files.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.iter().map(|(_, map)| map.len() as u64).sum()
+    }
+
+    /// The place as others read it.
+    pub(crate) fn range(&self, place: Place) -> FileRange {
+        let path = self.0[place.file].0.clone();
+        FileRange { path, offset: place.offset, bytes: place.bytes }
+    }
+}
+
 /// Weights that stay in their files: mapped, read on access, never copied.
 struct Mapped {
-    files: Vec<(PathBuf, Mmap)>,
+    files: Files,
     /// By [`TensorId`].
     places: Vec<Place>,
 }
 
-#[derive(Clone, Copy)]
-struct Place {
-    file: usize,
-    offset: u64,
-    bytes: u64,
-}
-
 impl Weights for Mapped {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
-        let place = self.places[tensor.index()];
-        let start = place.offset as usize;
-        &self.files[place.file].1[start..start + place.bytes as usize]
+        self.files.slice(self.places[tensor.index()])
     }
 
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
-        let place = self.places[tensor.index()];
-        let path = self.files[place.file].0.clone();
-        Some(FileRange { path, offset: place.offset, bytes: place.bytes })
+        Some(self.files.range(self.places[tensor.index()]))
     }
 }
 
 /// A stored tensor: its file, and its place in it.
-struct Found {
-    file: usize,
-    entry: Entry,
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) file: usize,
+    pub(crate) entry: Entry,
 }
 
-/// Opens the folder's tensors, sets the graph's element types to the stored ones, and checks that the tensors match the
-/// graph.
+impl Found {
+    pub(crate) fn place(&self) -> Place {
+        Place { file: self.file, offset: self.entry.offset, bytes: self.entry.bytes }
+    }
+}
+
+/// The weights of a folder, and what the user should know about them.
+pub(crate) type Opening = (Box<dyn Weights + Send + Sync>, Vec<String>);
+
+/// Opens the folder's tensors, sets the graph's element types to those of the weights, and checks that the tensors match
+/// the graph and what the configuration says about quantisation.
 pub(crate) fn open(
     dir: &Path,
     graph: &mut Graph,
-) -> Result<Box<dyn Weights + Send + Sync>, ModelError> {
+    declared: Option<&Declared>,
+) -> Result<Opening, ModelError> {
     let (files, found) = if exists(&dir.join(SINGLE)) {
         open_single(dir)?
     } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
@@ -67,9 +109,19 @@ pub(crate) fn open(
         let reason = format!("it has neither {SINGLE} nor {INDEX}{}", other_format(dir));
         return Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason });
     };
-    let places = matched(found, graph)
-        .map_err(|problems| ModelError::Tensors { path: dir.to_path_buf(), problems })?;
-    Ok(Box::new(Mapped { files, places }))
+    let wrong = |problems| ModelError::Tensors { path: dir.to_path_buf(), problems };
+    if let Some(declared) = declared {
+        return quantised::open(files, found, graph, declared).map_err(wrong);
+    }
+    if let Some(name) = checkpoint::sign(&found) {
+        let reason = format!(
+            "is missing, but tensor {} is of a quantised model; download config.json again",
+            quoted(name)
+        );
+        return Err(wrong(vec![Problem::new("quantization_config", reason)]));
+    }
+    let places = matched(found, graph).map_err(wrong)?;
+    Ok((Box::new(Mapped { files, places }), Vec::new()))
 }
 
 fn exists(path: &Path) -> bool {
@@ -85,14 +137,14 @@ fn other_format(dir: &Path) -> &'static str {
     }
 }
 
-type Opened = (Vec<(PathBuf, Mmap)>, HashMap<String, Found>);
+type Opened = (Files, HashMap<String, Found>);
 
-fn open_single(dir: &Path) -> Result<Opened, ModelError> {
+pub(crate) fn open_single(dir: &Path) -> Result<Opened, ModelError> {
     let path = dir.join(SINGLE);
     let (map, entries) = open_file(&path)?;
     let found =
         entries.into_iter().map(|entry| (entry.name.clone(), Found { file: 0, entry })).collect();
-    Ok((vec![(path, map)], found))
+    Ok((Files(vec![(path, map)]), found))
 }
 
 fn open_shards(dir: &Path, index: &serde_json::Map<String, Value>) -> Result<Opened, ModelError> {
@@ -129,7 +181,7 @@ fn open_shards(dir: &Path, index: &serde_json::Map<String, Value>) -> Result<Ope
         }
         files.push((path, map));
     }
-    Ok((files, found))
+    Ok((Files(files), found))
 }
 
 /// The files in an index, with the tensors that it lists for each.
@@ -162,14 +214,18 @@ fn is_plain(name: &str) -> bool {
 }
 
 fn open_file(path: &Path) -> Result<(Mmap, Vec<Entry>), ModelError> {
+    let map = map(path)?;
+    let entries = header::parse(&map).map_err(|reason| ModelError::file(path, reason))?;
+    Ok((map, entries))
+}
+
+fn map(path: &Path) -> Result<Mmap, ModelError> {
     let missing = || ModelError::io("read", path, io::ErrorKind::NotFound.into());
     let file = files::open(path)?.ok_or_else(missing)?;
     // SAFETY: the mapping is read-only. Bytes that another process changes meanwhile give
     // wrong numbers, and a file that another process shortens gives SIGBUS; both hold for every mapped model, are stated
-    // in the crate's documentation, and no length or offset is read from the mapping after `header::parse`.
-    let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io("map", path, e))?;
-    let entries = header::parse(&map).map_err(|reason| ModelError::file(path, reason))?;
-    Ok((map, entries))
+    // in the crate's documentation, and no length or offset is read from the mapping after its header was parsed.
+    unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io("map", path, e))
 }
 
 /// Whether the tensor is a constant that old checkpoints contain and that we compute.
@@ -187,29 +243,7 @@ fn matched(
     let mut places = Vec::with_capacity(graph.tensors.len());
     let mut first_matrix = None;
     for tensor in &mut graph.tensors {
-        let Some(Found { file, entry }) = found.remove(&tensor.name) else {
-            let hint = if tensor.name == "lm_head.weight" {
-                "is missing; if the embedding serves for it, config.json must say \"tie_word_embeddings\": true"
-            } else {
-                "is missing"
-            };
-            problems.push(Problem::new(&tensor.name, hint));
-            continue;
-        };
-        if !entry.shape.iter().copied().eq(tensor.shape.iter().map(|&dim| u64::from(dim))) {
-            let reason =
-                format!("has shape {:?}; config.json asks for {:?}", entry.shape, tensor.shape);
-            problems.push(Problem::new(&tensor.name, reason));
-        }
-        match entry.dtype {
-            Ok(dtype) => tensor.dtype = dtype,
-            Err(other) => {
-                let reason =
-                    format!("has element type {}; supported: F32, F16, BF16", quoted(&other));
-                problems.push(Problem::new(&tensor.name, reason));
-                continue;
-            }
-        }
+        let Some(place) = take(tensor, &mut found, &mut problems) else { continue };
         if tensor.shape.len() == 2 {
             let (name, dtype) =
                 first_matrix.get_or_insert_with(|| (tensor.name.clone(), tensor.dtype));
@@ -220,15 +254,55 @@ fn matched(
                 problems.push(Problem::new(&tensor.name, reason));
             }
         }
-        places.push(Place { file, offset: entry.offset, bytes: entry.bytes });
+        places.push(place);
     }
-    let mut extra: Vec<String> = found.into_keys().collect();
-    extra.retain(|name| !(is_buffer(name) || (tied && name == "lm_head.weight")));
-    extra.sort_unstable();
-    let reason = "is not part of the model that config.json describes";
-    problems.extend(extra.into_iter().map(|name| Problem::new(name, reason)));
+    problems.extend(extra(found, tied));
     if let Some((_, dtype)) = first_matrix {
         graph.dtype = dtype;
     }
     if problems.is_empty() { Ok(places) } else { Err(problems) }
+}
+
+/// Takes a tensor that is used as it is stored and sets its type to the stored one; `None` if it has none.
+pub(crate) fn take(
+    tensor: &mut Tensor,
+    found: &mut HashMap<String, Found>,
+    problems: &mut Vec<Problem>,
+) -> Option<Place> {
+    let Some(stored) = found.remove(&tensor.name) else {
+        problems.push(Problem::new(&tensor.name, missing(&tensor.name)));
+        return None;
+    };
+    let entry = &stored.entry;
+    if !entry.shape.iter().copied().eq(tensor.shape.iter().map(|&dim| u64::from(dim))) {
+        let reason =
+            format!("has shape {:?}; config.json asks for {:?}", entry.shape, tensor.shape);
+        problems.push(Problem::new(&tensor.name, reason));
+    }
+    let Some(dtype) = entry.dtype() else {
+        let reason =
+            format!("has element type {}; supported: F32, F16, BF16", quoted(&entry.element));
+        problems.push(Problem::new(&tensor.name, reason));
+        return None;
+    };
+    tensor.dtype = dtype;
+    Some(stored.place())
+}
+
+/// The problem with a tensor that is not there.
+pub(crate) fn missing(name: &str) -> &'static str {
+    if name == "lm_head.weight" {
+        "is missing; if the embedding serves for it, config.json must say \"tie_word_embeddings\": true"
+    } else {
+        "is missing"
+    }
+}
+
+/// A problem for each tensor that no part of the graph is made of.
+pub(crate) fn extra(found: HashMap<String, Found>, tied: bool) -> Vec<Problem> {
+    let mut extra: Vec<String> = found.into_keys().collect();
+    extra.retain(|name| !(is_buffer(name) || (tied && name == "lm_head.weight")));
+    extra.sort_unstable();
+    let reason = "is not part of the model that config.json describes";
+    extra.into_iter().map(|name| Problem::new(name, reason)).collect()
 }

@@ -72,7 +72,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
     };
-    let context = Context::load(&args.model, &place)?;
+    let context = Context::open(&args.model, &place)?;
     let monitor = SharedMonitor::default();
     let page = observe::publisher(&context, ("search", "cuda"), 0)?;
     let watch = Kernel::new(monitor.clone(), page.clone());

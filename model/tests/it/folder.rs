@@ -15,17 +15,27 @@ pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden").join(name)
 }
 
+/// The folder of a quantised golden model.
+pub(crate) fn quantised(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/quantised").join(name)
+}
+
 /// A copy of a golden model that a test may change.
 pub(crate) struct Copy(TempDir);
 
 impl Copy {
     /// Copies the files of a golden model.
     pub(crate) fn of(name: &str) -> Self {
+        Self::of_folder(&golden(name))
+    }
+
+    /// Copies the files of a model, without what the reference computed.
+    pub(crate) fn of_folder(folder: &Path) -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
-        for entry in fs::read_dir(golden(name)).expect("the golden folder") {
+        for entry in fs::read_dir(folder).expect("the golden folder") {
             let path = entry.expect("an entry").path();
             let file = path.file_name().expect("a name");
-            if file != "golden.safetensors" {
+            if file != "golden.safetensors" && file != "dequant.safetensors" {
                 fs::copy(&path, dir.path().join(file)).expect("a copy");
             }
         }

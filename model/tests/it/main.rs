@@ -7,6 +7,7 @@ mod golden;
 mod hostile;
 mod mutilated;
 mod preset;
+mod quantised;
 mod refusals;
 mod rope;
 mod text;

@@ -4,7 +4,7 @@ use ir::TensorId;
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 
-use crate::folder::{Copy, sharded};
+use crate::folder::{Copy, quantised, sharded};
 
 /// Damage to a file.
 #[derive(Clone, Debug)]
@@ -89,6 +89,14 @@ fn damaged_checkpoint() {
 fn damaged_config() {
     check(&Copy::of("qwen3-qknorm-bf16"), "config.json", usize::MAX);
     check(&Copy::of("llama3-rope-bf16"), "config.json", usize::MAX);
+}
+
+#[test]
+fn damaged_quantised_folder() {
+    let copy = Copy::of_folder(&quantised("gptq-desc-act-g128-llama"));
+    check(&copy, "config.json", usize::MAX);
+    let copy = Copy::of_folder(&quantised("ct-w4a16-asym-g128-qwen2"));
+    check(&copy, "model.safetensors", 6000);
 }
 
 #[test]

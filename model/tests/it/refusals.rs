@@ -38,8 +38,8 @@ fn other_arithmetic() {
     let cases = [
         (json!({ "hidden_act": "gelu" }), r#""hidden_act" is "gelu"; supported: "silu""#),
         (
-            json!({ "quantization_config": { "quant_method": "gptq", "bits": 4 } }),
-            r#""quantization_config" is "gptq"; supported: f32, f16 and bf16 weights"#,
+            json!({ "quantization_config": { "quant_method": "gptq", "bits": 3 } }),
+            r#""quantization_config.bits" is 3; supported: 4"#,
         ),
         (
             json!({ "partial_rotary_factor": 0.5 }),

@@ -6,7 +6,7 @@ use reference_vm::InputError;
 use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
-use crate::{Golden, each};
+use crate::{Golden, each, each_quantised};
 
 fn evaluator(golden: &Golden) -> Evaluator<'_> {
     Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()
@@ -14,21 +14,25 @@ fn evaluator(golden: &Golden) -> Evaluator<'_> {
 
 #[test]
 fn logits_are_those_of_transformers() {
-    each(|name, golden| {
+    let check = |name: &str, golden: &Golden| {
         let logits = evaluator(golden).run(&golden.tokens, Logits::All).unwrap();
         let agreement = compare(&golden.logits, &logits, Tolerance::REFERENCE)
             .unwrap_or_else(|d| panic!("{name}: {d}"));
         assert_eq!(agreement.summary().top1_agreement, 1.0, "{name}");
-    });
+    };
+    each(check);
+    each_quantised(check);
 }
 
 #[test]
 fn greedy_tokens_are_those_of_transformers() {
-    each(|name, golden| {
+    let check = |name: &str, golden: &Golden| {
         let mut evaluator = evaluator(golden);
         evaluator.run(&golden.tokens, Logits::Skip).unwrap();
         assert_eq!(evaluator.greedy(golden.greedy.len(), &[]).unwrap(), golden.greedy, "{name}");
-    });
+    };
+    each(check);
+    each_quantised(check);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use reference_vm::Order;
 use reference_vm::compare::{Tolerance, compare};
 use reference_vm::machine::{Machine, Outputs, Run};
 
-use crate::{Golden, each};
+use crate::{Golden, each, each_quantised};
 
 fn finished(run: Run) -> Outputs {
     match run {
@@ -39,6 +39,15 @@ fn goldens_agree_on_as_many_workers_as_a_gpu_has() {
         let graph = &golden.model.graph;
         check(golden, default_config(graph, &target), &target, Order::Waves);
         check(golden, neutral_config(graph, &target), &target, Order::Waves);
+    });
+}
+
+#[test]
+fn quantised_goldens_agree_with_the_default_schedule() {
+    let target = Target::by_name("h200").unwrap();
+    each_quantised(|_, golden| {
+        let config = default_config(&golden.model.graph, &target);
+        check(golden, config, &target, Order::Waves);
     });
 }
 

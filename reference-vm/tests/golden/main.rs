@@ -11,6 +11,26 @@ use safetensors::SafeTensors;
 const NAMES: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
+/// Folders of `corpus/quantised`, whose weights are dequantised to f32.
+const QUANTISED: [&str; 16] = [
+    "awq-g128-qwen2",
+    "ct-fp8-dynamic-llama",
+    "ct-fp8-static-qwen3",
+    "ct-int8-llama",
+    "ct-nvfp4-llama",
+    "ct-w4a16-asym-g128-qwen2",
+    "ct-w4a16-g128-llama",
+    "ct-w4a16-g32-qwen3",
+    "fp8-block-llama",
+    "gguf-q4_0-llama",
+    "gguf-q4_k_m-qwen3",
+    "gguf-q6_k-llama",
+    "gguf-q8_0-llama",
+    "gptq-asym-g128-qwen2",
+    "gptq-desc-act-g128-llama",
+    "gptq-sym-g128-llama",
+];
+
 /// A model with its tokens and logits.
 struct Golden {
     model: Model,
@@ -20,9 +40,11 @@ struct Golden {
 }
 
 impl Golden {
-    fn open(name: &str) -> Self {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/golden").join(name);
-        let model = model::import(&folder).unwrap();
+    fn open(kind: &str, name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus").join(kind).join(name);
+        let gguf = folder.join("model.gguf");
+        let path = if gguf.exists() { &gguf } else { &folder };
+        let model = model::import(path).unwrap_or_else(|error| panic!("{name}: {error}"));
         let file = std::fs::read(folder.join("golden.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&file).unwrap();
         let data = |name| file.tensor(name).unwrap().data().to_vec();
@@ -40,6 +62,13 @@ impl Golden {
 /// Runs `check` on every golden folder.
 fn each(check: impl Fn(&str, &Golden)) {
     for name in NAMES {
-        check(name, &Golden::open(name));
+        check(name, &Golden::open("golden", name));
+    }
+}
+
+/// Runs `check` on every quantised folder.
+fn each_quantised(check: impl Fn(&str, &Golden)) {
+    for name in QUANTISED {
+        check(name, &Golden::open("quantised", name));
     }
 }

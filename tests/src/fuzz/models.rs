@@ -37,7 +37,8 @@ fn import(dir: &Path) {
         let id = TensorId(index as u32);
         let bytes = model.weights.bytes(id);
         std::hint::black_box(bytes.iter().fold(0_u8, |all, byte| all ^ byte));
-        let range = model.weights.file_range(id).expect("an imported tensor is in a file");
+        // A dequantised tensor is in no file.
+        let Some(range) = model.weights.file_range(id) else { continue };
         assert_eq!(range.path.parent(), Some(dir), "a file outside the folder was read");
         assert_eq!(range.bytes, bytes.len() as u64);
     }
@@ -137,6 +138,70 @@ pub(super) fn config_seeds() -> Vec<Vec<u8>> {
         "qwen3-qknorm-bf16",
     ];
     golden.map(|name| file(&format!("corpus/golden/{name}/config.json"))).to_vec()
+}
+
+const QUANTISED: [&str; 4] =
+    ["gptq-desc-act-g128-llama", "ct-w4a16-asym-g128-qwen2", "ct-nvfp4-llama", "fp8-block-llama"];
+
+/// A digit that selects a quantised model, then its configuration if the next byte is `C`, or else the header of its
+/// tensors.
+pub(super) fn quantised(input: &[u8]) {
+    let &[which, form, ref rest @ ..] = input else { return };
+    let name = QUANTISED[usize::from(which) % QUANTISED.len()];
+    let golden = |file: &str| self::file(&format!("corpus/quantised/{name}/{file}"));
+    in_scratch(|scratch| {
+        let dir = folder(scratch, name, |_| {});
+        let whole = golden(SINGLE);
+        if form == b'C' {
+            write(&dir.join("config.json"), rest);
+            write(&dir.join(SINGLE), &whole);
+        } else {
+            let data = &whole[8 + header_of(&whole).len()..];
+            let length = (rest.len() as u64).to_le_bytes();
+            write(&dir.join("config.json"), &golden("config.json"));
+            write(&dir.join(SINGLE), &[&length[..], rest, data].concat());
+        }
+        import(&dir);
+    });
+}
+
+pub(super) fn quantised_seeds() -> Vec<Vec<u8>> {
+    let each = |(which, name): (u8, &str)| {
+        let golden = |file: &str| self::file(&format!("corpus/quantised/{name}/{file}"));
+        let whole = golden(SINGLE);
+        let config = [&[which, b'C'][..], &golden("config.json")].concat();
+        [config, [&[which, b'H'][..], header_of(&whole)].concat()]
+    };
+    (b'0'..).zip(QUANTISED).flat_map(each).collect()
+}
+
+/// A GGUF file: `R` and the whole file, or `H` and what is in front of the data of a valid one.
+pub(super) fn gguf(input: &[u8]) {
+    let Some((&form, rest)) = input.split_first() else { return };
+    let mut bytes = rest.to_vec();
+    if form == b'H' {
+        bytes.extend(&file(GGUF)[GGUF_HEAD..]);
+    }
+    in_scratch(|scratch| {
+        let dir = folder(scratch, "gguf", |_| {});
+        write(&dir.join("model.gguf"), &bytes);
+        let Ok(model) = model::import(&dir.join("model.gguf")) else { return };
+        for index in 0..model.graph.tensors.len() {
+            let bytes = model.weights.bytes(TensorId(index as u32));
+            std::hint::black_box(bytes.iter().fold(0_u8, |all, byte| all ^ byte));
+        }
+    });
+}
+
+const GGUF: &str = "corpus/quantised/gguf-q4_0-llama/model.gguf";
+
+/// Bytes of that file in front of most of its data.
+const GGUF_HEAD: usize = 2048;
+
+pub(super) fn gguf_seeds() -> Vec<Vec<u8>> {
+    let whole = file(GGUF);
+    let empty = [&b"RGGUF"[..], &3_u32.to_le_bytes(), &[0; 16]].concat();
+    vec![[b"H", &whole[..GGUF_HEAD]].concat(), empty]
 }
 
 /// A tokenizer without a template: loads it and encodes a few texts.

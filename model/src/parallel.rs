@@ -1,0 +1,50 @@
+//! Fills a buffer with every core.
+
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+/// Least bytes for which threads pay.
+const PARALLEL_MIN: usize = 1 << 19;
+
+/// The cores of this machine, or fewer if the process may not use all.
+pub(crate) fn threads() -> usize {
+    thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Calls `work` with parts of `out` and the index of each part's first unit. A part is a whole number of units of
+/// `unit` bytes, except for the last.
+pub(crate) fn fill(
+    out: &mut [u8],
+    unit: usize,
+    threads: &dyn Fn() -> usize,
+    work: impl Fn(usize, &mut [u8]) + Sync,
+) {
+    // Large buffers use every core, so two at once would only compete.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    // Counting cores reads files, so it is done for large buffers only.
+    let threads = if out.len() < PARALLEL_MIN { 1 } else { threads() };
+    if threads <= 1 {
+        return work(0, out);
+    }
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let units = out.len().div_ceil(unit).div_ceil(threads);
+    let work = &work;
+    // Plain threads rather than a work-stealing pool: a pool's worker that waits here could steal a job that needs
+    // this very tensor, and wait for itself.
+    thread::scope(|scope| {
+        for (i, part) in out.chunks_mut(units * unit).enumerate() {
+            scope.spawn(move || work(i * units, part));
+        }
+    });
+}
+
+/// Calls `work` on every core at once, or only here if it is about few bytes.
+pub(crate) fn run(bytes: usize, work: &(impl Fn() + Sync)) {
+    let threads = if bytes < PARALLEL_MIN { 1 } else { threads() };
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(work);
+        }
+        work();
+    });
+}

@@ -1,0 +1,182 @@
+//! Quantised weights: which stored tensors make up a matrix, and the values that they mean.
+//!
+//! Every matrix of a quantised folder is given as f32, its exact value, made when it is first read. The values are those
+//! of the formats' definitions, evaluated in f32 in their order, and never pass through a 16-bit type.
+
+mod blocks;
+pub(crate) mod checkpoint;
+mod codes;
+mod declared;
+mod matrix;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ir::{DType, FileRange, Graph, Tensor, TensorId, Weights};
+
+pub(crate) use self::blocks::BlockType;
+use self::checkpoint::Recognised;
+pub(crate) use self::declared::Declared;
+pub(crate) use self::matrix::{Layout, Matrix};
+use crate::error::Problem;
+use crate::parallel;
+use crate::store::{self, Files, Found, Opening, Place};
+
+/// Weights of which the matrices are dequantised, each when it is first read.
+struct Dequantised {
+    files: Files,
+    /// By [`TensorId`].
+    sources: Vec<Source>,
+    made: Vec<OnceLock<Vec<u8>>>,
+}
+
+/// Where a tensor comes from.
+pub(crate) enum Source {
+    /// It is stored.
+    Stored(Place),
+    /// It is made.
+    Made(Matrix),
+}
+
+impl Weights for Dequantised {
+    fn bytes(&self, tensor: TensorId) -> &[u8] {
+        let i = tensor.index();
+        match &self.sources[i] {
+            Source::Stored(place) => self.files.slice(*place),
+            Source::Made(matrix) => self.made[i].get_or_init(|| matrix.dequantise(&self.files)),
+        }
+    }
+
+    fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
+        match &self.sources[tensor.index()] {
+            Source::Stored(place) => Some(self.files.range(*place)),
+            Source::Made(_) => None,
+        }
+    }
+}
+
+/// Matches the tensors of a quantised folder with the graph, whose matrices become f32.
+pub(crate) fn open(
+    files: Files,
+    mut found: HashMap<String, Found>,
+    graph: &mut Graph,
+    declared: &Declared,
+) -> Result<Opening, Vec<Problem>> {
+    let tied = graph.tied();
+    let mut problems = Vec::new();
+    let mut sources = Vec::with_capacity(graph.tensors.len());
+    let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut notes: BTreeMap<String, usize> = BTreeMap::new();
+    for tensor in &mut graph.tensors {
+        let &[rows, cols] = &tensor.shape[..] else {
+            sources.extend(store::take(tensor, &mut found, &mut problems).map(Source::Stored));
+            continue;
+        };
+        tensor.dtype = DType::F32;
+        match checkpoint::matrix(&tensor.name, (rows, cols), &mut found, &files, declared) {
+            Ok(Recognised { matrix, kind, note }) => {
+                sources.push(Source::Made(matrix));
+                if let Some(kind) = kind {
+                    *kinds.entry(kind.name()).or_default() += 1;
+                }
+                if let Some(note) = note {
+                    *notes.entry(note).or_default() += 1;
+                }
+            }
+            Err(more) => problems.extend(more),
+        }
+    }
+    graph.dtype = DType::F32;
+    found.retain(|name, found| !is_zero_bias(name, found, &files));
+    problems.extend(store::extra(found, tied).into_iter().map(explained));
+    if problems.is_empty() && kinds.is_empty() {
+        let reason = format!("is {:?}, but no tensor is quantised", declared.method);
+        problems.push(Problem::new("quantization_config.quant_method", reason));
+    }
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let mut all = vec![summary(graph, &kinds, &files, &sources)];
+    if declared.activations {
+        all.push(
+            "quantization_config describes quantised activations; they are not quantised here (W8A8 runs as W8A16)"
+                .to_owned(),
+        );
+    }
+    all.extend(notes.into_iter().map(|(note, count)| format!("{count} matrices: {note}")));
+    let weights = dequantised(files, sources, graph, |tensor| tensor.name.clone())?;
+    Ok((weights, all))
+}
+
+/// Weights from these sources, in the order of the graph's tensors, unless some are damaged. This reads all e4m3 codes
+/// and all blocks of GGUF once.
+pub(crate) fn dequantised(
+    files: Files,
+    sources: Vec<Source>,
+    graph: &Graph,
+    name: impl Fn(&Tensor) -> String,
+) -> Result<Box<dyn Weights + Send + Sync>, Vec<Problem>> {
+    let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
+    let matrix = |i: usize| match sources.get(i)? {
+        Source::Made(matrix) => Some(matrix),
+        Source::Stored(_) => None,
+    };
+    let next = AtomicUsize::new(0);
+    let scan = || loop {
+        let i = next.fetch_add(1, Ordering::Relaxed);
+        let Some(cell) = damage.get(i) else { return };
+        if let Some(reason) = matrix(i).and_then(|matrix| matrix.damage(&files)) {
+            cell.get_or_init(|| reason);
+        }
+    };
+    let bytes = (0..sources.len()).filter_map(matrix).map(Matrix::checked_bytes).sum::<u64>();
+    parallel::run(bytes as usize, &scan);
+    let problems: Vec<_> = graph
+        .tensors
+        .iter()
+        .zip(&damage)
+        .filter_map(|(tensor, reason)| Some(Problem::new(name(tensor), reason.get()?)))
+        .collect();
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let made = sources.iter().map(|_| OnceLock::new()).collect();
+    Ok(Box::new(Dequantised { files, sources, made }))
+}
+
+/// Whether a tensor is a bias of zeros, which GPTQ's tools write for every matrix.
+fn is_zero_bias(name: &str, found: &Found, files: &Files) -> bool {
+    name.ends_with("_proj.bias") && files.slice(found.place()).iter().all(|&byte| byte == 0)
+}
+
+fn explained(problem: Problem) -> Problem {
+    let scales = ["k_scale", "v_scale", "kv_scale", "q_scale"];
+    if scales.iter().any(|scale| problem.subject.ends_with(&format!(".{scale}"))) {
+        let reason = "is of a quantised key/value cache, which is not supported";
+        return Problem::new(problem.subject, reason);
+    }
+    problem
+}
+
+/// What a user should know about a quantised model.
+pub(crate) fn summary(
+    graph: &Graph,
+    kinds: &BTreeMap<&str, usize>,
+    files: &Files,
+    sources: &[Source],
+) -> String {
+    let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
+    let matrices = sources.iter().filter(|source| matches!(source, Source::Made(_))).count();
+    let mb = |bytes: u64| bytes.div_ceil(1_000_000);
+    format!(
+        "of {matrices} matrices {} are quantised: {}. They are dequantised to f32 when they are read: the model takes {} MB \
+         instead of the {} MB of its files and is no faster than an f32 copy",
+        kinds.values().sum::<usize>(),
+        if list.is_empty() { "none".to_owned() } else { list.join(", ") },
+        mb(graph.weight_bytes() as u64),
+        mb(files.bytes()),
+    )
+}

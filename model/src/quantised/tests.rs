@@ -1,0 +1,123 @@
+//! Dequantised matrices against those of the reference libraries, bit for bit.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use ir::{TensorId, decode};
+
+use super::checkpoint;
+use super::codes::Codes;
+use super::declared::Declared;
+use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
+use crate::store::{self, Files, Found};
+use crate::{files, import};
+
+/// Folders of families that are imported.
+const FOLDERS: [&str; 12] = [
+    "awq-g128-qwen2",
+    "ct-fp8-dynamic-llama",
+    "ct-fp8-static-qwen3",
+    "ct-int8-llama",
+    "ct-nvfp4-llama",
+    "ct-w4a16-asym-g128-qwen2",
+    "ct-w4a16-g128-llama",
+    "ct-w4a16-g32-qwen3",
+    "fp8-block-llama",
+    "gptq-asym-g128-qwen2",
+    "gptq-desc-act-g128-llama",
+    "gptq-sym-g128-llama",
+];
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/quantised").join(name)
+}
+
+/// The matrices of `dequant.safetensors`: name, shape, bits of the values.
+fn expected(name: &str) -> Vec<(String, Vec<usize>, Vec<u32>)> {
+    let bytes = std::fs::read(folder(name).join("dequant.safetensors")).expect("a file");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint");
+    let mut list = Vec::new();
+    for (name, view) in file.tensors() {
+        let words = view.data().as_chunks::<4>().0;
+        let bits = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        list.push((name, view.shape().to_vec(), bits));
+    }
+    assert_eq!(list.len(), 2);
+    list
+}
+
+fn bits(values: &[u8]) -> Vec<u32> {
+    values.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
+}
+
+#[test]
+fn matrices_have_the_bits_of_the_reference_libraries() {
+    for name in FOLDERS {
+        let model = import(&folder(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        for (tensor, shape, want) in expected(name) {
+            let at = model.graph.tensors.iter().position(|t| t.name == tensor).expect(&tensor);
+            let stored = &model.graph.tensors[at];
+            assert!(stored.shape.iter().map(|&side| side as usize).eq(shape), "{name} {tensor}");
+            let id = TensorId(at as u32);
+            assert!(bits(model.weights.bytes(id)) == want, "{name} {tensor}");
+            assert_eq!(model.weights.file_range(id), None);
+        }
+        assert!(model.notes[0].contains("14 are quantised"), "{name}: {:?}", model.notes);
+    }
+}
+
+#[test]
+fn matrices_of_16_bits_beside_them_keep_their_values() {
+    let model = import(&folder("ct-int8-llama")).expect("a model");
+    let path = folder("ct-int8-llama").join("model.safetensors");
+    let bytes = std::fs::read(path).expect("a file");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint");
+    let stored = file.tensor("lm_head.weight").expect("a tensor").data();
+    let mut want = vec![0.0; stored.len() / 2];
+    decode(ir::DType::Bf16, stored, &mut want);
+    let made = bits(model.weights.bytes(model.graph.lm_head));
+    assert!(made.iter().copied().eq(want.iter().map(|value| value.to_bits())));
+}
+
+/// The tensors of a folder whose family is not imported.
+fn opened(name: &str) -> (Files, HashMap<String, Found>) {
+    store::open_single(&folder(name)).expect("a checkpoint")
+}
+
+#[test]
+fn scales_of_blocks_may_be_bf16() {
+    let name = "fp8-block-qwen3-moe";
+    let config = files::read_object(&folder(name).join("config.json"), files::SMALL_FILE_MAX);
+    let config = config.expect("a file").expect("an object");
+    let declared = Declared::parse(&config).expect("no problems").expect("a format");
+    let (files, mut found) = opened(name);
+    for (tensor, shape, want) in expected(name) {
+        let size = (shape[0] as u32, shape[1] as u32);
+        let recognised = checkpoint::matrix(&tensor, size, &mut found, &files, &declared);
+        let matrix = recognised.unwrap_or_else(|problems| panic!("{problems:?}")).matrix;
+        assert!(bits(&matrix.dequantise(&files)) == want, "{tensor}");
+    }
+}
+
+/// The experts of gpt-oss as they lie: blocks of 32 columns, each with a power of two.
+#[test]
+fn mxfp4_has_the_bits_of_the_reference_library() {
+    let name = "mxfp4-gpt-oss";
+    let (files, found) = opened(name);
+    for (tensor, shape, want) in expected(name) {
+        let part = |suffix: &str| found[&format!("{tensor}_{suffix}")].place();
+        let scales = Scales {
+            place: part("scales"),
+            element: ScaleType::E8m0,
+            rows_each: 1,
+            cols_each: 32,
+            transposed: false,
+            divisor: None,
+            groups: None,
+        };
+        let (place, codes, zeros) = (part("blocks"), Codes::E2m1, Zeros::None);
+        let layout = Layout::Scaled { place, codes, zeros, scales };
+        let matrix = Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, pairs: None };
+        assert!(bits(&matrix.dequantise(&files)) == want, "{tensor}");
+    }
+}

@@ -11,7 +11,7 @@ const STEPS: usize = 3;
 const COUNTER_TRIPS: f64 = 4.0;
 const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 
-/// Bytes per microsecond of a stream that nobody waits for.
+/// Stages per microsecond of a stream that nobody waits for.
 const ENDLESS: f64 = 1e12;
 
 #[derive(Clone, Copy, Default)]
@@ -32,7 +32,7 @@ struct WorkerState {
     next: usize,
     /// Time at which it becomes free.
     time: f64,
-    /// Bytes that have arrived and not been multiplied.
+    /// Stages that have arrived and not been multiplied.
     arrived: f64,
 }
 
@@ -142,7 +142,7 @@ impl<'a> Simulation<'a> {
         for worker in 0..self.states.len() {
             let first = self.plan.workers[worker].first();
             let flow = self.flows[first.map_or(0, |task| task.flow as usize)];
-            advance(&mut self.states[worker], &flow, start);
+            advance(&mut self.states[worker], &flow, flow.ring, start);
             self.states[worker].next = 0;
         }
         let mut progress = true;
@@ -184,37 +184,41 @@ impl<'a> Simulation<'a> {
         let late = |time: Option<f64>| time.map(|time| time + delay.hand_off);
         let arrival =
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
-        let ready = self.ready(&self.states[worker], &flow, arrival);
+        let ready = self.ready(&self.states[worker], task, &flow, arrival);
         let state = &mut self.states[worker];
         let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
-        advance(state, &flow, ready);
+        let room = room(task, &flow);
+        advance(state, &flow, room, ready);
         let mut aside = self.speeds.aside(&task.work);
         aside.after += delay.output;
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
-        state.arrived = (state.arrived + aside.before * flow.stream_before_wait).min(flow.ring);
-        times.staged = ready + aside.before;
-        times.arrived[0] = state.arrived;
+        advance(state, &flow, room, ready + aside.before);
+        times.staged = state.time;
+        times.arrived[0] = state.arrived * flow.payload;
+        let attends = matches!(task.work, Work::Attention { .. });
         let mut multiply = 0.0;
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
             let phase = &self.plan.phases[task.phase as usize];
             let all = (phase.stream_bytes + phase.kv_bytes) as f64;
             let stream = self.speeds.stream_of(&flow, bytes, all / self.plan.workers.len() as f64);
-            let missing = (bytes - state.arrived).max(0.0);
+            let needed = bytes / flow.payload;
+            let missing = (needed - state.arrived).max(0.0);
             // The last stage is used after it has arrived.
             multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
-            state.arrived = (state.arrived + multiply * stream - bytes).max(0.0);
+            // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
+            let refill = if attends && missing == 0.0 { 0.0 } else { multiply * stream };
+            state.arrived = (state.arrived + refill - needed).clamp(0.0, flow.ring);
             times.starved = multiply - consume;
         }
-        multiply += delay.products;
-        times.multiplied = times.staged + multiply;
-        times.arrived[1] = state.arrived;
-        state.arrived = (state.arrived + aside.after * flow.stream_before_wait).min(flow.ring);
-        state.time += aside.before + multiply + aside.after;
+        state.time += multiply + delay.products;
+        times.multiplied = state.time;
+        times.arrived[1] = state.arrived * flow.payload;
+        advance(state, &flow, flow.ring, times.multiplied + aside.after);
         state.next += 1;
         let end = state.time;
         times.end = end;
-        if matches!(task.work, Work::Attention { .. }) {
-            advance(state, &flow, end + self.speeds.rates.attended_us);
+        if attends {
+            advance(state, &flow, flow.ring, end + self.speeds.rates.attended_us);
         }
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
@@ -236,20 +240,22 @@ impl<'a> Simulation<'a> {
 
     /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
-    fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
+    fn ready(&self, state: &WorkerState, task: &Cost, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let idle = (latest - state.time).max(0.0);
-        let arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
-        let trips = |count| self.speeds.trips(count, flow, flow.ring - arrived);
+        let room = room(task, flow);
+        let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
+        let trips = |count| self.speeds.trips(count, flow, room - arrived);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
+        let look = state.time + (room - flow.ring) * flow.stage;
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(look + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(look + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -280,10 +286,16 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Continues the stream of an idle worker until `time`.
-fn advance(state: &mut WorkerState, flow: &Flow, time: f64) {
+/// Stages that a worker holds before a task's products: those of the ring, and those that it takes into registers as soon
+/// as it begins the task. So what is in flight when the task before has just ended is what this task takes.
+fn room(task: &Cost, flow: &Flow) -> f64 {
+    flow.ring + if matches!(task.work, Work::Product { .. }) { flow.taken } else { 0.0 }
+}
+
+/// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
+fn advance(state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
     let idle = (time - state.time).max(0.0);
-    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
+    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
     state.time = state.time.max(time);
 }
 
@@ -317,7 +329,9 @@ impl Speeds {
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
         match *work {
             Work::Product { bytes, stages, tiles, .. } => {
-                let us = bytes * flow.byte + stages * flow.stage + tiles * flow.tile;
+                // What is in registers already only has to be multiplied.
+                let left = stages - flow.taken;
+                let us = bytes * flow.byte + left * flow.stage + tiles * flow.tile;
                 Some((bytes, us, us / stages.max(1.0)))
             }
             Work::Attention { passes, bytes } => {
@@ -328,7 +342,7 @@ impl Speeds {
         }
     }
 
-    /// Time of `trips` dependent trips through L2 to a worker with `free` bytes free in its ring. Trips are slow while
+    /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring. Trips are slow while
     /// bytes are in flight; once the ring is full none are, and the remaining trips take their unloaded time.
     fn trips(&self, trips: f64, flow: &Flow, free: f64) -> f64 {
         let idle = trips * self.rates.trip_us;

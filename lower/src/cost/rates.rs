@@ -166,6 +166,8 @@ pub(super) struct Flow {
     pub(super) ring: f64,
     /// Stages of the task that its warps load into registers before its input arrives, which frees them.
     pub(super) taken: f64,
+    /// Stages of the task.
+    pub(super) needed: f64,
     /// Bytes of a stage.
     pub(super) payload: f64,
     /// Stages per microsecond that arrive inside a phase, and before a wait, with every worker streaming.
@@ -177,8 +179,10 @@ pub(super) struct Flow {
     pub(super) byte: f64,
     pub(super) stage: f64,
     pub(super) tile: f64,
-    /// Delay of one trip caused by the bytes in flight before a wait.
-    pub(super) queue: f64,
+    /// Stages in flight before a wait at most.
+    pub(super) before_wait: f64,
+    /// From a request to its arrival.
+    pub(super) memory: f64,
 }
 
 /// The parameters of a [`Flow`]: the ring's stages, and how the task fills and uses them.
@@ -247,6 +251,7 @@ impl Speeds {
         Flow {
             ring: f64::from(shape.stages),
             taken: shape.needed.min(f64::from(most)),
+            needed: shape.needed,
             payload: shape.payload,
             stream: self.stream(in_flight).min(refill) / shape.payload,
             stream_before_wait: self.stream(before_wait) / shape.payload,
@@ -254,12 +259,14 @@ impl Speeds {
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
-            queue: self.queue(before_wait / self.scale),
+            before_wait: f64::from(shape.in_flight_before_wait),
+            memory: MEMORY_US + rates.issue_us,
         }
     }
 
-    /// Delay of a trip by this many bytes in flight on an H200.
-    fn queue(&self, in_flight: f64) -> f64 {
+    /// Delay of a trip by this many bytes in flight to its worker.
+    pub(super) fn queue(&self, in_flight: f64) -> f64 {
+        let in_flight = in_flight / self.scale;
         let little = interpolate(QUEUE, in_flight.min(QUEUE_KNEE));
         let more = interpolate(QUEUE, in_flight) - little;
         self.rates.queue_share * little + self.rates.queue_more_share * more

@@ -34,6 +34,8 @@ struct WorkerState {
     time: f64,
     /// Stages that have arrived and not been multiplied.
     arrived: f64,
+    /// Time at which what was requested last has arrived.
+    quiet: f64,
 }
 
 pub(super) struct Step {
@@ -97,7 +99,8 @@ impl<'a> Simulation<'a> {
                 stream: ENDLESS,
                 stream_before_wait: ENDLESS,
                 alone: ENDLESS,
-                queue: 0.0,
+                before_wait: 0.0,
+                memory: 0.0,
                 ..*flow
             };
         }
@@ -211,6 +214,9 @@ impl<'a> Simulation<'a> {
             times.starved = multiply - consume;
         }
         state.time += multiply + delay.products;
+        if attends || flow.needed > flow.taken {
+            state.quiet = state.time + flow.memory;
+        }
         times.multiplied = state.time;
         times.arrived[1] = state.arrived * flow.payload;
         advance(state, &flow, flow.ring, times.multiplied + aside.after);
@@ -245,7 +251,9 @@ impl<'a> Simulation<'a> {
         let idle = (latest - state.time).max(0.0);
         let room = room(task, flow);
         let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
-        let trips = |count| self.speeds.trips(count, flow, room - arrived);
+        let takes = if room > flow.ring { state.time + flow.memory } else { 0.0 };
+        let fill = state.quiet.max(takes) - state.time.max(latest);
+        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
         let look = state.time + (room - flow.ring) * flow.stage;
         let mut ready = state.time;
@@ -342,12 +350,17 @@ impl Speeds {
         }
     }
 
-    /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring. Trips are slow while
-    /// bytes are in flight; once the ring is full none are, and the remaining trips take their unloaded time.
-    fn trips(&self, trips: f64, flow: &Flow, free: f64) -> f64 {
+    /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring, whose last request
+    /// arrives after `quiet`. Trips are slow while bytes are in flight; once the ring is full none are, and the remaining
+    /// trips take their unloaded time.
+    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
-        let loaded = idle + trips * flow.queue;
-        let fill = free.max(0.0) / flow.stream_before_wait;
+        let fill = quiet.max(free / flow.stream_before_wait);
+        if fill <= 0.0 {
+            return idle;
+        }
+        let in_flight = free.max(1.0).min(flow.before_wait) * flow.payload;
+        let loaded = idle + trips * self.queue(in_flight);
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 }

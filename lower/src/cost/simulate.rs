@@ -34,6 +34,8 @@ struct WorkerState {
     time: f64,
     /// Stages that have arrived and not been multiplied.
     arrived: f64,
+    /// Time up to which they have been counted: before `time` after attention, while the stream goes on.
+    streamed: f64,
     /// Time at which what was requested last has arrived.
     quiet: f64,
 }
@@ -214,6 +216,7 @@ impl<'a> Simulation<'a> {
             times.starved = multiply - consume;
         }
         state.time += multiply + delay.products;
+        state.streamed = state.time;
         if attends || flow.needed > flow.taken {
             state.quiet = state.time + flow.memory;
         }
@@ -224,7 +227,7 @@ impl<'a> Simulation<'a> {
         let end = state.time;
         times.end = end;
         if attends {
-            advance(state, &flow, flow.ring, end + self.speeds.rates.attended_us);
+            state.time += self.speeds.rates.attended_us;
         }
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
@@ -248,11 +251,12 @@ impl<'a> Simulation<'a> {
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
     fn ready(&self, state: &WorkerState, task: &Cost, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
-        let idle = (latest - state.time).max(0.0);
+        let from = latest.max(state.time);
         let room = room(task, flow);
+        let idle = from - state.streamed;
         let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
-        let takes = if room > flow.ring { state.time + flow.memory } else { 0.0 };
-        let fill = state.quiet.max(takes) - state.time.max(latest);
+        let takes = if room > flow.ring { state.streamed + flow.memory } else { 0.0 };
+        let fill = state.quiet.max(takes) - from;
         let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
         let look = state.time + (room - flow.ring) * flow.stage;
@@ -302,9 +306,10 @@ fn room(task: &Cost, flow: &Flow) -> f64 {
 
 /// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
 fn advance(state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
-    let idle = (time - state.time).max(0.0);
+    let idle = (time - state.streamed).max(0.0);
     state.arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
     state.time = state.time.max(time);
+    state.streamed = state.time;
 }
 
 /// Time of a task outside its products: before them, and after.

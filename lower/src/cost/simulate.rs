@@ -259,15 +259,14 @@ impl<'a> Simulation<'a> {
         let fill = state.quiet.max(takes) - from;
         let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
-        let look = state.time + (room - flow.ring) * flow.stage;
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(look + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(look + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }

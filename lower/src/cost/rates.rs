@@ -95,7 +95,7 @@ rates! {
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
     vector_us: [0.0, 1.0],
-    /// Loading a stage into registers and giving it back, where that is not done before the input arrives.
+    /// Taking a stage out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
     /// Multiplying 1 KiB of weights that have arrived, where each warp loads its fragment of a stage into registers at
     /// once.
@@ -240,7 +240,7 @@ impl Speeds {
         let rates = &self.rates;
         let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
         let byte = kib / KIB / self.clock;
-        let stage = if shape.even { rates.stage_us / self.clock } else { 0.0 };
+        let stage = rates.stage_us / self.clock;
         let free = shape.stages.saturating_sub(HELD_STAGES).max(1);
         let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;

@@ -341,9 +341,7 @@ impl Speeds {
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
         match *work {
             Work::Product { bytes, stages, tiles, .. } => {
-                // What is in registers already only has to be multiplied.
-                let left = stages - flow.taken;
-                let us = bytes * flow.byte + left * flow.stage + tiles * flow.tile;
+                let us = bytes * flow.byte + stages * flow.stage + tiles * flow.tile;
                 Some((bytes, us, us / stages.max(1.0)))
             }
             Work::Attention { passes, bytes } => {

@@ -150,7 +150,9 @@ fn checks_again(model: &str) -> Past {
 #[test]
 fn recorded_changes_are_predicted_again() {
     // Sign right of the changes that matter, and the median error in percent of the step.
-    for (model, right, error) in [("llama-3.2-1b", 48, 0.6), ("qwen3-0.6b", 45, 1.0), ("smollm2-135m", 43, 1.0)] {
+    for (model, right, error) in
+        [("llama-3.2-1b", 48, 0.6), ("qwen3-0.6b", 45, 1.0), ("smollm2-135m", 43, 1.0)]
+    {
         let figures = checks_again(model).figures();
         println!("{model}: {figures:?}");
         assert!(figures.sign_right >= right, "{model}: {figures:?}");

@@ -2,12 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use ir::schedule::{Knob, ScheduleConfig, neutral_config, validate};
-use ir::{Graph, Target};
-use lower::{Options, Predictor, RateFile, Rates};
+use ir::Target;
+use ir::schedule::neutral_config;
+use lower::{RateFile, Rates};
 use search::calibrate::{Calibration, Case, Point, read};
-use search::checks::{Check, Past};
-use serde_json::{Value, json};
 use tests::root;
 
 /// Least rank correlation of predictions.
@@ -88,74 +86,5 @@ fn rates_that_have_not_seen_a_model_predict_it() {
         case.point(&file.rates)
     }) {
         assert!(good(&calibration), "{name}: {calibration:?}");
-    }
-}
-
-/// Recorded changes are those of the schedules that were shipped then: today's with these knobs.
-fn checked_base(model: &str) -> ScheduleConfig {
-    let path = root().join(format!("corpus/schedules/h200/{model}/128.json"));
-    let text = std::fs::read_to_string(&path).expect("a shipped schedule");
-    let mut config: ScheduleConfig = serde_json::from_str(&text).expect("a schedule");
-    if model == "smollm2-135m" {
-        for (knob, value) in [
-            ("pipeline.in_flight_bytes", json!(98304)),
-            ("pipeline.in_flight_before_wait_bytes", json!(65536)),
-            ("sync.embed", json!("flag_in_data")),
-            ("tiling.lm_head.rows", json!(8)),
-            ("tiling.attention.kv_split", json!(1)),
-        ] {
-            config = with(config, knob, |of| *of == value);
-        }
-    }
-    config
-}
-
-fn with(mut config: ScheduleConfig, knob: &str, is: impl Fn(&Value) -> bool) -> ScheduleConfig {
-    let knob = Knob::from_path(knob).expect("a knob");
-    let value = knob.values().into_iter().find(|of| is(&of.to_json())).expect("a value");
-    config.set(knob, value).expect("its own value");
-    config
-}
-
-/// The id of a schedule's program, and its predicted step.
-fn predicted(config: ScheduleConfig, graph: &Graph, target: &Target) -> (String, f64) {
-    let valid = validate(config, graph, target).expect("a legal schedule");
-    let program = lower::lower(&valid, graph, target, Options { kv_capacity: 4096 });
-    let program = program.expect("it lowers");
-    let predictor = Predictor::new(&program, &valid.kernel, target, 128);
-    (program.id(), predictor.predict(Rates::shipped()).latency_us)
-}
-
-/// The recorded changes of one knob, predicted again by today's model: the file says what was predicted before they were
-/// measured.
-fn checks_again(model: &str) -> Past {
-    let text = std::fs::read_to_string(root().join("corpus/checks/h200.jsonl")).expect("checks");
-    let all = text.lines().map(|line| serde_json::from_str::<Check>(line).expect("a check"));
-    let target = Target::by_name("h200").expect("a target of the table");
-    let graph = model::preset(model).expect("a preset").graph;
-    let base = checked_base(model);
-    let (id, before) = predicted(base, &graph, &target);
-    let again = |mut check: Check| {
-        assert_eq!(check.program_id, id, "{model}: the schedule that was changed");
-        let (knob, value) = check.change.split_once('=').expect("KNOB=VALUE");
-        let is = |of: &Value| of.as_str().map_or_else(|| of.to_string(), str::to_owned) == value;
-        let (_, after) = predicted(with(base, knob, is), &graph, &target);
-        check.predicted_pct = 100.0 * (1.0 - after / before);
-        check
-    };
-    let all: Vec<Check> = all.filter(|check| check.model == model).map(again).collect();
-    Past::new(&all, &all[0].card)
-}
-
-#[test]
-fn recorded_changes_are_predicted_again() {
-    // Sign right of the changes that matter, and the median error in percent of the step.
-    for (model, right, error) in
-        [("llama-3.2-1b", 48, 0.6), ("qwen3-0.6b", 45, 1.0), ("smollm2-135m", 43, 1.0)]
-    {
-        let figures = checks_again(model).figures();
-        println!("{model}: {figures:?}");
-        assert!(figures.sign_right >= right, "{model}: {figures:?}");
-        assert!(figures.median_error_pct.is_some_and(|of| of <= error), "{model}: {figures:?}");
     }
 }

@@ -1,19 +1,28 @@
-//! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, on which requests take turns; another thread runs HTTP.
+//! `amk serve`: the HTTP server, in the shape of OpenAI's and Anthropic's APIs. The main thread owns the model, on which requests take turns; another thread runs HTTP.
 
+mod access;
 mod answer;
+mod answering;
 mod body;
 mod connections;
 mod decode;
+mod fields;
+mod figures;
 mod http;
+mod messages_answer;
 mod metrics;
 mod origin;
+mod prompt;
+mod record;
 mod refusal;
 mod request;
+mod responses_answer;
 mod text;
+mod tokens;
 
 use std::hash::{BuildHasher, Hasher};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -24,7 +33,7 @@ use serde_json::json;
 use telemetry::Reader;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
@@ -35,10 +44,13 @@ use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 
+use access::Key;
 use answer::Heading;
 use decode::{Admission, EngineLoop, Job};
+use figures::Figures;
+use origin::Allowed;
 use refusal::Refusal;
-use request::Api;
+use request::{Api, Request};
 
 /// The time limit of current requests after Ctrl-C or SIGTERM.
 const GRACE: Duration = Duration::from_secs(10);
@@ -53,7 +65,8 @@ struct Lowered {
 
 /// The state shared with the routes.
 pub(crate) struct Served {
-    name: String,
+    /// The names of the model; the first is that of answers.
+    names: Vec<String>,
     device: &'static str,
     /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
@@ -69,12 +82,31 @@ pub(crate) struct Served {
     jobs: mpsc::Sender<Job>,
     began: u64,
     answers: AtomicU64,
+    /// Whether the server is shutting down.
+    leaving: AtomicBool,
+    page: Reader,
+    figures: Figures,
 }
 
 impl Served {
+    fn name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
+    }
+
+    /// Whether new requests are taken.
+    fn is_taking(&self) -> Result<(), Refusal> {
+        if self.leaving.load(Ordering::Relaxed) { Err(Refusal::leaving()) } else { Ok(()) }
+    }
+
+    /// A place in the queue.
+    fn enter(&self) -> Result<Arc<OwnedSemaphorePermit>, Refusal> {
+        self.is_taking()?;
+        self.admission.enter().ok_or_else(|| Refusal::full(self.admission.limit()))
+    }
+
     fn tokenizer(&self, field: &str) -> Result<&Tokenizer, Refusal> {
         self.tokenizer.as_deref().ok_or_else(|| {
-            let name = &self.name;
+            let name = self.name();
             let message = format!(
                 "{name} has no tokenizer.json, so `{field}` cannot be text; send `prompt` as token ids to /v1/completions"
             );
@@ -88,21 +120,29 @@ impl Served {
     }
 
     fn no_model(&self, name: &str) -> Refusal {
-        let message = format!("there is no model {name:?}; this server has {:?}", self.name);
+        let message =
+            format!("there is no model {name:?}; this server has {}", self.names.join(", "));
         let refusal = Refusal::field("model", message).coded("model_not_found");
         Refusal { status: axum::http::StatusCode::NOT_FOUND, ..refusal }
     }
 
-    fn heading(&self, api: Api, scored: bool) -> Heading {
+    fn heading(&self, api: Api, request: &Request) -> Heading {
         let number = self.answers.fetch_add(1, Ordering::Relaxed);
-        let kind = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
+        let kind = match api {
+            Api::Completions => "cmpl-",
+            Api::Chat => "chatcmpl-",
+            Api::Messages => "msg_",
+            Api::Responses => "resp_",
+        };
         Heading {
             api,
-            id: format!("{kind}-{:x}-{number}", self.began),
+            id: format!("{kind}{:x}-{number}", self.began),
             created: seconds(),
-            model: self.name.clone(),
+            model: self.name().to_owned(),
             fingerprint: self.fingerprint.clone(),
-            scored,
+            scored: request.scored,
+            include_usage: request.include_usage,
+            settings: request.settings.clone(),
         }
     }
 }
@@ -165,13 +205,15 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     };
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
-    let served = Arc::new(serving(&context, args, (device, seqs, schedule), jobs)?);
+    let page = observer.publisher().reader();
+    let served = Arc::new(serving(&context, args, (device, seqs, schedule), (jobs, page))?);
+    let access = access(args)?;
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread no longer uses the model, however it ends.
         let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
-        let http = http.spawn_scoped(scope, || listen(args.addr, metrics, served, gone));
+        let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let worked = EngineLoop::new(engine, places, said).run(&inbox);
         drop(alive);
@@ -245,11 +287,16 @@ fn serving(
     context: &Context,
     args: &ServeArgs,
     (device, seqs, schedule): (&'static str, u32, Option<ScheduleSource>),
-    jobs: mpsc::Sender<Job>,
+    (jobs, page): (mpsc::Sender<Job>, Reader),
 ) -> Result<Served, Failure> {
     let graph = context.graph();
+    let mut names = args.served_model_name.clone();
+    if names.is_empty() {
+        names.push(graph.name.clone());
+    }
+    let figures = Figures::new(&names[0]);
     Ok(Served {
-        name: graph.name.clone(),
+        names,
         device,
         schedule,
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
@@ -262,14 +309,41 @@ fn serving(
         jobs,
         began: seconds(),
         answers: AtomicU64::new(0),
+        leaving: AtomicBool::new(false),
+        page,
+        figures,
     })
+}
+
+/// The variable of the API key: other users of a machine can read the arguments of a process, but not its environment.
+const KEY: &str = "AMK_API_KEY";
+
+/// Who may use the server: the key, if there is one, and the origins of pages.
+fn access(args: &ServeArgs) -> Result<(Option<Key>, Vec<String>), Failure> {
+    let key = args.api_key.clone().or_else(|| std::env::var(KEY).ok());
+    if key.as_ref().is_some_and(|key| key.trim().is_empty()) {
+        let message =
+            format!("the API key is empty: give --api-key or {KEY} a text, or leave both out");
+        return Err(Failure::usage(message));
+    }
+    for origin in &args.cors {
+        let scheme =
+            origin.split_once("://").filter(|(_, host)| !host.is_empty() && !host.contains('/'));
+        if origin != "*" && scheme.is_none() {
+            let message = format!(
+                "--cors {origin:?} is no origin; legal: SCHEME://HOST[:PORT], or * for any"
+            );
+            return Err(Failure::usage(message));
+        }
+    }
+    Ok((key.map(|key| Key::new(key.trim())), args.cors.clone()))
 }
 
 /// Serves HTTP until Ctrl-C or SIGTERM, or until the decode thread ends.
 fn listen(
     addr: SocketAddr,
     metrics: Option<(SocketAddr, Reader)>,
-    served: Arc<Served>,
+    (served, (key, origins)): (Arc<Served>, (Option<Key>, Vec<String>)),
     gone: watch::Receiver<()>,
 ) -> Outcome {
     let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
@@ -286,10 +360,14 @@ fn listen(
             Some((addr, reader)) => Some(metrics::listen(addr, reader).await?),
             None => None,
         };
-        announce(bound, metrics, &served)?;
-        let leave = after(1, stopped.clone(), gone.clone());
+        announce((bound, key.is_some()), metrics, &served)?;
+        let leave = async {
+            after(1, stopped.clone(), gone.clone()).await;
+            served.leaving.store(true, Ordering::Relaxed);
+        };
         let most = connections::most(served.admission.limit());
-        let app = http::router(served, bound.ip().is_loopback());
+        let allowed = Allowed { loopback: bound.ip().is_loopback(), origins };
+        let app = http::router(served.clone(), allowed, key);
         tokio::select! {
             () = connections::serve(listener, app, most, leave) => {}
             () = deadline(stopped.clone(), gone.clone()) => {
@@ -322,11 +400,11 @@ fn signals() -> watch::Receiver<u32> {
 }
 
 fn announce(
-    bound: SocketAddr,
+    (bound, keyed): (SocketAddr, bool),
     metrics: Option<SocketAddr>,
     served: &Served,
 ) -> Result<(), Failure> {
-    for addr in [Some(bound), metrics].into_iter().flatten() {
+    for addr in [Some(bound).filter(|_| !keyed), metrics].into_iter().flatten() {
         if !addr.ip().is_loopback() {
             report::say(&format!(
                 "warning: {addr} can be reached from other machines, and there is no authentication"
@@ -335,12 +413,14 @@ fn announce(
     }
     report::say(&format!(
         "serving {} on http://{bound}/v1 ({}); Ctrl-C ends it",
-        served.name, served.device
+        served.name(),
+        served.device
     ));
     report::document(&json!({
         "schema": "amk.serve.v2",
         "url": format!("http://{bound}/v1"),
-        "model": served.name,
+        "model": served.name(),
+        "names": served.names,
         "device": served.device,
         // Where tokens are sampled, unless a request needs log probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },

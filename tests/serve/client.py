@@ -15,6 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import urllib.request
@@ -28,9 +29,9 @@ MODEL = "llama3-rope-bf16"
 
 
 @contextlib.contextmanager
-def serving(amk, *arguments, key="none"):
+def serving(amk, *arguments, key="none", log=subprocess.DEVNULL):
     command = [amk, "serve", "--addr", "127.0.0.1:0", *arguments]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         announced = json.loads(server.stdout.readline())
         assert announced["schema"] == "amk.serve.v2", announced
@@ -260,8 +261,12 @@ def main():
         assert requests_inside(client) == 0
     names = ["first", "second"]
     options = ["--served-model-name", names[0], "--served-model-name", names[1], "--cors", "https://page.example"]
-    with serving(amk, "--model", GOLDEN, "--device", "eval", "--api-key", "sesame", *options, key="sesame") as (client, *_):
-        apis.names_and_tokens(client, names)
+    with tempfile.TemporaryFile("w+") as log:
+        arguments = ["--model", GOLDEN, "--device", "eval", "--api-key", "sesame", *options]
+        with serving(amk, *arguments, key="sesame", log=log) as (client, *_):
+            apis.names_and_tokens(client, names)
+        log.seek(0)
+        apis.logged(log.read())
     with serving(amk, "--model", GOLDEN, "--device", "cpu") as (client, server, _):
         apis.prompts_and_scores(client, MODEL)
         apis.drained(client, server, MODEL)

@@ -525,6 +525,15 @@ fn addresses_and_places_are_checked() {
         .fails(2, &["--sessions 65", "1 to 64"]);
     amk(&["serve", "--model", "toy", "--device", "eval", "--kv-pool", "4096"])
         .fails(2, &["--kv-pool", "--device eval has none"]);
+    let serve = ["serve", "--model", "toy", "--device", "eval"];
+    for (wrong, wanted) in [
+        (["--cors", "chat.example"], "SCHEME://HOST[:PORT]"),
+        (["--cors", "https://chat.example/"], "is no origin"),
+        (["--api-key", " "], "the API key is empty"),
+    ] {
+        amk(&[&serve[..], &wrong].concat()).fails(2, &[wanted]);
+    }
+    amk(&[&serve[..], &["--served-model-name", ""]].concat()).fails(2, &[]);
     amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
 }
 

@@ -93,7 +93,7 @@ async fn health(State(served): State<Arc<Served>>) -> Response {
 
 /// Whether new requests are taken; a load balancer asks this.
 async fn ready(State(served): State<Arc<Served>>) -> Result<Response, Refusal> {
-    served.is_taking()?;
+    served.taking.check()?;
     Ok(document(&json!({"status": "ready"})))
 }
 

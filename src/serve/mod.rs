@@ -38,6 +38,7 @@ use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
+use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -82,10 +83,27 @@ pub(crate) struct Served {
     jobs: mpsc::Sender<Job>,
     began: u64,
     answers: AtomicU64,
-    /// Whether the server is shutting down.
-    leaving: AtomicBool,
+    taking: Taking,
     page: Reader,
     figures: Figures,
+}
+
+/// Whether new requests are taken.
+#[derive(Debug)]
+struct Taking {
+    /// True from when the model is loaded.
+    loaded: watch::Receiver<bool>,
+    /// Whether the server is shutting down.
+    leaving: AtomicBool,
+}
+
+impl Taking {
+    fn check(&self) -> Result<(), Refusal> {
+        if self.leaving.load(Ordering::Relaxed) {
+            return Err(Refusal::leaving());
+        }
+        if *self.loaded.borrow() { Ok(()) } else { Err(Refusal::loading()) }
+    }
 }
 
 impl Served {
@@ -93,14 +111,9 @@ impl Served {
         self.names.first().map_or("", String::as_str)
     }
 
-    /// Whether new requests are taken.
-    fn is_taking(&self) -> Result<(), Refusal> {
-        if self.leaving.load(Ordering::Relaxed) { Err(Refusal::leaving()) } else { Ok(()) }
-    }
-
     /// A place in the queue.
     fn enter(&self) -> Result<Arc<OwnedSemaphorePermit>, Refusal> {
-        self.is_taking()?;
+        self.taking.check()?;
         self.admission.enter().ok_or_else(|| Refusal::full(self.admission.limit()))
     }
 
@@ -192,21 +205,12 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let bytes = lowered.program.stream_bytes();
         observer.publisher().edit(|edit| edit.head().step_bytes = bytes);
     }
-    let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
-        (Some(mut gpu), Some(Lowered { config, program, .. })) => {
-            gpu.set_prefill(args.prefill.prefill)?;
-            gpu.set_seqs(seqs);
-            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
-                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
-            Box::new(Megakernel::new(gpu, handle, places))
-        }
-        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(&context, program)),
-        (_, None) => Box::new(engine::graph(&context)),
-    };
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
     let page = observer.publisher().reader();
-    let served = Arc::new(serving(&context, args, (device, seqs, schedule), (jobs, page))?);
+    let (loaded, loading) = watch::channel(false);
+    let served = serving(&context, args, (device, seqs, schedule), (jobs, page, loading))?;
+    let served = Arc::new(served);
     let access = access(args)?;
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
@@ -215,10 +219,34 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        let worked = EngineLoop::new(engine, places, said).run(&inbox);
+        let engine = engine(&context, args, (gpu, lowered.as_ref()), (places, kv_pool));
+        let worked = engine.and_then(|engine| {
+            loaded.send_replace(true);
+            EngineLoop::new(engine, places, said).run(&inbox).map_err(|why| lost(&why))
+        });
         drop(alive);
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
-        worked.map_err(|why| lost(&why)).and(listened)
+        worked.and(listened)
+    })
+}
+
+/// Loads the model.
+fn engine<'a>(
+    context: &'a Context,
+    args: &ServeArgs,
+    (gpu, lowered): (Option<Gpu<'a>>, Option<&'a Lowered>),
+    (places, kv_pool): (usize, KvPool),
+) -> Result<Box<dyn Engine + 'a>, Failure> {
+    Ok(match (gpu, lowered) {
+        (Some(mut gpu), Some(Lowered { config, program, seqs, .. })) => {
+            gpu.set_prefill(args.prefill.prefill)?;
+            gpu.set_seqs(*seqs);
+            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
+                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
+            Box::new(Megakernel::new(gpu, handle, places))
+        }
+        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program)),
+        (_, None) => Box::new(engine::graph(context)),
     })
 }
 
@@ -287,7 +315,7 @@ fn serving(
     context: &Context,
     args: &ServeArgs,
     (device, seqs, schedule): (&'static str, u32, Option<ScheduleSource>),
-    (jobs, page): (mpsc::Sender<Job>, Reader),
+    (jobs, page, loaded): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>),
 ) -> Result<Served, Failure> {
     let graph = context.graph();
     let mut names = args.served_model_name.clone();
@@ -309,7 +337,7 @@ fn serving(
         jobs,
         began: seconds(),
         answers: AtomicU64::new(0),
-        leaving: AtomicBool::new(false),
+        taking: Taking { loaded, leaving: AtomicBool::new(false) },
         page,
         figures,
     })
@@ -350,7 +378,7 @@ fn listen(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| failed("no runtime", error))?;
     let answer = runtime.block_on(async {
-        let stopped = signals();
+        let (stop, stopped) = watch::channel(0_u32);
         let listener = TcpListener::bind(addr).await;
         let listener = listener.map_err(|error| {
             failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
@@ -360,10 +388,10 @@ fn listen(
             Some((addr, reader)) => Some(metrics::listen(addr, reader).await?),
             None => None,
         };
-        announce((bound, key.is_some()), metrics, &served)?;
+        let begin = begin(&served, stop, (bound, key.is_some()), metrics);
         let leave = async {
             after(1, stopped.clone(), gone.clone()).await;
-            served.leaving.store(true, Ordering::Relaxed);
+            served.taking.leaving.store(true, Ordering::Relaxed);
         };
         let most = connections::most(served.admission.limit());
         let allowed = Allowed { loopback: bound.ip().is_loopback(), origins };
@@ -373,6 +401,7 @@ fn listen(
             () = deadline(stopped.clone(), gone.clone()) => {
                 report::say("requests that were under way are broken off");
             }
+            failure = begin => return Err(failure),
         }
         Ok(Exit::Yes)
     });
@@ -381,9 +410,26 @@ fn listen(
     answer
 }
 
-/// The number of Ctrl-C and SIGTERM signals so far.
-fn signals() -> watch::Receiver<u32> {
-    let (stop, stopped) = watch::channel(0_u32);
+/// Takes requests once the model is loaded, and says so. Completes with a failure only.
+async fn begin(
+    served: &Served,
+    stop: watch::Sender<u32>,
+    bound: (SocketAddr, bool),
+    metrics: Option<SocketAddr>,
+) -> Failure {
+    let mut loaded = served.taking.loaded.clone();
+    if loaded.wait_for(|loaded| *loaded).await.is_ok() {
+        // Until now a signal ends the process at once: there is nothing to finish.
+        signals(stop);
+        if let Err(failure) = announce(bound, metrics, served) {
+            return failure;
+        }
+    }
+    std::future::pending().await
+}
+
+/// Counts Ctrl-C and SIGTERM signals.
+fn signals(stop: watch::Sender<u32>) {
     let caught = [SignalKind::interrupt(), SignalKind::terminate()].map(|kind| {
         let mut caught = signal(kind)?;
         let stop = stop.clone();
@@ -396,7 +442,6 @@ fn signals() -> watch::Receiver<u32> {
     if caught.iter().any(Result::is_err) {
         report::say("note: Ctrl-C or SIGTERM cannot be caught here; it ends the server at once");
     }
-    stopped
 }
 
 fn announce(
@@ -458,5 +503,21 @@ async fn deadline(stopped: watch::Receiver<u32>, gone: watch::Receiver<()>) {
     tokio::select! {
         () = tokio::time::sleep(GRACE) => {}
         () = after(2, stopped, gone) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_taken_from_the_load_to_the_end() {
+        let (loaded, loading) = watch::channel(false);
+        let taking = Taking { loaded: loading, leaving: AtomicBool::new(false) };
+        assert_eq!(taking.check().unwrap_err().code, Some("loading"));
+        loaded.send_replace(true);
+        assert_eq!(taking.check(), Ok(()));
+        taking.leaving.store(true, Ordering::Relaxed);
+        assert_eq!(taking.check().unwrap_err().code, Some("leaving"));
     }
 }

@@ -36,6 +36,10 @@ impl Refusal {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down").coded("leaving")
     }
 
+    pub(super) fn loading() -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "the model is being loaded").coded("loading")
+    }
+
     pub(super) fn full(limit: usize) -> Self {
         let message = format!("{limit} requests are in the server, its limit; try again later");
         Self::new(StatusCode::TOO_MANY_REQUESTS, message).coded("queue_full")

@@ -55,6 +55,7 @@ Environment:
   AMK_NVRTC       folder of libnvrtc.so.13
   AMK_CACHE       compiled kernels; default: ~/.cache/amk
   AMK_DATA        schedules found here; default: ~/.local/share/amk
+  AMK_API_KEY     the API key of `amk serve`
   AMK_KERNEL_DIR  kernel sources to compile instead of those in the binary
 
 Standard output carries one JSON document with a `schema` id (on a terminal only with --json); \
@@ -136,12 +137,13 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
-    /// Serves a model over HTTP with OpenAI's completions and chat APIs.
+    /// Serves a model over HTTP: OpenAI's completions, chat and responses, and Anthropic's messages.
     #[command(
-        after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n\n\
+        after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n  \
+        AMK_API_KEY=SECRET amk serve --model DIR --served-model-name my-model --cors https://chat.example\n\n\
         Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most\n\
         10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference VM, cuda the\n\
-        megakernel, whose rows of logits come to the host, where tokens are chosen. docs/guide/serving.md has the fields of a request."
+        megakernel. docs/reference/http-api.md has the endpoints and the fields of a request."
     )]
     Serve(ServeArgs),
     /// Shows what a running `amk` is doing: sequences, workers, step times, rates. It does not slow it down.
@@ -628,9 +630,19 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// The address to listen on; port 0 takes a free one. There is no authentication, so anything but loopback is for closed networks.
+    /// The address to listen on; port 0 takes a free one. There is no TLS: for anything but loopback put a proxy in front.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
     pub(crate) addr: SocketAddr,
+    /// A name of the model for requests; may be repeated. The first is that of answers and metrics. Default: the model's own.
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub(crate) served_model_name: Vec<String>,
+    /// Refuse requests without this key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready need
+    /// none. Default: that of AMK_API_KEY, which other users of the machine cannot see.
+    #[arg(long, value_name = "KEY")]
+    pub(crate) api_key: Option<String>,
+    /// An origin whose pages may use the server, as SCHEME://HOST[:PORT]; may be repeated. `*` is any: use it with a key.
+    #[arg(long, value_name = "ORIGIN")]
+    pub(crate) cors: Vec<String>,
     /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.
     #[arg(long, value_name = "N")]
     pub(crate) sessions: Option<usize>,

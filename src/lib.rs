@@ -21,6 +21,7 @@ mod engine;
 mod failure;
 mod files;
 mod found;
+mod host_rules;
 mod interrupt;
 mod log;
 #[cfg(feature = "full")]

@@ -4,18 +4,21 @@ use abi::SequenceEnd;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::Priority;
 
-use crate::engine::{Advanced, Broken, Engine, How};
+use crate::engine::{Advanced, Broken, Engine, How, PROMPT_SLICE};
+use crate::host_rules::HostRules;
 
 /// New tokens per turn if the machine samples them. It yields between turns, and within one to arriving requests.
 pub(crate) const SLICE: usize = 16;
 
 /// A generation request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Work {
     pub(crate) prompt: Vec<u32>,
     /// The most tokens to generate.
     pub(crate) limit: u32,
     pub(crate) sampling: Sampling,
+    /// What only the host can do: with any of it the host samples.
+    pub(crate) host: HostRules,
     /// Ids that end the text.
     pub(crate) stop: Vec<u32>,
     /// How many likeliest tokens to report with the log probability of the sampled one.
@@ -66,8 +69,17 @@ pub(crate) struct Sequence {
     pub(crate) rows: Option<Vec<Vec<f32>>>,
 }
 
+/// What a sequence reports.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Told {
+    /// The log probability of the prompt's next token, from its second one on.
+    Prompt(Logprobs),
+    /// A sampled token, with its log probability if that was requested.
+    Token(u32, Option<Logprobs>),
+}
+
 /// A callback for each token.
-pub(crate) type Tell<'a> = &'a mut dyn FnMut(u32, Option<Logprobs>);
+pub(crate) type Tell<'a> = &'a mut dyn FnMut(Told);
 
 impl Sequence {
     pub(crate) fn new(work: Work) -> Self {
@@ -79,8 +91,9 @@ impl Sequence {
     /// Begins the sequence in a place, and determines whether the machine samples.
     pub(crate) fn begin(&mut self, engine: &mut dyn Engine, place: usize) -> Result<(), Broken> {
         engine.begin(place, self.work.positions())?;
-        // Log probabilities are computed on the host, from rows.
-        if self.work.logprobs.is_none() && self.rows.is_none() {
+        let Work { limit, host, logprobs, .. } = &self.work;
+        // Log probabilities are computed on the host, from rows. Without new tokens there is nothing to sample.
+        if logprobs.is_none() && self.rows.is_none() && !host.any() && *limit > 0 {
             let how = How { sampling: &self.work.sampling, stop: &self.work.stop };
             self.chosen_there = engine.choose_by(place, &how)?;
         }
@@ -89,6 +102,8 @@ impl Sequence {
 
     /// The tokens to feed next, at most `most`.
     pub(crate) fn next(&self, most: u64) -> Vec<u32> {
+        // Each scored token has a row of logits, which all lie in memory until the turn ends.
+        let most = if self.work.host.score_prompt { most.min(PROMPT_SLICE) } else { most };
         match self.work.prompt.get(self.fed..) {
             Some(rest) if !rest.is_empty() => rest[..rest.len().min(most as usize)].to_vec(),
             _ => self.chosen.last().copied().into_iter().collect(),
@@ -113,13 +128,7 @@ impl Sequence {
             let done = engine.advance(place, &tokens, generate, preempt)?;
             return Ok((done.ran, self.took(done, tell)));
         }
-        let row = match &mut self.rows {
-            None => engine.feed(place, &tokens, read)?,
-            Some(rows) => {
-                rows.extend(engine.rows(place, &tokens)?);
-                rows.last().cloned().unwrap_or_default()
-            }
-        };
+        let row = self.run(engine, (place, &tokens, read), tell)?;
         self.fed += tokens.len();
         let finish = match read {
             true if self.work.limit > 0 => self.choose(&row, tell).map_err(Broken::Sequence)?,
@@ -129,14 +138,40 @@ impl Sequence {
         Ok((tokens.len(), finish))
     }
 
+    /// Runs tokens and returns the last row of logits, if it is read. Keeps or scores the other rows if that was requested.
+    fn run(
+        &mut self,
+        engine: &mut dyn Engine,
+        (place, tokens, read): (usize, &[u32], bool),
+        tell: Tell<'_>,
+    ) -> Result<Vec<f32>, Broken> {
+        let unscored = self.work.prompt.get(self.fed + 1..).unwrap_or_default();
+        let scores = self.work.host.score_prompt && !unscored.is_empty();
+        if self.rows.is_none() && !scores {
+            return engine.feed(place, tokens, read);
+        }
+        let rows = engine.rows(place, tokens)?;
+        if scores {
+            let top = self.work.logprobs.unwrap_or(0);
+            let scored = rows.iter().zip(unscored);
+            scored.for_each(|(row, id)| tell(Told::Prompt(logprobs(row, *id, top))));
+        }
+        let last = rows.last().cloned().unwrap_or_default();
+        if let Some(kept) = &mut self.rows {
+            kept.extend(rows);
+        }
+        Ok(last)
+    }
+
     /// Samples from a row and reports the token; returns the ending if it was the last.
     fn choose(&mut self, logits: &[f32], tell: Tell<'_>) -> Result<Option<Finish>, String> {
         let work = &self.work;
         let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
-        let id = work.sampling.choose(logits, &self.seen, position);
+        let ruled = work.host.applied(logits, &self.chosen, &work.stop);
+        let id = work.sampling.choose(&ruled, &self.seen, position);
         let id = id.ok_or_else(|| "every token is banned or not a number".to_owned())?;
         let stopped = work.stop.contains(&id);
-        tell(id, work.logprobs.map(|top| logprobs(logits, id, top)));
+        tell(Told::Token(id, work.logprobs.map(|top| logprobs(logits, id, top))));
         self.seen.insert(id);
         self.chosen.push(id);
         Ok(self.finish(stopped))
@@ -146,7 +181,7 @@ impl Sequence {
     pub(crate) fn took(&mut self, done: Advanced, tell: Tell<'_>) -> Option<Finish> {
         self.fed += done.ran;
         for id in done.chosen {
-            tell(id, None);
+            tell(Told::Token(id, None));
             self.chosen.push(id);
         }
         self.finish(done.stopped)

@@ -367,13 +367,15 @@ fn what_is_not_supported_is_refused_by_name() {
     let server = Server::start(&["--model", GOLDEN, "--device", "eval", "--kv-capacity", "64"]);
     let fields = [
         ("model", json!("other"), 404),
-        ("model", json!(null), 400),
-        ("n", json!(2), 400),
+        ("n", json!(0), 400),
+        ("n", json!(129), 400),
         ("best_of", json!(3), 400),
-        ("echo", json!(true), 400),
+        ("echo", json!("yes"), 400),
+        ("min_tokens", json!(13), 400),
+        ("ignore_eos", json!(1), 400),
         ("suffix", json!("x"), 400),
-        ("presence_penalty", json!(0.1), 400),
-        ("frequency_penalty", json!(-1), 400),
+        ("presence_penalty", json!(2.1), 400),
+        ("frequency_penalty", json!(-3), 400),
         ("response_format", json!({"type": "json_object"}), 400),
         ("temperature", json!("warm"), 400),
         ("temperature", json!(-0.1), 400),
@@ -389,11 +391,13 @@ fn what_is_not_supported_is_refused_by_name() {
         ("stop", json!(["a", "b", "c", "d", "e"]), 400),
         ("stop", json!(""), 400),
         ("stop_token_ids", json!([512]), 400),
-        ("max_tokens", json!(0), 400),
+        ("max_tokens", json!(-1), 400),
         ("stream", json!("yes"), 400),
         ("stream_options", json!({"include_obfuscation": true}), 400),
         ("service_tier", json!("gold"), 400),
-        ("prompt", json!(["a", "b"]), 400),
+        ("prompt", json!([[5], []]), 400),
+        ("prompt", json!([[5], "a", {}]), 400),
+        ("prompt", json!(vec!["a"; 129]), 400),
         ("prompt", json!([512]), 400),
         ("prompt", json!([]), 400),
         ("prompt", json!(vec![5; 65]), 400),
@@ -477,7 +481,7 @@ fn a_full_queue_and_a_client_that_goes() {
     assert_eq!(server.end(), 0);
 }
 
-/// Ctrl-C or SIGTERM: current requests are finished, or aborted at the second signal; new requests find no listener.
+/// Ctrl-C or SIGTERM: current requests are finished, or aborted at the second signal; new requests get 503.
 #[test]
 fn the_server_ends_when_it_is_told() {
     for signal in [Signal::INT, Signal::TERM] {
@@ -501,7 +505,10 @@ fn the_server_ends_when_it_is_told() {
     let mut lines = BufReader::new(stream).lines();
     lines.next().unwrap().unwrap();
     server.interrupt();
-    wait_for("the first is noticed", || TcpStream::connect(&server.address).is_err());
+    wait_for("the first is noticed", || server.get("/ready").status == 503);
+    let told = server.complete(json!({}));
+    assert!(told.refuses(503, None).contains("shutting down"), "{}", told.body);
+    assert!(told.head.contains("\r\nretry-after: 1"), "{}", told.head);
     server.interrupt();
     assert_eq!(server.end(), 0);
     let rest: Vec<String> = lines.map_while(Result::ok).collect();
@@ -518,6 +525,15 @@ fn addresses_and_places_are_checked() {
         .fails(2, &["--sessions 65", "1 to 64"]);
     amk(&["serve", "--model", "toy", "--device", "eval", "--kv-pool", "4096"])
         .fails(2, &["--kv-pool", "--device eval has none"]);
+    let serve = ["serve", "--model", "toy", "--device", "eval"];
+    for (wrong, wanted) in [
+        (["--cors", "chat.example"], "SCHEME://HOST[:PORT]"),
+        (["--cors", "https://chat.example/"], "is no origin"),
+        (["--api-key", " "], "the API key is empty"),
+    ] {
+        amk(&[&serve[..], &wrong].concat()).fails(2, &[wanted]);
+    }
+    amk(&[&serve[..], &["--served-model-name", ""]].concat()).fails(2, &[]);
     amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
 }
 

@@ -79,7 +79,7 @@ fn figures_are_what_was_sent() {
         ask(&server, 1, 1, "priority"),
     ];
     server
-        .complete(json!({"model": "toy", "prompt": [1], "max_tokens": 0}))
+        .complete(json!({"model": "toy", "prompt": [1], "max_tokens": -1}))
         .refuses(400, Some("max_tokens"));
     let seen = until(runtime, "all have left", |seen| seen["occupancy"]["empty"] == 2);
     // The last token of each is sampled and not fed.

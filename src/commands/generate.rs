@@ -20,9 +20,10 @@ use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::host_rules::HostRules;
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
-use crate::sequence::{SLICE, Sequence, Work};
+use crate::sequence::{SLICE, Sequence, Told, Work};
 use crate::spinner::Spinner;
 use crate::{files, report};
 
@@ -54,6 +55,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         prompt: prompt.clone(),
         limit: u32::try_from(args.max_new_tokens).unwrap_or(u32::MAX),
         sampling: args.sampling.sampling(context.graph().vocab)?,
+        host: HostRules::default(),
         stop: stop_tokens(args, &context),
         logprobs: args.sampling.logprobs,
         priority: Priority::Normal,
@@ -286,7 +288,10 @@ fn continued(
         };
         said.begin(0, sequence.fed, sequence.next(most as u64).len());
         let (began, before) = (Instant::now(), sequence.chosen.len());
-        let mut tell = |_, logprobs| scores.extend(logprobs);
+        let mut tell = |told| match told {
+            Told::Token(_, logprobs) => scores.extend(logprobs),
+            Told::Prompt(_) => {}
+        };
         let turn = sequence.turn(engine, (0, most as u64), &mut tell, &mut || false);
         let (ran, ended) = turn.map_err(|broken| match engine.lost() {
             Some(why) => Failure::missing(why),

@@ -1,9 +1,11 @@
-//! Answers in the shape of OpenAI's API.
+//! Answers in the shape of each API.
 
 use serde_json::{Map, Value, json};
 
+use super::refusal::Refusal;
 use super::request::Api;
 use super::text::{Piece, Scored};
+use super::{messages_answer, responses_answer};
 
 /// The fields common to all documents of one answer.
 #[derive(Clone, Debug)]
@@ -15,6 +17,10 @@ pub(super) struct Heading {
     pub(super) fingerprint: String,
     /// Whether log probabilities were requested.
     pub(super) scored: bool,
+    /// Whether a stream ends with a count of tokens.
+    pub(super) include_usage: bool,
+    /// The request's settings, in the APIs whose answers repeat them.
+    pub(super) settings: Value,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,13 +39,64 @@ impl Usage {
     }
 }
 
+/// How a choice ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Ending {
+    /// `stop` or `length`.
+    pub(super) reason: &'static str,
+    /// The stop string that ended it.
+    pub(super) matched: Option<String>,
+}
+
+/// A server-sent event.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Line {
+    /// Its name, in the APIs that name events.
+    pub(super) event: Option<String>,
+    pub(super) data: String,
+}
+
+impl Line {
+    /// An event without a name.
+    fn plain(document: &Value) -> Self {
+        Self { event: None, data: document.to_string() }
+    }
+
+    /// An event with the name of the document's type.
+    pub(super) fn named(document: &Value) -> Self {
+        let event = document["type"].as_str().map(str::to_owned);
+        Self { event, data: document.to_string() }
+    }
+}
+
+/// The state of a stream that later events repeat.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// Events sent, in the API that numbers them.
+    pub(super) number: u64,
+    /// The text so far.
+    pub(super) text: String,
+    pub(super) ending: Option<Ending>,
+    pub(super) usage: Usage,
+}
+
+/// A part of a choice, in a stream.
+#[derive(Debug)]
+pub(super) struct Part<'a> {
+    pub(super) index: usize,
+    pub(super) piece: &'a Piece,
+    /// Characters of the choice before it.
+    pub(super) sent: usize,
+    pub(super) ending: Option<&'a Ending>,
+}
+
 impl Heading {
     /// A document of these choices; `streamed` if it is one of several.
     fn document(&self, streamed: bool, choices: Vec<Value>) -> Value {
         let object = match (self.api, streamed) {
             (Api::Completions, _) => "text_completion",
-            (Api::Chat, false) => "chat.completion",
-            (Api::Chat, true) => "chat.completion.chunk",
+            (_, false) => "chat.completion",
+            (_, true) => "chat.completion.chunk",
         };
         json!({
             "id": self.id, "object": object, "created": self.created, "model": self.model,
@@ -47,72 +104,124 @@ impl Heading {
         })
     }
 
-    /// The only choice: its text in the API's form, and its finish reason if it ends.
-    fn choice((name, text): (&str, Value), logprobs: Value, finish: Option<&str>) -> Vec<Value> {
-        vec![json!({"index": 0, name: text, "logprobs": logprobs, "finish_reason": finish})]
+    /// A choice: its text in the API's form, and its finish reason if it ends.
+    fn choice(
+        index: usize,
+        (name, text): (&str, Value),
+        logprobs: Value,
+        ending: Option<&Ending>,
+    ) -> Value {
+        let reason = ending.map(|ending| ending.reason);
+        json!({"index": index, name: text, "logprobs": logprobs, "finish_reason": reason})
     }
 
-    /// The complete answer in one document; `finish` is `stop` or `length`.
-    pub(super) fn whole(&self, piece: &Piece, finish: &str, usage: Usage) -> Value {
-        let text = match self.api {
-            Api::Completions => ("text", json!(piece.text)),
-            Api::Chat => {
-                ("message", json!({"role": "assistant", "content": piece.text, "refusal": null}))
+    /// The complete answer in one document.
+    pub(super) fn whole(&self, choices: &[(Piece, Ending)], usage: Usage) -> Value {
+        match (self.api, choices) {
+            (Api::Messages, [(piece, ending), ..]) => {
+                return messages_answer::whole(self, &piece.text, ending, usage);
             }
+            (Api::Responses, [(piece, ending), ..]) => {
+                return responses_answer::whole(self, &piece.text, Some(ending), usage);
+            }
+            _ => {}
+        }
+        let choice = |(index, (piece, ending)): (usize, &(Piece, Ending))| {
+            let text = match self.api {
+                Api::Completions => ("text", json!(piece.text)),
+                Api::Chat | Api::Messages | Api::Responses => (
+                    "message",
+                    json!({"role": "assistant", "content": piece.text, "refusal": null}),
+                ),
+            };
+            Self::choice(index, text, self.logprobs(&piece.scored, 0), Some(ending))
         };
-        let choice = Self::choice(text, self.logprobs(&piece.scored, 0), Some(finish));
-        let mut document = self.document(false, choice);
+        let mut document = self.document(false, choices.iter().enumerate().map(choice).collect());
         document["usage"] = usage.document();
         document
     }
 
-    /// A chunk of a streamed answer: `sent` characters came before it; `finish` is the reason if it is the last.
-    pub(super) fn chunk(&self, piece: &Piece, sent: usize, finish: Option<&str>) -> Value {
+    /// The first events of a stream of this many choices.
+    pub(super) fn opening(&self, choices: usize, progress: &mut Progress) -> Vec<Line> {
+        match self.api {
+            Api::Completions => Vec::new(),
+            Api::Chat => {
+                let role = |index| {
+                    let delta = ("delta", json!({"role": "assistant", "content": ""}));
+                    let choice = Self::choice(index, delta, Value::Null, None);
+                    Line::plain(&self.document(true, vec![choice]))
+                };
+                (0..choices).map(role).collect()
+            }
+            Api::Messages => messages_answer::opening(self, progress.usage),
+            Api::Responses => responses_answer::opening(self, progress),
+        }
+    }
+
+    /// The events of a part of a streamed answer.
+    pub(super) fn chunk(&self, part: &Part<'_>, progress: &mut Progress) -> Vec<Line> {
+        let Part { index, piece, sent, ending } = part;
         let text = match self.api {
+            Api::Messages => return messages_answer::delta(&piece.text),
+            Api::Responses => return responses_answer::delta(self, &piece.text, progress),
             Api::Completions => ("text", json!(piece.text)),
             Api::Chat if piece.text.is_empty() => ("delta", json!({})),
             Api::Chat => ("delta", json!({"content": piece.text})),
         };
-        self.document(true, Self::choice(text, self.logprobs(&piece.scored, sent), finish))
+        let logprobs = self.logprobs(&piece.scored, *sent);
+        let choice = Self::choice(*index, text, logprobs, *ending);
+        vec![Line::plain(&self.document(true, vec![choice]))]
     }
 
-    /// The first chunk of a streamed chat: the role.
-    pub(super) fn opening(&self) -> Option<Value> {
-        let delta = ("delta", json!({"role": "assistant", "content": ""}));
-        let opening = || self.document(true, Self::choice(delta, Value::Null, None));
-        (self.api == Api::Chat).then(opening)
+    /// The last events of a stream, after every choice has ended.
+    pub(super) fn closing(&self, progress: &mut Progress) -> Vec<Line> {
+        match self.api {
+            Api::Messages => messages_answer::closing(progress),
+            Api::Responses => responses_answer::closing(self, progress),
+            Api::Completions | Api::Chat => {
+                let mut document = self.document(true, Vec::new());
+                document["usage"] = progress.usage.document();
+                let usage = self.include_usage.then(|| Line::plain(&document));
+                let done = Line { event: None, data: "[DONE]".to_owned() };
+                usage.into_iter().chain([done]).collect()
+            }
+        }
     }
 
-    /// The last chunk of a stream, if a count was requested.
-    pub(super) fn usage(&self, usage: Usage) -> Value {
-        let mut document = self.document(true, Vec::new());
-        document["usage"] = usage.document();
-        document
+    /// An error after the status has been sent: clients look for it in the stream.
+    pub(super) fn error(&self, refusal: &Refusal, progress: &Progress) -> Line {
+        match self.api {
+            Api::Completions | Api::Chat => Line::plain(&refusal.document()),
+            Api::Messages => Line::named(&refusal.document()),
+            Api::Responses => Line::named(&json!({
+                "type": "error", "code": refusal.code, "message": refusal.message,
+                "param": refusal.param, "sequence_number": progress.number,
+            })),
+        }
     }
 
     fn logprobs(&self, scored: &[Scored], sent: usize) -> Value {
         if !self.scored {
             return Value::Null;
         }
-        match self.api {
-            Api::Completions => legacy(scored, sent),
-            Api::Chat => {
-                let top = |(text, logprob): &(String, f64)| entry(text, *logprob);
-                let content = scored.iter().map(|token| {
-                    let mut document = entry(&token.text, token.logprob);
-                    document["top_logprobs"] = token.top.iter().map(top).collect();
-                    document
-                });
-                json!({"content": content.collect::<Vec<Value>>(), "refusal": null})
-            }
+        if self.api == Api::Completions {
+            return legacy(scored, sent);
         }
+        let top = |(text, logprob): &(String, f64)| entry(text, Some(*logprob));
+        let content = scored.iter().map(|token| {
+            let mut document = entry(&token.text, token.logprob);
+            document["top_logprobs"] = token.top.iter().map(top).collect();
+            document
+        });
+        json!({"content": content.collect::<Vec<Value>>(), "refusal": null})
     }
 }
 
 /// A token's text and log probability. A token that ends inside a character has no bytes of its own to report.
-fn entry(text: &str, logprob: f64) -> Value {
+fn entry(text: &str, logprob: Option<f64>) -> Value {
     let whole = !text.contains(char::REPLACEMENT_CHARACTER);
-    json!({"token": text, "logprob": finite(logprob), "bytes": whole.then_some(text.as_bytes())})
+    let bytes = whole.then_some(text.as_bytes());
+    json!({"token": text, "logprob": logprob.map(finite), "bytes": bytes})
 }
 
 /// JSON has no infinity: a log probability of minus infinity becomes -9999.
@@ -135,11 +244,12 @@ fn legacy(scored: &[Scored], sent: usize) -> Value {
         for (text, logprob) in &token.top {
             map.entry(text.as_str()).or_insert_with(|| json!(finite(*logprob)));
         }
-        map
+        token.logprob.map(|_| map)
     };
+    let logprob = |token: &Scored| token.logprob.map(finite);
     json!({
         "tokens": scored.iter().map(|token| &token.text).collect::<Vec<_>>(),
-        "token_logprobs": scored.iter().map(|token| finite(token.logprob)).collect::<Vec<_>>(),
+        "token_logprobs": scored.iter().map(logprob).collect::<Vec<_>>(),
         "top_logprobs": scored.iter().map(top).collect::<Vec<_>>(),
         "text_offset": offsets,
     })

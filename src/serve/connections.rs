@@ -25,6 +25,8 @@ use super::refusal::Refusal;
 const HEADER_TIME: Duration = Duration::from_secs(10);
 /// Connections beyond those of admitted requests: for clients about to send a request, or for `/health`.
 const SPARE: usize = 192;
+/// Connections at once while the server is leaving.
+const LATE: usize = 64;
 /// Pause after a failed accept, for example without free descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -50,7 +52,8 @@ impl Connection {
     }
 }
 
-/// Serves connections until `leave`, then until the current requests are answered. At the limit, the oldest connection
+/// Serves connections until `leave`, then until the current requests are answered; meanwhile new connections are
+/// answered, once each, so that their clients hear that the server is leaving. At the limit, the oldest connection
 /// that has sent no request is closed; if all have sent one, the new connection is refused with 503.
 pub(super) async fn serve(
     listener: TcpListener,
@@ -80,11 +83,31 @@ pub(super) async fn serve(
         }
         let connection = Arc::new(Connection::default());
         open.push_back(connection.clone());
-        tasks.spawn(converse(stream, app.clone(), connection, left.clone()));
+        tasks.spawn(converse(stream, app.clone(), connection, Some(left.clone())));
+    }
+    leaving.send_replace(true);
+    // Aborted when the current requests are answered, after a moment for answers on their way.
+    let mut late = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            ended = tasks.join_next() => match ended {
+                Some(_) => continue,
+                None => break,
+            },
+            accepted = listener.accept() => accepted,
+        };
+        while late.try_join_next().is_some() {}
+        match accepted {
+            Ok((stream, _)) if late.len() < LATE => {
+                late.spawn(converse(stream, app.clone(), Arc::default(), None));
+            }
+            Ok((stream, _)) => drop(stream),
+            Err(_) => tokio::time::sleep(PAUSE).await,
+        }
     }
     drop(listener);
-    leaving.send_replace(true);
-    while tasks.join_next().await.is_some() {}
+    let all = async { while late.join_next().await.is_some() {} };
+    let _ = tokio::time::timeout(PAUSE, all).await;
 }
 
 /// Closes the oldest connection that has sent no request, if there is one.
@@ -104,11 +127,12 @@ fn refuse(stream: TcpStream, most: usize) {
     }
 }
 
+/// Serves a connection. One without `left` came while the server is leaving, and has one answer.
 async fn converse(
     stream: TcpStream,
     app: Router,
     connection: Arc<Connection>,
-    mut left: watch::Receiver<bool>,
+    left: Option<watch::Receiver<bool>>,
 ) {
     // Streamed tokens are small and must be sent at once.
     let _ = stream.set_nodelay(true);
@@ -118,9 +142,10 @@ async fn converse(
         app.call(request)
     });
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME);
+    http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).keep_alive(left.is_some());
     let mut conversation = pin!(http.serve_connection(TokioIo::new(stream), service));
-    let mut leaving = false;
+    let mut leaving = left.is_none();
+    let mut left = left.unwrap_or_else(|| watch::channel(true).1);
     loop {
         tokio::select! {
             // A connection error concerns only the client.

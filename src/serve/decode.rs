@@ -13,8 +13,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::engine::{Broken, Engine};
 use crate::observe::Sequences;
-use crate::sequence::Sequence;
 pub(super) use crate::sequence::{Finish, Work};
+use crate::sequence::{Sequence, Told};
 
 /// A request on its way to the decode thread. Dropping it frees its place in the queue.
 #[derive(Debug)]
@@ -22,7 +22,8 @@ pub(super) struct Job {
     pub(super) work: Work,
     /// Closed when the client has disconnected.
     pub(super) to: UnboundedSender<Event>,
-    pub(super) admitted: OwnedSemaphorePermit,
+    /// Shared by the choices of one request.
+    pub(super) admitted: Arc<OwnedSemaphorePermit>,
 }
 
 /// The events that a request receives.
@@ -32,6 +33,8 @@ pub(super) enum Event {
         id: u32,
         logprobs: Option<Logprobs>,
     },
+    /// The log probability of the prompt's next token, from its second one on; these come before the first token.
+    Prompt(Logprobs),
     /// The text has ended; this is the last event.
     End(Finish),
 }
@@ -49,8 +52,8 @@ impl Admission {
     }
 
     /// A permit, if one is free. Dropping it frees it.
-    pub(super) fn enter(&self) -> Option<OwnedSemaphorePermit> {
-        self.free.clone().try_acquire_owned().ok()
+    pub(super) fn enter(&self) -> Option<Arc<OwnedSemaphorePermit>> {
+        self.free.clone().try_acquire_owned().ok().map(Arc::new)
     }
 
     pub(super) fn inside(&self) -> usize {
@@ -65,7 +68,7 @@ impl Admission {
 struct Running {
     sequence: Sequence,
     to: UnboundedSender<Event>,
-    admitted: OwnedSemaphorePermit,
+    admitted: Arc<OwnedSemaphorePermit>,
 }
 
 impl Running {
@@ -83,12 +86,7 @@ impl Running {
         let Self { sequence, to, admitted } = self;
         let free = free(admitted);
         let mut preempt = || to.is_closed() || self::free(admitted) < free;
-        sequence.turn(
-            engine,
-            (place, most),
-            &mut |id, logprobs| say(to, id, logprobs),
-            &mut preempt,
-        )
+        sequence.turn(engine, (place, most), &mut |told| say(to, told), &mut preempt)
     }
 }
 
@@ -98,8 +96,11 @@ fn free(admitted: &OwnedSemaphorePermit) -> usize {
 }
 
 /// Sends a token. A disconnected client is noticed at the next turn.
-fn say(to: &UnboundedSender<Event>, id: u32, logprobs: Option<Logprobs>) {
-    let _ = to.send(Event::Token { id, logprobs });
+fn say(to: &UnboundedSender<Event>, told: Told) {
+    let _ = to.send(match told {
+        Told::Prompt(logprobs) => Event::Prompt(logprobs),
+        Told::Token(id, logprobs) => Event::Token { id, logprobs },
+    });
 }
 
 pub(super) struct EngineLoop<'e> {

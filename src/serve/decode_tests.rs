@@ -9,6 +9,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
 use crate::engine::{Advanced, How, PROMPT_SLICE};
+use crate::host_rules::HostRules;
 
 /// Tokens of the scripted model.
 const VOCAB: usize = 64;
@@ -197,6 +198,7 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
         prompt: prompt.to_vec(),
         limit,
         sampling: Sampling::default(),
+        host: HostRules::default(),
         stop: Vec::new(),
         logprobs: None,
         priority: Priority::Normal,
@@ -210,10 +212,48 @@ fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
+            Event::Prompt(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
     }
     (tokens, None)
+}
+
+/// The tokens of a prompt are scored before the first token is sampled, on machines that sample, too.
+#[test]
+fn a_prompt_is_scored_in_order() {
+    for chooses in [false, true] {
+        let engine = Scripted { chooses, ..Scripted::default() };
+        let (jobs, inbox) = channel();
+        let admission = Admission::new(1);
+        let prompt: Vec<u32> = (0..40).map(|i| i % 7).collect();
+        let (mut job, mut events) = job(&prompt, 1, &admission);
+        (job.work.host.score_prompt, job.work.logprobs) = (true, Some(1));
+        jobs.send(job).unwrap();
+        let loops = EngineLoop::new(Box::new(engine), 1, Sequences::default());
+        let thread = std::thread::spawn(move || {
+            let mut heard = Vec::new();
+            while let Some(event) = events.blocking_recv() {
+                heard.push(event);
+            }
+            drop(jobs);
+            heard
+        });
+        loops.run(&inbox).unwrap();
+        let heard = thread.join().unwrap();
+        let mut sum = 0;
+        for (index, event) in heard[..39].iter().enumerate() {
+            sum += prompt[index];
+            let Event::Prompt(logprobs) = event else { panic!("{index}: {event:?}") };
+            assert_eq!(
+                logprobs.top[0].0,
+                sum % 50,
+                "{index}: the likeliest after its predecessors"
+            );
+        }
+        assert!(matches!(heard[39], Event::Token { logprobs: Some(_), .. }), "{:?}", heard[39]);
+        assert_eq!(heard[40..], [Event::End(Finish::Length)]);
+    }
 }
 
 /// The tokens of the scripted model after a prompt.

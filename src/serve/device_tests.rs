@@ -40,6 +40,7 @@ fn wanted(i: u32, vocab: u32) -> Wanted {
         prompt: (0..1 + 9 * i % 70).map(|k| (k * 131 + i * 977) % vocab).collect(),
         limit: 20 + 13 * i % 60,
         sampling,
+        host: crate::host_rules::HostRules::default(),
         stop: Vec::new(),
         // Some are sampled on the host, from rows.
         logprobs: (i % 8 == 6).then_some(1),
@@ -54,6 +55,7 @@ fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
+            Event::Prompt(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
         if goes == Some(tokens.len()) {

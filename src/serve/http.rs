@@ -1,58 +1,74 @@
 //! The routes. A request is parsed and tokenised on a blocking thread, decoded on the decode thread, and written out here.
 
-use std::collections::VecDeque;
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
 use axum::middleware::{from_fn, from_fn_with_state};
-use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::sse::{KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use futures_util::stream::{self, Stream};
+use axum::{Extension, Router};
 use serde_json::{Value, json};
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::unbounded_channel;
 
-use super::Served;
-use super::answer::{Heading, Usage};
-use super::body;
-use super::decode::{Event, Finish, Job};
-use super::origin;
+use super::access::{self, Key};
+use super::answering::Answering;
+use super::decode::Job;
+use super::origin::Allowed;
+use super::record::{self, Record};
 use super::refusal::Refusal;
 use super::request::{Api, Request};
-use super::text::{Piece, Writer};
+use super::{Served, body, metrics, tokens};
 
 /// The interval of keep-alive comments in a silent stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
-/// The server's routes. `loopback`: whether the listener is on loopback.
-pub(super) fn router(served: Arc<Served>, loopback: bool) -> Router {
-    Router::new()
+/// The paths of the APIs of text.
+const TEXTS: [(&str, Api); 4] = [
+    ("/v1/completions", Api::Completions),
+    ("/v1/chat/completions", Api::Chat),
+    ("/v1/messages", Api::Messages),
+    ("/v1/responses", Api::Responses),
+];
+
+/// The server's routes.
+pub(super) fn router(served: Arc<Served>, allowed: Allowed, key: Option<Key>) -> Router {
+    let mut router = Router::new()
         .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/version", get(version))
+        .route("/metrics", get(metrics::all))
+        .route(
+            "/tokenize",
+            post(|served, head, body| convert(tokens::tokenize, served, head, body)),
+        )
+        .route(
+            "/detokenize",
+            post(|served, head, body| convert(tokens::detokenize, served, head, body)),
+        )
         .route("/v1/models", get(models))
-        .route("/v1/models/{*model}", get(model))
-        .route(
-            "/v1/completions",
-            post(|served, head, body| answer(Api::Completions, served, head, body)),
-        )
-        .route(
-            "/v1/chat/completions",
-            post(|served, head, body| answer(Api::Chat, served, head, body)),
-        )
+        .route("/v1/models/{*model}", get(model));
+    for (path, api) in TEXTS {
+        let answer = move |served, record, head, body| answer(api, served, record, head, body);
+        router = router.route(path, post(answer));
+    }
+    // The last layer is the outermost.
+    router
         .fallback(no_page)
         .method_not_allowed_fallback(no_method)
-        .layer(from_fn_with_state(loopback, origin::guard))
+        .layer(from_fn_with_state(key, access::keyed))
+        .layer(from_fn_with_state(Arc::new(allowed), access::shared))
         .layer(from_fn(body::read_to_its_end))
+        .layer(from_fn(record::recorded))
         .with_state(served)
 }
 
 async fn no_page(uri: Uri) -> Refusal {
-    let pages = "/health, /v1/models, /v1/completions, /v1/chat/completions";
+    let pages = "/health, /ready, /version, /metrics, /tokenize, /detokenize, /v1/models, /v1/completions, /v1/chat/completions, /v1/messages, /v1/responses";
     Refusal::new(StatusCode::NOT_FOUND, format!("there is no {}; there are {pages}", uri.path()))
 }
 
@@ -68,19 +84,33 @@ fn document(value: &Value) -> Response {
 async fn health(State(served): State<Arc<Served>>) -> Response {
     document(&json!({
         "status": "ok",
-        "model": served.name,
+        "model": served.name(),
         "device": served.device,
         "requests": served.admission.inside(),
         "requests_max": served.admission.limit(),
     }))
 }
 
-fn listed(served: &Served) -> Value {
-    json!({"id": served.name, "object": "model", "created": served.began, "owned_by": "amk"})
+/// Whether new requests are taken; a load balancer asks this.
+async fn ready(State(served): State<Arc<Served>>) -> Result<Response, Refusal> {
+    served.taking.check()?;
+    Ok(document(&json!({"status": "ready"})))
+}
+
+async fn version() -> Response {
+    document(&json!({"version": env!("CARGO_PKG_VERSION")}))
+}
+
+fn listed(name: &str, served: &Served) -> Value {
+    json!({
+        "id": name, "object": "model", "created": served.began, "owned_by": "amk",
+        "root": served.name(), "max_model_len": served.capacity,
+    })
 }
 
 async fn models(State(served): State<Arc<Served>>) -> Response {
-    document(&json!({"object": "list", "data": [listed(&served)]}))
+    let data: Vec<Value> = served.names.iter().map(|name| listed(name, &served)).collect();
+    document(&json!({"object": "list", "data": data}))
 }
 
 async fn model(
@@ -88,45 +118,64 @@ async fn model(
     name: Result<Path<String>, PathRejection>,
 ) -> Result<Response, Refusal> {
     match name {
-        Ok(Path(name)) if name == served.name => Ok(document(&listed(&served))),
+        Ok(Path(name)) if served.names.contains(&name) => Ok(document(&listed(&name, &served))),
         Ok(Path(name)) => Err(served.no_model(&name)),
         Err(_) => Err(Refusal::field("model", "the name of the model is not UTF-8")),
     }
 }
 
-async fn answer(
-    api: Api,
+/// Reads a body on a blocking thread: templates and tokenizers are slow.
+async fn parsed<T: Send + 'static>(
+    headers: &HeaderMap,
+    body: Body,
+    served: &Arc<Served>,
+    read: impl FnOnce(&[u8], &Served) -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    check_type(headers)?;
+    let body = body::received(body).await?;
+    let served = served.clone();
+    let read = tokio::task::spawn_blocking(move || read(&body, &served)).await;
+    read.map_err(|_| Refusal::failed(crate::bug::last_panic()))?
+}
+
+async fn convert(
+    convert: fn(&[u8], &Served) -> Result<Value, Refusal>,
     State(served): State<Arc<Served>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Refusal> {
-    check_type(&headers)?;
-    let admitted = served.admission.enter();
-    let admitted = admitted.ok_or_else(|| Refusal::full(served.admission.limit()))?;
-    let body = body::received(body).await?;
-    let reader = served.clone();
-    // Templates and tokenizers are slow.
-    let read = tokio::task::spawn_blocking(move || Request::read(api, &body, &reader)).await;
-    let request = read.map_err(|_| Refusal::failed(crate::bug::last_panic()))??;
-    let (to, events) = unbounded_channel(); // bounded by the tokens of the request
-    let heading = served.heading(api, request.work.logprobs.is_some());
-    let answering = Answering {
-        events,
-        writer: Some(Writer::new(served.tokenizer.clone(), request.stop)),
-        ends: request.work.stop.clone(),
-        usage: Usage { prompt: request.work.prompt.len(), completion: 0 },
-        sent: 0,
-    };
-    let job = Job { work: request.work, to, admitted };
-    served.jobs.send(job).map_err(|_| Refusal::leaving())?;
-    if request.stream {
-        let ready = heading.opening().iter().map(Value::to_string).collect();
-        let include_usage = request.include_usage;
-        let streamed = Streamed { answering, heading, include_usage, ready, over: false };
-        let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
-        return Ok(Sse::new(streamed.events()).keep_alive(keep_alive).into_response());
+    // A long text takes time, so that it counts as a request.
+    let _admitted = served.enter()?;
+    Ok(document(&parsed(&headers, body, &served, convert).await?))
+}
+
+async fn answer(
+    api: Api,
+    State(served): State<Arc<Served>>,
+    Extension(record): Extension<Arc<Record>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Refusal> {
+    let admitted = served.enter()?;
+    let read = move |body: &[u8], served: &Served| Request::read(api, body, served);
+    let request = parsed(&headers, body, &served, read).await?;
+    record.prompt(request.prompt_tokens);
+    served.figures.prompt(request.prompt_tokens);
+    let heading = served.heading(api, &request);
+    let mut answering = Answering::new(served.clone(), record, request.prompt_tokens);
+    for asked in request.choices {
+        let (to, events) = unbounded_channel(); // bounded by the tokens of the choice
+        answering.add(events, &asked, &request.stop);
+        let job = Job { work: asked.work, to, admitted: admitted.clone() };
+        served.jobs.send(job).map_err(|_| Refusal::leaving())?;
     }
-    whole(answering, &heading).await
+    // From here on the jobs hold the place in the queue.
+    drop(admitted);
+    if request.stream {
+        let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
+        return Ok(Sse::new(answering.streamed(heading)).keep_alive(keep_alive).into_response());
+    }
+    Ok(document(&answering.whole(&heading).await?))
 }
 
 /// Requires JSON: a page of another site can post a form to a local server without a CORS preflight, but not JSON.
@@ -138,114 +187,4 @@ fn check_type(headers: &HeaderMap) -> Result<(), Refusal> {
     }
     let message = format!("the content type is {kind:?}; it must be application/json");
     Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
-}
-
-/// An answer being sent. Dropping it closes the channel, so that the decode thread stops.
-struct Answering {
-    events: UnboundedReceiver<Event>,
-    /// None after the end of the text.
-    writer: Option<Writer>,
-    ends: Vec<u32>,
-    usage: Usage,
-    /// Characters sent.
-    sent: usize,
-}
-
-/// The next piece, and the `finish_reason` if it is the last.
-type Next = (Piece, Option<&'static str>);
-
-impl Answering {
-    async fn next(&mut self) -> Result<Next, Refusal> {
-        let undecodable = |error: model::ModelError| Refusal::failed(error.to_string());
-        loop {
-            let event = self.events.recv().await;
-            let Some(writer) = &mut self.writer else {
-                return Err(Refusal::failed("the text has ended"));
-            };
-            match event {
-                Some(Event::Token { id, logprobs }) => {
-                    self.usage.completion += 1;
-                    let ends = self.ends.contains(&id);
-                    let (piece, stopped) =
-                        writer.push(id, ends, logprobs.as_ref()).map_err(undecodable)?;
-                    if stopped {
-                        self.events.close(); // discards the rest
-                        return Ok((piece, Some("stop")));
-                    }
-                    if !piece.is_empty() {
-                        return Ok((piece, None));
-                    }
-                }
-                Some(Event::End(finish)) => {
-                    let reason = match finish {
-                        Finish::Stop => "stop",
-                        Finish::Length => "length",
-                        Finish::Failed(why) => return Err(Refusal::failed(why)),
-                        Finish::Leaving => return Err(Refusal::leaving()),
-                    };
-                    let last = self.writer.take().map(Writer::finish).transpose();
-                    let (piece, stopped) = last.map_err(undecodable)?.unwrap_or_default();
-                    return Ok((piece, Some(if stopped { "stop" } else { reason })));
-                }
-                None => return Err(Refusal::failed("the decode thread has gone")),
-            }
-        }
-    }
-}
-
-async fn whole(mut answering: Answering, heading: &Heading) -> Result<Response, Refusal> {
-    let mut all = Piece::default();
-    loop {
-        let (piece, finish) = answering.next().await?;
-        all.text.push_str(&piece.text);
-        all.scored.extend(piece.scored);
-        if let Some(finish) = finish {
-            return Ok(document(&heading.whole(&all, finish, answering.usage)));
-        }
-    }
-}
-
-/// An answer being streamed in lines.
-struct Streamed {
-    answering: Answering,
-    heading: Heading,
-    include_usage: bool,
-    /// Lines to send before the next event is awaited.
-    ready: VecDeque<String>,
-    over: bool,
-}
-
-impl Streamed {
-    async fn next(&mut self) -> Option<String> {
-        if self.ready.is_empty() && !self.over {
-            match self.answering.next().await {
-                Ok((piece, finish)) => self.take(&piece, finish),
-                // The status has been sent already: clients look for an error here.
-                Err(refusal) => {
-                    self.ready.push_back(refusal.document().to_string());
-                    self.over = true;
-                }
-            }
-        }
-        self.ready.pop_front()
-    }
-
-    fn take(&mut self, piece: &Piece, finish: Option<&str>) {
-        let chunk = self.heading.chunk(piece, self.answering.sent, finish);
-        self.ready.push_back(chunk.to_string());
-        self.answering.sent += piece.text.chars().count();
-        if finish.is_some() {
-            let usage = self.include_usage.then(|| self.heading.usage(self.answering.usage));
-            self.ready.extend(usage.map(|usage| usage.to_string()));
-            self.ready.push_back("[DONE]".to_owned());
-            self.over = true;
-        }
-    }
-
-    fn events(self) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-        stream::unfold(self, |mut streamed| async move {
-            let line = streamed.next().await?;
-            Some((Ok(sse::Event::default().data(line)), streamed))
-        })
-    }
 }

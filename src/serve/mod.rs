@@ -1,19 +1,28 @@
-//! `amk serve`: the OpenAI-compatible HTTP server. The main thread owns the model, on which requests take turns; another thread runs HTTP.
+//! `amk serve`: the HTTP server, in the shape of OpenAI's and Anthropic's APIs. The main thread owns the model, on which requests take turns; another thread runs HTTP.
 
+mod access;
 mod answer;
+mod answering;
 mod body;
 mod connections;
 mod decode;
+mod fields;
+mod figures;
 mod http;
+mod messages_answer;
 mod metrics;
 mod origin;
+mod prompt;
+mod record;
 mod refusal;
 mod request;
+mod responses_answer;
 mod text;
+mod tokens;
 
 use std::hash::{BuildHasher, Hasher};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -24,21 +33,25 @@ use serde_json::json;
 use telemetry::Reader;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::context::Context;
+use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 
+use access::Key;
 use answer::Heading;
 use decode::{Admission, EngineLoop, Job};
+use figures::Figures;
+use origin::Allowed;
 use refusal::Refusal;
-use request::Api;
+use request::{Api, Request};
 
 /// The time limit of current requests after Ctrl-C or SIGTERM.
 const GRACE: Duration = Duration::from_secs(10);
@@ -53,7 +66,8 @@ struct Lowered {
 
 /// The state shared with the routes.
 pub(crate) struct Served {
-    name: String,
+    /// The names of the model; the first is that of answers.
+    names: Vec<String>,
     device: &'static str,
     /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
@@ -69,12 +83,43 @@ pub(crate) struct Served {
     jobs: mpsc::Sender<Job>,
     began: u64,
     answers: AtomicU64,
+    taking: Taking,
+    page: Reader,
+    figures: Figures,
+}
+
+/// Whether new requests are taken.
+#[derive(Debug)]
+struct Taking {
+    /// True from when the model is loaded.
+    loaded: watch::Receiver<bool>,
+    /// Whether the server is shutting down.
+    leaving: AtomicBool,
+}
+
+impl Taking {
+    fn check(&self) -> Result<(), Refusal> {
+        if self.leaving.load(Ordering::Relaxed) {
+            return Err(Refusal::leaving());
+        }
+        if *self.loaded.borrow() { Ok(()) } else { Err(Refusal::loading()) }
+    }
 }
 
 impl Served {
+    fn name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
+    }
+
+    /// A place in the queue.
+    fn enter(&self) -> Result<Arc<OwnedSemaphorePermit>, Refusal> {
+        self.taking.check()?;
+        self.admission.enter().ok_or_else(|| Refusal::full(self.admission.limit()))
+    }
+
     fn tokenizer(&self, field: &str) -> Result<&Tokenizer, Refusal> {
         self.tokenizer.as_deref().ok_or_else(|| {
-            let name = &self.name;
+            let name = self.name();
             let message = format!(
                 "{name} has no tokenizer.json, so `{field}` cannot be text; send `prompt` as token ids to /v1/completions"
             );
@@ -88,21 +133,29 @@ impl Served {
     }
 
     fn no_model(&self, name: &str) -> Refusal {
-        let message = format!("there is no model {name:?}; this server has {:?}", self.name);
+        let message =
+            format!("there is no model {name:?}; this server has {}", self.names.join(", "));
         let refusal = Refusal::field("model", message).coded("model_not_found");
         Refusal { status: axum::http::StatusCode::NOT_FOUND, ..refusal }
     }
 
-    fn heading(&self, api: Api, scored: bool) -> Heading {
+    fn heading(&self, api: Api, request: &Request) -> Heading {
         let number = self.answers.fetch_add(1, Ordering::Relaxed);
-        let kind = if api == Api::Chat { "chatcmpl" } else { "cmpl" };
+        let kind = match api {
+            Api::Completions => "cmpl-",
+            Api::Chat => "chatcmpl-",
+            Api::Messages => "msg_",
+            Api::Responses => "resp_",
+        };
         Heading {
             api,
-            id: format!("{kind}-{:x}-{number}", self.began),
+            id: format!("{kind}{:x}-{number}", self.began),
             created: seconds(),
-            model: self.name.clone(),
+            model: self.name().to_owned(),
             fingerprint: self.fingerprint.clone(),
-            scored,
+            scored: request.scored,
+            include_usage: request.include_usage,
+            settings: request.settings.clone(),
         }
     }
 }
@@ -152,31 +205,48 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let bytes = lowered.program.stream_bytes();
         observer.publisher().edit(|edit| edit.head().step_bytes = bytes);
     }
-    let engine: Box<dyn Engine + '_> = match (gpu, &lowered) {
-        (Some(mut gpu), Some(Lowered { config, program, .. })) => {
-            gpu.set_prefill(args.prefill.prefill)?;
-            gpu.set_seqs(seqs);
-            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
-                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
-            Box::new(Megakernel::new(gpu, handle, places))
-        }
-        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(&context, program)),
-        (_, None) => Box::new(engine::graph(&context)),
-    };
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
-    let served = Arc::new(serving(&context, args, (device, seqs, schedule), jobs)?);
+    let page = observer.publisher().reader();
+    let (loaded, loading) = watch::channel(false);
+    let served = serving(&context, args, (device, seqs, schedule), (jobs, page, loading))?;
+    let served = Arc::new(served);
+    let access = access(args)?;
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread no longer uses the model, however it ends.
         let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
-        let http = http.spawn_scoped(scope, || listen(args.addr, metrics, served, gone));
+        let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        let worked = EngineLoop::new(engine, places, said).run(&inbox);
+        let engine = engine(&context, args, (gpu, lowered.as_ref()), (places, kv_pool));
+        let worked = engine.and_then(|engine| {
+            loaded.send_replace(true);
+            EngineLoop::new(engine, places, said).run(&inbox).map_err(|why| lost(&why))
+        });
         drop(alive);
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
-        worked.map_err(|why| lost(&why)).and(listened)
+        worked.and(listened)
+    })
+}
+
+/// Loads the model.
+fn engine<'a>(
+    context: &'a Context,
+    args: &ServeArgs,
+    (gpu, lowered): (Option<Gpu<'a>>, Option<&'a Lowered>),
+    (places, kv_pool): (usize, KvPool),
+) -> Result<Box<dyn Engine + 'a>, Failure> {
+    Ok(match (gpu, lowered) {
+        (Some(mut gpu), Some(Lowered { config, program, seqs, .. })) => {
+            gpu.set_prefill(args.prefill.prefill)?;
+            gpu.set_seqs(*seqs);
+            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
+                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
+            Box::new(Megakernel::new(gpu, handle, places))
+        }
+        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program)),
+        (_, None) => Box::new(engine::graph(context)),
     })
 }
 
@@ -245,11 +315,16 @@ fn serving(
     context: &Context,
     args: &ServeArgs,
     (device, seqs, schedule): (&'static str, u32, Option<ScheduleSource>),
-    jobs: mpsc::Sender<Job>,
+    (jobs, page, loaded): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>),
 ) -> Result<Served, Failure> {
     let graph = context.graph();
+    let mut names = args.served_model_name.clone();
+    if names.is_empty() {
+        names.push(graph.name.clone());
+    }
+    let figures = Figures::new(&names[0]);
     Ok(Served {
-        name: graph.name.clone(),
+        names,
         device,
         schedule,
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
@@ -262,21 +337,48 @@ fn serving(
         jobs,
         began: seconds(),
         answers: AtomicU64::new(0),
+        taking: Taking { loaded, leaving: AtomicBool::new(false) },
+        page,
+        figures,
     })
+}
+
+/// The variable of the API key: other users of a machine can read the arguments of a process, but not its environment.
+const KEY: &str = "AMK_API_KEY";
+
+/// Who may use the server: the key, if there is one, and the origins of pages.
+fn access(args: &ServeArgs) -> Result<(Option<Key>, Vec<String>), Failure> {
+    let key = args.api_key.clone().or_else(|| std::env::var(KEY).ok());
+    if key.as_ref().is_some_and(|key| key.trim().is_empty()) {
+        let message =
+            format!("the API key is empty: give --api-key or {KEY} a text, or leave both out");
+        return Err(Failure::usage(message));
+    }
+    for origin in &args.cors {
+        let scheme =
+            origin.split_once("://").filter(|(_, host)| !host.is_empty() && !host.contains('/'));
+        if origin != "*" && scheme.is_none() {
+            let message = format!(
+                "--cors {origin:?} is no origin; legal: SCHEME://HOST[:PORT], or * for any"
+            );
+            return Err(Failure::usage(message));
+        }
+    }
+    Ok((key.map(|key| Key::new(key.trim())), args.cors.clone()))
 }
 
 /// Serves HTTP until Ctrl-C or SIGTERM, or until the decode thread ends.
 fn listen(
     addr: SocketAddr,
     metrics: Option<(SocketAddr, Reader)>,
-    served: Arc<Served>,
+    (served, (key, origins)): (Arc<Served>, (Option<Key>, Vec<String>)),
     gone: watch::Receiver<()>,
 ) -> Outcome {
     let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| failed("no runtime", error))?;
     let answer = runtime.block_on(async {
-        let stopped = signals();
+        let (stop, stopped) = watch::channel(0_u32);
         let listener = TcpListener::bind(addr).await;
         let listener = listener.map_err(|error| {
             failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
@@ -286,15 +388,20 @@ fn listen(
             Some((addr, reader)) => Some(metrics::listen(addr, reader).await?),
             None => None,
         };
-        announce(bound, metrics, &served)?;
-        let leave = after(1, stopped.clone(), gone.clone());
+        let begin = begin(&served, stop, (bound, key.is_some()), metrics);
+        let leave = async {
+            after(1, stopped.clone(), gone.clone()).await;
+            served.taking.leaving.store(true, Ordering::Relaxed);
+        };
         let most = connections::most(served.admission.limit());
-        let app = http::router(served, bound.ip().is_loopback());
+        let allowed = Allowed { loopback: bound.ip().is_loopback(), origins };
+        let app = http::router(served.clone(), allowed, key);
         tokio::select! {
             () = connections::serve(listener, app, most, leave) => {}
             () = deadline(stopped.clone(), gone.clone()) => {
                 report::say("requests that were under way are broken off");
             }
+            failure = begin => return Err(failure),
         }
         Ok(Exit::Yes)
     });
@@ -303,9 +410,26 @@ fn listen(
     answer
 }
 
-/// The number of Ctrl-C and SIGTERM signals so far.
-fn signals() -> watch::Receiver<u32> {
-    let (stop, stopped) = watch::channel(0_u32);
+/// Takes requests once the model is loaded, and says so. Completes with a failure only.
+async fn begin(
+    served: &Served,
+    stop: watch::Sender<u32>,
+    bound: (SocketAddr, bool),
+    metrics: Option<SocketAddr>,
+) -> Failure {
+    let mut loaded = served.taking.loaded.clone();
+    if loaded.wait_for(|loaded| *loaded).await.is_ok() {
+        // Until now a signal ends the process at once: there is nothing to finish.
+        signals(stop);
+        if let Err(failure) = announce(bound, metrics, served) {
+            return failure;
+        }
+    }
+    std::future::pending().await
+}
+
+/// Counts Ctrl-C and SIGTERM signals.
+fn signals(stop: watch::Sender<u32>) {
     let caught = [SignalKind::interrupt(), SignalKind::terminate()].map(|kind| {
         let mut caught = signal(kind)?;
         let stop = stop.clone();
@@ -318,15 +442,14 @@ fn signals() -> watch::Receiver<u32> {
     if caught.iter().any(Result::is_err) {
         report::say("note: Ctrl-C or SIGTERM cannot be caught here; it ends the server at once");
     }
-    stopped
 }
 
 fn announce(
-    bound: SocketAddr,
+    (bound, keyed): (SocketAddr, bool),
     metrics: Option<SocketAddr>,
     served: &Served,
 ) -> Result<(), Failure> {
-    for addr in [Some(bound), metrics].into_iter().flatten() {
+    for addr in [Some(bound).filter(|_| !keyed), metrics].into_iter().flatten() {
         if !addr.ip().is_loopback() {
             report::say(&format!(
                 "warning: {addr} can be reached from other machines, and there is no authentication"
@@ -335,12 +458,14 @@ fn announce(
     }
     report::say(&format!(
         "serving {} on http://{bound}/v1 ({}); Ctrl-C ends it",
-        served.name, served.device
+        served.name(),
+        served.device
     ));
     report::document(&json!({
         "schema": "amk.serve.v2",
         "url": format!("http://{bound}/v1"),
-        "model": served.name,
+        "model": served.name(),
+        "names": served.names,
         "device": served.device,
         // Where tokens are sampled, unless a request needs log probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },
@@ -378,5 +503,21 @@ async fn deadline(stopped: watch::Receiver<u32>, gone: watch::Receiver<()>) {
     tokio::select! {
         () = tokio::time::sleep(GRACE) => {}
         () = after(2, stopped, gone) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_taken_from_the_load_to_the_end() {
+        let (loaded, loading) = watch::channel(false);
+        let taking = Taking { loaded: loading, leaving: AtomicBool::new(false) };
+        assert_eq!(taking.check().unwrap_err().code, Some("loading"));
+        loaded.send_replace(true);
+        assert_eq!(taking.check(), Ok(()));
+        taking.leaving.store(true, Ordering::Relaxed);
+        assert_eq!(taking.check().unwrap_err().code, Some("leaving"));
     }
 }

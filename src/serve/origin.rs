@@ -4,6 +4,7 @@
 //! page and lets it read answers (DNS rebinding). `Host` still holds the name that the page used.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
@@ -13,15 +14,36 @@ use axum::response::{IntoResponse, Response};
 
 use super::refusal::Refusal;
 
-/// Refuses requests for another server's name, and those from pages of other sites. `loopback`: whether the listener is on loopback.
-pub(super) async fn guard(State(loopback): State<bool>, request: Request, next: Next) -> Response {
-    match check(loopback, request.uri(), request.headers()) {
+/// The names and origins that a listener answers to.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Allowed {
+    /// Whether the listener is on loopback.
+    pub(super) loopback: bool,
+    /// Further origins whose pages may use the server; `*` for any.
+    pub(super) origins: Vec<String>,
+}
+
+impl Allowed {
+    /// Whether an origin is one of the further ones.
+    pub(super) fn lists(&self, origin: &str) -> bool {
+        self.origins.iter().any(|listed| listed == "*" || listed.eq_ignore_ascii_case(origin))
+    }
+}
+
+/// Refuses requests for another server's name, and those from pages of other sites.
+pub(super) async fn guard(
+    State(allowed): State<Arc<Allowed>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match check(&allowed, request.uri(), request.headers()) {
         Ok(()) => next.run(request).await,
         Err(refusal) => refusal.into_response(),
     }
 }
 
-fn check(loopback: bool, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> {
+pub(super) fn check(allowed: &Allowed, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> {
+    let loopback = allowed.loopback;
     let hosts = texts(headers, header::HOST).chain(uri.authority().map(|name| Some(name.as_str())));
     let hosts: Vec<Option<&str>> = hosts.collect();
     if loopback && !hosts.iter().all(|host| host.is_some_and(is_loopback)) {
@@ -34,10 +56,11 @@ fn check(loopback: bool, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> 
         let same = |host: &Option<&str>| host.is_some_and(|h| h.eq_ignore_ascii_case(authority));
         (loopback && is_loopback(authority)) || hosts.iter().any(same)
     };
-    if texts(headers, header::ORIGIN).all(|origin| origin.is_some_and(own)) {
+    let known = |origin: &str| allowed.lists(origin) || own(origin);
+    if texts(headers, header::ORIGIN).all(|origin| origin.is_some_and(known)) {
         return Ok(());
     }
-    let message = "pages of other sites may not use this server (the request has an Origin that is not this server's)";
+    let message = "pages of other sites may not use this server (the request has an Origin that is not this server's, and --cors does not name it)";
     Err(Refusal::new(StatusCode::FORBIDDEN, message).coded("foreign_origin"))
 }
 
@@ -59,13 +82,18 @@ fn is_loopback(host: &str) -> bool {
 mod tests {
     use super::*;
 
+    fn allowed(loopback: bool) -> Allowed {
+        Allowed { loopback, origins: vec!["https://Friend.example".to_owned()] }
+    }
+
     fn asked(loopback: bool, headers: &[(&str, &str)]) -> Result<(), &'static str> {
         let mut map = HeaderMap::new();
         for (name, value) in headers {
             let name: HeaderName = name.parse().unwrap();
             map.append(name, value.parse().unwrap());
         }
-        check(loopback, &Uri::from_static("/v1/models"), &map).map_err(|e| e.code.unwrap())
+        check(&allowed(loopback), &Uri::from_static("/v1/models"), &map)
+            .map_err(|e| e.code.unwrap())
     }
 
     #[test]
@@ -83,7 +111,7 @@ mod tests {
         let two = [("host", "localhost"), ("host", "evil.example")];
         assert_eq!(asked(true, &two), Err("foreign_host"));
         let absolute = Uri::from_static("http://evil.example/v1/models");
-        let refused = check(true, &absolute, &HeaderMap::new()).unwrap_err();
+        let refused = check(&allowed(true), &absolute, &HeaderMap::new()).unwrap_err();
         assert_eq!((refused.status, refused.code), (StatusCode::FORBIDDEN, Some("foreign_host")));
         assert_eq!(asked(false, &[("host", "ai.example")]), Ok(()));
     }
@@ -93,7 +121,14 @@ mod tests {
         let from = |loopback, host, origin| asked(loopback, &[("host", host), ("origin", origin)]);
         assert_eq!(from(true, "localhost:8080", "http://127.0.0.1:3000"), Ok(()));
         assert_eq!(from(false, "ai.example", "https://ai.example"), Ok(()));
-        for origin in ["http://evil.example", "null", "", "http://localhost.evil.example"] {
+        assert_eq!(from(true, "localhost:8080", "https://friend.example"), Ok(()));
+        for origin in [
+            "http://evil.example",
+            "http://friend.example",
+            "null",
+            "",
+            "http://localhost.evil.example",
+        ] {
             assert_eq!(from(true, "localhost", origin), Err("foreign_origin"), "{origin}");
             assert_eq!(from(false, "ai.example", origin), Err("foreign_origin"), "{origin}");
         }

@@ -1,4 +1,5 @@
-//! Errors in the shape of OpenAI's API: `{"error": {message, type, param, code}}`.
+//! Errors in the shape of OpenAI's API, `{"error": {message, type, param, code}}`, with the `"type": "error"` that
+//! Anthropic's has beside it.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -32,7 +33,11 @@ impl Refusal {
     }
 
     pub(super) fn leaving() -> Self {
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down")
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down").coded("leaving")
+    }
+
+    pub(super) fn loading() -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "the model is being loaded").coded("loading")
     }
 
     pub(super) fn full(limit: usize) -> Self {
@@ -49,10 +54,11 @@ impl Refusal {
     pub(super) fn document(&self) -> Value {
         let kind = match self.status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::UNAUTHORIZED => "authentication_error",
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        json!({"error": {
+        json!({"type": "error", "error": {
             "message": self.message, "type": kind, "param": self.param, "code": self.code,
         }})
     }
@@ -63,7 +69,8 @@ impl IntoResponse for Refusal {
         let body = self.document().to_string();
         let json = [(header::CONTENT_TYPE, "application/json")];
         let mut response = (self.status, json, body).into_response();
-        if self.status == StatusCode::TOO_MANY_REQUESTS {
+        let later = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
+        if later.contains(&self.status) {
             // About the time that a text of some tokens takes.
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }

@@ -93,7 +93,7 @@ impl EngineLoop<'_> {
             let (ran, chosen, finish) = match outcome {
                 Ok(seq) => {
                     let (ran, chosen) = (seq.ran, seq.chosen.len() as u64);
-                    let mut tell = |id, logprobs| say(&running.to, id, logprobs);
+                    let mut tell = |told| say(&running.to, told);
                     (ran, chosen, Ok(running.sequence.took(seq, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),

@@ -1,4 +1,4 @@
-"""`amk serve` driven by OpenAI's public Python client, its figures read by Prometheus's parser and shown by `amk top`. No GPU, no download.
+"""`amk serve` driven by OpenAI's and Anthropic's public Python clients, its figures read by Prometheus's parser and shown by `amk top`. No GPU, no download.
 
     python3 -m venv target/clients && target/clients/bin/pip install -r tests/serve/requirements.txt
     target/clients/bin/python tests/serve/client.py target/release/amk
@@ -15,10 +15,12 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import urllib.request
 
+import apis
 import openai
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -27,14 +29,14 @@ MODEL = "llama3-rope-bf16"
 
 
 @contextlib.contextmanager
-def serving(amk, *arguments):
+def serving(amk, *arguments, key="none", log=subprocess.DEVNULL):
     command = [amk, "serve", "--addr", "127.0.0.1:0", *arguments]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         announced = json.loads(server.stdout.readline())
         assert announced["schema"] == "amk.serve.v2", announced
         url = announced["url"]
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30) as client:
             yield client, server, announced
         if server.poll() is None:
             server.send_signal(signal.SIGINT)
@@ -90,7 +92,7 @@ def chat(client):
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **ask)
     choice = answer.choices[0]
     assert choice.message.role == "assistant" and choice.message.content, answer
-    assert len(choice.logprobs.content) in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens
     for token in choice.logprobs.content:
         assert len(token.top_logprobs) == 2 and token.top_logprobs[0].logprob >= token.logprob - 1e-9
     text, usage, roles = "", None, 0
@@ -114,9 +116,10 @@ def refusals(client):
         raise AssertionError(f"{arguments} was served")
 
     refused(openai.NotFoundError, "model", model="other")
-    refused(openai.BadRequestError, "n", n=2)
+    refused(openai.BadRequestError, "n", n=0)
+    refused(openai.BadRequestError, "best_of", best_of=2)
     refused(openai.BadRequestError, "suffix", suffix="x")
-    refused(openai.BadRequestError, "presence_penalty", presence_penalty=0.5)
+    refused(openai.BadRequestError, "presence_penalty", presence_penalty=2.5)
     refused(openai.BadRequestError, "top_p", top_p=1.5)
     refused(openai.BadRequestError, "logit_bias", logit_bias={"99999": 1})
     error = refused(openai.BadRequestError, "prompt", max_tokens=100_000)
@@ -250,7 +253,23 @@ def main():
         chat(client)
         refusals(client)
         alone_and_together(client, drawn.choices[0].text)
+        apis.fixed_lengths(client, MODEL)
+        apis.prompts_and_scores(client, MODEL)
+        apis.choices_and_penalties(client, MODEL)
+        apis.other_apis(str(client.base_url).rstrip("/"), MODEL)
+        apis.known_metrics(client, MODEL)
         assert requests_inside(client) == 0
+    names = ["first", "second"]
+    options = ["--served-model-name", names[0], "--served-model-name", names[1], "--cors", "https://page.example"]
+    with tempfile.TemporaryFile("w+") as log:
+        arguments = ["--model", GOLDEN, "--device", "eval", "--api-key", "sesame", *options]
+        with serving(amk, *arguments, key="sesame", log=log) as (client, *_):
+            apis.names_and_tokens(client, names)
+        log.seek(0)
+        apis.logged(log.read())
+    with serving(amk, "--model", GOLDEN, "--device", "cpu") as (client, server, _):
+        apis.prompts_and_scores(client, MODEL)
+        apis.drained(client, server, MODEL)
     with serving(amk, "--model", GOLDEN, "--device", "cpu", "--queue", "1") as (client, *_):
         waited = full_and_cancelled(client)
     with serving(amk, "--model", "toy", "--device", "cpu", "--metrics", "127.0.0.1:0") as (client, _, announced):
@@ -259,7 +278,7 @@ def main():
         shown(amk, b"\x03")
         answer = client.completions.create(model="toy", prompt=[1, 2, 3], max_tokens=5, temperature=0)
         assert len(answer.choices[0].text.split()) == answer.usage.completion_tokens, answer
-    print(f"completions, chat, figures, a terminal, 12 at once, a full queue, a cancellation ({waited * 1e3:.0f} ms): {time.monotonic() - began:.1f} s")
+    print(f"completions, chat, messages, responses, figures, a terminal, 12 at once, a full queue, a cancellation ({waited * 1e3:.0f} ms): {time.monotonic() - began:.1f} s")
 
 
 if __name__ == "__main__":

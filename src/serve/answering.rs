@@ -1,0 +1,280 @@
+//! Answers being made: the events of each choice become pieces of text, and these one document or a stream.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Instant;
+
+use axum::response::sse;
+use futures_util::stream::{self, Stream};
+use ir::sampling::Logprobs;
+use serde_json::Value;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::Served;
+use super::answer::{Ending, Heading, Line, Part, Progress, Usage};
+use super::decode::{Event, Finish};
+use super::figures::Figures;
+use super::prompt::Prompt;
+use super::record::Record;
+use super::refusal::Refusal;
+use super::request::Asked;
+use super::text::{Piece, Writer};
+
+/// One choice. Dropping it closes the channel, so that the decode thread stops.
+struct Choice {
+    events: UnboundedReceiver<Event>,
+    /// None after the end of the text.
+    writer: Option<Writer>,
+    ends: Vec<u32>,
+    /// The prompt, until it has been sent, if the answer begins with it.
+    echo: Option<Prompt>,
+    /// Log probabilities of the prompt's tokens after the first.
+    scores: Vec<Logprobs>,
+    /// Tokens that came since the last measurement, and its time.
+    unmeasured: usize,
+    measured: Option<Instant>,
+    /// Characters sent.
+    sent: usize,
+}
+
+/// All choices of a request.
+pub(super) struct Answering {
+    choices: Vec<Choice>,
+    usage: Usage,
+    /// The choice whose events are looked at first, so that none starves.
+    turn: usize,
+    served: Arc<Served>,
+    record: Arc<Record>,
+}
+
+/// A piece of a choice, and its ending if it is the last.
+struct Next {
+    index: usize,
+    piece: Piece,
+    ending: Option<Ending>,
+}
+
+impl Choice {
+    fn new(
+        events: UnboundedReceiver<Event>,
+        asked: &Asked,
+        stop: &[String],
+        served: &Served,
+    ) -> Self {
+        Self {
+            events,
+            writer: Some(Writer::new(served.tokenizer.clone(), stop.to_vec(), asked.least)),
+            ends: asked.work.stop.clone(),
+            echo: asked.echo.clone(),
+            scores: Vec::new(),
+            unmeasured: 0,
+            measured: None,
+            sent: 0,
+        }
+    }
+
+    /// Measures the tokens that came together.
+    fn measure(&mut self, figures: &Figures) {
+        if self.unmeasured > 0
+            && let Some(before) = self.measured.replace(Instant::now())
+        {
+            figures.between(self.unmeasured, before.elapsed());
+            self.unmeasured = 0;
+        }
+    }
+
+    /// The piece that an event adds, and the ending if it is the last.
+    fn take(&mut self, event: Event) -> Result<(Piece, Option<Ending>), Refusal> {
+        let undecodable = |error: model::ModelError| Refusal::failed(error.to_string());
+        let Some(writer) = &mut self.writer else {
+            return Err(Refusal::failed("the text has ended"));
+        };
+        // A prompt is sent when all of its tokens are scored.
+        let prompt = self.echo.take_if(|_| !matches!(event, Event::Prompt(_)));
+        let echo = prompt.map(|prompt| writer.echoed(&prompt, &self.scores));
+        let mut piece = echo.transpose().map_err(undecodable)?.unwrap_or_default();
+        let ended = |reason, matched| Some(Ending { reason, matched });
+        let reason = match event {
+            Event::Prompt(logprobs) => {
+                self.scores.push(logprobs);
+                return Ok((piece, None));
+            }
+            Event::Token { id, logprobs } => {
+                let ends = self.ends.contains(&id);
+                let pushed = writer.push(id, ends, logprobs.as_ref());
+                let (next, matched) = pushed.map_err(undecodable)?;
+                piece.append(next);
+                let ending = matched.and_then(|matched| ended("stop", Some(matched)));
+                return Ok((piece, ending));
+            }
+            Event::End(Finish::Stop) => "stop",
+            Event::End(Finish::Length) => "length",
+            Event::End(Finish::Failed(why)) => return Err(Refusal::failed(why)),
+            Event::End(Finish::Leaving) => return Err(Refusal::leaving()),
+        };
+        let last = self.writer.take().map(Writer::finish).transpose();
+        let (next, matched) = last.map_err(undecodable)?.unwrap_or_default();
+        piece.append(next);
+        Ok((piece, ended(if matched.is_some() { "stop" } else { reason }, matched)))
+    }
+}
+
+impl Answering {
+    pub(super) fn new(served: Arc<Served>, record: Arc<Record>, prompt: usize) -> Self {
+        let usage = Usage { prompt, completion: 0 };
+        Self { choices: Vec::new(), usage, turn: 0, served, record }
+    }
+
+    pub(super) fn add(&mut self, events: UnboundedReceiver<Event>, asked: &Asked, stop: &[String]) {
+        self.choices.push(Choice::new(events, asked, stop, &self.served));
+    }
+
+    /// The next event of any choice; `None` after the end of all.
+    async fn event(&mut self) -> Option<(usize, Option<Event>)> {
+        let (count, turn) = (self.choices.len(), self.turn);
+        let choices = &mut self.choices;
+        poll_fn(|context| {
+            let mut open = false;
+            for index in (0..count).map(|place| (turn + place) % count) {
+                let choice = &mut choices[index];
+                if choice.writer.is_none() {
+                    continue;
+                }
+                open = true;
+                if let Poll::Ready(event) = choice.events.poll_recv(context) {
+                    return Poll::Ready(Some((index, event)));
+                }
+            }
+            if open { Poll::Pending } else { Poll::Ready(None) }
+        })
+        .await
+    }
+
+    /// The next piece of any choice; `None` after the end of all.
+    async fn next(&mut self) -> Result<Option<Next>, Refusal> {
+        loop {
+            let Some((index, event)) = self.event().await else { return Ok(None) };
+            self.turn = index + 1;
+            let Some(event) = event else {
+                return Err(Refusal::failed("the decode thread has gone"));
+            };
+            self.measure(index, &event);
+            let (piece, ending) = self.choices[index].take(event)?;
+            if let Some(Ending { reason, .. }) = &ending {
+                self.end(index, reason);
+            }
+            if ending.is_some() || !piece.is_empty() {
+                return Ok(Some(Next { index, piece, ending }));
+            }
+        }
+    }
+
+    /// Counts and times a token. Tokens of one turn of the machine come together and share its time.
+    fn measure(&mut self, index: usize, event: &Event) {
+        let Event::Token { .. } = event else { return };
+        self.usage.completion += 1;
+        let figures = &self.served.figures;
+        if let Some(took) = self.record.token() {
+            figures.first(took);
+        }
+        figures.token();
+        let choice = &mut self.choices[index];
+        match choice.measured {
+            // The first of a choice has none before it.
+            None => choice.measured = Some(Instant::now()),
+            Some(_) => choice.unmeasured += 1,
+        }
+        if choice.events.is_empty() {
+            choice.measure(figures);
+        }
+    }
+
+    fn end(&mut self, index: usize, reason: &'static str) {
+        let choice = &mut self.choices[index];
+        choice.measure(&self.served.figures);
+        choice.events.close(); // discards the rest
+        choice.writer = None;
+        self.served.figures.ended(reason, self.record.elapsed());
+    }
+
+    /// The complete answer.
+    pub(super) async fn whole(mut self, heading: &Heading) -> Result<Value, Refusal> {
+        let mut pieces: Vec<(Piece, Option<Ending>)> = Vec::new();
+        pieces.resize_with(self.choices.len(), Default::default);
+        while let Some(Next { index, piece, ending }) = self.next().await? {
+            let (whole, end) = &mut pieces[index];
+            whole.append(piece);
+            *end = ending;
+        }
+        let ended = pieces.into_iter().map(|(piece, ending)| Some((piece, ending?)));
+        let ended: Option<Vec<(Piece, Ending)>> = ended.collect();
+        let ended = ended.ok_or_else(|| Refusal::failed("a choice has no ending"))?;
+        Ok(heading.whole(&ended, self.usage))
+    }
+
+    /// The answer as server-sent events.
+    pub(super) fn streamed(
+        self,
+        heading: Heading,
+    ) -> impl Stream<Item = Result<sse::Event, Infallible>> {
+        let mut progress = Progress { usage: self.usage, ..Progress::default() };
+        let ready = heading.opening(self.choices.len(), &mut progress).into();
+        let streamed = Streamed { answering: self, heading, progress, ready, over: false };
+        stream::unfold(streamed, |mut streamed| async move {
+            let Line { event, data } = streamed.next().await?;
+            let named = event.map(|name| sse::Event::default().event(name));
+            Some((Ok(named.unwrap_or_default().data(data)), streamed))
+        })
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        // The client has gone, or the machine failed.
+        for _ in self.choices.iter().filter(|choice| choice.writer.is_some()) {
+            self.served.figures.ended("abort", self.record.elapsed());
+        }
+    }
+}
+
+/// An answer being streamed.
+struct Streamed {
+    answering: Answering,
+    heading: Heading,
+    progress: Progress,
+    /// Events to send before the next piece is awaited.
+    ready: VecDeque<Line>,
+    over: bool,
+}
+
+impl Streamed {
+    async fn next(&mut self) -> Option<Line> {
+        while self.ready.is_empty() && !self.over {
+            match self.answering.next().await {
+                Ok(Some(next)) => self.take(next),
+                Ok(None) => {
+                    self.progress.usage = self.answering.usage;
+                    self.ready.extend(self.heading.closing(&mut self.progress));
+                    self.over = true;
+                }
+                // The status has been sent already: clients look for an error here.
+                Err(refusal) => {
+                    self.ready.push_back(self.heading.error(&refusal, &self.progress));
+                    self.over = true;
+                }
+            }
+        }
+        self.ready.pop_front()
+    }
+
+    fn take(&mut self, Next { index, piece, ending }: Next) {
+        let sent = self.answering.choices[index].sent;
+        let part = Part { index, piece: &piece, sent, ending: ending.as_ref() };
+        self.ready.extend(self.heading.chunk(&part, &mut self.progress));
+        self.answering.choices[index].sent += piece.text.chars().count();
+        self.progress.ending = ending.or(self.progress.ending.take());
+    }
+}

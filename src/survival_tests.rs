@@ -378,12 +378,17 @@ const TAMPERINGS: [Tampering; 9] = [
     ("a forged outcome", |f| forge(f, |rows| flip(&mut rows[2]["outcome"])), 4, "latencies say"),
     (
         "a forged schedule",
-        |f| forge(f, |rows| rows[2]["config"]["pipeline"]["stages"] = 2.into()),
+        |f| forge(f, |rows| other_stages(&mut rows[2]["config"]["pipeline"]["stages"])),
         4,
         "changed",
     ),
     ("a missing trial", |f| forge(f, |rows| drop(rows.remove(1))), 3, "number"),
 ];
+
+/// Another number of stages than the recorded one.
+fn other_stages(stages: &mut Value) {
+    *stages = if *stages == 2 { 3 } else { 2 }.into();
+}
 
 /// Another outcome than the recorded one.
 fn flip(outcome: &mut Value) {

@@ -56,6 +56,9 @@ Environment:
   AMK_CACHE       compiled kernels; default: ~/.cache/amk
   AMK_DATA        schedules found here; default: ~/.local/share/amk
   AMK_KERNEL_DIR  kernel sources to compile instead of those in the binary
+  HF_HUB_CACHE    models of the Hugging Face Hub; default: $HF_HOME/hub, ~/.cache/huggingface/hub
+  HF_TOKEN        access token for gated and private models; default: the one of `hf auth login`
+  HF_HUB_OFFLINE  1: download nothing
 
 Standard output carries one JSON document with a `schema` id (on a terminal only with --json); \
 everything for people goes to standard error. `amk COMMAND --help` has examples.";
@@ -82,8 +85,10 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Says what this machine can do, what is missing and how to get it.
-    #[command(after_help = "Examples:\n  amk doctor\n  amk doctor | jq .checks")]
-    Doctor,
+    #[command(
+        after_help = "Examples:\n  amk doctor\n  amk doctor --model llama-3.1-8b\n  amk doctor | jq .checks"
+    )]
+    Doctor(DoctorArgs),
     /// Prints the schedule to start from and the search space: every knob with its legal values.
     #[command(after_help = "Examples:\n  amk propose --model toy\n  \
         amk propose --model llama-3.2-1b --target h100 | jq .search_space\n  \
@@ -305,9 +310,10 @@ pub(crate) enum DeviceChoice {
 /// The model and where it runs.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
-    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
-    /// llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
-    #[arg(long, value_name = "DIR|PRESET")]
+    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a model of the Hugging Face Hub (ORG/NAME or
+    /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights: toy, toy-2l,
+    /// smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
     #[serde(flatten)]
@@ -355,6 +361,17 @@ pub(crate) struct DeviceChildArgs {
     pub(crate) kv_capacity: Option<u32>,
 }
 
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Also say what this model needs in memory: a Hugging Face folder, a model of the Hub that is in the cache, or a preset.
+    /// No weights are read.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    pub(crate) model: Option<String>,
+    /// Capacity of the key/value cache in tokens. Default: the model's positions, at most 4096.
+    #[arg(long, value_name = "TOKENS", requires = "model")]
+    pub(crate) kv_capacity: Option<u32>,
+}
+
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
@@ -389,8 +406,8 @@ pub(crate) struct EvaluateArgs {
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
-    /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
-    #[arg(long, value_name = "DIR|PRESET")]
+    /// A Hugging Face folder, a model of the Hub or a preset. Default: smollm2-135m, or the resumed search's.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     #[serde(flatten)]
@@ -460,7 +477,7 @@ pub(crate) struct DiffArgs {
     #[schemars(with = "serde_json::Value", extend("type" = ["object", "string"]))]
     pub(crate) b: ConfigSource,
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
-    #[arg(long, value_name = "DIR|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// The GPU to lower them for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: h200.
     #[arg(long, value_name = "GPU", requires = "model")]
@@ -535,8 +552,8 @@ pub(crate) struct GenerateArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// A Hugging Face folder or a preset.
-    #[arg(long, value_name = "DIR|PRESET", required_unless_present = "manifest")]
+    /// A Hugging Face folder, a model of the Hub or a preset.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "manifest")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
@@ -589,7 +606,7 @@ pub(crate) struct BundleArgs {
     #[arg(required = true, value_name = "FILE")]
     pub(crate) files: Vec<PathBuf>,
     /// The model. Default: the name in the bundle.
-    #[arg(long, value_name = "DIR|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// Run the program on the reference VM, whatever the model's size.
     #[arg(long)]
@@ -711,7 +728,7 @@ pub(crate) struct InterpretArgs {
     /// A program: .amk (text) or .amkp (binary).
     pub(crate) file: PathBuf,
     /// The model that it was lowered from.
-    #[arg(long, value_name = "DIR|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// Token ids to feed, separated by commas. Default: the inputs of a search's gate, sampled with --seed.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]
@@ -723,8 +740,8 @@ pub(crate) struct InterpretArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
-    /// A preset, or a Hugging Face folder.
-    #[arg(long, value_name = "DIR|PRESET")]
+    /// A preset, a Hugging Face folder or a model of the Hub.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]

@@ -10,6 +10,8 @@ use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::device::probe::live_target;
 use crate::failure::Failure;
+use crate::memory::{self, Use};
+use crate::models;
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -50,7 +52,7 @@ impl Context {
 
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let target = choose_target(place)?;
-        let model = model::load(name)?;
+        let model = models::load(name)?;
         tracing::info!(
             model = model.graph.name,
             layers = model.graph.layers.len(),
@@ -108,6 +110,7 @@ impl Context {
         positions: Option<usize>,
         kernel_id: KernelId<'a>,
     ) -> Result<Gate<'a>, Failure> {
+        memory::check(&self.model, Use::Gate)?;
         let (graph, weights) = (self.graph(), &*self.model.weights);
         let expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
             .map_err(|error| self.unevaluated(error))?;

@@ -14,7 +14,7 @@ use crate::report;
 
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
-        Command::Doctor => doctor::run(),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Propose(args) => propose::answer(&args)?.print(),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),

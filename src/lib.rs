@@ -25,7 +25,10 @@ mod interrupt;
 mod log;
 #[cfg(feature = "full")]
 mod mcp;
+mod memory;
+mod models;
 mod observe;
+mod out_of_memory;
 mod peers;
 mod report;
 mod schedule_choice;

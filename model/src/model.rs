@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use ir::{Graph, Weights};
+use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 use crate::preset::{PRESETS, preset};
@@ -101,13 +102,34 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
         return Err(not_a_folder("it has no config.json"));
     };
-    let mut shape = config::parse(&object, &folder_name(dir))
-        .map_err(|problems| ModelError::Config { path, problems })?;
-    add_generation_eos(dir, &mut shape)?;
-    let mut graph = shape.graph();
+    let (mut shape, mut graph) = described(&path, &object)?;
     let weights = store::open(dir, &mut graph)?;
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
+}
+
+/// The graph that a `config.json`, or that of a folder, describes, with the element types that it names. No weights are
+/// needed.
+///
+/// # Errors
+/// As [`import`], for the configuration.
+pub fn import_graph(path: &Path) -> Result<Graph, ModelError> {
+    let file = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+    let Some(object) = files::read_object(&file, files::SMALL_FILE_MAX)? else {
+        let reason = "it has no config.json".to_owned();
+        return Err(ModelError::NotAFolder { path: path.to_path_buf(), reason });
+    };
+    Ok(described(&file, &object)?.1)
+}
+
+/// The model that a configuration describes, named like its folder.
+fn described(path: &Path, object: &Map<String, Value>) -> Result<(Shape, Graph), ModelError> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    let mut shape = config::parse(object, &folder_name(dir))
+        .map_err(|problems| ModelError::Config { path: path.to_path_buf(), problems })?;
+    add_generation_eos(dir, &mut shape)?;
+    let graph = shape.graph();
+    Ok((shape, graph))
 }
 
 /// A preset by name, or else a folder by path. A folder with the name of a preset is reached by `./name`.
@@ -148,8 +170,16 @@ fn add_generation_eos(dir: &Path, shape: &mut Shape) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// The folder's own name, even if the path ends in `.` or `..`.
+/// The folder's own name, even if the path ends in `.` or `..`. A snapshot in the cache of the Hugging Face Hub,
+/// `models--ORG--NAME/snapshots/COMMIT`, is named like its model.
 fn folder_name(dir: &Path) -> String {
     let full = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    let model = full.parent().filter(|parent| parent.ends_with("snapshots")).and_then(Path::parent);
+    let cached = model.and_then(Path::file_name).and_then(|name| name.to_str());
+    if let Some((_, name)) =
+        cached.and_then(|name| name.strip_prefix("models--")).and_then(|name| name.split_once("--"))
+    {
+        return name.to_owned();
+    }
     full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }

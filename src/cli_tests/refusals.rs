@@ -81,7 +81,11 @@ fn a_name_of_any_length_is_answered_in_a_few_words() {
 #[test]
 fn a_name_of_the_hub_gets_the_command_that_downloads_it_and_no_preset() {
     let ran = amk(&["evaluate", "--model", "Qwen/Qwen3-0.6B"]);
-    ran.fails(2, &["hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"]);
+    let command = "hf download Qwen/Qwen3-0.6B";
+    ran.fails(
+        3,
+        &["HF_HUB_OFFLINE", command, "--local-dir Qwen3-0.6B", "models--Qwen--Qwen3-0.6B"],
+    );
     assert!(!ran.stderr.contains("qwen3-0.6b"), "{}", ran.stderr);
 }
 

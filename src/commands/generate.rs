@@ -20,6 +20,7 @@ use crate::config_source::ConfigSource;
 use crate::context::Context;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::memory::{self, Use};
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Work};
@@ -197,6 +198,8 @@ fn execute(
     let said = Sequences::new(observer.publisher(), !on_gpu);
     said.sole(work.positions());
     args.prefill.check(on_gpu)?;
+    let host = Use::Host { sequences: 1, positions: work.positions() };
+    memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
     let keep = args.logits.is_some();
     if args.model.place.device == DeviceChoice::Eval {
         return continued(&mut engine::graph(context), context, (work, keep), &said);

@@ -185,7 +185,13 @@ fn a_program_that_is_not_what_its_id_says_is_not_taken() {
     let path = folder.path().join("runs/store.sqlite");
     let store = corpus::Store::existing(&path).unwrap();
     let mut whole = Vec::new();
-    store.each_program(|_, saved| Ok(whole = saved.to_vec())).unwrap().unwrap();
+    store
+        .each_program(|_, saved| {
+            whole = saved.to_vec();
+            Ok(())
+        })
+        .unwrap()
+        .unwrap();
     drop(store);
     let mut damaged = whole.clone();
     *damaged.last_mut().unwrap() ^= 1;

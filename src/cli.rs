@@ -141,6 +141,14 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
+    /// Chats with a model in the terminal, line by line. The conversation is kept.
+    #[command(
+        after_help = "Examples:\n  amk chat --model Qwen/Qwen3-0.6B\n  amk chat --model DIR --device cuda --system \"Answer in one sentence.\"\n  \
+        echo \"What is 2 + 2?\" | amk chat --model DIR --json\n\n\
+        /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. The model needs a chat template. Answers are on\n\
+        standard error as they come; standard output gets one document with all messages at the end. Without a GPU the graph runs."
+    )]
+    Chat(ChatArgs),
     /// Serves a model over HTTP with OpenAI's completions and chat APIs.
     #[command(
         after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n\n\
@@ -548,6 +556,24 @@ pub(crate) struct GenerateArgs {
     /// Compare every tensor on the GPU with its file at the end.
     #[arg(long)]
     pub(crate) check_weights: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// The system message.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// The most tokens of an answer.
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..).map(|n| n as usize))]
+    pub(crate) max_new_tokens: usize,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
 }
 
 #[derive(Debug, Args)]

@@ -6,6 +6,8 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
+#[path = "cli_tests/chat.rs"]
+mod chat;
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
 #[cfg(feature = "full")]

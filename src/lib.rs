@@ -22,6 +22,7 @@ mod failure;
 mod files;
 mod found;
 mod interrupt;
+mod live_text;
 mod log;
 #[cfg(feature = "full")]
 mod mcp;

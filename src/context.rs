@@ -33,6 +33,8 @@ pub(crate) struct Context {
     /// The target, if one was named.
     pub(crate) named_target: Option<String>,
     pub(crate) device: DeviceChoice,
+    /// Whether the model was given without weights: then they are random.
+    pub(crate) shape_only: bool,
 }
 
 impl Context {
@@ -40,9 +42,24 @@ impl Context {
         Self::load(&args.model, &args.place)
     }
 
+    /// The same for a command to which the model's shape is enough: it may be without weights.
+    pub(crate) fn of_shape(args: &ModelArgs) -> Result<Self, Failure> {
+        Self::of(models::load_shape(&args.model)?, &args.model, &args.place)
+    }
+
+    /// As [`of_shape`](Self::of_shape) where nothing but the CPU runs it, which predicts; else as [`new`](Self::new).
+    pub(crate) fn of_shape_on_cpu(args: &ModelArgs) -> Result<Self, Failure> {
+        if args.place.device == DeviceChoice::Cpu { Self::of_shape(args) } else { Self::new(args) }
+    }
+
     /// The same; a cache without a given size gets room for `tokens`, limited by the model's positions.
     pub(crate) fn with_room(name: &str, place: &PlaceArgs, tokens: u32) -> Result<Self, Failure> {
-        let mut context = Self::load(name, place)?;
+        let model = if place.device == DeviceChoice::Cpu {
+            models::load_shape(name)?
+        } else {
+            (models::load(name)?, false)
+        };
+        let mut context = Self::of(model, name, place)?;
         if place.kv_capacity.is_none() {
             let needed = tokens.min(context.positions_max());
             context.kv_capacity = context.kv_capacity.max(needed);
@@ -51,8 +68,15 @@ impl Context {
     }
 
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
+        Self::of((models::load(name)?, false), name, place)
+    }
+
+    fn of(
+        (model, shape_only): (Model, bool),
+        name: &str,
+        place: &PlaceArgs,
+    ) -> Result<Self, Failure> {
         let target = choose_target(place)?;
-        let model = models::load(name)?;
         tracing::info!(
             model = model.graph.name,
             layers = model.graph.layers.len(),
@@ -62,7 +86,8 @@ impl Context {
         );
         let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
-        Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })
+        let device = place.device;
+        Ok(Self { model, target, kv_capacity, name, named_target, device, shape_only })
     }
 
     pub(crate) fn graph(&self) -> &Graph {

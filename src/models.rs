@@ -18,6 +18,34 @@ pub(crate) fn load(name: &str) -> Result<Model, Failure> {
     }
 }
 
+/// Loads the model of a name for a command that needs its shape alone: a `config.json`, or a folder without weights, gives
+/// a model with random weights, which are not made unless they are read. Also whether that is so.
+pub(crate) fn load_shape(name: &str) -> Result<(Model, bool), Failure> {
+    let path = Path::new(name);
+    let described = if model::preset(name).is_some() || name.is_empty() {
+        None
+    } else if path.is_file() {
+        path.extension().is_some_and(|extension| extension == "json").then(|| path.to_path_buf())
+    } else if path.is_dir() {
+        Some(path.to_path_buf())
+    } else {
+        ModelId::parse(name).and_then(|id| Hub::from_env()?.described(&id))
+    };
+    // An index of shards that cannot be read is an error of its own, which loading reports.
+    let bare = |path: &PathBuf| {
+        path.is_file()
+            || (path.join("config.json").is_file()
+                && model::missing_weights(path).is_ok_and(|missing| !missing.is_empty()))
+    };
+    let Some(path) = described.filter(bare) else { return Ok((load(name)?, false)) };
+    let shape = model::import_shape(&path)?;
+    report::say(&format!(
+        "note: {} has no weights: the shape of its config.json is scheduled and predicted; what reads weights gets random ones",
+        path.display()
+    ));
+    Ok((Model::random(shape, 0), true))
+}
+
 /// The folder of a model of the Hub, downloaded if it has to be; `None` for a preset, a folder, and what is no such name.
 pub(crate) fn hub_folder(name: &str) -> Result<Option<PathBuf>, Failure> {
     if model::preset(name).is_some() || std::fs::exists(name).unwrap_or(false) {
@@ -62,11 +90,11 @@ pub(crate) fn graph(name: &str) -> Result<(Graph, bool), Failure> {
             ))
         };
         let dir = hub.described(&id).ok_or_else(missing)?;
-        return Ok((model::import_graph(&dir)?, false));
+        return Ok((model::import_shape(&dir)?.graph(), false));
     }
     // An unknown name gets the error that lists the presets.
     match std::fs::exists(name) {
-        Ok(true) if !name.is_empty() => Ok((model::import_graph(Path::new(name))?, false)),
+        Ok(true) if !name.is_empty() => Ok((model::import_shape(Path::new(name))?.graph(), false)),
         _ => Ok((model::load(name)?.graph, false)),
     }
 }

@@ -81,7 +81,7 @@ impl Download<'_> {
             }
         }
         let id = self.id.to_string();
-        model::import_graph(&dir)
+        model::import_shape(&dir)
             .map_err(|error| HubError::Unsupported { id, why: error.to_string() })?;
         self.weights(&commit, &dir)?;
         // Last, so that other clients find the revision only when it is whole.

@@ -96,7 +96,9 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     };
     let kind = std::fs::metadata(dir).map_err(|e| ModelError::io("open", dir, e))?;
     if !kind.is_dir() {
-        return Err(not_a_folder("it is a file; give the folder that holds config.json"));
+        return Err(not_a_folder(
+            "it is a file; give the folder that holds config.json and the weights (propose, lower, trace and bench with --device cpu take a config.json alone)",
+        ));
     }
     let path = dir.join("config.json");
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
@@ -108,18 +110,18 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()) })
 }
 
-/// The graph that a `config.json`, or that of a folder, describes, with the element types that it names. No weights are
+/// The shape that a `config.json`, or that of a folder, describes, with the element type that it names. No weights are
 /// needed.
 ///
 /// # Errors
 /// As [`import`], for the configuration.
-pub fn import_graph(path: &Path) -> Result<Graph, ModelError> {
+pub fn import_shape(path: &Path) -> Result<Shape, ModelError> {
     let file = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     let Some(object) = files::read_object(&file, files::SMALL_FILE_MAX)? else {
         let reason = "it has no config.json".to_owned();
         return Err(ModelError::NotAFolder { path: path.to_path_buf(), reason });
     };
-    Ok(described(&file, &object)?.1)
+    Ok(described(&file, &object)?.0)
 }
 
 /// The model that a configuration describes, named like its folder.

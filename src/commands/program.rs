@@ -15,7 +15,7 @@ use crate::spinner::Spinner;
 use crate::{files, models, report};
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
-    let context = Context::new(&args.model)?;
+    let context = Context::of_shape(&args.model)?;
     let tokens = context.predicted_at();
     let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;
     let program = context.lowered(&config)?;

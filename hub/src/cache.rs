@@ -1,6 +1,8 @@
 //! The cache on this machine: `models--ORG--NAME/{refs,snapshots,blobs}`.
 
-use std::path::{Path, PathBuf};
+#[cfg(feature = "client")]
+use std::path::Path;
+use std::path::PathBuf;
 
 use crate::error::HubError;
 use crate::id::{ModelId, is_word};

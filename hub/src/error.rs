@@ -1,10 +1,12 @@
 //! Errors of this crate; each says what, where and what to do.
 
 use std::io;
-use std::path::{Path, PathBuf};
+#[cfg(feature = "client")]
+use std::path::Path;
+use std::path::PathBuf;
 
-use crate::id::ModelId;
-use crate::settings::Hub;
+#[cfg(feature = "client")]
+use crate::{id::ModelId, settings::Hub};
 
 /// Why a model of the Hub is not here.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +78,7 @@ pub enum HubError {
     Model(#[from] model::ModelError),
 }
 
+#[cfg(feature = "client")]
 impl HubError {
     pub(crate) fn unreachable(hub: &Hub, id: &ModelId, why: impl Into<String>) -> Self {
         let (command, why) = (id.command(), why.into());

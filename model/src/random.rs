@@ -46,6 +46,10 @@ pub(crate) fn tensor(graph: &Graph, id: TensorId, seed: u64) -> Vec<u8> {
     Recipe::of(graph, id).make(seed, &thread_count)
 }
 
+fn next<T: Iterator>(parts: &Mutex<T>) -> Option<T::Item> {
+    parts.lock().unwrap_or_else(PoisonError::into_inner).next()
+}
+
 fn thread_count() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
@@ -93,10 +97,21 @@ impl Recipe {
         // Plain threads rather than a work-stealing pool: a pool's worker that waits here could steal a job that needs
         // this very tensor, and wait for itself.
         let part = len.div_ceil(threads).next_multiple_of(MATRIX_PER_WORD * NORM_PER_WORD);
-        thread::scope(|scope| {
-            for (i, out) in out.chunks_mut(part * self.tensor.dtype.bytes()).enumerate() {
-                scope.spawn(move || self.fill(key, i * part, out));
+        let parts = Mutex::new(out.chunks_mut(part * self.tensor.dtype.bytes()).enumerate());
+        let work = || {
+            // The lock is not held while a part is filled.
+            while let Some((i, out)) = next(&parts) {
+                self.fill(key, i * part, out);
             }
+        };
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                // Where the system gives no more threads, those that there are do it all.
+                if thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                    break;
+                }
+            }
+            work();
         });
         out
     }

@@ -378,7 +378,7 @@ const TAMPERINGS: [Tampering; 9] = [
     ("a forged outcome", |f| forge(f, |rows| flip(&mut rows[2]["outcome"])), 4, "latencies say"),
     (
         "a forged schedule",
-        |f| forge(f, |rows| rows[2]["config"]["pipeline"]["stages"] = 2.into()),
+        |f| forge(f, |rows| rows[2]["config"]["pipeline"]["stages"] = 3.into()),
         4,
         "changed",
     ),

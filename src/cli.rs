@@ -1,10 +1,8 @@
 //! Commands and flags, declared once. Commands that agents also call as tools are also deserialized from JSON and
 //! publish a schema ([`crate::mcp`]): the help text of a flag is its description in the schema.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::builder::TypedValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use schemars::JsonSchema;
 use search::Budget;
@@ -18,6 +16,7 @@ mod gpu;
 mod help;
 pub(crate) mod renamed;
 mod runs;
+mod text;
 mod trace;
 
 pub(crate) use self::trace::*;
@@ -25,6 +24,7 @@ pub(crate) use config::*;
 pub(crate) use gpu::*;
 pub(crate) use help::command;
 pub(crate) use runs::*;
+pub(crate) use text::*;
 
 /// What `amk` prints when it is run without arguments.
 pub(crate) const FIRST_STEPS: &str = "\
@@ -57,6 +57,9 @@ Environment:
   AMK_DATA        schedules found here; default: ~/.local/share/amk
   AMK_API_KEY     the API key of `amk serve`
   AMK_KERNEL_DIR  kernel sources to compile instead of those in the binary
+  HF_HUB_CACHE    models of the Hugging Face Hub; default: $HF_HOME/hub, ~/.cache/huggingface/hub
+  HF_TOKEN        access token for gated and private models; default: the one of `hf auth login`
+  HF_HUB_OFFLINE  1: download nothing
 
 Standard output carries one JSON document with a `schema` id (on a terminal only with --json); \
 everything for people goes to standard error. `amk COMMAND --help` has examples.";
@@ -83,8 +86,10 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Says what this machine can do, what is missing and how to get it.
-    #[command(after_help = "Examples:\n  amk doctor\n  amk doctor | jq .checks")]
-    Doctor,
+    #[command(
+        after_help = "Examples:\n  amk doctor\n  amk doctor --model llama-3.1-8b\n  amk doctor | jq .checks"
+    )]
+    Doctor(DoctorArgs),
     /// Prints the schedule to start from and the search space: every knob with its legal values.
     #[command(after_help = "Examples:\n  amk propose --model toy\n  \
         amk propose --model llama-3.2-1b --target h100 | jq .search_space\n  \
@@ -137,6 +142,14 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
+    /// Chats with a model in the terminal, line by line. The conversation is kept.
+    #[command(
+        after_help = "Examples:\n  amk chat --model Qwen/Qwen3-0.6B\n  amk chat --model DIR --device cuda --system \"Answer in one sentence.\"\n  \
+        echo \"What is 2 + 2?\" | amk chat --model DIR --json\n\n\
+        /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. The model needs a chat template. Answers are on\n\
+        standard error as they come; standard output gets one document with all messages at the end. Without a GPU the graph runs."
+    )]
+    Chat(ChatArgs),
     /// Serves a model over HTTP: OpenAI's completions, chat and responses, and Anthropic's messages.
     #[command(
         after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n  \
@@ -307,9 +320,10 @@ pub(crate) enum DeviceChoice {
 /// The model and where it runs.
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
-    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file or a preset: toy, toy-2l, smollm2-135m, qwen3-0.6b,
-    /// llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
-    #[arg(long, value_name = "DIR|PRESET")]
+    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file, a model of the Hugging Face Hub (ORG/NAME or
+    /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights: toy, toy-2l,
+    /// smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
+    #[arg(long, value_name = "DIR|FILE.gguf|ORG/NAME|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
     #[serde(flatten)]
@@ -357,6 +371,17 @@ pub(crate) struct DeviceChildArgs {
     pub(crate) kv_capacity: Option<u32>,
 }
 
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Also say what this model needs in memory: a Hugging Face folder, a model of the Hub that is in the cache, or a preset.
+    /// No weights are read.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    pub(crate) model: Option<String>,
+    /// Capacity of the key/value cache in tokens. Default: the model's positions, at most 4096.
+    #[arg(long, value_name = "TOKENS", requires = "model")]
+    pub(crate) kv_capacity: Option<u32>,
+}
+
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ProposeArgs {
     #[command(flatten)]
@@ -391,8 +416,8 @@ pub(crate) struct EvaluateArgs {
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
-    /// A Hugging Face folder or a preset. Default: smollm2-135m, or the resumed search's.
-    #[arg(long, value_name = "DIR|PRESET")]
+    /// A Hugging Face folder, a model of the Hub or a preset. Default: smollm2-135m, or the resumed search's.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     #[serde(flatten)]
@@ -467,7 +492,7 @@ pub(crate) struct DiffArgs {
     #[schemars(with = "serde_json::Value", extend("type" = ["object", "string"]))]
     pub(crate) b: ConfigSource,
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
-    #[arg(long, value_name = "DIR|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// The GPU to lower them for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: h200.
     #[arg(long, value_name = "GPU", requires = "model")]
@@ -490,60 +515,9 @@ pub(crate) struct ReportArgs {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct GenerateArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    #[command(flatten)]
-    pub(crate) config: ConfigArgs,
-    /// Token ids to continue, separated by commas.
-    #[arg(
-        long,
-        value_delimiter = ',',
-        value_name = "IDS",
-        conflicts_with = "prompt",
-        required_unless_present = "prompt"
-    )]
-    pub(crate) tokens: Vec<u32>,
-    /// Text to continue, - for standard input; needs the model's tokenizer.json.
-    #[arg(long, value_name = "TEXT")]
-    pub(crate) prompt: Option<String>,
-    /// Put the prompt into the model's chat template.
-    #[arg(long, requires = "prompt", conflicts_with = "tokens")]
-    pub(crate) chat: bool,
-    /// The chat's system message.
-    #[arg(long, requires = "chat", value_name = "TEXT")]
-    pub(crate) system: Option<String>,
-    /// The most tokens to generate.
-    #[arg(long, default_value_t = 32, value_name = "N")]
-    pub(crate) max_new_tokens: usize,
-    /// Token ids that end the generation, separated by commas.
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
-    pub(crate) stop: Vec<u32>,
-    #[command(flatten)]
-    pub(crate) sampling: SamplingArgs,
-    #[command(flatten)]
-    pub(crate) prefill: PrefillArgs,
-    /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) logits: Option<PathBuf>,
-    /// Launch the kernel before the weights are loaded: each layer runs as soon as its weights have arrived.
-    #[arg(long)]
-    pub(crate) stream_weights: bool,
-    /// How streamed weights are read.
-    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
-    pub(crate) read_weights_by: ReadByChoice,
-    /// Seconds without a byte after which streaming fails.
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
-    pub(crate) weights_deadline: u64,
-    /// Compare every tensor on the GPU with its file at the end.
-    #[arg(long)]
-    pub(crate) check_weights: bool,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// A Hugging Face folder or a preset.
-    #[arg(long, value_name = "DIR|PRESET", required_unless_present = "manifest")]
+    /// A Hugging Face folder, a model of the Hub or a preset.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "manifest")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
@@ -596,7 +570,7 @@ pub(crate) struct BundleArgs {
     #[arg(required = true, value_name = "FILE")]
     pub(crate) files: Vec<PathBuf>,
     /// The model. Default: the name in the bundle.
-    #[arg(long, value_name = "DIR|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// Run the program on the reference VM, whatever the model's size.
     #[arg(long)]
@@ -622,71 +596,6 @@ pub(crate) enum PeerChoice {
     #[value(name = "llama.cpp")]
     #[strum(serialize = "llama.cpp")]
     LlamaCpp,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct ServeArgs {
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    #[command(flatten)]
-    pub(crate) config: ConfigArgs,
-    /// The address to listen on; port 0 takes a free one. There is no TLS: for anything but loopback put a proxy in front.
-    #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
-    pub(crate) addr: SocketAddr,
-    /// A name of the model for requests; may be repeated. The first is that of answers and metrics. Default: the model's own.
-    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
-    pub(crate) served_model_name: Vec<String>,
-    /// Refuse requests without this key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready need
-    /// none. Default: that of AMK_API_KEY, which other users of the machine cannot see.
-    #[arg(long, value_name = "KEY")]
-    pub(crate) api_key: Option<String>,
-    /// An origin whose pages may use the server, as SCHEME://HOST[:PORT]; may be repeated. `*` is any: use it with a key.
-    #[arg(long, value_name = "ORIGIN")]
-    pub(crate) cors: Vec<String>,
-    /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.
-    #[arg(long, value_name = "N")]
-    pub(crate) sessions: Option<usize>,
-    /// Capacity in tokens of all key/value caches on the device together, in pages of 128: a request waits until its
-    /// prompt and its new tokens fit. Default: --sessions times --kv-capacity if that fits into the device's memory,
-    /// else what fits.
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) kv_pool: Option<u64>,
-    /// The most requests in the server, waiting ones included; others are refused with 429.
-    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
-    pub(crate) queue: usize,
-    /// The address of the Prometheus endpoint, /metrics; port 0 takes a free one. It is a listener of its own without authentication.
-    #[arg(long, value_name = "IP:PORT")]
-    pub(crate) metrics: Option<SocketAddr>,
-    /// A file for the same text, rewritten atomically at an interval.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) metrics_file: Option<PathBuf>,
-    /// Seconds between two writes of that file.
-    #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "metrics_file", value_parser = clap::value_parser!(u32).range(1..=3600))]
-    pub(crate) metrics_every: u32,
-    #[command(flatten)]
-    pub(crate) prefill: PrefillArgs,
-    /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8
-    /// where the weights have 16 bits, but no more than --sessions. Eight clients then get over three times as many
-    /// tokens, and a lone one waits longer for each (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: over
-    /// 1.5 times as long). For a lone client use 1.
-    #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
-    pub(crate) seqs: Option<u32>,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct TopArgs {
-    /// The process to show. Default: the one that started last.
-    #[arg(long, value_name = "PID")]
-    pub(crate) pid: Option<u32>,
-    /// Take two samples, a moment apart, print one document and end.
-    #[arg(long)]
-    pub(crate) once: bool,
-    /// Print JSON; only with --once, which prints a table otherwise.
-    #[arg(long, requires = "once")]
-    pub(crate) json: bool,
-    /// Milliseconds between two samples.
-    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
-    pub(crate) every: u64,
 }
 
 #[derive(Debug, Args)]
@@ -728,7 +637,7 @@ pub(crate) struct InterpretArgs {
     /// A program: .amk (text) or .amkp (binary).
     pub(crate) file: PathBuf,
     /// The model that it was lowered from.
-    #[arg(long, value_name = "DIR|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// Token ids to feed, separated by commas. Default: the inputs of a search's gate, sampled with --seed.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]
@@ -740,8 +649,8 @@ pub(crate) struct InterpretArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
-    /// A preset, or a Hugging Face folder.
-    #[arg(long, value_name = "DIR|PRESET")]
+    /// A preset, a Hugging Face folder or a model of the Hub.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]

@@ -6,10 +6,17 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
+#[path = "cli_tests/chat.rs"]
+mod chat;
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
+#[cfg(feature = "full")]
+#[path = "cli_tests/hub.rs"]
+mod hub;
 #[path = "cli_tests/manifest.rs"]
 mod manifest;
+#[path = "cli_tests/memory.rs"]
+mod memory;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
 #[path = "cli_tests/quantised.rs"]
@@ -65,6 +72,8 @@ impl Ran {
 fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
     command.args(args).current_dir(folder).env("AMK_DATA", folder).stdin(Stdio::null());
+    // No test reaches the network.
+    command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", folder.join("no-hub"));
     command
 }
 

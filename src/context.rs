@@ -10,7 +10,8 @@ use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::device::probe::live_target;
 use crate::failure::Failure;
-use crate::report;
+use crate::memory::{self, Use};
+use crate::{models, report};
 
 /// The target when there is no live device and none is named.
 const DEFAULT_TARGET: &str = "h200";
@@ -32,6 +33,8 @@ pub(crate) struct Context {
     /// The target, if one was named.
     pub(crate) named_target: Option<String>,
     pub(crate) device: DeviceChoice,
+    /// Whether the model was given without weights: then they are random.
+    pub(crate) shape_only: bool,
 }
 
 impl Context {
@@ -39,9 +42,27 @@ impl Context {
         Self::load(&args.model, &args.place)
     }
 
+    /// The same for a command to which the model's shape is enough: it may be without weights.
+    pub(crate) fn of_shape(args: &ModelArgs) -> Result<Self, Failure> {
+        let context = Self::of(models::load_shape(&args.model)?, &args.model, &args.place)?;
+        context.say_notes();
+        Ok(context)
+    }
+
+    /// As [`of_shape`](Self::of_shape) where nothing but the CPU runs it, which predicts; else as [`new`](Self::new).
+    pub(crate) fn of_shape_on_cpu(args: &ModelArgs) -> Result<Self, Failure> {
+        if args.place.device == DeviceChoice::Cpu { Self::of_shape(args) } else { Self::new(args) }
+    }
+
     /// The same; a cache without a given size gets room for `tokens`, limited by the model's positions.
     pub(crate) fn with_room(name: &str, place: &PlaceArgs, tokens: u32) -> Result<Self, Failure> {
-        let mut context = Self::load(name, place)?;
+        let model = if place.device == DeviceChoice::Cpu {
+            models::load_shape(name)?
+        } else {
+            (models::load(name)?, false)
+        };
+        let mut context = Self::of(model, name, place)?;
+        context.say_notes();
         if place.kv_capacity.is_none() {
             let needed = tokens.min(context.positions_max());
             context.kv_capacity = context.kv_capacity.max(needed);
@@ -52,16 +73,27 @@ impl Context {
     /// Opens the model, and says what the user should know about it.
     pub(crate) fn load(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
         let context = Self::open(name, place)?;
-        for note in &context.model.notes {
-            report::say(&format!("{}: {note}", context.graph().name));
-        }
+        context.say_notes();
         Ok(context)
     }
 
     /// The same without a word, for a process whose parent has said it.
     pub(crate) fn open(name: &str, place: &PlaceArgs) -> Result<Self, Failure> {
+        Self::of((models::load(name)?, false), name, place)
+    }
+
+    fn say_notes(&self) {
+        for note in &self.model.notes {
+            report::say(&format!("{}: {note}", self.graph().name));
+        }
+    }
+
+    fn of(
+        (model, shape_only): (Model, bool),
+        name: &str,
+        place: &PlaceArgs,
+    ) -> Result<Self, Failure> {
         let target = choose_target(place)?;
-        let model = model::load(name)?;
         tracing::info!(
             model = model.graph.name,
             layers = model.graph.layers.len(),
@@ -71,7 +103,8 @@ impl Context {
         );
         let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
-        Ok(Self { model, target, kv_capacity, name, named_target, device: place.device })
+        let device = place.device;
+        Ok(Self { model, target, kv_capacity, name, named_target, device, shape_only })
     }
 
     pub(crate) fn graph(&self) -> &Graph {
@@ -146,6 +179,7 @@ impl Context {
         positions: Option<usize>,
         kernel_id: KernelId<'a>,
     ) -> Result<Gate<'a>, Failure> {
+        memory::check(&self.model, Use::Gate)?;
         let (graph, weights) = (self.graph(), &*self.model.weights);
         let expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
             .map_err(|error| self.unevaluated(error))?;

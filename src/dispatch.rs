@@ -6,15 +6,16 @@ use serde_json::json;
 
 use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
-    bench, bundle, calibrate, corpus_store, diff, doctor, evaluate, explain, export, generate,
-    levers, measured_grid, migrate, program, propose, provenance, rerun, runs, search_loop, trace,
+    bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export,
+    generate, levers, measured_grid, migrate, program, propose, provenance, rerun, runs,
+    search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
-        Command::Doctor => doctor::run(),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Propose(args) => propose::answer(&args)?.print(),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
@@ -31,6 +32,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
         Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),
         Command::Provenance(args) => provenance::run(&args),

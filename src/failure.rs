@@ -157,7 +157,9 @@ impl From<HostError> for Failure {
 
 impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
-        let gone = matches!(error, DeviceError::Unavailable { .. });
+        // Memory that is not there is missing like a device that is not there: no schedule is at fault.
+        let gone =
+            matches!(error, DeviceError::Unavailable { .. } | DeviceError::OutOfMemory { .. });
         Self { exit: if gone { Exit::Missing } else { Exit::No }, message: error.to_string() }
     }
 }

@@ -18,6 +18,11 @@ pub(crate) fn catch(parts: &str, then: impl Fn(bool) + Send + 'static) {
     }
 }
 
+/// Forgets the interrupts so far.
+pub(crate) fn forget() {
+    TIMES.store(0, Ordering::SeqCst);
+}
+
 pub(crate) fn came() -> bool {
     TIMES.load(Ordering::SeqCst) > 0
 }

@@ -23,10 +23,14 @@ mod files;
 mod found;
 mod host_rules;
 mod interrupt;
+mod live_text;
 mod log;
 #[cfg(feature = "full")]
 mod mcp;
+mod memory;
+mod models;
 mod observe;
+mod out_of_memory;
 mod peers;
 mod report;
 mod schedule_choice;

@@ -97,6 +97,30 @@ pub(crate) fn say_text(text: &str) {
     text.lines().for_each(say);
 }
 
+/// Prints a piece of a text for people as it comes, without a line end of its own.
+pub(crate) fn say_piece(piece: &str) {
+    if spinner::is_quiet() || piece.is_empty() {
+        return;
+    }
+    spinner::above(|| {
+        let mut out = std::io::stderr().lock();
+        let _ = out.write_all(plain_text(piece).as_bytes()).and_then(|()| out.flush());
+    });
+}
+
+/// Makes a text of several lines safe for a terminal: line ends and tabs stay.
+fn plain_text(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        if is_harmful(c) && !matches!(c, '\n' | '\t') {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
 /// Makes a line safe for a terminal. Text from a file can hold control characters, which move the cursor and overwrite
 /// output, and marks that turn the direction of writing: both are escaped.
 pub(crate) fn plain(line: &str) -> Cow<'_, str> {
@@ -229,6 +253,7 @@ mod tests {
             plain("a\u{1b}[2J\r\nb\u{9b}1m\u{202e}c\u{7f}"),
             "a\\u{1b}[2J\\r\\nb\\u{9b}1m\\u{202e}c\\u{7f}"
         );
+        assert_eq!(plain_text("a\tb\n\u{1b}[2J\r"), "a\tb\n\\u{1b}[2J\\r");
         let text = serde_json::to_string_pretty(&json!({"a": "\u{1b}\u{9b}\u{7f}\u{202e}\n"}));
         let shown = harmless_json(&text.unwrap());
         assert!(!shown.contains(|c: char| is_harmful(c) && c != '\n'), "{shown:?}");

@@ -160,12 +160,15 @@ fn unknown(name: &str, nearest: Option<&str>, presets: &[&str]) -> String {
     if is_hub_id(name) {
         let folder = name.rsplit('/').next().unwrap_or_default();
         return format!(
-            "there is no folder {name}, and models are not downloaded; run `hf download {name} --local-dir {folder}` and name that folder"
+            "there is no folder {name}; run `hf download {name} --local-dir {folder}` and name that folder"
         );
     }
-    let hint = nearest.map(|n| format!(" (did you mean {n}?)")).unwrap_or_default();
+    // A preset has random weights: it must not be taken for the real model of a similar name.
+    let hint = nearest
+        .map(|n| format!(" (the preset {n} has this shape and random weights)"))
+        .unwrap_or_default();
     format!(
-        "{} is neither a preset nor a folder{hint}; presets: {}",
+        "{} is neither a preset nor a folder{hint}; a model of the Hugging Face Hub is named ORG/NAME; presets, all with random weights: {}",
         quoted(name),
         presets.join(", ")
     )

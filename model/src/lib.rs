@@ -39,12 +39,13 @@ mod tokenizer;
 pub use chat::{Chat, Message};
 pub use error::{ModelError, Problem};
 pub use export::export;
-pub use model::{Model, Origin, import, load};
+pub use model::{Model, Origin, import, import_shape, load};
 pub use preset::{PRESETS, Preset, preset};
 pub use rope::{Rope, Scaling};
 pub use shape::{
     FFN_MAX, Family, HEAD_DIM_MAX, HEAD_DIM_STEP, HEADS_MAX, HIDDEN_MAX, LAYERS_MAX, POSITIONS_MAX,
     Shape, VOCAB_MAX, Window,
 };
+pub use store::{INDEX as WEIGHTS_INDEX, SINGLE as WEIGHTS, missing_weights};
 pub use template_process::{template_process, templates_run_in};
 pub use tokenizer::{TextStream, Tokenizer};

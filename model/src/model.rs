@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use ir::{Graph, Weights};
+use ir::{DType, Graph, Weights};
+use serde_json::{Map, Value};
 
 use crate::error::{ModelError, Problem};
 use crate::preset::{PRESETS, preset};
@@ -105,17 +106,16 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
         return gguf::import(dir);
     }
     if !kind.is_dir() {
-        return Err(not_a_folder("it is a file; give the folder that holds config.json"));
+        return Err(not_a_folder(
+            "it is a file; give the folder that holds config.json and the weights (propose, lower, trace and bench with --device cpu take a config.json alone)",
+        ));
     }
     let path = dir.join("config.json");
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
         let hint = if has_gguf(dir) { "; of a GGUF model, give the .gguf file" } else { "" };
         return Err(not_a_folder(&format!("it has no config.json{hint}")));
     };
-    let (mut shape, declared) =
-        configured(&object, dir).map_err(|problems| ModelError::Config { path, problems })?;
-    add_generation_eos(dir, &mut shape)?;
-    let mut graph = shape.graph();
+    let (mut shape, mut graph, declared) = described(&path, &object)?;
     let (weights, notes) = store::open(dir, &mut graph, declared.as_ref())?;
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
@@ -132,13 +132,44 @@ fn has_gguf(dir: &Path) -> bool {
 
 /// The shape, and what the configuration says about quantisation; or the problems of both.
 fn configured(
-    object: &serde_json::Map<String, serde_json::Value>,
+    object: &Map<String, Value>,
     dir: &Path,
 ) -> Result<(Shape, Option<Declared>), Vec<Problem>> {
     match (config::parse(object, &folder_name(dir)), Declared::parse(object)) {
         (Ok(shape), Ok(declared)) => Ok((shape, declared)),
         (shape, declared) => Err(shape.err().into_iter().chain(declared.err()).flatten().collect()),
     }
+}
+
+/// The shape that a `config.json`, or that of a folder, describes, with the element type that it names, and whether its
+/// weights are quantised: then they run as f32. No weights are needed.
+///
+/// # Errors
+/// As [`import`], for the configuration.
+pub fn import_shape(path: &Path) -> Result<(Shape, bool), ModelError> {
+    let file = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+    let Some(object) = files::read_object(&file, files::SMALL_FILE_MAX)? else {
+        let reason = "it has no config.json".to_owned();
+        return Err(ModelError::NotAFolder { path: path.to_path_buf(), reason });
+    };
+    let (mut shape, _, declared) = described(&file, &object)?;
+    if declared.is_some() {
+        shape.dtype = DType::F32;
+    }
+    Ok((shape, declared.is_some()))
+}
+
+/// The model that a configuration describes, named like its folder, and what it says about quantisation.
+fn described(
+    path: &Path,
+    object: &Map<String, Value>,
+) -> Result<(Shape, Graph, Option<Declared>), ModelError> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    let (mut shape, declared) = configured(object, dir)
+        .map_err(|problems| ModelError::Config { path: path.to_path_buf(), problems })?;
+    add_generation_eos(dir, &mut shape)?;
+    let graph = shape.graph();
+    Ok((shape, graph, declared))
 }
 
 /// A preset by name, or else a folder by path. A folder with the name of a preset is reached by `./name`.
@@ -179,8 +210,16 @@ fn add_generation_eos(dir: &Path, shape: &mut Shape) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// The folder's own name, even if the path ends in `.` or `..`.
+/// The folder's own name, even if the path ends in `.` or `..`. A snapshot in the cache of the Hugging Face Hub,
+/// `models--ORG--NAME/snapshots/COMMIT`, is named like its model.
 fn folder_name(dir: &Path) -> String {
     let full = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    let model = full.parent().filter(|parent| parent.ends_with("snapshots")).and_then(Path::parent);
+    let cached = model.and_then(Path::file_name).and_then(|name| name.to_str());
+    if let Some((_, name)) =
+        cached.and_then(|name| name.strip_prefix("models--")).and_then(|name| name.split_once("--"))
+    {
+        return name.to_owned();
+    }
     full.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }

@@ -28,23 +28,34 @@ pub(crate) fn fill(
     }
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let units = out.len().div_ceil(unit).div_ceil(threads);
-    let work = &work;
-    // Plain threads rather than a work-stealing pool: a pool's worker that waits here could steal a job that needs
-    // this very tensor, and wait for itself.
-    thread::scope(|scope| {
-        for (i, part) in out.chunks_mut(units * unit).enumerate() {
-            scope.spawn(move || work(i * units, part));
+    let parts = Mutex::new(out.chunks_mut(units * unit).enumerate());
+    on_all(threads, &|| {
+        // The lock is not held while a part is filled.
+        while let Some((i, part)) = next(&parts) {
+            work(i * units, part);
         }
+    });
+}
+
+fn next<T: Iterator>(parts: &Mutex<T>) -> Option<T::Item> {
+    parts.lock().unwrap_or_else(PoisonError::into_inner).next()
+}
+
+/// Calls `work` on this thread and on others beside it. Plain threads rather than a work-stealing pool: a pool's worker
+/// that waits here could steal a job that needs the very tensor that is made, and wait for itself.
+fn on_all(threads: usize, work: &(impl Fn() + Sync)) {
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            // Where the system gives no more threads, those that there are do it all.
+            if thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        work();
     });
 }
 
 /// Calls `work` on every core at once, or only here if it is about few bytes.
 pub(crate) fn run(bytes: usize, work: &(impl Fn() + Sync)) {
-    let threads = if bytes < PARALLEL_MIN { 1 } else { threads() };
-    thread::scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(work);
-        }
-        work();
-    });
+    on_all(if bytes < PARALLEL_MIN { 1 } else { threads() }, work);
 }

@@ -14,9 +14,9 @@ use crate::header::{self, Entry};
 use crate::quantised::{self, Declared, checkpoint};
 
 /// The file of an unsharded checkpoint.
-pub(crate) const SINGLE: &str = "model.safetensors";
+pub const SINGLE: &str = "model.safetensors";
 /// The index of a sharded checkpoint.
-pub(crate) const INDEX: &str = "model.safetensors.index.json";
+pub const INDEX: &str = "model.safetensors.index.json";
 /// Most files of one checkpoint.
 const SHARDS_MAX: usize = 4096;
 
@@ -122,6 +122,23 @@ pub(crate) fn open(
     }
     let places = matched(found, graph).map_err(wrong)?;
     Ok((Box::new(Mapped { files, places }), Vec::new()))
+}
+
+/// The files of weights that a folder lacks: none if it can be imported, [`SINGLE`] if it has no weights at all.
+///
+/// # Errors
+/// If its index cannot be read.
+pub fn missing_weights(dir: &Path) -> Result<Vec<String>, ModelError> {
+    if exists(&dir.join(SINGLE)) {
+        return Ok(Vec::new());
+    }
+    let at = dir.join(INDEX);
+    let Some(index) = files::read_object(&at, files::LARGE_FILE_MAX)? else {
+        return Ok(vec![SINGLE.to_owned()]);
+    };
+    let shards = shards(&index).map_err(|reason| ModelError::file(&at, reason))?;
+    let missing = shards.into_keys().filter(|name| !exists(&dir.join(name)));
+    Ok(missing.map(str::to_owned).collect())
 }
 
 fn exists(path: &Path) -> bool {

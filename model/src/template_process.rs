@@ -22,6 +22,8 @@ use crate::chat::Job;
 const MEMORY_MAX: u64 = 128 << 20;
 /// Time of one compilation or rendering. The step limit is reached in about a second, so this is for slow steps.
 const TIME_MAX: Duration = Duration::from_secs(10);
+/// The exit code of a process whose allocator has no memory: that of a missing capability.
+const OUT_OF_MEMORY: i32 = 3;
 /// Most concurrent processes; further ones wait for one of them to end.
 const PROCESSES_MAX: usize = 4;
 
@@ -112,7 +114,9 @@ fn too_long() -> String {
 
 /// Why a process without an answer ended.
 fn failed(status: ExitStatus) -> String {
-    if status.signal() == Some(Signal::ABORT.as_raw()) {
+    // A program without memory aborts, or its allocator ends it, as that of `amk` does.
+    let aborted = status.signal() == Some(Signal::ABORT.as_raw());
+    if aborted || status.code() == Some(OUT_OF_MEMORY) {
         return format!("it asked for more than {MEMORY_MAX} bytes of memory and was stopped");
     }
     if status.signal() == Some(Signal::XCPU.as_raw()) {

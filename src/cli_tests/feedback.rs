@@ -65,7 +65,7 @@ fn a_terminal_gets_the_summary_and_the_document_only_with_json() {
 #[test]
 fn the_document_of_a_usage_error_lists_everything_that_its_text_does() {
     for (call, words) in [
-        (&["generate"][..], &["--model <DIR|PRESET>", "--tokens <IDS>"][..]),
+        (&["generate"][..], &["--model <DIR|ORG/NAME|PRESET>", "--tokens <IDS>"][..]),
         (&["evaluate", "--model", "toy", "--confg", "x"], &["'--confg'", "tip:", "'--config'"]),
         (&["evaluate", "--model", "toy", "--device", "gpu"], &["'gpu'", "possible values", "cuda"]),
         (&["lop"], &["'lop'", "'loop'"]),

@@ -81,8 +81,44 @@ fn a_name_of_any_length_is_answered_in_a_few_words() {
 #[test]
 fn a_name_of_the_hub_gets_the_command_that_downloads_it_and_no_preset() {
     let ran = amk(&["evaluate", "--model", "Qwen/Qwen3-0.6B"]);
-    ran.fails(2, &["hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"]);
+    let command = "hf download Qwen/Qwen3-0.6B";
+    ran.fails(
+        3,
+        &["HF_HUB_OFFLINE", command, "--local-dir Qwen3-0.6B", "models--Qwen--Qwen3-0.6B"],
+    );
     assert!(!ran.stderr.contains("qwen3-0.6b"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_config_without_weights_is_scheduled_and_predicted_for_and_no_more() {
+    let dir = super::folder();
+    let config = dir.path().join("config.json");
+    std::fs::copy(golden("llama3-rope-bf16").join("config.json"), &config).unwrap();
+    let whole = golden("llama3-rope-bf16").display().to_string();
+    for name in [config.display().to_string(), dir.path().display().to_string()] {
+        let of = |command: &[&str], name: &str| {
+            let cpu = ["--device", "cpu", "--kv-capacity", "64"];
+            amk(&[command, &["--model", name], &cpu].concat())
+        };
+        let ids = |name: &str| {
+            let lowered = of(&["lower"], name).succeeds("amk.lower.v2");
+            (lowered["schedule_id"].clone(), lowered["tasks"].clone())
+        };
+        assert_eq!(ids(&name), ids(&whole), "the same shape gives the same program");
+        let proposed = of(&["propose"], &name);
+        assert!(proposed.stderr.contains("has no weights"), "{}", proposed.stderr);
+        let schedule = |ran: super::Ran| ran.succeeds("amk.propose.v1")["schedule_id"].clone();
+        assert_eq!(schedule(proposed), schedule(of(&["propose"], &whole)));
+        of(&["trace", "--context", "8"], &name).succeeds("amk.trace.v2");
+        let bench = of(&["bench", "--context", "8"], &name).succeeds("amk.bench.v1");
+        assert!(bench["notes"].to_string().contains("no weights"), "{}", bench["notes"]);
+        let generate = ["generate", "--tokens", "1"];
+        let command: [&[&str]; 2] = [&generate, &["evaluate"]];
+        for command in command {
+            let refused = of(command, &name);
+            assert_eq!(refused.code, 2, "{}", refused.stderr);
+        }
+    }
 }
 
 #[test]

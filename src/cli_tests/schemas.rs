@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-use super::{Path, amk_in, folder};
+use super::{Path, amk_in, folder, golden};
 
 #[path = "fields.rs"]
 mod fields;
@@ -80,6 +80,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("bench --manifest bench.json --device cpu"),
         plain("bench --phase down --model toy --device cpu --kv-capacity 64 --context 4"),
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
+        plain(&format!("chat --model {} --system x", golden("llama3-rope-bf16").display())),
         plain("export --model toy --out toy"),
         plain("man --out pages"),
         plain(

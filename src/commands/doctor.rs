@@ -2,13 +2,19 @@
 
 use serde_json::json;
 
+use crate::cli::DoctorArgs;
+use crate::context::kv_capacity;
 use crate::device::Check;
-use crate::failure::{Exit, Outcome};
-use crate::{peers, report};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::memory::{self, Bytes, Needs, Use};
+use crate::{models, peers, report};
 
-pub(crate) fn run() -> Outcome {
-    let mut checks = vec![cores(), memory(), scratch()];
+pub(crate) fn run(args: &DoctorArgs) -> Outcome {
+    let mut checks = vec![cores(), free_memory(), scratch()];
     checks.extend(crate::device::checks());
+    if let Some(name) = &args.model {
+        checks.extend(needed(name, args.kv_capacity)?);
+    }
     checks.extend(peers::look());
     let gpu = checks.iter().filter(|c| ["driver", "nvrtc", "gpu"].contains(&c.name)).all(|c| c.ok);
     for check in &checks {
@@ -38,15 +44,37 @@ fn cores() -> Check {
     Check::new("cpu", true, format!("{cores} cores for the reference VM"))
 }
 
-fn memory() -> Check {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    let Some(kib) = available else { return Check::new("memory", true, "unknown") };
-    Check::new("memory", kib > 1 << 20, format!("{:.1} GiB free", kib as f64 / (1 << 20) as f64))
+fn free_memory() -> Check {
+    let Some(free) = memory::free() else { return Check::new("memory", true, "unknown") };
+    Check::new("memory", free.bytes > 1 << 30, format!("{} {} free", Bytes(free.bytes), free.by))
         .or("presets need their weights in memory: 2 bytes a parameter")
+}
+
+/// What a model needs on the host and on the GPU, beside what is free.
+fn needed(name: &str, capacity: Option<u32>) -> Result<[Check; 2], Failure> {
+    let (graph, made) = models::graph(name)?;
+    let capacity = kv_capacity(capacity, &graph)?;
+    let of = Use::Host { sequences: 1, positions: capacity.into() };
+    let weights = graph.weight_bytes() as u64;
+    let needs = Needs::new(&graph, if made { weights } else { 0 }, of);
+    let weights = format!("{}{}", Bytes(weights), if made { "" } else { " in files" });
+    let host = format!(
+        "{} needs {} on the host: weights {weights}, {} of keys and values for {capacity} tokens, {} workspace",
+        graph.name,
+        Bytes(needs.bytes()),
+        Bytes(needs.cache),
+        Bytes(needs.workspace)
+    );
+    let fits = memory::free().is_none_or(|free| needs.bytes() <= free.bytes);
+    let host = Check::new("host", fits, host).or("lower --kv-capacity, or take a smaller model");
+    let bytes = memory::on_device(&graph, capacity);
+    let card = vm_host::Card::default().free_memory().ok();
+    let there = card.map_or_else(|| "no GPU".to_owned(), |free| format!("{} free", Bytes(free)));
+    let device = format!("{} needs {} on a GPU: {there}", graph.name, Bytes(bytes));
+    let fits = card.is_none_or(|free| bytes <= free);
+    let device =
+        Check::new("device", fits, device).or("lower --kv-capacity, or end what else uses the GPU");
+    Ok([host, device])
 }
 
 fn scratch() -> Check {

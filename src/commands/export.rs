@@ -4,11 +4,11 @@ use serde_json::json;
 
 use crate::cli::ExportArgs;
 use crate::failure::{Exit, Outcome};
-use crate::report;
 use crate::spinner::Spinner;
+use crate::{models, report};
 
 pub(crate) fn run(args: &ExportArgs) -> Outcome {
-    let model = model::load(&args.model)?;
+    let model = models::load(&args.model)?;
     let working = Spinner::on(format!("writing {}", args.out.display()));
     model::export(&model, &args.out)?;
     drop(working);

@@ -21,6 +21,8 @@ use crate::context::Context;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::host_rules::HostRules;
+use crate::live_text::LiveText;
+use crate::memory::{self, Use};
 use crate::observe::{Observer, Sequences};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Told, Work};
@@ -62,16 +64,17 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     };
     let working = Spinner::on(format!("generating with {}", context.graph().name));
     let observer = observer(args, &context)?;
-    let mut generated = execute(args, &context, work, &observer, began)?;
-    drop(working);
+    let mut live = LiveText::new(tokenizer.as_ref(), working);
+    let mut generated = execute(args, &context, work, (&observer, &mut live), began)?;
+    live.finish()?;
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, context.graph().vocab as usize)?;
         report::say(&format!("{} rows of logits in {}", generated.logits.len(), path.display()));
     }
     let text = tokenizer.map(|t| t.decode(&generated.tokens, true)).transpose()?;
-    match &text {
-        Some(text) => report::say_text(text),
-        None => report::say(&listed(&generated.tokens)),
+    // A text was shown as it came.
+    if text.is_none() {
+        report::say(&listed(&generated.tokens));
     }
     let mut document = json!({
         "schema": "amk.generate.v1",
@@ -191,7 +194,7 @@ fn execute(
     args: &GenerateArgs,
     context: &Context,
     work: Work,
-    observer: &Observer,
+    (observer, live): (&Observer, &mut LiveText<'_>),
     began: Instant,
 ) -> Result<Generated, Failure> {
     // A kernel counts its own commands.
@@ -199,9 +202,11 @@ fn execute(
     let said = Sequences::new(observer.publisher(), !on_gpu);
     said.sole(work.positions());
     args.prefill.check(on_gpu)?;
+    let host = Use::Host { sequences: 1, positions: work.positions() };
+    memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
     let keep = args.logits.is_some();
     if args.model.place.device == DeviceChoice::Eval {
-        return continued(&mut engine::graph(context), context, (work, keep), &said);
+        return continued(&mut engine::graph(context), context, (work, keep), (&said, live));
     }
     // For the end of the generation, where steps are slowest.
     let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
@@ -213,14 +218,17 @@ fn execute(
     let program = Arc::new(context.lowered(&config)?);
     let generated = if on_gpu {
         let mut kernel = kernel(args, context, (&program, &config), &work, observer)?;
-        let mut generated = continued(&mut kernel, context, (work, keep), &said)?;
+        let mut generated = continued(&mut kernel, context, (work, keep), (&said, live))?;
         generated.weights = kernel.gpu().weights_report(began)?;
         if args.check_weights {
             generated.weights_check = kernel.gpu().check_weights()?;
         }
         generated
     } else {
-        continued(&mut engine::reference(context, &program), context, (work, keep), &said)?
+        {
+            let mut machine = engine::reference(context, &program);
+            continued(&mut machine, context, (work, keep), (&said, live))?
+        }
     };
     Ok(Generated { schedule: Some(source), ..generated })
 }
@@ -273,7 +281,7 @@ fn continued(
     engine: &mut dyn Engine,
     context: &Context,
     (work, keep): (Work, bool),
-    said: &Sequences,
+    (said, live): (&Sequences, &mut LiveText<'_>),
 ) -> Result<Generated, Failure> {
     let mut sequence = Sequence::new(work);
     sequence.rows = keep.then(Vec::new);
@@ -289,7 +297,10 @@ fn continued(
         said.begin(0, sequence.fed, sequence.next(most as u64).len());
         let (began, before) = (Instant::now(), sequence.chosen.len());
         let mut tell = |told| match told {
-            Told::Token(_, logprobs) => scores.extend(logprobs),
+            Told::Token(token, logprobs) => {
+                live.push(token);
+                scores.extend(logprobs);
+            }
             Told::Prompt(_) => {}
         };
         let turn = sequence.turn(engine, (0, most as u64), &mut tell, &mut || false);

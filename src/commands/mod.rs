@@ -3,6 +3,7 @@
 pub(crate) mod bench;
 pub(crate) mod bundle;
 pub(crate) mod calibrate;
+pub(crate) mod chat;
 pub(crate) mod corpus_store;
 pub(crate) mod diff;
 pub(crate) mod doctor;

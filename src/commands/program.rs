@@ -12,10 +12,10 @@ use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::spinner::Spinner;
-use crate::{files, report};
+use crate::{files, models, report};
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
-    let context = Context::new(&args.model)?;
+    let context = Context::of_shape(&args.model)?;
     let tokens = context.predicted_at();
     let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;
     let program = context.lowered(&config)?;
@@ -88,7 +88,7 @@ pub(crate) fn disasm(args: &FileArgs) -> Outcome {
 
 pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let program = files::verified(&args.file)?;
-    let model = model::load(&args.model)?;
+    let model = models::load(&args.model)?;
     let graph = &model.graph;
     let working = Spinner::on(format!("running {} on the reference VM", graph.name));
     let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {

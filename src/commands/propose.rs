@@ -29,7 +29,7 @@ pub(crate) struct Proposal {
 }
 
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
-    let context = Context::new(&args.model)?;
+    let context = Context::of_shape(&args.model)?;
     let (config, from) = match &args.ledger {
         None => (context.default_config(), "the rule-based default".to_owned()),
         Some(path) => incumbent(&context, path)?,

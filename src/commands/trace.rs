@@ -39,7 +39,7 @@ const EXPECTED_RUNS: usize = 8;
 const TRACED_STEPS: u32 = 24;
 
 pub(crate) fn run(args: &TraceArgs) -> Outcome {
-    let context = Context::new(&args.model)?;
+    let context = Context::of_shape_on_cpu(&args.model)?;
     if args.context.saturating_add(TIMED_TOKENS) > context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",

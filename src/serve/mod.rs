@@ -41,6 +41,7 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
@@ -191,6 +192,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
         return Err(Failure::usage(message));
     }
+    let (sequences, positions) = (places as u64, u64::from(context.kv_capacity));
+    let host = Use::Host { sequences, positions };
+    memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
     let lowered = match device {
         "eval" => None,
         _ => Some(lowered(&context, args, places, gpu.is_some())?),

@@ -14,6 +14,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("vm-device", &["abi"]),
     ("lower", &["abi", "ir"]),
     ("model", &["ir"]),
+    ("hub", &["model"]),
     ("reference-vm", &["abi", "ir"]),
     ("vm-host", &["abi", "ir", "vm-device"]),
     ("corpus", &["abi", "ir"]),
@@ -27,6 +28,7 @@ const EDGES: &[(&str, &[&str])] = &[
         &[
             "abi",
             "corpus",
+            "hub",
             "ir",
             "lower",
             "model",

@@ -270,10 +270,20 @@ fn write_cached(file: &Path, image: &[u8], log: &str) {
 fn nvrtc_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         std::env::var_os("AMK_NVRTC").map(PathBuf::from).into_iter().collect();
+    let program = std::env::current_exe().ok();
+    folders
+        .extend(program.as_deref().and_then(lib_beside).iter().flat_map(|lib| python_folders(lib)));
     folders.push("/usr/local/cuda/lib64".into());
     let lib = std::env::var_os("VIRTUAL_ENV").map(|venv| Path::new(&venv).join("lib"));
     folders.extend(lib.iter().flat_map(|lib| python_folders(lib)));
     folders
+}
+
+/// The `lib` of the environment that a program is installed in, as `PREFIX/bin/amk`: pip installs what the program needs
+/// there too.
+fn lib_beside(program: &Path) -> Option<PathBuf> {
+    let bin = program.parent().filter(|folder| folder.ends_with("bin"))?;
+    Some(bin.parent()?.join("lib"))
 }
 
 /// Where `pip install nvidia-cuda-nvrtc` puts NVRTC below the `lib` of a virtual environment, whose folder has the
@@ -282,7 +292,11 @@ fn python_folders(lib: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(lib).into_iter().flatten().flatten();
     let pythons =
         entries.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"python"));
-    let folders = pythons.map(|entry| entry.path().join("site-packages/nvidia/cu13/lib"));
+    // Debian's Python installs outside of an environment into `dist-packages`.
+    let packages = ["site-packages", "dist-packages"];
+    let folders = pythons.flat_map(|entry| {
+        packages.map(|packages| entry.path().join(packages).join("nvidia/cu13/lib"))
+    });
     let mut found: Vec<PathBuf> = folders.filter(|folder| folder.is_dir()).collect();
     found.sort();
     found
@@ -431,6 +445,10 @@ mod tests {
         std::fs::create_dir_all(folder.path().join("python3.9")).unwrap();
         assert_eq!(python_folders(folder.path()), [has("python3.11"), has("python3.13")]);
         assert_eq!(python_folders(&folder.path().join("none")), Vec::<PathBuf>::new());
+        // A wheel's program: what pip installed beside it is found without any variable.
+        let program = folder.path().join("bin/amk");
+        assert_eq!(lib_beside(&program), Some(folder.path().join("lib")));
+        assert_eq!(lib_beside(Path::new("/repository/target/debug/amk")), None);
     }
 
     #[test]

@@ -50,7 +50,7 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
     let positions = device.is_some().then_some(POSITIONS_MAX);
     let gate = context.gate(args.seed, positions, &kernel_id)?;
     let mut gate = gate.with_contexts(&[args.context]);
-    let (measured, outcome) = match &mut device {
+    let (mut measured, outcome) = match &mut device {
         None => {
             let (verdict, outcome) =
                 assess::evaluate(&mut gate, None, config, row.timing(), args.seed);
@@ -63,6 +63,10 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
     };
     if let Err(dropped) = &outcome {
         stop_on_our_fault(dropped)?;
+    }
+    if context.shape_only {
+        let note = "the model has no weights: random ones in the shape of its config.json";
+        measured.verdict.notes.push(note.to_owned());
     }
     Ok(measured)
 }

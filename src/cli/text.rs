@@ -1,0 +1,143 @@
+//! Arguments of the commands that generate and serve text, and of the view of what runs.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::TypedValueParser;
+
+use super::{ConfigArgs, ModelArgs, PrefillArgs, ReadByChoice, SamplingArgs, gpu};
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Token ids to continue, separated by commas.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "IDS",
+        conflicts_with = "prompt",
+        required_unless_present = "prompt"
+    )]
+    pub(crate) tokens: Vec<u32>,
+    /// Text to continue, - for standard input; needs the model's tokenizer.json.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: Option<String>,
+    /// Put the prompt into the model's chat template.
+    #[arg(long, requires = "prompt", conflicts_with = "tokens")]
+    pub(crate) chat: bool,
+    /// The chat's system message.
+    #[arg(long, requires = "chat", value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// The most tokens to generate.
+    #[arg(long, default_value_t = 32, value_name = "N")]
+    pub(crate) max_new_tokens: usize,
+    /// Token ids that end the generation, separated by commas.
+    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    pub(crate) stop: Vec<u32>,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
+    /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) logits: Option<PathBuf>,
+    /// Launch the kernel before the weights are loaded: each layer runs as soon as its weights have arrived.
+    #[arg(long)]
+    pub(crate) stream_weights: bool,
+    /// How streamed weights are read.
+    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
+    pub(crate) read_weights_by: ReadByChoice,
+    /// Seconds without a byte after which streaming fails.
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
+    pub(crate) weights_deadline: u64,
+    /// Compare every tensor on the GPU with its file at the end.
+    #[arg(long)]
+    pub(crate) check_weights: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// The system message.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// The most tokens of an answer.
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..).map(|n| n as usize))]
+    pub(crate) max_new_tokens: usize,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// The address to listen on; port 0 takes a free one. There is no TLS: for anything but loopback put a proxy in front.
+    #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
+    pub(crate) addr: SocketAddr,
+    /// A name of the model for requests; may be repeated. The first is that of answers and metrics. Default: the model's own.
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub(crate) served_model_name: Vec<String>,
+    /// Refuse requests without this key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready need
+    /// none. Default: that of AMK_API_KEY, which other users of the machine cannot see.
+    #[arg(long, value_name = "KEY")]
+    pub(crate) api_key: Option<String>,
+    /// An origin whose pages may use the server, as SCHEME://HOST[:PORT]; may be repeated. `*` is any: use it with a key.
+    #[arg(long, value_name = "ORIGIN")]
+    pub(crate) cors: Vec<String>,
+    /// Sequences that decode at the same time, each with its own key/value cache. Default: 8.
+    #[arg(long, value_name = "N")]
+    pub(crate) sessions: Option<usize>,
+    /// Capacity in tokens of all key/value caches on the device together, in pages of 128: a request waits until its
+    /// prompt and its new tokens fit. Default: --sessions times --kv-capacity if that fits into the device's memory,
+    /// else what fits.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) kv_pool: Option<u64>,
+    /// The most requests in the server, waiting ones included; others are refused with 429.
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
+    pub(crate) queue: usize,
+    /// The address of the Prometheus endpoint, /metrics; port 0 takes a free one. It is a listener of its own without authentication.
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// A file for the same text, rewritten atomically at an interval.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) metrics_file: Option<PathBuf>,
+    /// Seconds between two writes of that file.
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "metrics_file", value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub(crate) metrics_every: u32,
+    #[command(flatten)]
+    pub(crate) prefill: PrefillArgs,
+    /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8
+    /// where the weights have 16 bits, but no more than --sessions. Eight clients then get over three times as many
+    /// tokens, and a lone one waits longer for each (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: over
+    /// 1.5 times as long). For a lone client use 1.
+    #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
+    pub(crate) seqs: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// The process to show. Default: the one that started last.
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// Take two samples, a moment apart, print one document and end.
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Print JSON; only with --once, which prints a table otherwise.
+    #[arg(long, requires = "once")]
+    pub(crate) json: bool,
+    /// Milliseconds between two samples.
+    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
+    pub(crate) every: u64,
+}

@@ -323,7 +323,7 @@ pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file, a model of the Hugging Face Hub (ORG/NAME or
     /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights: toy, toy-2l,
     /// smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
-    #[arg(long, value_name = "DIR|FILE.gguf|ORG/NAME|PRESET")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
     #[serde(flatten)]

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use hub::{Hub, HubError, Limits, ModelId, Progress};
 
-#[allow(unreachable_pub, reason = "the tests of the command line use it too")]
 mod stand_in;
 
 /// A golden folder whose weights are some hundred kilobytes.

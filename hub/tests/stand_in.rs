@@ -12,48 +12,48 @@ use sha2::{Digest, Sha256};
 
 /// A file of the model.
 #[derive(Clone)]
-pub struct Stored {
-    pub bytes: Vec<u8>,
-    pub etag: String,
+pub(crate) struct Stored {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) etag: String,
 }
 
 /// What the Hub has, and how it behaves.
 #[derive(Clone, Default)]
-pub struct State {
-    pub commit: String,
-    pub files: BTreeMap<String, Stored>,
+pub(crate) struct State {
+    pub(crate) commit: String,
+    pub(crate) files: BTreeMap<String, Stored>,
     /// The answer to everything: a status and an `X-Error-Code`.
-    pub refusal: Option<(u16, &'static str)>,
+    pub(crate) refusal: Option<(u16, &'static str)>,
     /// The token without which everything is refused.
-    pub token: Option<String>,
+    pub(crate) token: Option<String>,
     /// The next answers with a body are cut after this many bytes, one each.
-    pub cuts: Vec<u64>,
+    pub(crate) cuts: Vec<u64>,
     /// Whether `Range` is ignored.
-    pub whole_only: bool,
+    pub(crate) whole_only: bool,
     /// Whether files are elsewhere: the Hub redirects to another address of this server.
-    pub redirects: bool,
+    pub(crate) redirects: bool,
     /// The address of the server.
-    pub address: String,
+    pub(crate) address: String,
     /// Bytes of bodies of files sent.
-    pub sent: u64,
+    pub(crate) sent: u64,
     /// `METHOD PATH` of each request, and whether it had a token.
-    pub seen: Vec<(String, bool)>,
+    pub(crate) seen: Vec<(String, bool)>,
 }
 
 /// A running stand-in. It ends with the test's process.
-pub struct Hub {
-    pub endpoint: String,
+pub(crate) struct Hub {
+    pub(crate) endpoint: String,
     state: Arc<Mutex<State>>,
 }
 
 /// The hash of a file, which is the Hub's etag of a large one.
-pub fn sha256(bytes: &[u8]) -> String {
+pub(crate) fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Hub {
     /// Serves the files of a folder as those of `org/model`.
-    pub fn with(folder: &Path) -> Self {
+    pub(crate) fn with(folder: &Path) -> Self {
         let mut state = State { commit: "c0ffee".repeat(6) + "0001", ..State::default() };
         for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
             let bytes = std::fs::read(entry.path()).unwrap();
@@ -74,7 +74,7 @@ impl Hub {
         Self { endpoint, state }
     }
 
-    pub fn state(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
     }
 }

@@ -2,8 +2,7 @@
 //! below.
 //!
 //! A packed matrix is a sequence of tiles of 8 rows. A tile is a sequence of units of 8 rows by 64 bytes, in order
-//! along K. This file has the only packer on the host; `amk_pack` in `megakernel.cu` does the same on the device, and a
-//! test compares the two.
+//! along K. This file has the only packer.
 
 use abi::{UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS};
 

@@ -40,9 +40,9 @@ pub struct Check {
 pub struct Figures {
     /// Number of checks.
     pub checks: usize,
-    /// Number of those whose measured gain or loss is more than one percent.
+    /// Checks with a measured gain or loss of more than one percent.
     pub above_1_pct: usize,
-    /// Number of those whose predicted gain has the same sign.
+    /// Of these, the ones with the sign of the gain predicted right.
     pub sign_right: usize,
     /// Median difference of predicted and measured gain, in percent of the step.
     pub median_error_pct: Option<f64>,

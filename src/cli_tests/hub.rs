@@ -2,7 +2,6 @@
 
 use super::{Ran, command, folder, golden, ran};
 
-#[allow(dead_code, unreachable_pub, reason = "the tests of the crate `hub` use the rest of it")]
 #[path = "../../hub/tests/stand_in.rs"]
 mod stand_in;
 

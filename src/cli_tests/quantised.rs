@@ -1,4 +1,4 @@
-//! Quantised models on the command line: they run, and the user is told what they cost.
+//! Quantised models on the command line: they run, and standard error says how much memory the f32 copy takes.
 
 use super::amk;
 

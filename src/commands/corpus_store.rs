@@ -125,10 +125,14 @@ pub(crate) fn import(args: &ImportArgs) -> Outcome {
             add(&run, from.path(), store.add(&run, from.links(&run)?)?);
         }
         let mut saved = Vec::new();
-        let _ = from.each_program(|id, bytes| {
+        let read = from.each_program(|id, bytes| {
             // What only another build can read is left out: nobody here can say that it is what its id says.
             saved.extend(is_program(id, bytes)?.then(|| (id.to_owned(), bytes.to_vec())));
             Ok(())
+        })?;
+        // It held a moment ago: somebody writes to it.
+        read.map_err(|reason| {
+            Failure::integrity(format!("{}: {reason}; its runs were taken", from.path().display()))
         })?;
         for (id, bytes) in saved {
             programs += u64::from(store.add_program(&id, &bytes)?);

@@ -79,7 +79,12 @@ impl Bench {
             (history.past.len(), helpers.past.len()),
             (trials as usize - 1, trials as usize - 1)
         );
-        VISITS.get() - before
+        let visits = VISITS.get() - before;
+        // The count sees a scan.
+        assert_eq!((history.past.iter().count(), VISITS.get() - before - visits), {
+            (trials as usize - 1, trials as usize - 1)
+        });
+        visits
     }
 }
 
@@ -125,7 +130,6 @@ fn ten_thousand_trials_cost_so_much_each_as_a_thousand() {
     for name in [StrategyName::HillClimb, StrategyName::Random] {
         let [few, many] = [1_000, 10_000].map(|trials| bench.visits(trials, name));
         assert!(many <= 11 * few, "{}: {few} visits of 1 000, {many} of 10 000", name.name());
-        assert!(many <= 10_000 * 500, "{}: {many} visits of 10 000 trials", name.name());
     }
 }
 

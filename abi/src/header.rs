@@ -7,7 +7,7 @@ use crate::limits::{LIMITS, NONE};
 use crate::op::{Epilogue, Opcode, Prologue};
 use crate::ring::{Command, Ending};
 use crate::status::Trap;
-use crate::task::{Action, BufferKind, DType, LoadKind};
+use crate::task::{Action, BufferKind, DType, LoadKind, Unpack};
 
 /// FNV-1a, 64 bits: enough to notice a change, and the same everywhere.
 const fn fnv1a(hash: u64, byte: u8) -> u64 {
@@ -103,6 +103,7 @@ fn body() -> String {
     enumeration(&mut out, "ACTION", Action::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "LOAD", LoadKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "DTYPE", DType::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "UNPACK", Unpack::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "TRAP", Trap::ALL.iter().map(|v| (v.name(), *v as u32)));
     out += "\n#define AMK_FOR_EACH_OP(X)";
     for op in Opcode::ALL {

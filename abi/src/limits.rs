@@ -17,6 +17,8 @@ limits! {
     UNIT_ROWS: u32 = 8;
     /// Bytes of one row in a unit.
     UNIT_ROW_BYTES: u32 = 64;
+    /// Vectors that are multiplied in f16 are divided by this before, so that elements up to a million are in its range.
+    F16_VECTOR_DIVISOR: u32 = 16;
     /// Buffers that a task may read.
     READS_MAX: usize = 4;
     /// Buffers that a task may write.

@@ -29,8 +29,10 @@ wire_struct! {
         pub writes: [u32; WRITES_MAX],
         /// For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
         pub tile_parts: u16,
+        /// For a matvec: an `Unpack`.
+        pub unpack: u16,
         /// Zero.
-        pub reserved: [u16; 5],
+        pub reserved: [u16; 4],
         /// Counters waited for.
         pub wait_counter: [u32; WAITS_MAX],
         /// Arrivals per epoch of each such counter; the wait is for `epoch * count`.
@@ -202,6 +204,10 @@ wire_enum! {
         F16 = 1 "f16",
         /// The upper half of a binary32.
         Bf16 = 2 "bf16",
+        /// 8 bits, of which 4 are exponent and 3 mantissa; bias 7, no infinities.
+        E4m3 = 3 "e4m3",
+        /// Two's complement integer of 8 bits.
+        Int8 = 4 "int8",
     }
 }
 
@@ -212,7 +218,26 @@ impl DType {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
+            Self::E4m3 | Self::Int8 => 1,
         }
+    }
+
+    /// Whether it is a code of which each row of a matrix has a scale.
+    #[must_use]
+    pub const fn is_scaled(self) -> bool {
+        matches!(self, Self::E4m3 | Self::Int8)
+    }
+}
+
+wire_enum! {
+    /// What a kernel does to the elements of a unit before it multiplies them.
+    Unpack {
+        /// Nothing: they are operands.
+        None = 0 "none",
+        /// e4m3 to f16.
+        E4m3 = 1 "e4m3",
+        /// Integers of 8 bits to f16.
+        Int8 = 2 "int8",
     }
 }
 

@@ -4,7 +4,9 @@
 //! A packed matrix is a sequence of tiles of 8 rows. A tile is a sequence of units of 8 rows by 64 bytes, in order
 //! along K. This file has the only packer.
 
-use abi::{UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS};
+use abi::{UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 use crate::graph::DType;
 
@@ -13,7 +15,7 @@ const ROW: usize = UNIT_ROW_BYTES as usize;
 const UNIT: usize = UNIT_BYTES as usize;
 
 macro_rules! formats {
-    ($($(#[doc = $doc:literal])+ $variant:ident $name:literal bits $bits:literal stored $stored:ident operand $operand:ident;)+) => {
+    ($($(#[doc = $doc:literal])+ $variant:ident $name:literal bits $bits:literal stored $stored:ident operand $operand:ident unpack $unpack:ident;)+) => {
         /// A weight format.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
         #[serde(rename_all = "lowercase")]
@@ -46,30 +48,50 @@ macro_rules! formats {
             pub const fn operand(self) -> DType {
                 match self { $(Self::$variant => DType::$operand),+ }
             }
+
+            /// What the kernel does to its elements before it multiplies them.
+            #[must_use]
+            pub const fn unpack(self) -> Unpack {
+                match self { $(Self::$variant => Unpack::$unpack),+ }
+            }
         }
     };
 }
 
 formats! {
     /// IEEE binary32.
-    F32 "f32" bits 32 stored F32 operand F32;
+    F32 "f32" bits 32 stored F32 operand F32 unpack None;
     /// IEEE binary16.
-    F16 "f16" bits 16 stored F16 operand F16;
+    F16 "f16" bits 16 stored F16 operand F16 unpack None;
     /// The upper half of a binary32.
-    Bf16 "bf16" bits 16 stored Bf16 operand Bf16;
-}
-
-impl From<DType> for Format {
-    fn from(stored: DType) -> Self {
-        match stored {
-            DType::F32 => Self::F32,
-            DType::F16 => Self::F16,
-            DType::Bf16 => Self::Bf16,
-        }
-    }
+    Bf16 "bf16" bits 16 stored Bf16 operand Bf16 unpack None;
+    /// bf16 as f16, beside matrices that are multiplied in f16. Exact from 2^-17 to 65504; smaller values are rounded to
+    /// a multiple of 2^-24.
+    Bf16AsF16 "bf16_as_f16" bits 16 stored Bf16 operand F16 unpack None;
+    /// e4m3, each row with a scale.
+    E4m3 "e4m3" bits 8 stored E4m3 operand F16 unpack E4m3;
+    /// Integers of 8 bits, each row with a scale.
+    Int8 "int8" bits 8 stored Int8 operand F16 unpack Int8;
 }
 
 impl Format {
+    /// The format of matrices of this element type in a program with such operands. One that no format has gets the
+    /// format of the operands, which its reader refuses.
+    #[must_use]
+    pub fn of(stored: DType, operand: DType) -> Self {
+        let of = |stored: DType| {
+            let mut all = Self::ALL.iter().copied();
+            all.find(|format| (format.stored(), format.operand()) == (stored, operand))
+        };
+        of(stored).or_else(|| of(operand)).unwrap_or(Self::F32)
+    }
+
+    /// Whether each row has a scale.
+    #[must_use]
+    pub const fn is_scaled(self) -> bool {
+        self.stored().is_scaled()
+    }
+
     /// Elements of one row of a unit.
     #[must_use]
     pub const fn unit_cols(self) -> u32 {
@@ -91,7 +113,7 @@ impl Format {
     /// Packs one tile from stored rows. A shorter or empty row is padded with zeros. `tile` is a whole number of units.
     pub fn pack(self, rows: &[&[u8]; ROWS], tile: &mut [u8]) {
         for (unit, out) in tile.chunks_exact_mut(UNIT).enumerate() {
-            for (row, out) in rows.iter().zip(out.chunks_exact_mut(ROW)) {
+            for (row, out) in rows.iter().zip(out.as_chunks_mut::<ROW>().0) {
                 let left = row.get(unit * ROW..).unwrap_or_default();
                 match left.first_chunk::<ROW>() {
                     Some(whole) => out.copy_from_slice(whole),
@@ -100,37 +122,92 @@ impl Format {
                         out[left.len()..].fill(0);
                     }
                 }
-                self.exchange_vec4s(out);
+                self.arrange(out);
             }
         }
     }
 
-    /// Unpacks one row of a packed tile to its stored form, padding included.
-    pub fn unpack(self, tile: &[u8], row: usize, out: &mut Vec<u8>) {
+    /// The inverse of [`pack`](Self::pack) for one row of a tile, padding included.
+    pub fn stored_row(self, tile: &[u8], row: usize, out: &mut Vec<u8>) {
         out.clear();
         for unit in tile.chunks_exact(UNIT) {
-            let first = out.len();
-            out.extend_from_slice(&unit[row * ROW..][..ROW]);
-            self.exchange_vec4s(&mut out[first..]);
+            let mut stored = unit.as_chunks::<ROW>().0[row];
+            self.restore(&mut stored);
+            out.extend_from_slice(&stored);
         }
     }
 
-    /// Swaps the second and third group of four in every 16 columns of a unit's row, if elements have 16 bits. This is
-    /// the order that the kernel reads, and its own inverse. With it, two threads that multiply neighbouring 16 bytes
-    /// read whole sectors of the vector. Elements of 32 bits stay in place.
-    fn exchange_vec4s(self, row: &mut [u8]) {
-        if self.bits() == 16 {
-            for half in row.chunks_exact_mut(32) {
-                let (front, back) = half.split_at_mut(16);
-                front[8..].swap_with_slice(&mut back[..8]);
+    /// Brings a stored row of a unit into the form that the kernel reads.
+    fn arrange(self, row: &mut [u8; ROW]) {
+        match self {
+            Self::F32 => {}
+            Self::F16 | Self::Bf16 => exchange_vec4s(row),
+            Self::Bf16AsF16 => {
+                let elements = row.as_chunks_mut::<2>().0;
+                let values: [f32; ROW / 2] =
+                    std::array::from_fn(|i| bf16::from_le_bytes(elements[i]).to_f32());
+                let mut halves = [f16::ZERO; ROW / 2];
+                halves.convert_from_f32_slice(&values);
+                for (element, half) in elements.iter_mut().zip(halves) {
+                    *element = half.to_le_bytes();
+                }
+                exchange_vec4s(row);
+            }
+            Self::E4m3 | Self::Int8 => {
+                let stored = *row;
+                *row = std::array::from_fn(|place| stored[byte_column(place)]);
+            }
+        }
+    }
+
+    /// The inverse of [`arrange`](Self::arrange).
+    fn restore(self, row: &mut [u8; ROW]) {
+        match self {
+            Self::F32 => {}
+            Self::F16 | Self::Bf16 => exchange_vec4s(row),
+            Self::Bf16AsF16 => {
+                exchange_vec4s(row);
+                for element in row.as_chunks_mut::<2>().0 {
+                    *element = bf16::from_f32(f16::from_le_bytes(*element).to_f32()).to_le_bytes();
+                }
+            }
+            Self::E4m3 | Self::Int8 => {
+                for (place, element) in row.to_owned().into_iter().enumerate() {
+                    row[byte_column(place)] = element;
+                }
             }
         }
     }
 }
 
+/// Swaps the second and third group of four in every 16 columns of 16 bits. This is its own inverse. With it, two threads
+/// that multiply neighbouring 16 bytes read whole sectors of the vector.
+fn exchange_vec4s(row: &mut [u8]) {
+    for half in row.chunks_exact_mut(32) {
+        let (front, back) = half.split_at_mut(16);
+        front[8..].swap_with_slice(&mut back[..8]);
+    }
+}
+
+/// The column at a place of a unit's row of bytes. A thread's 16 bytes are the columns that it would multiply of two
+/// units of 16-bit elements, so that unpacking them gives both.
+const fn byte_column(place: usize) -> usize {
+    let (thread, unit, element) = (place / 16, place / 8 % 2, place % 8);
+    let column = thread * 8 + element;
+    unit * 32 + (column & !12 | (column & 4) << 1 | (column & 8) >> 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// bf16 of any mantissa that f16 has exactly.
+    fn exact(mut row: Vec<u8>) -> Vec<u8> {
+        for [_, high] in row.as_chunks_mut::<2>().0 {
+            *high = *high & 0x81 | 0x3c;
+        }
+        row
+    }
 
     #[test]
     fn what_was_packed_is_unpacked() {
@@ -139,6 +216,7 @@ mod tests {
                 let bytes = format.row_bytes(cols);
                 let stored: Vec<Vec<u8>> = (0..ROWS)
                     .map(|row| (0..bytes).map(|at| (row * 37 + at) as u8).collect())
+                    .map(|row| if *format == Format::Bf16AsF16 { exact(row) } else { row })
                     .collect();
                 // A missing row, as in the last tile of a matrix.
                 let rows: [&[u8]; ROWS] =
@@ -148,7 +226,7 @@ mod tests {
                 format.pack(&rows, &mut tile);
                 let mut back = Vec::new();
                 for (row, stored) in rows.iter().enumerate() {
-                    format.unpack(&tile, row, &mut back);
+                    format.stored_row(&tile, row, &mut back);
                     assert_eq!(back.len(), units * ROW);
                     assert_eq!(&back[..stored.len()], *stored, "{} {cols}", format.name());
                     assert!(back[stored.len()..].iter().all(|&byte| byte == 0));
@@ -165,5 +243,51 @@ mod tests {
         let words = tile[..ROW].chunks_exact(2).map(|w| u16::from_le_bytes([w[0], w[1]]));
         let first: Vec<u16> = words.take(16).collect();
         assert_eq!(first, [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]);
+    }
+
+    #[test]
+    fn a_threads_16_bytes_are_its_columns_of_two_units_of_16_bits() {
+        let columns: Vec<u8> = (0..64).collect();
+        let halves: Vec<u8> = (0..64_u16).flat_map(u16::to_le_bytes).collect();
+        let mut bytes = [0; UNIT];
+        Format::Int8.pack(&std::array::from_fn(|_| &columns[..]), &mut bytes);
+        let mut wide = [0; 2 * UNIT];
+        Format::F16.pack(&std::array::from_fn(|_| &halves[..]), &mut wide);
+        let column = |unit: usize, place: usize| wide[unit * UNIT + place * 2];
+        for thread in 0..4 {
+            for unit in 0..2 {
+                for element in 0..8 {
+                    let narrow = bytes[thread * 16 + unit * 8 + element];
+                    assert_eq!(
+                        narrow,
+                        column(unit, thread * 8 + element),
+                        "{thread} {unit} {element}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_as_f16_rounds_what_is_small_and_nothing_else() {
+        let packed = |value: f32| {
+            let row = bf16::from_f32(value).to_le_bytes();
+            let mut tile = [0; UNIT];
+            Format::Bf16AsF16.pack(&std::array::from_fn(|_| &row[..]), &mut tile);
+            f16::from_le_bytes([tile[0], tile[1]]).to_f32()
+        };
+        for value in [0.0, -0.0, 1.0, -65280.0, 0.123_046_875, 2f32.powi(-17) * 1.992_187_5] {
+            assert_eq!(packed(value).to_bits(), value.to_bits(), "{value}");
+        }
+        let small = 2f32.powi(-18) * 1.992_187_5;
+        assert!((packed(small) - small).abs() <= 2f32.powi(-25) && packed(small) != small);
+    }
+
+    #[test]
+    fn a_format_is_found_by_what_is_stored_and_what_is_multiplied() {
+        assert_eq!(Format::of(DType::Bf16, DType::Bf16), Format::Bf16);
+        assert_eq!(Format::of(DType::Bf16, DType::F16), Format::Bf16AsF16);
+        assert_eq!(Format::of(DType::E4m3, DType::F16), Format::E4m3);
+        assert_eq!(Format::of(DType::F32, DType::F16), Format::F16, "its reader refuses it");
     }
 }

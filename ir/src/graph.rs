@@ -42,11 +42,14 @@ impl Tensor {
     }
 }
 
-/// A linear map `y = W x (+ b)`, with `W` of shape `[rows, cols]`.
+/// A linear map `y = s (W x) (+ b)`, with `W` of shape `[rows, cols]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Linear {
     /// `[rows, cols]`.
     pub weight: TensorId,
+    /// `[rows]`, f32, if the weight is of codes: the factor of each row.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale: Option<TensorId>,
     /// `[rows]`, if the family has biases.
     pub bias: Option<TensorId>,
 }
@@ -108,7 +111,7 @@ pub struct Graph {
     pub attn_scale: f32,
     /// Longest sequence that the checkpoint was made for.
     pub max_positions: u32,
-    /// Element type that all matrices share.
+    /// Element type that all matrices are multiplied in; that which they are stored in is their tensors'.
     pub dtype: DType,
     /// Every stored tensor; [`TensorId`] indexes it.
     pub tensors: Vec<Tensor>,
@@ -120,6 +123,9 @@ pub struct Graph {
     pub final_norm: TensorId,
     /// `[vocab, hidden]`; equals `embed` when embeddings are tied.
     pub lm_head: TensorId,
+    /// `[vocab]`, f32, if `lm_head` is of codes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lm_head_scale: Option<TensorId>,
     /// Ids that end a generation, from the checkpoint.
     pub eos: Vec<u32>,
     /// Id that begins a sequence, from the checkpoint.

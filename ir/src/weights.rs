@@ -54,5 +54,26 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 *o = bf16::from_le_bytes(*b).to_f32();
             }
         }
+        DType::E4m3 => {
+            for (o, &code) in out.iter_mut().zip(bytes) {
+                *o = e4m3(code);
+            }
+        }
+        DType::Int8 => {
+            for (o, code) in out.iter_mut().zip(bytes) {
+                *o = f32::from(code.cast_signed());
+            }
+        }
     }
+}
+
+/// The value of an e4m3 code, without its row's scale; 0x7f and 0xff are NaN.
+fn e4m3(code: u8) -> f32 {
+    let mantissa = f32::from(code & 7) / 8.0;
+    let magnitude = match (code >> 3 & 15, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-6),
+        (exponent, _) => (1.0 + mantissa) * 2f32.powi(i32::from(exponent) - 7),
+    };
+    if code < 0x80 { magnitude } else { -magnitude }
 }

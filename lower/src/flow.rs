@@ -243,8 +243,9 @@ impl Builder<'_> {
         norm: Option<BufferId>,
     ) -> Phase {
         let matrix = &self.packed.matrices[packed.id.index()];
-        let bias = packed.bias.clone();
-        let bias = bias.map(|map| self.constant(format!("{}_bias", matrix.name), map));
+        let what = if matrix.format.is_scaled() { "scale" } else { "bias" };
+        let constants = packed.constants.clone();
+        let constants = constants.map(|map| self.constant(format!("{}_{what}", matrix.name), map));
         let params = MatvecParams {
             matrix: packed.id.0,
             units: matrix.units_per_tile(),
@@ -256,7 +257,7 @@ impl Builder<'_> {
         // Rows of h: each comes from a gate row and an up row.
         let interleaved = if matrix.map.interleaved { matrix.map.parts.len() as u32 } else { 1 };
         Phase {
-            reads: [None, norm, bias, None],
+            reads: [None, norm, constants, None],
             items: matrix.tiles(),
             block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
             item_bytes: u64::from(params.units) * u64::from(UNIT_BYTES),

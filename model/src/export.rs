@@ -10,7 +10,7 @@ use ir::{DType, TensorId};
 use serde_json::{Map, Value, json};
 
 use crate::error::ModelError;
-use crate::model::{Model, Origin};
+use crate::model::{Model, Origin, import_dequantised};
 use crate::random;
 use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, Shape, Window};
@@ -43,6 +43,9 @@ pub(crate) fn export_in_shards(
     shard_bytes: u64,
 ) -> Result<(), ModelError> {
     refuse_occupied(dir)?;
+    if let (true, Some(folder)) = (has_codes(model), model.folder()) {
+        return export_in_shards(&import_dequantised(folder)?, dir, shard_bytes);
+    }
     let config = config(&model.shape)
         .map_err(|reason| ModelError::Target { path: dir.to_path_buf(), reason })?;
     let parent =
@@ -70,6 +73,11 @@ pub(crate) fn export_in_shards(
     // The folder has its final name, so there is nothing left to clean up.
     let _ = temporary.keep();
     sync(parent)
+}
+
+/// Whether some matrices are of codes. A folder of them has no form here: its values are written.
+fn has_codes(model: &Model) -> bool {
+    model.graph.tensors.iter().any(|tensor| tensor.dtype.is_scaled())
 }
 
 fn occupied(dir: &Path) -> ModelError {
@@ -123,6 +131,9 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
         DType::F32 => "float32",
         DType::F16 => "float16",
         DType::Bf16 => "bfloat16",
+        DType::E4m3 | DType::Int8 => {
+            return Err("codes are no type of a configuration".to_owned());
+        }
     };
     let fields = json!({
         "architectures": [shape.family.architecture()],

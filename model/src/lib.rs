@@ -39,7 +39,7 @@ mod tokenizer;
 pub use chat::{Chat, Message};
 pub use error::{ModelError, Problem};
 pub use export::export;
-pub use model::{Model, Origin, import, import_shape, load};
+pub use model::{Model, Origin, import, import_dequantised, import_shape, load};
 pub use preset::{PRESETS, Preset, preset};
 pub use rope::{Rope, Scaling};
 pub use shape::{

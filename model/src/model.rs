@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{ModelError, Problem};
 use crate::preset::{PRESETS, preset};
-use crate::quantised::Declared;
+use crate::quantised::{Declared, Form};
 use crate::random::Random;
 use crate::shape::Shape;
 use crate::tokenizer::Tokenizer;
@@ -89,7 +89,8 @@ impl Model {
 
 /// Imports a Hugging Face folder, `config.json` with `model.safetensors` or its shards, or a GGUF file.
 ///
-/// Matrices of a quantised model are dequantised to f32, each when it is first read, and [`Model::notes`] say so.
+/// Quantised matrices are given as they are stored where the kernel takes them so; else they are dequantised to f32, each
+/// when it is first read. [`Model::notes`] say which.
 ///
 /// The weights stay in their files. While the model lives, the files must not be changed or shortened.
 ///
@@ -97,6 +98,18 @@ impl Model {
 /// When the folder, its configuration or its tensors are not those of a supported model; the error has every problem of
 /// the first bad file.
 pub fn import(dir: &Path) -> Result<Model, ModelError> {
+    import_as(dir, Form::Streamed)
+}
+
+/// Imports a folder or file with every quantised matrix dequantised to f32, each when it is first read.
+///
+/// # Errors
+/// As [`import`].
+pub fn import_dequantised(dir: &Path) -> Result<Model, ModelError> {
+    import_as(dir, Form::Dequantised)
+}
+
+fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
     let not_a_folder = |reason: &str| ModelError::NotAFolder {
         path: dir.to_path_buf(),
         reason: reason.to_owned(),
@@ -116,7 +129,7 @@ pub fn import(dir: &Path) -> Result<Model, ModelError> {
         return Err(not_a_folder(&format!("it has no config.json{hint}")));
     };
     let (mut shape, mut graph, declared) = described(&path, &object)?;
-    let (weights, notes) = store::open(dir, &mut graph, declared.as_ref())?;
+    let (weights, notes) = store::open(dir, &mut graph, declared.as_ref(), form)?;
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
 }

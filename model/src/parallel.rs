@@ -37,7 +37,8 @@ pub(crate) fn fill(
     });
 }
 
-fn next<T: Iterator>(parts: &Mutex<T>) -> Option<T::Item> {
+/// The next part, for any of several threads.
+pub(crate) fn next<T: Iterator>(parts: &Mutex<T>) -> Option<T::Item> {
     parts.lock().unwrap_or_else(PoisonError::into_inner).next()
 }
 

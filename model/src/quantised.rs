@@ -1,13 +1,15 @@
 //! Quantised weights: which stored tensors make up a matrix, and the values that they mean.
 //!
-//! Every matrix of a quantised folder is given as f32, its exact value, made when it is first read. The values are those
-//! of the formats' definitions, evaluated in f32 in their order, and never pass through a 16-bit type.
+//! Codes of 8 bits with a scale for each row are given as they are stored. Every matrix of another quantised folder is
+//! given as f32, its exact value, made when it is first read. The values are those of the formats' definitions, evaluated
+//! in f32 in their order, and never pass through a 16-bit type.
 
 mod blocks;
 pub(crate) mod checkpoint;
 mod codes;
 mod declared;
 mod matrix;
+mod stored;
 #[cfg(test)]
 mod tests;
 
@@ -39,6 +41,17 @@ pub(crate) enum Source {
     Stored(Place),
     /// It is made.
     Made(Matrix),
+    /// The scales of a matrix's rows, f32.
+    Scales(Vec<u8>),
+}
+
+/// In which form quantised matrices are given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// As codes where the kernel takes them, else as f32.
+    Streamed,
+    /// As f32.
+    Dequantised,
 }
 
 impl Weights for Dequantised {
@@ -47,23 +60,25 @@ impl Weights for Dequantised {
         match &self.sources[i] {
             Source::Stored(place) => self.files.slice(*place),
             Source::Made(matrix) => self.made[i].get_or_init(|| matrix.dequantise(&self.files)),
+            Source::Scales(bytes) => bytes,
         }
     }
 
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
         match &self.sources[tensor.index()] {
             Source::Stored(place) => Some(self.files.range(*place)),
-            Source::Made(_) => None,
+            Source::Made(_) | Source::Scales(_) => None,
         }
     }
 }
 
-/// Matches the tensors of a quantised folder with the graph, whose matrices become f32.
+/// Matches the tensors of a quantised folder with the graph, whose matrices become codes or f32.
 pub(crate) fn open(
     files: Files,
     mut found: HashMap<String, Found>,
     graph: &mut Graph,
     declared: &Declared,
+    form: Form,
 ) -> Result<Opening, Vec<Problem>> {
     let tied = graph.tied();
     let mut problems = Vec::new();
@@ -99,7 +114,13 @@ pub(crate) fn open(
     if !problems.is_empty() {
         return Err(problems);
     }
-    let mut all = vec![summary(graph, &kinds, &files, &sources)];
+    check_codes(&files, &sources, graph, |tensor| tensor.name.clone())?;
+    let streamed = form == Form::Streamed && stored::stream(graph, &mut sources, &files);
+    let mut all = vec![if streamed {
+        streamed_summary(graph, &kinds)
+    } else {
+        summary(graph, &kinds, &files, &sources)
+    }];
     if declared.activations {
         all.push(
             "quantization_config describes quantised activations; they are not quantised here (W8A8 runs as W8A16)"
@@ -107,8 +128,13 @@ pub(crate) fn open(
         );
     }
     all.extend(notes.into_iter().map(|(note, count)| format!("{count} matrices: {note}")));
-    let weights = dequantised(files, sources, graph, |tensor| tensor.name.clone())?;
-    Ok((weights, all))
+    Ok((given(files, sources), all))
+}
+
+/// The weights of these sources, in the order of the graph's tensors.
+fn given(files: Files, sources: Vec<Source>) -> Box<dyn Weights + Send + Sync> {
+    let made = sources.iter().map(|_| OnceLock::new()).collect();
+    Box::new(Dequantised { files, sources, made })
 }
 
 /// Weights from these sources, in the order of the graph's tensors, unless some are damaged. This reads all e4m3 codes
@@ -119,16 +145,27 @@ pub(crate) fn dequantised(
     graph: &Graph,
     name: impl Fn(&Tensor) -> String,
 ) -> Result<Box<dyn Weights + Send + Sync>, Vec<Problem>> {
+    check_codes(&files, &sources, graph, name)?;
+    Ok(given(files, sources))
+}
+
+/// Every matrix whose codes or scales are damaged.
+fn check_codes(
+    files: &Files,
+    sources: &[Source],
+    graph: &Graph,
+    name: impl Fn(&Tensor) -> String,
+) -> Result<(), Vec<Problem>> {
     let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
     let matrix = |i: usize| match sources.get(i)? {
         Source::Made(matrix) => Some(matrix),
-        Source::Stored(_) => None,
+        Source::Stored(_) | Source::Scales(_) => None,
     };
     let next = AtomicUsize::new(0);
     let scan = || loop {
         let i = next.fetch_add(1, Ordering::Relaxed);
         let Some(cell) = damage.get(i) else { return };
-        if let Some(reason) = matrix(i).and_then(|matrix| matrix.damage(&files)) {
+        if let Some(reason) = matrix(i).and_then(|matrix| matrix.damage(files)) {
             cell.get_or_init(|| reason);
         }
     };
@@ -140,11 +177,7 @@ pub(crate) fn dequantised(
         .zip(&damage)
         .filter_map(|(tensor, reason)| Some(Problem::new(name(tensor), reason.get()?)))
         .collect();
-    if !problems.is_empty() {
-        return Err(problems);
-    }
-    let made = sources.iter().map(|_| OnceLock::new()).collect();
-    Ok(Box::new(Dequantised { files, sources, made }))
+    if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
 /// Whether a tensor is a bias of zeros, which GPTQ's tools write for every matrix.
@@ -161,7 +194,18 @@ fn explained(problem: Problem) -> Problem {
     problem
 }
 
-/// What a user should know about a quantised model.
+/// What a user should know about a model whose codes are streamed.
+fn streamed_summary(graph: &Graph, kinds: &BTreeMap<&str, usize>) -> String {
+    let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
+    let matrices = graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2).count();
+    format!(
+        "of {matrices} matrices {} are quantised: {}. They are multiplied as they are stored",
+        kinds.values().sum::<usize>(),
+        list.join(", ")
+    )
+}
+
+/// What a user should know about a model that is dequantised.
 pub(crate) fn summary(
     graph: &Graph,
     kinds: &BTreeMap<&str, usize>,

@@ -198,6 +198,7 @@ impl Shape {
             layers,
             final_norm,
             lm_head,
+            lm_head_scale: None,
             eos: self.eos.clone(),
             bos: self.bos,
         }
@@ -214,6 +215,7 @@ impl Shape {
         let attn_norm = tensors.add(&format!("{at}input_layernorm.weight"), &[self.hidden]);
         let mut linear = |name: &str, rows: u32, cols: u32, bias: bool| Linear {
             weight: tensors.add(&format!("{at}{name}.weight"), &[rows, cols]),
+            scale: None,
             bias: bias.then(|| tensors.add(&format!("{at}{name}.bias"), &[rows])),
         };
         let q = linear("self_attn.q_proj", q_width, self.hidden, qkv_bias);

@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::error::{ModelError, Problem, quoted, shown};
 use crate::files;
 use crate::header::{self, Entry};
-use crate::quantised::{self, Declared, checkpoint};
+use crate::quantised::{self, Declared, Form, checkpoint};
 
 /// The file of an unsharded checkpoint.
 pub const SINGLE: &str = "model.safetensors";
@@ -100,6 +100,7 @@ pub(crate) fn open(
     dir: &Path,
     graph: &mut Graph,
     declared: Option<&Declared>,
+    form: Form,
 ) -> Result<Opening, ModelError> {
     let (files, found) = if exists(&dir.join(SINGLE)) {
         open_single(dir)?
@@ -111,7 +112,7 @@ pub(crate) fn open(
     };
     let wrong = |problems| ModelError::Tensors { path: dir.to_path_buf(), problems };
     if let Some(declared) = declared {
-        return quantised::open(files, found, graph, declared).map_err(wrong);
+        return quantised::open(files, found, graph, declared, form).map_err(wrong);
     }
     if let Some(name) = checkpoint::sign(&found) {
         let reason = format!(

@@ -93,7 +93,7 @@ pub struct Evaluator<'a> {
     embed: Matrix<'a>,
     layers: Vec<BoundLayer<'a>>,
     final_norm: Vec<f32>,
-    lm_head: Matrix<'a>,
+    lm_head: BoundLinear<'a>,
     caches: Vec<Cache>,
     positions: usize,
     capacity: usize,
@@ -104,6 +104,7 @@ pub struct Evaluator<'a> {
 
 struct BoundLinear<'a> {
     weight: Matrix<'a>,
+    scale: Option<Vec<f32>>,
     bias: Option<Vec<f32>>,
 }
 
@@ -130,13 +131,14 @@ impl<'a> Evaluator<'a> {
     pub fn new(graph: &'a Graph, weights: &'a dyn Weights) -> Result<Self, EvalError> {
         check_heads(graph)?;
         let bind = Binder { graph, weights };
+        let lm_head = Linear { weight: graph.lm_head, scale: graph.lm_head_scale, bias: None };
         let layers: Vec<_> =
             graph.layers.iter().map(|layer| bind.layer(layer)).collect::<Result<_, _>>()?;
         Ok(Self {
             graph,
             embed: bind.matrix(graph.embed, graph.vocab, graph.hidden)?,
             final_norm: bind.vector(graph.final_norm, graph.hidden)?,
-            lm_head: bind.matrix(graph.lm_head, graph.vocab, graph.hidden)?,
+            lm_head: bind.linear(lm_head, graph.vocab, graph.hidden)?,
             caches: layers.iter().map(|_| Cache::default()).collect(),
             layers,
             positions: 0,
@@ -369,11 +371,17 @@ impl Rounding {
             }
         };
         match self {
-            Self::Device(DType::F16) => words.iter_mut().for_each(halves(as_f16)),
+            Self::Device(DType::F16) => words.iter_mut().for_each(|word| {
+                // Smaller by a power of two, so that large values are in the range of f16.
+                *word /= abi::F16_VECTOR_DIVISOR as f32;
+                halves(as_f16)(word);
+                *word *= abi::F16_VECTOR_DIVISOR as f32;
+            }),
             Self::Device(DType::Bf16) => {
                 words.iter_mut().for_each(halves(|word| bf16::from_f32(word).to_f32()));
             }
-            Self::Device(DType::F32) | Self::None | Self::Handoffs => {}
+            // Codes are no operands.
+            Self::Device(DType::F32 | DType::E4m3 | DType::Int8) | Self::None | Self::Handoffs => {}
         }
     }
 
@@ -393,6 +401,11 @@ fn as_f16(value: f32) -> f32 {
 impl BoundLinear<'_> {
     fn apply(&self, xs: &[f32]) -> Vec<f32> {
         let mut out = self.weight.apply(xs);
+        if let Some(scale) = &self.scale {
+            for row in out.chunks_exact_mut(self.weight.rows()) {
+                row.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
+            }
+        }
         if let Some(bias) = &self.bias {
             for row in out.chunks_exact_mut(self.weight.rows()) {
                 add(row, bias);
@@ -539,8 +552,9 @@ impl<'a> Binder<'a> {
     }
 
     fn linear(&self, linear: Linear, rows: u32, cols: u32) -> Result<BoundLinear<'a>, EvalError> {
-        let bias = linear.bias.map(|id| self.vector(id, rows)).transpose()?;
-        Ok(BoundLinear { weight: self.matrix(linear.weight, rows, cols)?, bias })
+        let rows_of = |id: Option<TensorId>| id.map(|id| self.vector(id, rows)).transpose();
+        let (scale, bias) = (rows_of(linear.scale)?, rows_of(linear.bias)?);
+        Ok(BoundLinear { weight: self.matrix(linear.weight, rows, cols)?, scale, bias })
     }
 
     fn matrix(&self, tensor: TensorId, rows: u32, cols: u32) -> Result<Matrix<'a>, EvalError> {

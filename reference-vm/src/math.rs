@@ -35,6 +35,8 @@ trait Element {
 struct StoredF32;
 struct StoredF16;
 struct StoredBf16;
+struct StoredE4m3;
+struct StoredInt8;
 /// A row that is already decoded.
 struct Decoded;
 
@@ -70,6 +72,28 @@ impl Element for StoredBf16 {
     #[inline(always)]
     fn value(raw: [u8; 2]) -> f32 {
         f32::from_bits(u32::from(u16::from_le_bytes(raw)) << 16)
+    }
+}
+
+impl Element for StoredE4m3 {
+    type Raw = u8;
+
+    /// Branch-free, as f16. There are no infinities, and NaN is refused when a model is read.
+    #[inline(always)]
+    fn value(raw: u8) -> f32 {
+        let raw = u32::from(raw);
+        // Sign, exponent and mantissa at their places in an f32, but the exponent has bias 7.
+        let misbiased = (raw & 0x80) << 24 | (raw & 0x7f) << 20;
+        f32::from_bits(misbiased) * f32::from_bits((127 + 120) << 23)
+    }
+}
+
+impl Element for StoredInt8 {
+    type Raw = u8;
+
+    #[inline(always)]
+    fn value(raw: u8) -> f32 {
+        f32::from(raw.cast_signed())
     }
 }
 
@@ -154,6 +178,8 @@ impl<'a> Matrix<'a> {
             DType::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
             DType::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
             DType::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
+            DType::E4m3 => decode::<StoredE4m3>(bytes, out),
+            DType::Int8 => decode::<StoredInt8>(bytes, out),
         }
     }
 
@@ -176,6 +202,8 @@ impl<'a> Matrix<'a> {
             DType::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, out),
             DType::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, out),
             DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
+            DType::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
+            DType::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
         }
     }
 
@@ -189,6 +217,8 @@ impl<'a> Matrix<'a> {
             DType::F32 => self.apply_stored::<StoredF32>(width, self.bytes.as_chunks().0, xs),
             DType::F16 => self.apply_stored::<StoredF16>(width, self.bytes.as_chunks().0, xs),
             DType::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
+            DType::E4m3 => self.apply_stored::<StoredE4m3>(width, self.bytes, xs),
+            DType::Int8 => self.apply_stored::<StoredInt8>(width, self.bytes, xs),
         }
     }
 

@@ -18,6 +18,7 @@ pub(crate) struct Packed<'a> {
     rows: u32,
     cols: u32,
     units_per_tile: u32,
+    scaled: bool,
     parts: Vec<Option<Part<'a>>>,
 }
 
@@ -63,6 +64,7 @@ impl<'a> Packed<'a> {
             rows,
             cols: matrix.cols,
             units_per_tile: matrix.units_per_tile(),
+            scaled: matrix.format.is_scaled(),
             parts: matrix.map.parts.iter().map(part).collect::<Result<_, _>>()?,
         })
     }
@@ -77,6 +79,11 @@ impl<'a> Packed<'a> {
 
     pub(crate) fn units_per_tile(&self) -> u32 {
         self.units_per_tile
+    }
+
+    /// Whether each row has a scale.
+    pub(crate) fn is_scaled(&self) -> bool {
+        self.scaled
     }
 
     /// Packed row `row` times `x`, which is not longer than a row. Padding is zero.

@@ -1,4 +1,4 @@
-//! Quantised models on the command line: they run, and standard error says how much memory the f32 copy takes.
+//! Quantised models on the command line: they run, and standard error says in which form.
 
 use super::amk;
 
@@ -9,10 +9,15 @@ const FILE: &str =
 #[test]
 fn quantised_models_run_and_their_cost_is_said() {
     let cases = [
-        (FOLDER, "14 as int8 of compressed-tensors", "W8A8 runs as W8A16"),
-        (FILE, "10 as Q4_K, 6 as Q6_K", "give token ids"),
+        (
+            FOLDER,
+            "14 as int8 of compressed-tensors",
+            "W8A8 runs as W8A16",
+            "multiplied as they are stored",
+        ),
+        (FILE, "10 as Q4_K, 6 as Q6_K", "give token ids", "dequantised to f32"),
     ];
-    for (model, kinds, note) in cases {
+    for (model, kinds, note, form) in cases {
         let tokens = ["cpu", "eval"].map(|device| {
             let ran = amk(&[
                 "generate",
@@ -25,7 +30,7 @@ fn quantised_models_run_and_their_cost_is_said() {
                 "--device",
                 device,
             ]);
-            for said in [kinds, note, "dequantised to f32"] {
+            for said in [kinds, note, form] {
                 assert_eq!(ran.stderr.matches(said).count(), 1, "{said}: {}", ran.stderr);
             }
             ran.succeeds("amk.generate.v1")["tokens"].clone()

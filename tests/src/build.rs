@@ -141,7 +141,7 @@ impl Builder<'_> {
             name: name.into(),
             map,
             cols,
-            format: self.graph.dtype.into(),
+            format: ir::Format::of(self.graph.dtype, self.graph.dtype),
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }

@@ -39,7 +39,11 @@ impl Tensors {
 
     fn linear(&mut self, name: &str, rows: u32, cols: u32, bias: bool) -> Linear {
         let weight = self.add(format!("{name}.weight"), &[rows, cols]);
-        Linear { weight, bias: bias.then(|| self.add(format!("{name}.bias"), &[rows])) }
+        Linear {
+            weight,
+            scale: None,
+            bias: bias.then(|| self.add(format!("{name}.bias"), &[rows])),
+        }
     }
 
     fn layer(&mut self, s: &Shape, index: u32) -> Layer {
@@ -92,6 +96,7 @@ pub fn graph(s: &Shape) -> Graph {
         layers,
         final_norm,
         lm_head,
+        lm_head_scale: None,
         eos: Vec::new(),
         bos: None,
     }

@@ -27,6 +27,9 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 }
 #endif
 
+// What vectors are multiplied with before they are staged: a power of two that keeps large elements in the range of f16.
+constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
+
 // Stages elements e..e+4 of the vector in the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
 // the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16
 // bytes of weights, pairs 0 and 1 are in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are an A operand without shuffling.
@@ -34,6 +37,9 @@ __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) 
 #if AMK_DTYPE == AMK_DTYPE_F32
   *(float4*)(w.x + (size_t)e * 4) = v;
 #else
+  if (VECTOR_FACTOR != 1.f) {
+    v = make_float4(v.x * VECTOR_FACTOR, v.y * VECTOR_FACTOR, v.z * VECTOR_FACTOR, v.w * VECTOR_FACTOR);
+  }
   uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
@@ -76,26 +82,42 @@ struct Share {
   uint4 weights[SHARE];
 };
 
+// Multiplies 16 bytes of each thread, which are unit `unit` of the matrix, by the vector at `x`.
+template <uint32_t UNPACK, uint32_t PAIRS>
+__device__ __forceinline__ void unpacked_multiply(Worker const& w, Sums<PAIRS>& s, char const* x, uint4 weights) {
+  uint4 operands[2];
+  unpack16<UNPACK>(weights, operands);
+  unit_multiply(s, 0, x_load(w, x), operands[0]);
+  unit_multiply(s, 1, x_load(w, x + X_BYTES), operands[1]);
+}
+
 // Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer.
-__device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
-  constexpr uint32_t BATCH = 4;
+template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
   uint32_t j = 0;
+  if constexpr (UNPACK == AMK_UNPACK_NONE) {
+    constexpr uint32_t BATCH = 4;
 #pragma unroll 1
-  for (; j + BATCH <= mine; j += BATCH) {
-    uint4 v[BATCH], f[BATCH];
+    for (; j + BATCH <= mine; j += BATCH) {
+      uint4 v[BATCH], f[BATCH];
 #pragma unroll
-    for (uint32_t i = 0; i < BATCH; ++i) {
-      v[i] = stage_load(weights + (j + i) * AMK_WARPS * AMK_UNIT_BYTES);
-      f[i] = x_load(w, x + (j + i) * AMK_WARPS * X_BYTES);
-    }
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        v[i] = stage_load(weights + (j + i) * AMK_WARPS * AMK_UNIT_BYTES);
+        f[i] = x_load(w, x + (j + i) * AMK_WARPS * X_BYTES);
+      }
 #pragma unroll
-    for (uint32_t i = 0; i < BATCH; ++i) {
-      unit_multiply(s, i, f[i], v[i]);
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        unit_multiply(s, i, f[i], v[i]);
+      }
     }
-  }
 #pragma unroll 1
-  for (; j < mine; ++j) {
-    unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+    for (; j < mine; ++j) {
+      unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+    }
+  } else {
+#pragma unroll 2
+    for (; j < mine; ++j) {
+      unpacked_multiply<UNPACK>(w, s, x + j * AMK_WARPS * 2 * X_BYTES, stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+    }
   }
 }
 
@@ -142,6 +164,17 @@ __device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) 
   return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
 }
 
+// The vector of a matvec, in units of operands: a warp stages those of its units of the matrix.
+struct VectorUnits {
+  uint32_t log2; // units of operands in a unit of the matrix: base-two logarithm
+  uint32_t mine; // of this warp
+  uint32_t elements; // staged: whole units
+};
+__device__ __forceinline__ VectorUnits vector_units(Worker const& w, uint32_t units, uint32_t unpack) {
+  uint32_t const log2 = unpacked_log2(unpack);
+  return VectorUnits{log2, warp_share(w, units) << log2, (units << log2) * UNIT_COLS};
+}
+
 constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units that a warp loads at once, 4 elements per lane
 
 // Turns in which a warp stages a vector of `elements` elements; if they exceed `most`, an equal part of them. Any value is correct for any
@@ -153,30 +186,35 @@ __device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
 }
 
 // Index of the first of a lane's i-th group of 4 elements.
-__device__ __forceinline__ uint32_t lane_element(Worker const& w, uint32_t i) {
-  uint32_t const lane = w.thread % 32, unit = w.thread / 32 + (i * TURN_UNITS + lane / UNIT_VEC4S) * AMK_WARPS;
+__device__ __forceinline__ uint32_t lane_element(Worker const& w, VectorUnits const& v, uint32_t i) {
+  uint32_t const lane = w.thread % 32, mine = i * TURN_UNITS + lane / UNIT_VEC4S;
+  uint32_t const unit = ((w.thread / 32 + (mine >> v.log2) * AMK_WARPS) << v.log2) + (mine & ((1u << v.log2) - 1));
   return unit * UNIT_COLS + lane % UNIT_VEC4S * 4;
 }
 
 // One warp: stages its columns of the attention's result, merged from several splits, in the activation buffer.
-__device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active) {
+__device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, VectorUnits const& u, uint32_t active) {
 #pragma unroll 1
-  for (uint32_t i = 0; i * TURN_UNITS < warp_share(w, p.units); ++i) {
-    uint32_t const e = lane_element(w, i);
+  for (uint32_t i = 0; i * TURN_UNITS < u.mine; ++i) {
+    uint32_t const e = lane_element(w, u, i);
     float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
-    if (e < p.units * UNIT_COLS) {
+    if (e < u.elements) {
       stage_x4(w, e, x);
     }
   }
 }
 
 // One warp: stages its columns of the token's embedding, times the norm; returns the lane's sum of squares.
-__device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p) {
+__device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p, VectorUnits const& u) {
   float square = 0.f;
 #pragma unroll 1
-  for (uint32_t i = 0; i * TURN_UNITS < warp_share(w, p.units); ++i) {
-    uint32_t const e = lane_element(w, i);
-    if (e < p.units * UNIT_COLS) { // padding is zero in the matrix
+  for (uint32_t i = 0; i * TURN_UNITS < u.mine; ++i) {
+    uint32_t const e = lane_element(w, u, i);
+    if (e < u.elements) { // padding is zero in the matrix
+      if (MIXED && e >= p.k_len) { // the units of the embedding are shorter
+        stage_x4(w, e, make_float4(0.f, 0.f, 0.f, 0.f));
+        continue;
+      }
       float4 const x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
       square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
       stage_x4(w, e, make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w));
@@ -188,9 +226,9 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
 // One warp: stages its columns of a vector, times the norm if there is one, N groups of 4 elements per lane at once; returns the lane's sum
 // of squares. `skip`: words before the elements of each head.
 template <uint32_t N, bool NORM>
-__device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t skip) {
+__device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
   float square = 0.f;
-  uint32_t const turns = (warp_share(w, p.units) + TURN_UNITS - 1) / TURN_UNITS;
+  uint32_t const turns = (u.mine + TURN_UNITS - 1) / TURN_UNITS;
 #pragma unroll 1
   for (uint32_t first = 0; first < turns; first += N) {
     uint32_t at[N];
@@ -199,7 +237,7 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
     uint4 v[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = lane_element(w, first + i);
+      uint32_t const e = lane_element(w, u, first + i);
       wanted[i] = e < p.k_len;
       at[i] = e + (e / AMK_HEAD_DIM + 1) * skip;
       n[i] = NORM && norm != nullptr && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
@@ -207,10 +245,10 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
     vec4s_wait(w, words, at, wanted, v);
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = lane_element(w, first + i);
+      uint32_t const e = lane_element(w, u, first + i);
       float4 const x = vec4_value(words, v[i]);
       square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
-      if (e < p.units * UNIT_COLS) {
+      if (e < u.elements) {
         stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
       }
     }
@@ -222,26 +260,27 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
 __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
   ResolvedBuffer const& in = st.buffer[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
+  VectorUnits const u = vector_units(w, p.units, st.task.unpack);
   if (in.kind == AMK_BUFFER_EMBEDDING) {
-    return stage_embedding(w, in, norm, p);
+    return stage_embedding(w, in, norm, p, u);
   }
   Words const words = buffer_words(w, in);
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
     if (active > 1) {
-      stage_merged(w, words, p, active);
+      stage_merged(w, words, p, u, active);
       return 0.f;
     }
     skip = PARTIAL_HEAD; // with one split, the partials are the result
   }
   if (norm != nullptr) {
-    return stage_vector<turns_at_once(AMK_HIDDEN, 4), true>(w, words, norm, p, skip); // the norm's weights take as many registers as the vector
+    return stage_vector<turns_at_once(AMK_HIDDEN, 4), true>(w, words, norm, p, u, skip); // the norm's weights take as many registers as the vector
   }
   if (turns_at_once(AMK_Q_WIDTH, 8) != turns_at_once(AMK_FFN, 8) && p.k_len == AMK_Q_WIDTH) {
-    return stage_vector<turns_at_once(AMK_Q_WIDTH, 8), false>(w, words, norm, p, skip);
+    return stage_vector<turns_at_once(AMK_Q_WIDTH, 8), false>(w, words, norm, p, u, skip);
   }
-  return stage_vector<turns_at_once(AMK_FFN, 8), false>(w, words, norm, p, skip);
+  return stage_vector<turns_at_once(AMK_FFN, 8), false>(w, words, norm, p, u, skip);
 }
 
 // A running best: greater value wins, then the smaller row.
@@ -263,8 +302,9 @@ __device__ __forceinline__ Best warp_best(Best b) {
 struct Addends {
   uint32_t residual;
   float bias, bias_up;
+  float scale, scale_up; // of the codes of a row; 1 of operands
 };
-// Optional constant of a row: the bias.
+// Optional constant of a row: the bias. Those of codes lie behind the scales.
 __device__ __forceinline__ float constant_or_zero(ResolvedBuffer const& s, uint32_t i) { return s.address != 0 ? __ldg((float const*)s.address + i) : 0.f; }
 
 __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row) {
@@ -272,8 +312,14 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
     return Addends{};
   }
   bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
-  return Addends{residual ? load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row) : 0, constant_or_zero(st.buffer[2], row),
-                 p.epilogue == AMK_EPILOGUE_SILU_MUL ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f};
+  uint32_t const word = residual ? load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row) : 0;
+  bool const pairs = p.epilogue == AMK_EPILOGUE_SILU_MUL;
+  if (MIXED && st.task.unpack != AMK_UNPACK_NONE) {
+    float const* scales = (float const*)st.buffer[2].address;
+    bool const biased = st.buffer[2].units > p.rows; // words; rows that alternate have no biases
+    return Addends{word, biased ? __ldg(scales + p.rows + row) : 0.f, 0.f, __ldg(scales + row), pairs ? __ldg(scales + row + AMK_UNIT_ROWS) : 1.f};
+  }
+  return Addends{word, constant_or_zero(st.buffer[2], row), pairs ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f, 1.f, 1.f};
 }
 
 // The residual of a row, after the task's barrier. A flag-in-data word that was read too early is waited for; that takes a reader that did
@@ -296,11 +342,14 @@ __device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint3
   return v;
 }
 
+// The factor of a row's products: that of the vector, and in a kernel that unpacks weights the row's own.
+__device__ __forceinline__ float scale_of(float vector, float row) { return MIXED ? vector * row : vector; }
+
 // Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
                                          Addends const& add, Best& best) {
   uint32_t const t = w.thread;
-  float v = row_sum(w, buffer, t) * scale + add.bias;
+  float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     best = better(best, Best{v, row});
     store_f32((float*)out.at + (size_t)w.shared->step.logits_row * p.rows + row, v);
@@ -310,7 +359,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     if ((t / AMK_UNIT_ROWS) % 2 != 0) {
       return;
     }
-    float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale + add.bias_up;
+    float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale_of(scale, add.scale_up) + add.bias_up;
     row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
     if (row >= st.buffer[AMK_READS_MAX].units) { // words in the buffer: padding rows are dropped
       return;
@@ -428,29 +477,65 @@ template <typename F> __device__ __forceinline__ void with_share(Tiles const& k,
   };
   of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
 }
-// Loads this warp's part of the vector for a chunk.
-template <uint32_t UNITS> __device__ __forceinline__ void frag_load(Worker const& w, Tiles const& k, uint32_t chunk, uint4 (&frag)[UNITS]) {
-  uint32_t const units = chunk_units(k, chunk);
-#pragma unroll
-  for (uint32_t j = 0; j < UNITS; ++j) {
-    frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
+// Calls f<UNPACK>() for what is done to the task's weights.
+template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpack, F const& f) {
+  if constexpr (!MIXED) {
+    f(Number<AMK_UNPACK_NONE>());
+  } else {
+    auto const of = [&](auto number) {
+      if constexpr (has_unpack(decltype(number)::value)) {
+        if (unpack == decltype(number)::value) {
+          f(number);
+        }
+      }
+    };
+    of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>());
   }
 }
 
+// This warp's part of the vector for a chunk. In registers if the weights are operands; else it would take two units of registers for one of
+// weights, and is read from the activation buffer where it is multiplied.
+template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
+  char const* at;
+  uint32_t units; // of the chunk
+  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+    units = chunk_units(k, chunk);
+    at = w.x + (w.thread / 32 + chunk * k.chunk) * 2 * X_BYTES;
+  }
+  template <uint32_t PAIRS> __device__ __forceinline__ void multiply(Worker const& w, Sums<PAIRS>& s, uint32_t unit, uint4 weights) const {
+    if (share_has<UNITS>(w, units, unit)) {
+      unpacked_multiply<UNPACK>(w, s, at + unit * AMK_WARPS * 2 * X_BYTES, weights);
+    }
+  }
+};
+template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
+  uint4 frag[UNITS];
+  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+    uint32_t const units = chunk_units(k, chunk);
+#pragma unroll
+    for (uint32_t j = 0; j < UNITS; ++j) {
+      frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  template <uint32_t PAIRS> __device__ __forceinline__ void multiply(Worker const&, Sums<PAIRS>& s, uint32_t unit, uint4 weights) const {
+    unit_multiply(s, unit, frag[unit], weights);
+  }
+};
+
 // Multiplies tiles `tile0`.. of a task whose stages are fragments: this warp's products of each. `v` holds the next two fragments, also on
 // return if the task has that many left.
-template <uint32_t UNITS>
+template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
   constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
   uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
-  uint4 frag[UNITS];
-  frag_load<UNITS>(w, k, 0, frag);
+  VectorPart<UNPACK, UNITS> x;
+  x.load(w, k, 0);
   Sums<PAIRS> s[TILES] = {};
   auto stage = [&](Share& weights) {
     note_near(w, left, 4);
 #pragma unroll
     for (uint32_t i = 0; i < TILES * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], weights.weights[i]);
+      x.multiply(w, s[i / UNITS], i % UNITS, weights.weights[i]);
     }
     if (left > TAKE) {
       cursor_land(w, c);
@@ -470,7 +555,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
       chunk = 0;
     }
     if (k.chunks > 1) {
-      frag_load<UNITS>(w, k, chunk, frag);
+      x.load(w, k, chunk);
     }
   };
 #pragma unroll 1
@@ -485,14 +570,15 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
 
 // The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
 // path between one hand-off and the next, so every instruction counts.
-template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
+template <uint32_t UNPACK, uint32_t UNITS>
+__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
-  uint4 frag[UNITS];
+  VectorPart<UNPACK, UNITS> x;
   Sums<PAIRS> s[TILES] = {};
   auto const multiply = [&](Share const& share) {
 #pragma unroll
     for (uint32_t i = 0; i < TILES * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+      x.multiply(w, s[i / UNITS], i % UNITS, share.weights[i]);
     }
   };
   auto const finish = [&] {
@@ -503,7 +589,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker c
   };
   auto const next = [&](uint32_t chunk) {
     if (k.chunks > 1) {
-      frag_load<UNITS>(w, k, chunk, frag);
+      x.load(w, k, chunk);
       return;
     }
     finish();
@@ -513,7 +599,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker c
       s[i] = Sums<PAIRS>{};
     }
   };
-  frag_load<UNITS>(w, k, 0, frag);
+  x.load(w, k, 0);
   multiply(v[0]);
   square = warp_sum(square);
   if (k.shares > 1) {
@@ -532,7 +618,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker c
 }
 
 // The same for tiles of any length, without fragments.
-__device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, float* part) {
+template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, float* part) {
   uint32_t const warp = w.thread / 32, lane0 = warp * AMK_UNIT_BYTES + w.thread % 32 * 16;
   uint32_t in_stage = tile0 % k.per_stage;
 #pragma unroll 1
@@ -543,7 +629,7 @@ __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tile
     for (uint32_t unit = 0; unit < k.units; unit += k.stage_units) {
       char const* stage = cursor_land(w, c) + in_stage * k.units * AMK_UNIT_BYTES;
       uint32_t const units = k.units - unit < k.stage_units ? k.units - unit : k.stage_units;
-      chunk_multiply(w, stage + lane0, w.x + (unit + warp) * X_BYTES, warp_share(w, units), s);
+      chunk_multiply<UNPACK>(w, stage + lane0, w.x + ((unit + warp) << unpacked_log2(UNPACK)) * X_BYTES, warp_share(w, units), s);
       if (in_stage + 1 == k.per_stage || tile0 + i + 1 == k.count) {
         cursor_next(w, c);
       }
@@ -626,11 +712,13 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     trace_multiplied(w);
     barrier_meet(w);
     if (mine) {
-      epilogue(w, st, p, out, buffer, row, rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f, add, best);
+      epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
     }
   };
   if (held) {
-    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square); });
+    with_unpack(st.task.unpack, [&](auto unpack) {
+      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square); });
+    });
     rows_finish(w.parity);
     return;
   }
@@ -639,11 +727,14 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
     float* part = w.shared->part[buffer][warp];
-    if (k.shares > 0) {
-      with_share(k, [&](auto units) { multiply_shares<decltype(units)::value>(w, c, k, done, nt, v, part); });
-    } else {
-      multiply_chunks(w, c, k, done, nt, part);
-    }
+    with_unpack(st.task.unpack, [&](auto unpack) {
+      constexpr uint32_t UNPACK = decltype(unpack)::value;
+      if (k.shares > 0) {
+        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part); });
+      } else {
+        multiply_chunks<UNPACK>(w, c, k, done, nt, part);
+      }
+    });
     rows_finish(buffer);
     done += TILES_BUF;
     if (done >= p.tiles) {

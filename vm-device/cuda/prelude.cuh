@@ -1,7 +1,10 @@
 // Compile-time knobs and their defaults. Each is set by -D from ir::schedule's kernel knobs and the model's element type.
 #pragma once
-#ifndef AMK_DTYPE // element type of the matrices
+#ifndef AMK_DTYPE // element type that matrices are multiplied in
 #define AMK_DTYPE AMK_DTYPE_BF16
+#endif
+#ifndef AMK_UNPACK // bit n: some matrix of the model has the AMK_UNPACK of number n
+#define AMK_UNPACK 1
 #endif
 #ifndef AMK_HEAD_DIM // elements of a head
 #define AMK_HEAD_DIM 64

@@ -12,12 +12,13 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xcab1369d273b915bull
+#define AMK_ABI_HASH 0xbfa36005a8fb513eull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
 #define AMK_UNIT_ROWS 8u
 #define AMK_UNIT_ROW_BYTES 64u
+#define AMK_F16_VECTOR_DIVISOR 16u
 #define AMK_READS_MAX 4u
 #define AMK_WRITES_MAX 2u
 #define AMK_WAITS_MAX 2u
@@ -110,6 +111,12 @@ typedef long long int64_t;
 #define AMK_DTYPE_F32 0u
 #define AMK_DTYPE_F16 1u
 #define AMK_DTYPE_BF16 2u
+#define AMK_DTYPE_E4M3 3u
+#define AMK_DTYPE_INT8 4u
+
+#define AMK_UNPACK_NONE 0u
+#define AMK_UNPACK_E4M3 1u
+#define AMK_UNPACK_INT8 2u
 
 #define AMK_TRAP_NONE 0u
 #define AMK_TRAP_ABORTED 1u
@@ -136,7 +143,8 @@ struct alignas(16) amk_task {
   uint32_t reads[4]; // Buffers read; meaning by op.
   uint32_t writes[2]; // Buffers written; meaning by op.
   uint16_t tile_parts; // For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
-  uint16_t reserved[5]; // Zero.
+  uint16_t unpack; // For a matvec: an `Unpack`.
+  uint16_t reserved[4]; // Zero.
   uint32_t wait_counter[2]; // Counters waited for.
   uint32_t wait_count[2]; // Arrivals per epoch of each such counter; the wait is for `epoch * count`.
   uint32_t params[16]; // Parameters by op.

@@ -37,6 +37,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/buffer.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
+    "cuda/unpack.cuh",
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_attention.cuh",
@@ -58,8 +59,10 @@ pub const PREFILL_SOURCES: &[Source] =
 /// What the kernel is compiled for. Every field becomes a macro, so two variants with different fields are different builds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// Element type of the matrices.
+    /// Element type that matrices are multiplied in.
     pub dtype: DType,
+    /// Bit n: some matrix of the model has the `Unpack` of number n.
+    pub unpack: u32,
     /// Elements of a head.
     pub head_dim: u32,
     /// Query heads per key/value head.
@@ -99,6 +102,7 @@ impl Variant {
     pub fn defines(&self) -> Vec<String> {
         let Self {
             dtype,
+            unpack,
             head_dim,
             group,
             qk_norm,
@@ -112,6 +116,7 @@ impl Variant {
         } = *self;
         vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
+            format!("-DAMK_UNPACK={unpack}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),

@@ -12,6 +12,7 @@ use crate::memory::DeviceBuffer;
 /// The build whose bandwidth kernel is used; any other would do.
 const PROBE_VARIANT: Variant = Variant {
     dtype: abi::DType::Bf16,
+    unpack: 1,
     head_dim: 64,
     group: 1,
     qk_norm: false,

@@ -8,8 +8,9 @@ use std::time::Instant;
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
+use ir::program::{Matrix, PackedModel};
 use ir::schedule::Evict;
-use ir::{Format, Graph, KernelConfig};
+use ir::{Graph, KernelConfig};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -43,13 +44,15 @@ pub struct Resources {
 /// The variant for a schedule's kernel knobs and a model's shapes.
 #[must_use]
 pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
+    let packed = PackedModel::new(graph);
     Variant {
         dtype: graph.dtype,
+        unpack: unpack_mask(&packed),
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
         widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn],
-        shares: share_mask(graph),
+        shares: share_mask(&packed),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         seqs: 1,
@@ -58,13 +61,19 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     }
 }
 
+/// What the kernel does to the elements of the model's matrices. Bit n: the `Unpack` of number n.
+fn unpack_mask(packed: &PackedModel) -> u32 {
+    packed.matrices.iter().fold(0, |mask, matrix| mask | 1 << matrix.format.unpack() as u32)
+}
+
 /// Warp fragments to compile. Bit n: tiles of some matrix of the model are taken in fragments of n units per warp. Bit 0: some warp has a
 /// shorter fragment than the loop for its size assumes elsewhere. Loops for other sizes are not compiled; the widths of the model's vectors
 /// are those of its matrices.
-fn share_mask(graph: &Graph) -> u32 {
-    [graph.hidden, graph.heads * graph.head_dim, graph.ffn]
-        .into_iter()
-        .map(|cols| Format::from(graph.dtype).units_per_tile(cols))
+fn share_mask(packed: &PackedModel) -> u32 {
+    packed
+        .matrices
+        .iter()
+        .map(Matrix::units_per_tile)
         .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX)))
         .filter(|(_, staging)| staging.warp_units > 0)
         .fold(0, |mask, (tile, staging)| {

@@ -267,7 +267,7 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
             load0: load0 as u32,
             loads: (loads.len() - load0) as u32,
         });
-        tasks.extend(worker.tasks.iter().map(|task| wire_task(task, &stagings)));
+        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, &stagings)));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // sentinel: the prefetcher reads one task past the end
     (tasks, loads, queues)
@@ -315,7 +315,7 @@ fn cache(program: &Program, buffer: BufferId, residents: &Residents) -> u64 {
     residents.caches[layer as usize]
 }
 
-fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
+fn wire_task(program: &Program, task: &Task, stagings: &[Staging]) -> abi::Task {
     let mut wire = abi::Task {
         opcode: task.opcode as u16,
         layer: task.layer,
@@ -327,9 +327,11 @@ fn wire_task(task: &Task, stagings: &[Staging]) -> abi::Task {
         ..abi::Task::default()
     };
     if task.opcode == abi::Opcode::Matvec {
-        let s = &stagings[task.params::<abi::MatvecParams>().matrix as usize];
+        let matrix = task.params::<abi::MatvecParams>().matrix as usize;
+        let s = &stagings[matrix];
         (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
         (wire.warp_units, wire.tile_parts) = (s.warp_units as u8, s.tile_parts as u16);
+        wire.unpack = program.matrices[matrix].format.unpack() as u16;
     }
     for (i, wait) in task.waits.iter().enumerate() {
         wire.wait_counter[i] = wait.counter.0;

@@ -169,7 +169,7 @@ fn unpacked_hash(matrix: &Matrix, packed: &[u8], rows: &[u32]) -> String {
     let mut line = Vec::new();
     for &row in rows {
         let tile = &packed[(row / abi::UNIT_ROWS) as usize * tile_bytes..][..tile_bytes];
-        matrix.format.unpack(tile, (row % abi::UNIT_ROWS) as usize, &mut line);
+        matrix.format.stored_row(tile, (row % abi::UNIT_ROWS) as usize, &mut line);
         hasher.update(&line[..row_bytes]);
     }
     hasher.finalize().to_hex().to_string()

@@ -96,9 +96,18 @@ pub struct Prefilled {
 /// The reason why a model's prompts cannot be run in chunks, or `None` if they can.
 #[must_use]
 pub fn prefill_refused(graph: &Graph) -> Option<String> {
-    (graph.dtype == DType::F32).then(|| {
-        format!("{} has f32 weights: prompt chunks are multiplied in 16 bits; its prompts run token by token", graph.name)
-    })
+    let stored = |dtype: &dyn Fn(DType) -> bool| {
+        graph.tensors.iter().any(|t| t.shape.len() == 2 && dtype(t.dtype))
+    };
+    let what = match graph.dtype {
+        DType::F32 => "f32",
+        _ if stored(&DType::is_scaled) => "quantised",
+        _ => return None,
+    };
+    Some(format!(
+        "{} has {what} weights: prompt chunks are multiplied by 16-bit weights only; its prompts run token by token",
+        graph.name
+    ))
 }
 
 struct Kernels {

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use abi::DType;
+use abi::{DType, Unpack};
 use ir::schedule::{legal_values, validate};
 use ir::{Graph, Knob, ScheduleConfig, Target};
 use vm_device::{PrefillVariant, Trace, Variant};
@@ -16,8 +16,8 @@ use vm_host::Resources;
 
 const ARCH: &str = vm_device::ARCHITECTURES[0].name;
 
-/// One model per element type of the weights.
-const MODELS: [&str; 3] = ["llama-tied-f32", "mistral-f16", "qwen2-bias-bf16"];
+/// Models with which all knobs are compiled.
+const MODELS: [&str; 2] = ["llama-tied-f32", "qwen2-bias-bf16"];
 
 /// The kernel knobs.
 const KNOBS: [Knob; 2] = [Knob::KernelPollSleepNs, Knob::KernelEvict];
@@ -40,6 +40,11 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
     (4, [2048, 2048, 8192], 1 << 8),
     (6, [1024, 2048, 3072], 1 << 4 | 1 << 6 | 1 << 8),
     (7, [4096, 4096, 14336], 1 << 8),
+];
+/// The same with weights of 8 bits beside a 16-bit `lm_head`: llama-3.2-1b and llama-3.1-8b.
+const CODES: [(usize, [u32; 3], u32, Unpack); 2] = [
+    (4, [2048, 2048, 8192], 1 << 4 | 1 << 8, Unpack::E4m3),
+    (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::Int8),
 ];
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
@@ -122,10 +127,10 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
 }
 
 fn name(variant: &Variant) -> String {
-    let dtype = variant.dtype.name();
+    let (dtype, unpack) = (variant.dtype.name(), variant.unpack);
     let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, trace, .. } = variant;
     format!(
-        "{dtype:4} heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace:?}"
+        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace:?}"
     )
 }
 
@@ -206,6 +211,13 @@ fn every_shape_of_heads_compiles() {
     variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });
     for (heads, widths, shares) in MATRICES {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
+    }
+    let halves = Variant { dtype: DType::F16, ..plain };
+    variants.push(halves);
+    for (heads, widths, shares, unpack) in CODES {
+        let (head_dim, group, qk_norm, _) = HEADS[heads];
+        let unpack = 1 << Unpack::None as u32 | 1 << unpack as u32;
+        variants.push(Variant { head_dim, group, qk_norm, widths, shares, unpack, ..halves });
     }
     check(&variants);
 }

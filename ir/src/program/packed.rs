@@ -45,13 +45,13 @@ pub struct PackedMlp {
     pub down: PackedMatrix,
 }
 
-/// One matrix and the biases of its rows.
+/// One matrix and the constants of its rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedMatrix {
     /// Its index in [`PackedModel::matrices`] and in every program of the graph.
     pub id: MatrixId,
-    /// The biases in row order, if there are any.
-    pub bias: Option<RowMap>,
+    /// The scales in row order if the format has them, then the biases if there are any.
+    pub constants: Option<RowMap>,
 }
 
 impl PackedModel {
@@ -59,13 +59,16 @@ impl PackedModel {
     #[must_use]
     pub fn new(graph: &Graph) -> Self {
         let mut list = List { graph, matrices: Vec::new() };
-        let table = |weight| [(Linear { weight, bias: None }, graph.vocab)];
-        let embed = list.add("embed".into(), &table(graph.embed), false, graph.hidden);
+        let table = |weight, scale| [(Linear { weight, scale, bias: None }, graph.vocab)];
+        let embed = list.add("embed".into(), &table(graph.embed, None), false, graph.hidden);
         let layers = graph.layers.iter().enumerate().map(|(n, layer)| list.layer(n, layer));
         let layers = layers.collect();
         let lm_head = match graph.tied() {
             true => embed.clone(),
-            false => list.add("lm_head".into(), &table(graph.lm_head), false, graph.hidden),
+            false => {
+                let table = table(graph.lm_head, graph.lm_head_scale);
+                list.add("lm_head".into(), &table, false, graph.hidden)
+            }
         };
         Self { matrices: list.matrices, embed, layers, lm_head }
     }
@@ -102,13 +105,22 @@ impl List<'_> {
         interleaved: bool,
         cols: u32,
     ) -> PackedMatrix {
-        let map = |tensor: fn(&Linear) -> Option<TensorId>| {
-            let parts = parts.iter().map(|(linear, rows)| (tensor(linear), *rows)).collect();
-            RowMap { parts, interleaved }
+        let of = |tensor: fn(&Linear) -> Option<TensorId>| -> Vec<_> {
+            parts.iter().map(|(linear, rows)| (tensor(linear), *rows)).collect()
         };
-        let (id, format) = (MatrixId(self.matrices.len() as u32), Format::from(self.graph.dtype));
-        self.matrices.push(Matrix { name, map: map(|linear| Some(linear.weight)), cols, format });
-        let biased = parts.iter().any(|(linear, _)| linear.bias.is_some());
-        PackedMatrix { id, bias: biased.then(|| map(|linear| linear.bias)) }
+        let stored = self.graph.tensor(parts[0].0.weight).dtype;
+        let format = Format::of(stored, self.graph.dtype);
+        let id = MatrixId(self.matrices.len() as u32);
+        let map = RowMap { parts: of(|linear| Some(linear.weight)), interleaved };
+        self.matrices.push(Matrix { name, map, cols, format });
+        let mut constants = Vec::new();
+        if format.is_scaled() {
+            constants.extend(of(|linear| linear.scale));
+        }
+        if parts.iter().any(|(linear, _)| linear.bias.is_some()) {
+            constants.extend(of(|linear| linear.bias));
+        }
+        let constants = (!constants.is_empty()).then_some(RowMap { parts: constants, interleaved });
+        PackedMatrix { id, constants }
     }
 }

@@ -9,7 +9,9 @@ use crate::program::Dims;
 /// halves), or what the consumer warps exchange in attention and its merge.
 #[must_use]
 pub fn activation_bytes(dims: &Dims) -> u32 {
-    let unit_cols = Format::from(dims.dtype).unit_cols();
+    let operand = |format: &&Format| format.operand() == dims.dtype;
+    let unit_cols =
+        Format::ALL.iter().filter(operand).map(|format| format.unit_cols()).max().unwrap_or(1);
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
     (4 * k_max).max(scratch_bytes(dims)).next_multiple_of(128)

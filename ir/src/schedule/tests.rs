@@ -20,7 +20,7 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
         tensor("gate", &[ffn, 4096]),
         tensor("down", &[4096, ffn]),
     ];
-    let linear = |id: u32| Linear { weight: TensorId(id), bias: None };
+    let linear = |id: u32| Linear { weight: TensorId(id), scale: None, bias: None };
     let layer = Layer {
         attn_norm: TensorId(1),
         q: linear(2),
@@ -54,6 +54,7 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
         layers: vec![layer; 2],
         final_norm: TensorId(1),
         lm_head: TensorId(0),
+        lm_head_scale: None,
         eos: vec![],
         bos: None,
     }

@@ -111,6 +111,11 @@ impl Scales {
         self.divisor.map_or(scale, |divisor| scale / divisor)
     }
 
+    /// The scale of a row that has one.
+    pub(crate) fn of_row(&self, files: &Files, matrix: &Matrix, row: usize) -> f32 {
+        self.get(files.slice(self.place), (matrix.rows, matrix.cols), row, 0)
+    }
+
     /// The first scale that is infinite or not a number, and its index.
     pub(crate) fn unsound(&self, files: &Files) -> Option<(usize, f32)> {
         let bytes = files.slice(self.place);

@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use ir::{TensorId, decode};
+use ir::{DType, TensorId, decode};
 
 use super::checkpoint;
 use super::codes::Codes;
 use super::declared::Declared;
 use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
 use crate::store::{self, Files, Found};
-use crate::{files, import};
+use crate::{files, import, import_dequantised};
 
 /// Folders of families that are imported.
 const FOLDERS: [&str; 12] = [
@@ -53,7 +53,8 @@ fn bits(values: &[u8]) -> Vec<u32> {
 #[test]
 fn matrices_have_the_bits_of_the_reference_libraries() {
     for name in FOLDERS {
-        let model = import(&folder(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let model =
+            import_dequantised(&folder(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
         for (tensor, shape, want) in expected(name) {
             let at = model.graph.tensors.iter().position(|t| t.name == tensor).expect(&tensor);
             let stored = &model.graph.tensors[at];
@@ -67,8 +68,38 @@ fn matrices_have_the_bits_of_the_reference_libraries() {
 }
 
 #[test]
+fn codes_and_scales_mean_the_same_bits() {
+    for (name, stored) in [
+        ("ct-fp8-dynamic-llama", DType::E4m3),
+        ("ct-fp8-static-qwen3", DType::E4m3),
+        ("ct-int8-llama", DType::Int8),
+    ] {
+        let model = import(&folder(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(model.graph.dtype, DType::F16, "{name}");
+        for (tensor, _, want) in expected(name) {
+            let id = |name: &str| {
+                TensorId(model.graph.tensors.iter().position(|t| t.name == name).expect(name) as u32)
+            };
+            let values = |id: TensorId| {
+                let tensor = model.graph.tensor(id);
+                let mut out = vec![0.0; tensor.len()];
+                decode(tensor.dtype, model.weights.bytes(id), &mut out);
+                (tensor.dtype, out)
+            };
+            let (dtype, codes) = values(id(&tensor));
+            let (_, scales) = values(id(&format!("{tensor}_scale")));
+            assert_eq!(dtype, stored, "{name} {tensor}");
+            let rows = codes.chunks(codes.len() / scales.len()).zip(&scales);
+            let got =
+                rows.flat_map(|(row, scale)| row.iter().map(move |code| (code * scale).to_bits()));
+            assert!(got.eq(want), "{name} {tensor}");
+        }
+    }
+}
+
+#[test]
 fn matrices_of_16_bits_beside_them_keep_their_values() {
-    let model = import(&folder("ct-int8-llama")).expect("a model");
+    let model = import_dequantised(&folder("ct-int8-llama")).expect("a model");
     let path = folder("ct-int8-llama").join("model.safetensors");
     let bytes = std::fs::read(path).expect("a file");
     let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint");

@@ -19,10 +19,27 @@ fn stored(dtype: DType, values: &[f32]) -> Vec<u8> {
         DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         DType::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
         DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        // Any code but NaN.
+        DType::E4m3 | DType::Int8 => values.iter().map(|v| (v * 126.0) as i8 as u8).collect(),
     }
 }
 
-const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+const DTYPES: &[DType] = DType::ALL;
+
+#[test]
+fn codes_of_8_bits_decode_as_elsewhere() {
+    for code in 0..=u8::MAX {
+        let decoded = |dtype| {
+            let mut out = [0.0];
+            ir::decode(dtype, &[code], &mut out);
+            out[0].to_bits()
+        };
+        assert_eq!(StoredInt8::value(code).to_bits(), decoded(DType::Int8), "{code:#04x}");
+        if code & 0x7f != 0x7f {
+            assert_eq!(StoredE4m3::value(code).to_bits(), decoded(DType::E4m3), "{code:#04x}");
+        }
+    }
+}
 
 #[test]
 fn f16_decodes_every_pattern_as_half_does() {
@@ -38,7 +55,7 @@ fn f16_decodes_every_pattern_as_half_does() {
 
 #[test]
 fn products_are_close_to_f64() {
-    for dtype in DTYPES {
+    for &dtype in DTYPES {
         for cols in [1, 31, 32, 33, 64, 577] {
             let bytes = stored(dtype, &noise(7, 5 * cols));
             let x = noise(8, cols);
@@ -49,7 +66,13 @@ fn products_are_close_to_f64() {
                 matrix.decode_row(index, 0, &mut row);
                 let want: f64 =
                     row.iter().zip(&x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum();
-                assert!((f64::from(got) - want).abs() < 1e-5, "{dtype:?} {cols}: {got} for {want}");
+                // Codes are larger than the values of the other types, which are below 1.
+                let largest = row.iter().fold(1.0, |most: f64, &w| most.max(f64::from(w).abs()));
+                let bound = 1e-5 * largest;
+                assert!(
+                    (f64::from(got) - want).abs() < bound,
+                    "{dtype:?} {cols}: {got} for {want}"
+                );
             }
         }
     }
@@ -57,7 +80,7 @@ fn products_are_close_to_f64() {
 
 #[test]
 fn positions_together_have_the_bits_of_positions_alone() {
-    for dtype in DTYPES {
+    for &dtype in DTYPES {
         for (rows, cols, n) in [(3, 5, 2), (70, 96, 7), (300, 1000, 3)] {
             // One byte off, so that rows are unaligned.
             let mut bytes = vec![0];
@@ -73,7 +96,7 @@ fn positions_together_have_the_bits_of_positions_alone() {
 
 #[test]
 fn widths_do_not_change_bits() {
-    for dtype in DTYPES {
+    for &dtype in DTYPES {
         for (rows, cols, n) in [(1, 1, 1), (5, 33, 1), (7, 64, 5), (37, 1100, 13), (3, 2080, 6)] {
             let bytes = stored(dtype, &noise(1, rows * cols));
             let matrix = Matrix::new(dtype, rows, cols, &bytes).unwrap();

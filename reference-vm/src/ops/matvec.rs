@@ -90,13 +90,32 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
     }
     let rows = Rows::new(p)?;
     let mut y = products(context, p, matrix, &rows)?;
-    if let Some(bias) = context.read_optional(2, rows.row0, rows.len())? {
-        for (y, bias) in y.iter_mut().zip(bias) {
-            *y += bias;
-        }
+    if matrix.is_scaled() {
+        let scales = context.read(2, rows.row0, rows.len())?;
+        y.iter_mut().zip(scales).for_each(|(y, scale)| *y *= scale);
+    }
+    if let Some(bias) = biases(context, p, matrix, &rows)? {
+        y.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
     }
     let writes = finish(context, p, &rows, y)?;
     Ok(Effects { writes, ..Effects::default() })
+}
+
+/// The biases of a task's rows, if there are any: behind the scales.
+fn biases(
+    context: Context<'_>,
+    p: &MatvecParams,
+    matrix: &Packed<'_>,
+    rows: &Rows,
+) -> Result<Option<Vec<f32>>, Fault> {
+    if !matrix.is_scaled() {
+        return context.read_optional(2, rows.row0, rows.len());
+    }
+    let words = context.task.reads[2].map_or(0, |buffer| context.memory.words(buffer));
+    if words <= p.rows {
+        return Ok(None);
+    }
+    context.read(2, p.rows + rows.row0, rows.len()).map(Some)
 }
 
 /// The vector of a task: `prologue(x)`, with the scale of the norm kept apart.

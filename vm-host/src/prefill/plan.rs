@@ -70,7 +70,7 @@ impl Lookup<'_> {
         let matrix = &self.residents.matrix_table[packed.id.index()];
         Ok(Packed {
             address: self.residents.matrices[packed.id.index()],
-            bias: packed.bias.as_ref().map_or(Ok(0), |map| self.constant(map))?,
+            bias: packed.constants.as_ref().map_or(Ok(0), |map| self.constant(map))?,
             units: matrix.units_per_tile(),
             tiles: matrix.tiles(),
             rows: matrix.rows(),

@@ -311,7 +311,7 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
             },
         ];
         for map in maps {
-            let matrix = Matrix { name: "odd".into(), map, cols, format: dtype.into() };
+            let matrix = Matrix { name: "odd".into(), map, cols, format: Format::of(dtype, dtype) };
             let plan = Plan::new(std::slice::from_ref(&matrix)).expect("a plan");
             let mut packed = vec![0xa5; matrix.bytes() as usize];
             for piece in &plan.pieces {

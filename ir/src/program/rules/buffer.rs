@@ -90,6 +90,10 @@ fn source(program: &Program, buffer: &Buffer) -> Finding {
         BufferSource::KvCache { layer } => kv_cache(program, buffer, *layer),
         BufferSource::Embedding(matrix) => match program.matrices.get(matrix.index()) {
             None => Some((Rule::PArity, format!("there is no matrix {matrix}"))),
+            Some(m) if m.format.is_scaled() => {
+                let detail = "is of codes; an embedding is read without scales";
+                Some((Rule::PShape, format!("{} {detail}", m.name)))
+            }
             Some(m) => match map_rows(&m.map) {
                 // A map without rows is reported at its matrix.
                 Err(_) => None,

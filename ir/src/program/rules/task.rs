@@ -242,8 +242,32 @@ impl<'a> Op<'a> {
         } else {
             self.none(&[1], &[]);
         }
-        if self.task.reads[2].is_some() {
-            self.read_words("the bias", 2, CONSTANT, p.rows.into());
+        self.row_constants(p);
+    }
+
+    /// Scales and biases: one for each row, the scales first.
+    fn row_constants(&mut self, p: &MatvecParams) {
+        let matrix = self.program.matrices.get(p.matrix as usize);
+        let scaled = matrix.is_some_and(|matrix| matrix.format.is_scaled());
+        let rows = u64::from(p.rows);
+        if !scaled {
+            if self.task.reads[2].is_some() {
+                self.read_words("the bias", 2, CONSTANT, rows);
+            }
+            return;
+        }
+        // Rows that alternate have no place for biases behind the scales.
+        let interleaved = matrix.is_some_and(|matrix| matrix.map.interleaved);
+        let most = if interleaved { rows } else { 2 * rows };
+        if let Some(found) = self.read("the scales", 2, CONSTANT)
+            && ![rows, most].contains(&u64::from(found.words))
+        {
+            self.shape(format!(
+                "the scales are {} with {} words, expected {rows}{}",
+                found.name,
+                found.words,
+                if interleaved { "" } else { ", or twice as many with biases" }
+            ));
         }
     }
 

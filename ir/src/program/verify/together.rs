@@ -14,7 +14,6 @@
 use abi::{AttentionParams, BufferKind, Epilogue, Opcode, Params, Prologue};
 
 use super::Verified;
-use crate::graph::DType;
 use crate::id::{BufferId, MatrixId};
 use crate::program::stream::uncountable;
 use crate::program::{Program, Task};
@@ -80,9 +79,13 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
         found.push(Rule::PLimit, At::Whole, format!("{seqs} sequences, not within 1..={most}"));
     }
     if seqs > 1 {
-        if program.dims.dtype == DType::F32 {
-            let detail = "several sequences share the products of 16-bit weights only, and these are f32: convert the model, or run one sequence";
-            found.push(Rule::PShape, At::Whole, detail.to_owned());
+        if let Some(matrix) = program.matrices.iter().find(|matrix| matrix.format.bits() != 16) {
+            let detail = format!(
+                "several sequences share the products of 16-bit weights only, and {} is {}: run one sequence, or convert the model",
+                matrix.name,
+                matrix.format.name()
+            );
+            found.push(Rule::PShape, At::Whole, detail);
         }
         for matrix in (0..program.matrices.len() as u32).map(MatrixId) {
             if let Some(detail) = uncountable(program, matrix, seqs) {

@@ -7,7 +7,7 @@ use abi::{
 use ir::program::{
     Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
 };
-use ir::{BufferId, CounterId, Graph, Layer, Linear, MatrixId, TensorId};
+use ir::{BufferId, CounterId, Format, Graph, Layer, Linear, MatrixId, TensorId};
 
 /// Options of a program.
 #[derive(Clone, Copy, Debug)]
@@ -344,7 +344,7 @@ impl Builder<'_> {
             name: name.into(),
             map,
             cols,
-            format: self.graph.dtype.into(),
+            format: Format::of(self.graph.dtype, self.graph.dtype),
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }

@@ -1,0 +1,136 @@
+//! Quantised matrices that are streamed as they are stored: codes of 8 bits with a scale for each row.
+//!
+//! A program multiplies all matrices in one element type, so a model is taken this way as a whole or not at all: its
+//! codes and its 16-bit matrices are multiplied in f16.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ir::{DType, Graph, Layer, Linear, Tensor, TensorId};
+
+use super::Source;
+use super::codes::Codes;
+use super::matrix::{Layout, Matrix, Zeros};
+use crate::parallel;
+use crate::store::{Files, Place};
+
+/// Bytes of a matrix that a thread looks through at a time.
+const PART_BYTES: usize = 1 << 22;
+
+/// A matrix as it is streamed.
+struct Streamed {
+    place: Place,
+    dtype: DType,
+    /// The scale of each row, of codes.
+    scales: Vec<f32>,
+}
+
+/// Makes the graph one of codes, and `sources` those of its tensors, if every matrix can be streamed as it is stored.
+/// Says whether it did.
+pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files) -> bool {
+    let Some(all) = streamed(sources, files) else { return false };
+    let fits = |layer: &Layer| {
+        let alike = |parts: &[Linear]| {
+            let dtype = |linear: &Linear| all[&linear.weight].dtype;
+            parts.iter().all(|part| dtype(part) == dtype(&parts[0]))
+        };
+        // Rows that alternate have no place for both (ir/src/program/rules/task.rs).
+        let biased = [layer.gate, layer.up].iter().any(|linear| linear.bias.is_some());
+        let scaled = all[&layer.gate.weight].dtype.is_scaled();
+        alike(&[layer.q, layer.k, layer.v]) && alike(&[layer.gate, layer.up]) && !(biased && scaled)
+    };
+    if all[&graph.embed].dtype.is_scaled()
+        || !graph.layers.iter().all(fits)
+        || !all.values().any(|matrix| matrix.dtype.is_scaled())
+        || beyond_f16(&all, files)
+    {
+        return false;
+    }
+    let scales = scales(graph, sources, &all);
+    for (id, matrix) in all {
+        graph.tensors[id.index()].dtype = matrix.dtype;
+        sources[id.index()] = Source::Stored(matrix.place);
+    }
+    for layer in &mut graph.layers {
+        let Layer { q, k, v, o, gate, up, down, .. } = layer;
+        for linear in [q, k, v, o, gate, up, down] {
+            linear.scale = scales.get(&linear.weight).copied();
+        }
+    }
+    graph.lm_head_scale = scales.get(&graph.lm_head).copied();
+    graph.dtype = DType::F16;
+    true
+}
+
+/// Every matrix, if all are of kinds that are streamed.
+fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Streamed>> {
+    let ids = (0..).map(TensorId);
+    let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
+        Source::Made(matrix) => Some((id, matrix)),
+        Source::Stored(_) | Source::Scales(_) => None,
+    });
+    matrices.map(|(id, matrix)| Some((id, one(matrix, files)?))).collect()
+}
+
+fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
+    match &matrix.layout {
+        &Layout::Floats(place, dtype @ (DType::F16 | DType::Bf16)) => {
+            Some(Streamed { place, dtype, scales: Vec::new() })
+        }
+        Layout::Scaled { place, codes, zeros: Zeros::None, scales }
+            if scales.cols_each >= matrix.cols && scales.groups.is_none() =>
+        {
+            let dtype = match codes {
+                Codes::E4m3 => DType::E4m3,
+                Codes::Int8 => DType::Int8,
+                Codes::E2m1 | Codes::Int4(_) => return None,
+            };
+            let scales = (0..matrix.rows).map(|row| scales.of_row(files, matrix, row)).collect();
+            Some(Streamed { place: *place, dtype, scales })
+        }
+        Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) => None,
+    }
+}
+
+/// Whether some bf16 is too large for f16.
+fn beyond_f16(all: &HashMap<TensorId, Streamed>, files: &Files) -> bool {
+    /// The least bf16 that is larger than every f16: 65536.
+    const LEAST: u16 = 0x4780;
+    let found = AtomicBool::new(false);
+    let matrices = all.values().filter(|matrix| matrix.dtype == DType::Bf16);
+    for bytes in matrices.map(|matrix| files.slice(matrix.place)) {
+        let parts = std::sync::Mutex::new(bytes.chunks(PART_BYTES));
+        parallel::run(bytes.len(), &|| {
+            while let Some(part) = parallel::next(&parts) {
+                let words = part.as_chunks::<2>().0.iter();
+                if words
+                    .fold(false, |any, word| any | (u16::from_le_bytes(*word) & 0x7fff >= LEAST))
+                {
+                    found.store(true, Ordering::Relaxed);
+                }
+            }
+        });
+    }
+    found.into_inner()
+}
+
+/// Adds a tensor of scales for each matrix of codes; returns them by the matrix.
+fn scales(
+    graph: &mut Graph,
+    sources: &mut Vec<Source>,
+    all: &HashMap<TensorId, Streamed>,
+) -> HashMap<TensorId, TensorId> {
+    let mut scaled: Vec<_> = all.iter().filter(|(_, matrix)| matrix.dtype.is_scaled()).collect();
+    // In the order of the matrices, so that a model always has the same graph.
+    scaled.sort_by_key(|(id, _)| id.index());
+    let mut added = HashMap::new();
+    for (&id, matrix) in scaled {
+        let name = format!("{}_scale", graph.tensor(id).name);
+        let shape = vec![matrix.scales.len() as u32];
+        added.insert(id, TensorId(graph.tensors.len() as u32));
+        graph.tensors.push(Tensor { name, dtype: DType::F32, shape });
+        let bytes = matrix.scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        sources.push(Source::Scales(bytes));
+    }
+    added
+}

@@ -240,6 +240,13 @@ pub(crate) enum Command {
     /// Writes a model as a Hugging Face folder: other engines can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
+    /// Quantises a model to fp8, int8 or int4: each weight rounded to nearest, in a folder of compressed-tensors.
+    #[command(
+        after_help = "Examples:\n  amk quantize --model llama-3.1-8b --format fp8 --out llama-fp8/\n  \
+        amk quantize --model DIR --format int8 --lm-head int8 --out int8/\n\n\
+        Embedding and lm_head keep their type unless --lm-head is given. Nothing is calibrated: int4-g128 loses accuracy that GPTQ and AWQ keep."
+    )]
+    Quantize(QuantizeArgs),
     /// Rewrites files of the version before: schedules, grids, runs.
     #[command(
         after_help = "Examples:\n  amk migrate old/best.json --out best.json\n  amk migrate old-runs/0001 --out runs/0001\n\n\
@@ -322,7 +329,7 @@ pub(crate) enum DeviceChoice {
 pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file, a model of the Hugging Face Hub (ORG/NAME or
     /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights: toy, toy-2l,
-    /// smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b.
+    /// smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b, qwen3-32b, llama-3.1-70b.
     #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
@@ -655,6 +662,36 @@ pub(crate) struct ExportArgs {
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct QuantizeArgs {
+    /// A preset, or a Hugging Face folder or model of the Hub with weights in f32, f16 or bf16.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    pub(crate) model: String,
+    /// The format of the matrices of the layers.
+    #[arg(long, value_enum)]
+    pub(crate) format: WeightFormat,
+    /// The folder to write; it must not exist, or be empty.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    /// Quantise lm_head too. One that is tied to the embedding is written beside it. Default: as it is.
+    #[arg(long, value_name = "FORMAT", value_parser = clap::builder::PossibleValuesParser::new(["int8"]))]
+    pub(crate) lm_head: Option<String>,
+}
+
+/// A format of quantised weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case")]
+pub(crate) enum WeightFormat {
+    /// e4m3, a scale per row.
+    Fp8,
+    /// 8-bit integers, a scale per row.
+    Int8,
+    /// 4-bit integers, a scale per 128 columns of a row.
+    #[value(name = "int4-g128")]
+    #[strum(serialize = "int4-g128")]
+    Int4G128,
 }
 
 #[derive(Debug, Args)]

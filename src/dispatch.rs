@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
     bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export,
-    generate, levers, measured_grid, migrate, program, propose, provenance, rerun, runs,
+    generate, levers, measured_grid, migrate, program, propose, provenance, quantize, rerun, runs,
     search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
@@ -47,6 +47,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Interpret(args) => program::interpret(&args),
         Command::Rerun(args) => rerun::run(&args),
         Command::Export(args) => export::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Levers(args) => levers::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),

@@ -93,14 +93,23 @@ impl Template {
         };
         let source = String::from_utf8(bytes)
             .map_err(|_| ModelError::file(&path, "the chat template is not UTF-8"))?;
-        let job = Job { source, variables: None };
-        run(&job).map_err(|why| {
-            ModelError::file(&path, format!("the chat template does not compile: {why}"))
-        })?;
         let tokens = SPECIAL_TOKENS
             .into_iter()
             .filter_map(|name| Some((name.into(), token(&config, name)?)));
-        Ok(Some(Self { source: job.source, tokens: tokens.collect() }))
+        Self::new(&path, source, tokens.collect()).map(Some)
+    }
+
+    /// A template from a file, with the texts of special tokens by name, if it compiles.
+    pub(crate) fn new(
+        path: &Path,
+        source: String,
+        tokens: BTreeMap<String, String>,
+    ) -> Result<Self, ModelError> {
+        let job = Job { source, variables: None };
+        run(&job).map_err(|why| {
+            ModelError::file(path, format!("the chat template does not compile: {why}"))
+        })?;
+        Ok(Self { source: job.source, tokens })
     }
 
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {

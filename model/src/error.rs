@@ -73,6 +73,14 @@ pub enum ModelError {
         /// The conflict.
         reason: String,
     },
+    /// A model cannot be quantised.
+    #[error("cannot quantise {name}: {reason}")]
+    Source {
+        /// The model.
+        name: String,
+        /// Why not.
+        reason: String,
+    },
     /// Encoding or decoding of text failed.
     #[error("tokenizer: {0}")]
     Tokenizer(String),

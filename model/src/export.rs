@@ -2,24 +2,23 @@
 
 use std::borrow::Cow;
 use std::fs::{File, Permissions};
-use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
-use ir::{DType, TensorId};
+use ir::{DType, Tensor, TensorId};
 use serde_json::{Map, Value, json};
 
-use crate::error::ModelError;
+use crate::error::{ModelError, quoted};
 use crate::model::{Model, Origin, import_dequantised};
+use crate::quantise::Format;
 use crate::random;
 use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, Shape, Window};
 use crate::store::{INDEX, SINGLE};
 
 /// Most bytes per file; a larger checkpoint is split.
-const SHARD_BYTES: u64 = 5_000_000_000;
-/// Bytes buffered before a write.
-const BUFFER: usize = 1 << 20;
+pub(crate) const SHARD_BYTES: u64 = 5_000_000_000;
 /// Files of an imported folder that are copied unchanged.
 const COMPANIONS: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
@@ -42,12 +41,81 @@ pub(crate) fn export_in_shards(
     dir: &Path,
     shard_bytes: u64,
 ) -> Result<(), ModelError> {
-    refuse_occupied(dir)?;
     if let (true, Some(folder)) = (has_codes(model), model.folder()) {
         return export_in_shards(&import_dequantised(folder)?, dir, shard_bytes);
     }
-    let config = config(&model.shape)
-        .map_err(|reason| ModelError::Target { path: dir.to_path_buf(), reason })?;
+    let tensors = (0..).map(TensorId).zip(&model.graph.tensors);
+    let items: Vec<Item> = tensors.map(|(id, tensor)| Item::plain(id, tensor)).collect();
+    write_folder(model, &model.shape, Map::new(), &items, dir, shard_bytes)
+}
+
+/// A tensor of a model, and the tensors that are written for it.
+pub(crate) struct Item {
+    pub(crate) source: TensorId,
+    /// Its format if it is quantised while it is written.
+    pub(crate) format: Option<Format>,
+    pub(crate) stored: Vec<Stored>,
+}
+
+/// A tensor of a checkpoint that is written.
+pub(crate) struct Stored {
+    pub(crate) name: String,
+    /// The name of its element type in a safetensors header.
+    pub(crate) element: String,
+    /// Bytes of an element.
+    pub(crate) width: usize,
+    pub(crate) shape: Vec<u32>,
+}
+
+impl Item {
+    /// A tensor that is written as it is.
+    pub(crate) fn plain(source: TensorId, tensor: &Tensor) -> Self {
+        let stored = Stored {
+            name: tensor.name.clone(),
+            element: tensor.dtype.name().to_uppercase(),
+            width: tensor.dtype.bytes(),
+            shape: tensor.shape.clone(),
+        };
+        Self { source, format: None, stored: vec![stored] }
+    }
+
+    /// Bytes of what is written.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.stored.iter().map(Stored::bytes).sum()
+    }
+
+    /// The bytes of each stored tensor.
+    fn encode<'a>(&self, model: &'a Model) -> Result<Vec<Cow<'a, [u8]>>, ModelError> {
+        let bytes = bytes(model, self.source);
+        let Some(format) = self.format else { return Ok(vec![bytes]) };
+        let tensor = model.graph.tensor(self.source);
+        let parts = format.quantise(tensor, &bytes).map_err(|reason| ModelError::Source {
+            name: model.graph.name.clone(),
+            reason: format!("tensor {} {reason}", quoted(&tensor.name)),
+        })?;
+        Ok(parts.into_iter().map(Cow::Owned).collect())
+    }
+}
+
+impl Stored {
+    fn bytes(&self) -> u64 {
+        self.shape.iter().map(|&side| u64::from(side)).product::<u64>() * self.width as u64
+    }
+}
+
+/// Writes a folder: `config.json` of this shape with further fields, and a checkpoint of these items.
+pub(crate) fn write_folder(
+    model: &Model,
+    shape: &Shape,
+    further: Map<String, Value>,
+    items: &[Item],
+    dir: &Path,
+    shard_bytes: u64,
+) -> Result<(), ModelError> {
+    refuse_occupied(dir)?;
+    let mut config =
+        config(shape).map_err(|reason| ModelError::Target { path: dir.to_path_buf(), reason })?;
+    config.extend(further);
     let parent =
         dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(|e| ModelError::io("create", parent, e))?;
@@ -59,9 +127,9 @@ pub(crate) fn export_in_shards(
         .map_err(|e| ModelError::io("create a folder in", parent, e))?;
     let inside = temporary.path();
     write_json(&inside.join("config.json"), &Value::Object(config))?;
-    write_json(&inside.join("generation_config.json"), &generation_config(&model.shape))?;
+    write_json(&inside.join("generation_config.json"), &generation_config(shape))?;
     copy_companions(model, inside)?;
-    write_weights(model, inside, shard_bytes)?;
+    write_weights(model, items, inside, shard_bytes)?;
     sync(inside)?;
     std::fs::rename(inside, dir).map_err(|e| {
         if e.kind() == io::ErrorKind::DirectoryNotEmpty {
@@ -259,19 +327,22 @@ fn generation_config(shape: &Shape) -> Value {
     Value::Object(fields)
 }
 
-fn write_weights(model: &Model, inside: &Path, shard_bytes: u64) -> Result<(), ModelError> {
-    let tensors = &model.graph.tensors;
-    let mut shards: Vec<Vec<TensorId>> = vec![Vec::new()];
+fn write_weights(
+    model: &Model,
+    items: &[Item],
+    inside: &Path,
+    shard_bytes: u64,
+) -> Result<(), ModelError> {
+    let mut shards: Vec<Vec<&Item>> = vec![Vec::new()];
     let mut filled = 0;
-    for (i, tensor) in tensors.iter().enumerate() {
-        let bytes = tensor.bytes() as u64;
-        if filled > 0 && filled + bytes > shard_bytes {
+    for item in items {
+        if filled > 0 && filled + item.bytes() > shard_bytes {
             shards.push(Vec::new());
             filled = 0;
         }
-        filled += bytes;
+        filled += item.bytes();
         if let Some(shard) = shards.last_mut() {
-            shard.push(TensorId(i as u32));
+            shard.push(item);
         }
     }
     if let [all] = &shards[..] {
@@ -281,40 +352,45 @@ fn write_weights(model: &Model, inside: &Path, shard_bytes: u64) -> Result<(), M
     for (i, shard) in shards.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
         write_shard(model, &inside.join(&name), shard)?;
-        places.extend(shard.iter().map(|&id| (model.graph.tensor(id).name.clone(), json!(name))));
+        let stored = shard.iter().flat_map(|item| &item.stored);
+        places.extend(stored.map(|stored| (stored.name.clone(), json!(name))));
     }
-    let index =
-        json!({ "metadata": { "total_size": model.graph.weight_bytes() }, "weight_map": places });
+    let total: u64 = items.iter().map(Item::bytes).sum();
+    let index = json!({ "metadata": { "total_size": total }, "weight_map": places });
     write_json(&inside.join(INDEX), &index)
 }
 
-fn write_shard(model: &Model, path: &Path, ids: &[TensorId]) -> Result<(), ModelError> {
+fn write_shard(model: &Model, path: &Path, items: &[&Item]) -> Result<(), ModelError> {
+    let all = items.iter().enumerate().flat_map(|(i, item)| {
+        item.stored.iter().enumerate().map(move |(part, stored)| (stored, (i, part)))
+    });
+    let mut all: Vec<_> = all.collect();
     // Wide elements first, so that every tensor is aligned to its own element.
-    let mut ids = ids.to_vec();
-    ids.sort_by_key(|&id| std::cmp::Reverse(model.graph.tensor(id).dtype.bytes()));
+    all.sort_by_key(|(stored, _)| std::cmp::Reverse(stored.width));
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
+    let mut starts: Vec<Vec<u64>> = items.iter().map(|item| vec![0; item.stored.len()]).collect();
     let mut end = 0;
-    for &id in &ids {
-        let tensor = model.graph.tensor(id);
+    for (stored, (i, part)) in all {
         let start = end;
-        end += tensor.bytes();
-        let dtype = tensor.dtype.name().to_uppercase();
-        let info = json!({ "dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end] });
-        header.insert(tensor.name.clone(), info);
+        end += stored.bytes();
+        let Stored { element, shape, .. } = stored;
+        let info = json!({ "dtype": element, "shape": shape, "data_offsets": [start, end] });
+        header.insert(stored.name.clone(), info);
+        starts[i][part] = start;
     }
     let mut json = Value::Object(header).to_string().into_bytes();
     json.resize(json.len().next_multiple_of(8), b' ');
-    let write = || {
-        let mut out = BufWriter::with_capacity(BUFFER, File::create(path)?);
-        out.write_all(&(json.len() as u64).to_le_bytes())?;
-        out.write_all(&json)?;
-        for &id in &ids {
-            out.write_all(&bytes(model, id))?;
+    let failed = |e| ModelError::io("write", path, e);
+    let mut out = File::create(path).map_err(failed)?;
+    let begin = [&(json.len() as u64).to_le_bytes(), &json[..]].concat();
+    out.write_all(&begin).map_err(failed)?;
+    for (item, starts) in items.iter().zip(&starts) {
+        for (bytes, start) in item.encode(model)?.iter().zip(starts) {
+            out.write_all_at(bytes, begin.len() as u64 + start).map_err(failed)?;
         }
-        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
-    };
-    write().map_err(|e| ModelError::io("write", path, e))
+    }
+    out.sync_all().map_err(failed)
 }
 
 fn bytes(model: &Model, id: TensorId) -> Cow<'_, [u8]> {

@@ -1,18 +1,19 @@
 //! GGUF files: a header of typed values and the places of tensors, then their bytes.
 //!
 //! The header is not trusted: every count and length is compared with what is left of the file before it is used,
-//! texts are borrowed from it, and long lists are skipped.
+//! texts are borrowed from it, and the elements of lists are read only where they are wanted.
 
 mod import;
 #[cfg(test)]
 mod tests;
+mod vocabulary;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use ir::DType;
 
-pub(crate) use self::import::import;
+pub(crate) use self::import::{import, tokenizer};
 use crate::error::quoted;
 use crate::quantised::BlockType;
 
@@ -37,8 +38,35 @@ pub(crate) enum Value<'a> {
     Real(f64),
     Flag(bool),
     Text(&'a str),
-    /// A list of this many elements, which are not read.
-    List(u64),
+    List(List<'a>),
+}
+
+/// A list whose elements lie within its bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct List<'a> {
+    kind: u32,
+    count: u64,
+    bytes: &'a [u8],
+}
+
+impl<'a> List<'a> {
+    /// The elements, if they are texts in UTF-8.
+    pub(crate) fn texts(self) -> Option<Vec<&'a str>> {
+        let mut reader = Reader { file: self.bytes, at: 0 };
+        let mut text = |_| reader.text("an element").ok();
+        (self.kind == 8).then(|| (0..self.count).map(&mut text).collect())?
+    }
+
+    /// The elements, if they are numbers of 32 bits.
+    pub(crate) fn numbers(self) -> Option<Vec<f32>> {
+        let number = |bytes: &[u8; 4]| match self.kind {
+            4 => Some(u32::from_le_bytes(*bytes) as f32),
+            5 => Some(i32::from_le_bytes(*bytes) as f32),
+            6 => Some(f32::from_le_bytes(*bytes)),
+            _ => None,
+        };
+        self.bytes.as_chunks::<4>().0.iter().map(number).collect()
+    }
 }
 
 impl fmt::Display for Value<'_> {
@@ -48,7 +76,7 @@ impl fmt::Display for Value<'_> {
             Self::Real(x) => write!(f, "{x}"),
             Self::Flag(flag) => write!(f, "{flag}"),
             Self::Text(text) => f.write_str(&quoted(text)),
-            Self::List(count) => write!(f, "a list of {count}"),
+            Self::List(list) => write!(f, "a list of {}", list.count),
         }
     }
 }
@@ -222,8 +250,8 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Skips a list; its length.
-    fn list(&mut self, key: &str) -> Result<u64, String> {
+    /// Skips a list, whose elements are read later if at all.
+    fn list(&mut self, key: &str) -> Result<List<'a>, String> {
         let kind = self.u32(key)?;
         let size = match kind {
             0 | 1 | 7 => 1,
@@ -238,6 +266,7 @@ impl<'a> Reader<'a> {
             }
         };
         let count = self.count("elements of a list", size)?;
+        let start = self.at;
         if kind == 8 {
             for _ in 0..count {
                 let length = self.u64(key)?;
@@ -246,7 +275,7 @@ impl<'a> Reader<'a> {
         } else {
             self.take(count * size, key)?;
         }
-        Ok(count)
+        Ok(List { kind, count, bytes: &self.file[start..self.at] })
     }
 
     fn tensor(&mut self) -> Result<Info, String> {

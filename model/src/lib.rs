@@ -28,6 +28,7 @@ mod header;
 mod model;
 mod parallel;
 mod preset;
+mod quantise;
 mod quantised;
 mod random;
 mod rope;
@@ -41,6 +42,7 @@ pub use error::{ModelError, Problem};
 pub use export::export;
 pub use model::{Model, Origin, import, import_dequantised, import_shape, load};
 pub use preset::{PRESETS, Preset, preset};
+pub use quantise::{Format, Quantisation, Written, quantise};
 pub use rope::{Rope, Scaling};
 pub use shape::{
     FFN_MAX, Family, HEAD_DIM_MAX, HEAD_DIM_STEP, HEADS_MAX, HIDDEN_MAX, LAYERS_MAX, POSITIONS_MAX,

@@ -75,14 +75,18 @@ impl Model {
         }
     }
 
-    /// The folder's tokenizer; `None` for a preset, for a GGUF file and for a folder without `tokenizer.json`.
+    /// The model's tokenizer; `None` for a preset, for a folder without `tokenizer.json`, and for a GGUF file without a
+    /// tokenizer or with one that is not read, which [`Model::notes`] say.
     ///
     /// # Errors
-    /// As [`Tokenizer::load`].
+    /// As [`Tokenizer::load`]; of a GGUF file also when its tokens, merges or scores contradict each other.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>, ModelError> {
-        match self.folder() {
-            Some(dir) if Tokenizer::exists(dir) => Tokenizer::load(dir, self.graph.vocab).map(Some),
-            _ => Ok(None),
+        match &self.origin {
+            Origin::Folder(dir) if Tokenizer::exists(dir) => {
+                Tokenizer::load(dir, self.graph.vocab).map(Some)
+            }
+            Origin::File(path) => gguf::tokenizer(path, self.graph.vocab),
+            Origin::Folder(_) | Origin::Random { .. } => Ok(None),
         }
     }
 }

@@ -129,6 +129,23 @@ pub const PRESETS: &[Preset] = &[
             ..qwen3()
         },
     },
+    Preset {
+        name: "qwen3-32b",
+        about: "Qwen3 32B: 64 layers of 5120, q/k norms",
+        shape: || Shape {
+            hidden: 5120,
+            layers: 64,
+            heads: 64,
+            ffn: 25_600,
+            tied: false,
+            ..qwen3()
+        },
+    },
+    Preset {
+        name: "llama-3.1-70b",
+        about: "Llama 3.1 70B: 80 layers of 8192",
+        shape: || Shape { hidden: 8192, layers: 80, heads: 64, ffn: 28_672, ..llama() },
+    },
 ];
 
 impl Preset {

@@ -48,12 +48,21 @@ impl Tokenizer {
                 "does not exist; text needs the model's tokenizer",
             ));
         };
-        let wrong = |reason: String| ModelError::file(&path, reason);
-        let steps: Steps = caught_parse(|| serde_json::from_slice(&bytes)).map_err(wrong)?;
+        Self::parse(&path, &bytes, vocab, || Template::load(dir))
+    }
+
+    /// The tokenizer in the bytes of a `tokenizer.json`. Errors name this file.
+    pub(crate) fn parse(
+        path: &Path,
+        bytes: &[u8],
+        vocab: u32,
+        template: impl FnOnce() -> Result<Option<Template>, ModelError>,
+    ) -> Result<Self, ModelError> {
+        let wrong = |reason: String| ModelError::file(path, reason);
+        let steps: Steps = caught_parse(|| serde_json::from_slice(bytes)).map_err(wrong)?;
         // This comes first, because added tokens are normalized as they are read.
         let growth = steps.growth().map_err(wrong)?;
-        let mut inner =
-            caught_parse(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(wrong)?;
+        let mut inner = caught_parse(|| tokenizers::Tokenizer::from_bytes(bytes)).map_err(wrong)?;
         let tokens = inner.get_vocab(true);
         check_tokens(inner.get_model(), tokens.keys()).map_err(wrong)?;
         let beyond = tokens.into_iter().filter(|&(_, id)| id >= vocab).max_by_key(|&(_, id)| id);
@@ -63,12 +72,12 @@ impl Tokenizer {
                 quoted(&token),
                 vocab.saturating_sub(1)
             );
-            return Err(ModelError::file(&path, reason));
+            return Err(wrong(reason));
         }
         // The file's lengths are for training batches; a prompt is neither truncated nor padded.
         inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| ModelError::file(&path, e.to_string()))?;
-        Ok(Self { inner, growth, template: Template::load(dir)? })
+        inner.with_truncation(None).map_err(|e| wrong(e.to_string()))?;
+        Ok(Self { inner, growth, template: template()? })
     }
 
     /// The ids of a text. `special` adds the tokenizer's ids around a text, such as the one that begins a sequence; a

@@ -24,6 +24,11 @@ fn a_model_that_does_not_fit_is_refused_before_memory_is_taken() {
             ["llama-3.1-8b needs 15.", "GiB weights", "ulimit -v", "are free", "smaller model"];
         within(4 << 20, &args).fails(3, &words);
     }
+    for (model, bytes) in [("qwen3-32b", "61."), ("llama-3.1-70b", "131.")] {
+        let words = [&format!("{model} needs {bytes}"), "GiB weights", "ulimit -v", "are free"];
+        let args = ["generate", "--tokens", "1,2", "--device", "eval", "--model", model];
+        within(4 << 20, &args).fails(3, &words.map(|word| word as &str));
+    }
     let small = ["generate", "--model", "toy", "--tokens", "1,2", "--device", "eval"];
     within(4 << 20, &small).succeeds("amk.generate.v1");
 }

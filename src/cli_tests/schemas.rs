@@ -82,6 +82,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
         plain(&format!("chat --model {} --system x", golden("llama3-rope-bf16").display())),
         plain("export --model toy --out toy"),
+        plain("quantize --model toy --format fp8 --out toy-fp8"),
         plain("man --out pages"),
         plain(
             "trace --model toy --device cpu --kv-capacity 64 --context 4 --residuals residuals.json --what-if hop=1 --plants 1",

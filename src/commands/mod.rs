@@ -19,6 +19,7 @@ pub(crate) mod migrate;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod provenance;
+pub(crate) mod quantize;
 pub(crate) mod rerun;
 pub(crate) mod runs;
 pub(crate) mod search_loop;

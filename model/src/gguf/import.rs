@@ -6,7 +6,9 @@ use std::path::Path;
 use ir::{DType, Tensor};
 use serde_json::{Map, json};
 
+use super::vocabulary::{self, Vocabulary};
 use super::{Header, Info, Value, parse};
+use crate::chat::Template;
 use crate::config;
 use crate::error::{ModelError, Problem, quoted};
 use crate::model::{Model, Origin};
@@ -14,6 +16,7 @@ use crate::quantised::{BlockType, Layout, Matrix, Source, dequantised, summary};
 use crate::rope::{Rope, Scaling};
 use crate::shape::Shape;
 use crate::store::{Files, Place};
+use crate::tokenizer::Tokenizer;
 
 /// Architectures that are read; each is also the `model_type` of its family.
 const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
@@ -91,13 +94,22 @@ pub(crate) fn import(path: &Path) -> Result<Model, ModelError> {
     }
     graph.dtype = DType::F32;
     shape.dtype = DType::F32;
-    let notes = vec![
-        summary(&graph, &kinds, &files, &sources),
-        "the tokenizer of a GGUF file is not read: give token ids".to_owned(),
-    ];
+    let mut notes = vec![summary(&graph, &kinds, &files, &sources)];
+    notes.extend(vocabulary::note(&header));
     let named = |tensor: &Tensor| file_name(&tensor.name);
     let weights = dequantised(files, sources, &graph, named).map_err(wrong)?;
     Ok(Model { graph, shape, weights, origin: Origin::File(path.to_path_buf()), notes })
+}
+
+/// The tokenizer of a file, for a model with `vocab` embedding rows; `None` if there is none, or one that is not read.
+pub(crate) fn tokenizer(path: &Path, vocab: u32) -> Result<Option<Tokenizer>, ModelError> {
+    let wrong = |reason| ModelError::file(path, reason);
+    let files = Files::map(path)?;
+    let header = parse(files.whole(0)).map_err(wrong)?;
+    let Some(found) = Vocabulary::read(&header).map_err(wrong)? else { return Ok(None) };
+    let (json, template) = (found.json, found.template.map(str::to_owned));
+    let template = || template.map(|source| Template::new(path, source, found.special)).transpose();
+    Tokenizer::parse(path, &json, vocab, template).map(Some)
 }
 
 /// The name of a graph's tensor in a file.

@@ -7,6 +7,7 @@ mod golden;
 mod hostile;
 mod mutilated;
 mod preset;
+mod quantise;
 mod quantised;
 mod refusals;
 mod rope;

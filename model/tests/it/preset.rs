@@ -4,7 +4,7 @@ use ir::{DType, TensorId, decode};
 use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};
 
 /// Parameters of the published models, in the table's order; the toys' are sums by hand.
-const PARAMETERS: [(&str, usize); 9] = [
+const PARAMETERS: [(&str, usize); 11] = [
     ("toy", 69_824),
     ("toy-2l", 106_816),
     ("smollm2-135m", 134_515_008),
@@ -14,6 +14,8 @@ const PARAMETERS: [(&str, usize); 9] = [
     ("qwen3-4b", 4_022_468_096),
     ("llama-3.1-8b", 8_030_261_248),
     ("qwen3-8b", 8_190_735_360),
+    ("qwen3-32b", 32_762_123_264),
+    ("llama-3.1-70b", 70_553_706_496),
 ];
 
 fn values(model: &Model, name: &str) -> Vec<f32> {
@@ -125,19 +127,8 @@ fn many_threads_may_ask_for_the_same_tensor_at_once() {
 }
 
 #[test]
-fn a_shape_of_70b_is_only_numbers() {
-    let shape = Shape {
-        hidden: 8192,
-        layers: 80,
-        heads: 64,
-        kv_heads: 8,
-        head_dim: 128,
-        ffn: 28_672,
-        vocab: 128_256,
-        ..Shape::default()
-    };
-    assert_eq!(shape.problems(), []);
-    let graph = shape.graph();
+fn a_preset_of_70b_is_only_numbers() {
+    let graph = preset("llama-3.1-70b").expect("a preset").graph;
     assert_eq!(graph.layers.len(), 80);
     assert_eq!(graph.weight_bytes(), 2 * 70_553_706_496);
     assert_eq!((graph.attn_scale, graph.tensors.len()), (0.088_388_346, 3 + 80 * 9));

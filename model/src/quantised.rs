@@ -8,6 +8,7 @@ pub(crate) mod checkpoint;
 mod codes;
 mod declared;
 mod matrix;
+mod nf4;
 #[cfg(test)]
 mod tests;
 

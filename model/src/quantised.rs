@@ -9,6 +9,7 @@ pub(crate) mod checkpoint;
 mod codes;
 mod declared;
 mod matrix;
+mod nf4;
 mod stored;
 #[cfg(test)]
 mod tests;

@@ -248,10 +248,8 @@ impl<'a> Tokens<'a> {
     fn named(&self, header: &Header<'_>, key: &str) -> Result<Option<&'a str>, String> {
         let key = format!("tokenizer.ggml.{key}_token_id");
         let Some(value) = header.values.get(&key[..]) else { return Ok(None) };
-        let token = match value {
-            Value::Whole(id) => usize::try_from(*id).ok().and_then(|id| self.texts.get(id)),
-            _ => None,
-        };
+        let id = if let Value::Whole(id) = value { usize::try_from(*id).ok() } else { None };
+        let token = id.and_then(|id| self.texts.get(id));
         let most = self.texts.len().saturating_sub(1);
         token
             .map(|token| Some(*token))

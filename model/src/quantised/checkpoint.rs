@@ -15,7 +15,7 @@ use crate::error::Problem;
 use crate::store::{Files, Found};
 
 /// Names of a matrix's tensors, after its module's name and a dot.
-const PARTS: [&str; 16] = [
+const PARTS: [&str; 21] = [
     "weight",
     "weight_packed",
     "weight_scale",
@@ -32,6 +32,11 @@ const PARTS: [&str; 16] = [
     "input_scale",
     "input_zero_point",
     "input_global_scale",
+    "weight.absmax",
+    "weight.quant_map",
+    "weight.nested_absmax",
+    "weight.nested_quant_map",
+    "weight.quant_state.bitsandbytes__nf4",
 ];
 /// Those that matter to quantised activations only.
 const ACTIVATIONS: [&str; 3] = ["input_scale", "input_zero_point", "input_global_scale"];
@@ -162,6 +167,7 @@ impl Stored {
                 Kind::Int4 => self == Self::PackedWords,
                 Kind::Nvfp4 => self == Self::PackedBytes,
                 Kind::Gptq { .. } | Kind::Awq => self == Self::Qweight,
+                Kind::Nf4 { .. } => self == Self::Bytes,
             }
     }
 
@@ -180,23 +186,28 @@ impl Stored {
 }
 
 /// The tensors of one matrix during its checks.
-struct Parts<'a> {
+pub(super) struct Parts<'a> {
     module: &'a str,
-    rows: u64,
-    cols: u64,
+    pub(super) rows: u64,
+    pub(super) cols: u64,
     /// Those not used yet.
-    stored: BTreeMap<&'static str, Found>,
-    files: &'a Files,
+    pub(super) stored: BTreeMap<&'static str, Found>,
+    pub(super) files: &'a Files,
     problems: Vec<Problem>,
 }
 
 impl Parts<'_> {
-    fn complain(&mut self, part: &str, reason: impl Into<String>) {
+    pub(super) fn complain(&mut self, part: &str, reason: impl Into<String>) {
         self.problems.push(Problem::new(format!("{}.{part}", self.module), reason));
     }
 
     /// Takes a tensor that must be there, of one of these element types and shapes.
-    fn want(&mut self, part: &str, elements: &[&str], shapes: &[&[u64]]) -> Option<Found> {
+    pub(super) fn want(
+        &mut self,
+        part: &str,
+        elements: &[&str],
+        shapes: &[&[u64]],
+    ) -> Option<Found> {
         let types = elements.join(" or ");
         let Some(found) = self.stored.remove(part) else {
             let reason = format!("is missing; expected {types} of shape {:?}", shapes[0]);
@@ -253,6 +264,7 @@ impl Parts<'_> {
             Kind::Int4 => packed("weight_packed", Order::AlongColumns, n, k),
             Kind::Gptq { .. } => packed("qweight", Order::Gptq, n, k),
             Kind::Awq => packed("qweight", Order::Awq, n, k),
+            Kind::Nf4 { nested } => return self.nf4(nested).map(Layout::Nf4),
         };
         let weight = self.want(part, &[elements], &[&shape]);
         let scales = self.scales(scheme, (rows_each, cols_each), groups);
@@ -270,7 +282,12 @@ impl Parts<'_> {
         let eights = match scheme.kind {
             Kind::Gptq { .. } => n.is_multiple_of(8) && k.is_multiple_of(8),
             Kind::Awq => n.is_multiple_of(8),
-            Kind::Fp8Blocks | Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Nvfp4 => true,
+            Kind::Fp8Blocks
+            | Kind::Fp8
+            | Kind::Int8
+            | Kind::Int4
+            | Kind::Nvfp4
+            | Kind::Nf4 { .. } => true,
         };
         if !eights {
             let reason = format!(
@@ -307,7 +324,10 @@ impl Parts<'_> {
         let rows = self.rows.div_ceil(rows_each);
         let (part, elements, transposed) = match scheme.kind {
             Kind::Fp8Blocks => ("weight_scale_inv", FLOATS, false),
-            Kind::Fp8 | Kind::Int8 | Kind::Int4 => ("weight_scale", FLOATS, false),
+            // Those of nf4 are read elsewhere.
+            Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Nf4 { .. } => {
+                ("weight_scale", FLOATS, false)
+            }
             Kind::Nvfp4 => ("weight_scale", &["F8_E4M3"][..], false),
             Kind::Gptq { .. } | Kind::Awq => ("scales", FLOATS, true),
         };
@@ -326,12 +346,18 @@ impl Parts<'_> {
             | Kind::Int8
             | Kind::Int4
             | Kind::Gptq { .. }
-            | Kind::Awq => Some(None),
+            | Kind::Awq
+            | Kind::Nf4 { .. } => Some(None),
         };
         let columns = match scheme.kind {
             Kind::Gptq { .. } => self.column_groups("g_idx", false, cols_each, groups),
             Kind::Int4 => self.column_groups("weight_g_idx", scheme.act_order, cols_each, groups),
-            Kind::Fp8Blocks | Kind::Fp8 | Kind::Int8 | Kind::Nvfp4 | Kind::Awq => Some(None),
+            Kind::Fp8Blocks
+            | Kind::Fp8
+            | Kind::Int8
+            | Kind::Nvfp4
+            | Kind::Awq
+            | Kind::Nf4 { .. } => Some(None),
         };
         let found = found?;
         let scales = Scales {
@@ -389,7 +415,9 @@ impl Parts<'_> {
     fn zeros(&mut self, scheme: &Scheme, groups: u64, other_convention: bool) -> Option<Zeros> {
         let n = self.rows;
         match scheme.kind {
-            Kind::Fp8Blocks | Kind::Fp8 | Kind::Int8 | Kind::Nvfp4 => Some(Zeros::None),
+            Kind::Fp8Blocks | Kind::Fp8 | Kind::Int8 | Kind::Nvfp4 | Kind::Nf4 { .. } => {
+                Some(Zeros::None)
+            }
             Kind::Int4 if scheme.symmetric => Some(Zeros::All(8.0)),
             Kind::Int4 => {
                 let part = "weight_zero_point";

@@ -8,7 +8,7 @@ use crate::fields::Fields;
 /// Prefix of the fields in errors.
 const PREFIX: &str = "quantization_config.";
 /// Values of `quant_method` that are read.
-const METHODS: &str = "fp8, compressed-tensors, gptq, awq";
+const METHODS: &str = "fp8, compressed-tensors, gptq, awq, bitsandbytes";
 /// Values of compressed-tensors' `format` that are read.
 const CT_FORMATS: &str = "float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized";
 
@@ -53,6 +53,8 @@ pub(crate) enum Kind {
     Gptq { less_one: bool },
     /// AWQ gemm.
     Awq,
+    /// nf4 of bitsandbytes; its scales may be quantised too.
+    Nf4 { nested: bool },
 }
 
 impl Kind {
@@ -66,6 +68,7 @@ impl Kind {
             Self::Nvfp4 => "nvfp4 of compressed-tensors",
             Self::Gptq { .. } => "int4 of GPTQ",
             Self::Awq => "int4 of AWQ",
+            Self::Nf4 { .. } => "nf4 of bitsandbytes",
         }
     }
 }
@@ -110,6 +113,7 @@ fn method(fields: &mut Fields<'_>) -> Option<Declared> {
         "compressed-tensors" => compressed_tensors(fields),
         "gptq" => vec![gptq(fields)],
         "awq" => vec![awq(fields)],
+        "bitsandbytes" => vec![bitsandbytes(fields)],
         other => {
             let reason = format!("is {}; supported: {METHODS}; {}", quoted(other), advice(other));
             fields.complain("quant_method", reason);
@@ -118,6 +122,7 @@ fn method(fields: &mut Fields<'_>) -> Option<Declared> {
     };
     let exceptions = match name {
         "compressed-tensors" => names(fields, "ignore"),
+        "bitsandbytes" => names(fields, "llm_int8_skip_modules"),
         _ => names(fields, "modules_to_not_convert"),
     };
     let activations = match name {
@@ -131,7 +136,7 @@ fn method(fields: &mut Fields<'_>) -> Option<Declared> {
 /// What to use instead of a format that is not read.
 fn advice(method: &str) -> &'static str {
     match method {
-        "bitsandbytes" | "hqq" | "torchao" | "quanto" | "eetq" => {
+        "hqq" | "torchao" | "quanto" | "eetq" => {
             "such folders are meant for fine-tuning: use the 16-bit original, or a GPTQ, AWQ or FP8 copy"
         }
         "modelopt" | "fbgemm_fp8" => "use the compressed-tensors copy (FP8 or NVFP4) of the model",
@@ -248,6 +253,16 @@ fn awq(fields: &mut Fields<'_>) -> Scheme {
     }
     let strategy = group_size(fields);
     Scheme { kind: Kind::Awq, strategy, symmetric: false, act_order: false }
+}
+
+fn bitsandbytes(fields: &mut Fields<'_>) -> Scheme {
+    only(fields, "load_in_8bit", &[false.into()]);
+    exactly(fields, "load_in_4bit", &true.into());
+    exactly(fields, "bnb_4bit_quant_type", &"nf4".into());
+    only(fields, "bnb_4bit_quant_storage", &["uint8".into()]);
+    let kind = Kind::Nf4 { nested: fields.flag("bnb_4bit_use_double_quant") };
+    // Blocks are said by each matrix.
+    Scheme { kind, strategy: Strategy::Channel, symmetric: true, act_order: false }
 }
 
 fn compressed_tensors(fields: &mut Fields<'_>) -> Vec<Scheme> {

@@ -4,6 +4,7 @@ use ir::{DType, decode};
 
 use super::blocks::BlockType;
 use super::codes::{Codes, E4M3, Order, e8m0, has_nan, nibble};
+use super::nf4::Nf4;
 use crate::parallel;
 use crate::store::{Files, Place};
 
@@ -26,6 +27,8 @@ pub(crate) enum Layout {
     Scaled { place: Place, codes: Codes, zeros: Zeros, scales: Scales },
     /// Blocks of GGUF.
     Blocks(Place, BlockType),
+    /// nf4 of bitsandbytes.
+    Nf4(Nf4),
 }
 
 /// The zero points of a matrix.
@@ -163,6 +166,7 @@ impl Matrix {
                 let bytes = self.cols / kind.len() * kind.bytes();
                 kind.dequantise(&files.slice(*place)[row * bytes..][..bytes], out);
             }
+            Layout::Nf4(nf4) => nf4.dequantise_row(files, row, out),
         }
     }
 
@@ -183,7 +187,7 @@ impl Matrix {
             Layout::Blocks(place, kind) => kind.unsound(files.slice(place)).map(|block| {
                 format!("has a scale in block {block} that is not finite; expected numbers. The file is damaged")
             }),
-            Layout::Floats(..) | Layout::Scaled { .. } => None,
+            Layout::Floats(..) | Layout::Scaled { .. } | Layout::Nf4(_) => None,
         }
     }
 
@@ -193,7 +197,7 @@ impl Matrix {
             Layout::Scaled { place, codes: Codes::E4m3, .. } | Layout::Blocks(place, _) => {
                 place.bytes
             }
-            Layout::Floats(..) | Layout::Scaled { .. } => 0,
+            Layout::Floats(..) | Layout::Scaled { .. } | Layout::Nf4(_) => 0,
         }
     }
 

@@ -88,7 +88,7 @@ fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
             let scales = (0..matrix.rows).map(|row| scales.of_row(files, matrix, row)).collect();
             Some(Streamed { place: *place, dtype, scales })
         }
-        Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) => None,
+        Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) | Layout::Nf4(_) => None,
     }
 }
 

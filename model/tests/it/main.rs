@@ -6,6 +6,7 @@ mod folder;
 mod golden;
 mod hostile;
 mod mutilated;
+mod nf4;
 mod preset;
 mod quantise;
 mod quantised;

@@ -265,11 +265,21 @@ fn tensors_that_contradict_the_configuration_are_all_named() {
 
 #[test]
 fn formats_that_are_not_read_are_named() {
-    let methods = "supported: fp8, compressed-tensors, gptq, awq";
-    for method in ["hqq", "bitsandbytes", "torchao", "modelopt", "mxfp4", "new"] {
+    let methods = "supported: fp8, compressed-tensors, gptq, awq, bitsandbytes";
+    let original = "use the 16-bit original";
+    for (method, instead) in [
+        ("hqq", original),
+        ("torchao", original),
+        ("quanto", original),
+        ("eetq", original),
+        ("modelopt", "use the compressed-tensors copy"),
+        ("auto-round", "the format auto_gptq or auto_awq"),
+        ("mxfp4", "does not run yet"),
+        ("new", original),
+    ] {
         let text = config("ct-int8-llama", |config| config["quant_method"] = json!(method));
         let start = format!("\"quant_method\" is \"{method}\"; {methods}; ");
-        assert!(text.starts_with(&start), "{text}");
+        assert!(text.starts_with(&start) && text.contains(instead), "{text}");
     }
     let gptq = |fields: Value| {
         config("gptq-sym-g128-llama", |config| {

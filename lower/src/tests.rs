@@ -461,3 +461,83 @@ fn a_worker_waits_for_a_residual_that_it_does_not_know() {
     let found = ir::program::check(&racing).expect_err("the residual may be stale");
     assert!(found.has(ir::Rule::RHappens), "{found}");
 }
+
+/// A graph whose layers are codes with a scale per row; `q`, `k` and `v` have biases.
+fn of_codes(stored: DType) -> Graph {
+    let shape =
+        Shape { hidden: 128, ffn: 192, heads: 4, family: Family::Qwen2, ..Shape::default() };
+    let mut graph = shape.graph();
+    let mut tensors = std::mem::take(&mut graph.tensors);
+    for layer in &mut graph.layers {
+        for linear in [&mut layer.q, &mut layer.k, &mut layer.v, &mut layer.o, &mut layer.gate]
+            .into_iter()
+            .chain([&mut layer.up, &mut layer.down])
+        {
+            let weight = &mut tensors[linear.weight.index()];
+            weight.dtype = stored;
+            let (name, shape) = (format!("{}_scale", weight.name), vec![weight.shape[0]]);
+            linear.scale = Some(ir::TensorId(tensors.len() as u32));
+            tensors.push(ir::Tensor { name, dtype: DType::F32, shape });
+        }
+    }
+    Graph { tensors, dtype: DType::F16, ..graph }
+}
+
+/// The violations of a program that was changed in one place, as text.
+fn refused(program: &Program, change: impl FnOnce(&mut Program)) -> String {
+    let mut edited = program.clone();
+    change(&mut edited);
+    ir::program::verify(edited).err().expect("it is refused").to_string()
+}
+
+#[test]
+fn rows_of_codes_have_scales() {
+    let target = target("h200");
+    for stored in [DType::E4m3, DType::Int8] {
+        let graph = of_codes(stored);
+        let program = lowered(neutral_config(&graph, &target), &graph, &target);
+        let of = |class: PhaseClass| {
+            let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+            let mut tasks = tasks.filter(|task| program.phase_name(task) == class.name());
+            tasks.next().expect("a task of every phase")
+        };
+        let words = |class| {
+            let buffer = of(class).reads[2].map(|buffer| &program.buffers[buffer.index()]);
+            buffer.map_or(0, |buffer| buffer.words)
+        };
+        // Scales, and behind them the biases; a 16-bit matrix has neither.
+        let qkv = graph.q_width() + 2 * graph.kv_width();
+        assert_eq!(words(PhaseClass::Qkv), 2 * qkv);
+        assert_eq!(words(PhaseClass::GateUp), 2 * graph.ffn);
+        assert_eq!(words(PhaseClass::Down), graph.hidden);
+        assert_eq!(words(PhaseClass::LmHead), 0);
+        // Half as many units as in 16 bits.
+        let params: MatvecParams = of(PhaseClass::Down).params();
+        assert_eq!(params.units, graph.ffn / 64);
+
+        let without = refused(&program, |program| {
+            let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);
+            tasks
+                .filter(|task| task.opcode == Opcode::Matvec)
+                .for_each(|task| task.reads[2] = None);
+        });
+        assert!(without.contains("the scales"), "{without}");
+        let short = refused(&program, |program| {
+            let buffer = of(PhaseClass::GateUp).reads[2].expect("scales");
+            let buffer = &mut program.buffers[buffer.index()];
+            let ir::program::BufferSource::Vector(map) = &mut buffer.source else {
+                panic!("a vector")
+            };
+            map.parts.pop();
+            buffer.words = map.rows();
+        });
+        assert!(
+            short.contains("the scales are layers.0.gate_up_scale with 192 words, expected 384"),
+            "{short}"
+        );
+        let table = refused(&program, |program| program.matrices[0].format = ir::Format::Int8);
+        assert!(table.contains("an embedding is read without scales"), "{table}");
+        let seqs = ir::program::check_seqs(&program, 2).err().expect("refused").to_string();
+        assert!(seqs.contains("16-bit weights only"), "{seqs}");
+    }
+}

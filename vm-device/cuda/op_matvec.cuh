@@ -82,13 +82,18 @@ struct Share {
   uint4 weights[SHARE];
 };
 
-// Multiplies 16 bytes of each thread, which are unit `unit` of the matrix, by the vector at `x`.
-template <uint32_t UNPACK, uint32_t PAIRS>
-__device__ __forceinline__ void unpacked_multiply(Worker const& w, Sums<PAIRS>& s, char const* x, uint4 weights) {
+// A thread's part of the vector for a unit of weights that are unpacked: of two units of operands.
+struct VectorPair {
+  uint4 x[2];
+};
+__device__ __forceinline__ VectorPair pair_load(Worker const& w, char const* x) { return VectorPair{{x_load(w, x), x_load(w, x + X_BYTES)}}; }
+
+// Multiplies a thread's 16 bytes of a unit.
+template <uint32_t UNPACK> __device__ __forceinline__ void pair_multiply(Sums<2>& s, VectorPair const& v, uint4 weights) {
   uint4 operands[2];
   unpack16<UNPACK>(weights, operands);
-  unit_multiply(s, 0, x_load(w, x), operands[0]);
-  unit_multiply(s, 1, x_load(w, x + X_BYTES), operands[1]);
+  unit_multiply(s, 0, v.x[0], operands[0]);
+  unit_multiply(s, 1, v.x[1], operands[1]);
 }
 
 // Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer.
@@ -116,7 +121,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
   } else {
 #pragma unroll 2
     for (; j < mine; ++j) {
-      unpacked_multiply<UNPACK>(w, s, x + j * AMK_WARPS * 2 * X_BYTES, stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+      pair_multiply<UNPACK>(s, pair_load(w, x + j * AMK_WARPS * 2 * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
     }
   }
 }
@@ -493,8 +498,11 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
   }
 }
 
-// This warp's part of the vector for a chunk. In registers if the weights are operands; else it would take two units of registers for one of
-// weights, and is read from the activation buffer where it is multiplied.
+// Independent sums of a tile in a fragment's loop: enough of them that a product need not wait for the one before.
+__device__ constexpr uint32_t share_pairs(uint32_t unpack, uint32_t units) { return unpack != AMK_UNPACK_NONE || share_tiles(units) == 1 ? 2 : 1; }
+
+// This warp's part of the vector for a chunk, and its products with a fragment. In registers if the weights are operands; else it would take
+// two units of registers for one of weights, and is read from the activation buffer where it is multiplied.
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   char const* at;
   uint32_t units; // of the chunk
@@ -502,9 +510,16 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
     units = chunk_units(k, chunk);
     at = w.x + (w.thread / 32 + chunk * k.chunk) * 2 * X_BYTES;
   }
-  template <uint32_t PAIRS> __device__ __forceinline__ void multiply(Worker const& w, Sums<PAIRS>& s, uint32_t unit, uint4 weights) const {
-    if (share_has<UNITS>(w, units, unit)) {
-      unpacked_multiply<UNPACK>(w, s, at + unit * AMK_WARPS * 2 * X_BYTES, weights);
+  __device__ __forceinline__ void multiply(Worker const& w, Sums<2> (&s)[share_tiles(UNITS)], Share const& share) const {
+#pragma unroll
+    for (uint32_t j = 0; j < UNITS; ++j) {
+      if (share_has<UNITS>(w, units, j)) {
+        VectorPair const x = pair_load(w, at + j * AMK_WARPS * 2 * X_BYTES);
+#pragma unroll
+        for (uint32_t tile = 0; tile < share_tiles(UNITS); ++tile) {
+          pair_multiply<UNPACK>(s[tile], x, share.weights[tile * UNITS + j]);
+        }
+      }
     }
   }
 };
@@ -517,8 +532,11 @@ template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
       frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
     }
   }
-  template <uint32_t PAIRS> __device__ __forceinline__ void multiply(Worker const&, Sums<PAIRS>& s, uint32_t unit, uint4 weights) const {
-    unit_multiply(s, unit, frag[unit], weights);
+  template <uint32_t PAIRS> __device__ __forceinline__ void multiply(Worker const&, Sums<PAIRS> (&s)[share_tiles(UNITS)], Share const& share) const {
+#pragma unroll
+    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
+      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+    }
   }
 };
 
@@ -526,17 +544,14 @@ template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
 // return if the task has that many left.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
-  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
+  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = share_pairs(UNPACK, UNITS);
   uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
   x.load(w, k, 0);
   Sums<PAIRS> s[TILES] = {};
   auto stage = [&](Share& weights) {
     note_near(w, left, 4);
-#pragma unroll
-    for (uint32_t i = 0; i < TILES * UNITS; ++i) {
-      x.multiply(w, s[i / UNITS], i % UNITS, weights.weights[i]);
-    }
+    x.multiply(w, s, weights);
     if (left > TAKE) {
       cursor_land(w, c);
       share_take<UNITS>(w, c, k, next, weights);
@@ -572,15 +587,10 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
 // path between one hand-off and the next, so every instruction counts.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = TILES == 1 ? 2 : 1;
+  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = share_pairs(UNPACK, UNITS);
   VectorPart<UNPACK, UNITS> x;
   Sums<PAIRS> s[TILES] = {};
-  auto const multiply = [&](Share const& share) {
-#pragma unroll
-    for (uint32_t i = 0; i < TILES * UNITS; ++i) {
-      x.multiply(w, s[i / UNITS], i % UNITS, share.weights[i]);
-    }
-  };
+  auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
   auto const finish = [&] {
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {

@@ -6,7 +6,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, params};
+use rusqlite::{
+    Connection, ErrorCode, OptionalExtension, Row, Transaction, TransactionBehavior, params,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::board_error::{At, BoardError};
@@ -171,10 +173,13 @@ impl Board {
         terms.unwrap_or_default().check().map_err(BoardError::Refused)?;
         local(path)?;
         let mut db = connect(path)?;
-        db.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(())).at(path)?;
+        let tables = "SELECT count(*) FROM sqlite_schema";
+        if number::<i64>(&db, tables).at(path)? == 0 {
+            db.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(())).at(path)?;
+        }
+        // Two that create one board take turns: the second finds the tables.
         let tx = begin(&mut db, path)?;
-        let tables: i64 = number(&tx, "SELECT count(*) FROM sqlite_schema").at(path)?;
-        if tables == 0 {
+        if number::<i64>(&tx, tables).at(path)? == 0 {
             let Terms { lease_ms, heartbeat_ms, attempts_max } = terms.unwrap_or_default();
             let insert = "INSERT INTO terms VALUES (?, ?, ?)";
             tx.execute_batch(SCHEMA)
@@ -231,6 +236,14 @@ impl Board {
     #[must_use]
     pub fn with_clock(self, clock: fn() -> Millis) -> Self {
         Self { clock, ..self }
+    }
+
+    /// Waits this long for other processes' transactions instead of 10 s.
+    ///
+    /// # Errors
+    /// If SQLite refuses.
+    pub fn set_patience(&self, patience: Duration) -> Result<(), BoardError> {
+        self.db.busy_timeout(patience).at(&self.path)
     }
 
     /// The terms of its leases.
@@ -600,7 +613,10 @@ fn connect(path: &Path) -> Result<Connection, BoardError> {
         db.pragma_update(None, "foreign_keys", true)?;
         Ok(db)
     };
-    open().at(path)
+    open().map_err(|source: rusqlite::Error| match source.sqlite_error_code() {
+        Some(ErrorCode::NotADatabase) => BoardError::NoBoard(path.to_path_buf()),
+        _ => BoardError::Sqlite { path: path.to_path_buf(), source },
+    })
 }
 
 fn begin<'c>(db: &'c mut Connection, path: &Path) -> Result<Transaction<'c>, BoardError> {

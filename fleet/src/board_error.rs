@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum BoardError {
     /// SQLite reported an error.
-    #[error("cannot use the board {}: {source}", .path.display())]
+    #[error("cannot use the board {}: {source}{}", .path.display(), hint(.source))]
     Sqlite {
         /// The board.
         path: PathBuf,
@@ -62,6 +62,15 @@ pub enum BoardError {
     /// A request that makes no sense.
     #[error("{0}")]
     Refused(String),
+}
+
+fn hint(error: &rusqlite::Error) -> &'static str {
+    match error.sqlite_error_code() {
+        Some(rusqlite::ErrorCode::DatabaseBusy) => {
+            "; a process that was stopped in the middle of a request holds it: let it go on, or kill it"
+        }
+        _ => "",
+    }
 }
 
 /// Adds the board's path to SQLite's errors.

@@ -33,8 +33,8 @@ pub struct Finding {
     pub program_id: Option<String>,
     /// Its kernel.
     pub kernel_id: Option<String>,
-    /// The champion.
-    pub champion: Value,
+    /// The champion's schedule.
+    pub config: Value,
     /// The schedule that the search began with.
     pub start: Value,
     /// Trials.

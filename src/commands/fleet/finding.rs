@@ -43,7 +43,7 @@ pub(super) fn finding(spec: &Spec, run: &Recorded) -> Result<Finding, Failure> {
         schedule_id: verdict.schedule_id.clone(),
         program_id: verdict.program_id.clone(),
         kernel_id: verdict.kernel_id.clone(),
-        champion: json!(subject.config),
+        config: json!(subject.config),
         start: json!(baseline.config),
         trials: run.trials.len() as u64,
     })

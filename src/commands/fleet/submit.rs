@@ -137,7 +137,7 @@ fn raced(board: &Board, races: u32) -> Result<Vec<Spec>, Failure> {
         let Some((leg, finding)) = leg.map(|(entry, _)| (entry, &champion.finding)) else {
             continue;
         };
-        if finding.champion == finding.start {
+        if finding.config == finding.start {
             continue;
         }
         specs.extend((1..=races).map(|number| Spec {
@@ -148,7 +148,7 @@ fn raced(board: &Board, races: u32) -> Result<Vec<Spec>, Failure> {
                 leg: leg.id,
                 card: champion.card.clone().unwrap_or_default(),
                 start: finding.start.clone(),
-                champion: finding.champion.clone(),
+                champion: finding.config.clone(),
                 number,
             }),
             ..leg.spec.clone()

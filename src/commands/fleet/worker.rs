@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use fleet::protocol::{Late, Terms};
+use fleet::protocol::Terms;
 use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Worker};
 use ir::schedule::ScheduleConfig;
 use rand::RngExt;
@@ -29,8 +29,10 @@ const LOOK: Duration = Duration::from_millis(50);
 const GRACE: Duration = Duration::from_secs(2);
 /// Mean pause between two claims while nothing is free.
 const POLL_MS: u64 = 500;
-/// Tries of a result that the board does not take, a second apart.
+/// Tries of a request that the board does not take, a second apart.
 const TRIES: u32 = 10;
+/// Longest wait of the second thread for the board: with [`GRACE`] less than the 5 s that a worker has after SIGTERM.
+const KEEPER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What became of the jobs of this worker.
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,7 +94,7 @@ fn serve(
     let mut rng = rand::rng();
     while !interrupt::terminated() && latest.is_none_or(|latest| Instant::now() < latest) {
         let asked = Instant::now();
-        let leased = match board.claim(worker)? {
+        let leased = match insist(|| board.claim(worker))? {
             Claim::Drained => return Ok(()),
             Claim::Nothing { open: 0 } if args.until_done => return Ok(()),
             Claim::Nothing { .. } => {
@@ -114,13 +116,14 @@ fn serve(
                 report::say(&format!("job {job}: {why}"));
             }
             End::Stopped => {
-                counts.given_back += u64::from(board.give_back(job, leased.fence)?.is_ok());
+                counts.given_back +=
+                    u64::from(insist(|| board.give_back(job, leased.fence))?.is_ok());
             }
             End::Failed(failure) => {
                 counts.failed += 1;
                 report::say(&format!("job {job} failed: {}", failure.message));
                 // A lost lease leaves nothing to say: another worker has the job.
-                let _ = board.fail(job, leased.fence, &failure.message)?;
+                let _ = insist(|| board.fail(job, leased.fence, &failure.message))?;
                 if failure.exit == Exit::Missing {
                     // The machine lacks something that the next job would need too.
                     return Err(failure);
@@ -190,8 +193,9 @@ fn attempt(
     asked: Instant,
     counts: Counts,
 ) -> Result<End, Failure> {
-    let mut keeper =
-        Keeper { board: open(board.path())?, terms: board.terms(), leased, worker, asked, counts };
+    let own = open(board.path())?;
+    own.set_patience(KEEPER_PATIENCE)?;
+    let mut keeper = Keeper { board: own, terms: board.terms(), leased, worker, asked, counts };
     let shared = Shared::default();
     std::thread::scope(|scope| {
         // Dropping the sender, also by a panic, ends the thread.
@@ -287,7 +291,7 @@ fn search(
         _ if lost => End::Late(kept()),
         Ok(None) => End::Stopped,
         Err(failure) => End::Failed(failure),
-        Ok(Some(result)) => match offer(board, leased, &result) {
+        Ok(Some(result)) => match insist(|| board.finish(leased.id, leased.fence, &result)) {
             Ok(Ok(())) => End::Done,
             Ok(Err(late)) => End::Late(format!("{late}; {}", kept())),
             Err(error) => End::Failed(Failure {
@@ -298,19 +302,18 @@ fn search(
     }
 }
 
-/// Offers a result again and again: the board may be busy, and a commit whose answer was lost is read back.
-fn offer(
-    board: &mut Board,
-    leased: &Leased,
-    result: &Recorded,
-) -> Result<Result<(), Late>, BoardError> {
+/// Repeats a request that the board could not take: another process may hold it. A commit whose answer was lost is
+/// read back, since a repeated request changes nothing.
+fn insist<T>(mut request: impl FnMut() -> Result<T, BoardError>) -> Result<T, BoardError> {
     for _ in 1..TRIES {
-        match board.finish(leased.id, leased.fence, result) {
-            Err(BoardError::Sqlite { .. }) => std::thread::sleep(Duration::from_secs(1)),
+        match request() {
+            Err(BoardError::Sqlite { .. }) if !interrupt::terminated() => {
+                std::thread::sleep(Duration::from_secs(1));
+            }
             answer => return answer,
         }
     }
-    board.finish(leased.id, leased.fence, result)
+    request()
 }
 
 /// The result of a ledger that passes the audit.

@@ -306,7 +306,10 @@ fn champions_are_raced_through_the_same_gates() {
     let results = Board::open(&folder.path().join("b.sqlite")).unwrap().results().unwrap();
     let (leg, race) = (&results[0].1.finding, &results[1].1.finding);
     assert_eq!((race.trials, race.decision.as_deref()), (2, Some("kept")));
-    assert_eq!((&race.config, &race.start, race.saved), (&leg.config, &leg.start, leg.saved));
+    assert_eq!(
+        (&race.config, &race.start_config, race.saved),
+        (&leg.config, &leg.start_config, leg.saved)
+    );
     let champions = &status(folder.path())["champions"];
     assert_eq!(champions[0]["status"], "predicted", "whatever the races say");
     assert_eq!(champions.as_array().unwrap().len(), 1);

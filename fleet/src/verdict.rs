@@ -36,7 +36,7 @@ pub struct Finding {
     /// The champion's schedule.
     pub config: Value,
     /// The schedule that the search began with.
-    pub start: Value,
+    pub start_config: Value,
     /// Trials.
     pub trials: u64,
 }
@@ -113,7 +113,8 @@ pub struct Champion {
 /// The champions by model, target, context and card: of several legs on one card the fastest there, the first of equals.
 #[must_use]
 pub fn champions(done: &[(Entry, Recorded)]) -> Vec<Champion> {
-    let mut best: BTreeMap<(&str, &str, &[u32], &str), &(Entry, Recorded)> = BTreeMap::new();
+    type Place<'a> = (&'a str, &'a str, &'a [u32], &'a str);
+    let mut best: BTreeMap<Place<'_>, &(Entry, Recorded)> = BTreeMap::new();
     for leg in done.iter().filter(|(entry, _)| entry.spec.kind == Kind::Leg) {
         let (entry, result) = leg;
         let spec = &entry.spec;

@@ -65,7 +65,7 @@ fn finding(decision: &str, us: f64) -> Finding {
         program_id: None,
         kernel_id: None,
         config: json!({"x": 1}),
-        start: json!({}),
+        start_config: json!({}),
         trials: 8,
     }
 }
@@ -82,18 +82,14 @@ fn result(host: &str, card: &str, decision: &str) -> Recorded {
 
 #[track_caller]
 fn leased(claim: Claim) -> Leased {
-    match claim {
-        Claim::Leased(leased) => *leased,
-        other => panic!("{other:?}"),
-    }
+    let Claim::Leased(leased) = claim else { panic!("{claim:?}") };
+    *leased
 }
 
 #[track_caller]
 fn open(claim: Claim) -> u64 {
-    match claim {
-        Claim::Nothing { open } => open,
-        other => panic!("{other:?}"),
-    }
+    let Claim::Nothing { open } = claim else { panic!("{claim:?}") };
+    open
 }
 
 static NOW: AtomicU64 = AtomicU64::new(0);

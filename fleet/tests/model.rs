@@ -129,7 +129,7 @@ impl World {
     fn beats(&self, index: usize, fence: Fence, bug: Bug, add: &mut impl FnMut(&str, Self)) {
         let shown = match self.job.state {
             State::Leased { fence: held, .. } if bug == Bug::BeatsWithoutFence => held,
-            _ => fence,
+            State::Queued | State::Leased { .. } | State::Done { .. } | State::Dead => fence,
         };
         match self.job.beat(self.now, shown, &TERMS) {
             Ok(job) => {
@@ -202,22 +202,21 @@ impl World {
         if self.results != done.into_iter().collect::<Vec<_>>() {
             return Some(format!("results {:?} of a job {:?}", self.results, self.job.state));
         }
-        let believes = |worker: &Worker| match worker {
-            Worker::Works { until, .. } => self.now < *until,
-            _ => false,
-        };
+        let believes =
+            |worker: &Worker| matches!(worker, Worker::Works { until, .. } if self.now < *until);
         if self.workers.iter().filter(|worker| believes(worker)).count() > 1 {
             return Some("two workers believe in their leases".to_owned());
         }
         for worker in self.workers {
-            match worker {
-                Worker::Accepted { fence } if done != Some(fence) => {
-                    return Some(format!("lease {fence} was accepted and is not recorded"));
-                }
-                Worker::Refused { fence } if done == Some(fence) => {
-                    return Some(format!("lease {fence} was refused and is recorded"));
-                }
-                _ => {}
+            if let Worker::Accepted { fence } = worker
+                && done != Some(fence)
+            {
+                return Some(format!("lease {fence} was accepted and is not recorded"));
+            }
+            if let Worker::Refused { fence } = worker
+                && done == Some(fence)
+            {
+                return Some(format!("lease {fence} was refused and is recorded"));
             }
         }
         if self.job.attempts > TERMS.attempts_max {

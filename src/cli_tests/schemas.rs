@@ -93,6 +93,13 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("migrate a.json --out today.json"),
         plain(&format!("bundle {}", shipped_bundle().display())),
         plain("provenance page.md"),
+        plain("fleet init --board b.sqlite"),
+        plain("fleet submit --board b.sqlite --models toy --device cpu --budget 2"),
+        plain("fleet status --board b.sqlite"),
+        plain("fleet worker --board b.sqlite --device cpu --until-done --out legs"),
+        plain("fleet status --board b.sqlite"),
+        plain("fleet report --board b.sqlite --out written"),
+        plain("fleet drain --board b.sqlite"),
         plain("evaluate --model no-such-model"),
     ];
     let mut all: BTreeMap<String, Fields> = BTreeMap::new();

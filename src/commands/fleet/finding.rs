@@ -44,7 +44,7 @@ pub(super) fn finding(spec: &Spec, run: &Recorded) -> Result<Finding, Failure> {
         program_id: verdict.program_id.clone(),
         kernel_id: verdict.kernel_id.clone(),
         config: json!(subject.config),
-        start: json!(baseline.config),
+        start_config: json!(baseline.config),
         trials: run.trials.len() as u64,
     })
 }

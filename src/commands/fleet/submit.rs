@@ -137,7 +137,7 @@ fn raced(board: &Board, races: u32) -> Result<Vec<Spec>, Failure> {
         let Some((leg, finding)) = leg.map(|(entry, _)| (entry, &champion.finding)) else {
             continue;
         };
-        if finding.config == finding.start {
+        if finding.config == finding.start_config {
             continue;
         }
         specs.extend((1..=races).map(|number| Spec {
@@ -147,7 +147,7 @@ fn raced(board: &Board, races: u32) -> Result<Vec<Spec>, Failure> {
             race: Some(Raced {
                 leg: leg.id,
                 card: champion.card.clone().unwrap_or_default(),
-                start: finding.start.clone(),
+                start: finding.start_config.clone(),
                 champion: finding.config.clone(),
                 number,
             }),

@@ -282,9 +282,9 @@ fn search(
     let kept = || format!("its ledger stays in {}", folder.display());
     let found = terms(args, leased, folder.clone())
         .and_then(|terms| search_loop::answer(&terms, shared))
-        .and_then(|answer| match answer.exit {
-            Exit::Interrupted => Ok(None),
-            _ => result(worker, &leased.spec, &folder.join(runs::LEDGER)).map(Some),
+        .and_then(|answer| match answer.document.was_interrupted() {
+            true => Ok(None),
+            false => result(worker, &leased.spec, &folder.join(runs::LEDGER)).map(Some),
         });
     let lost = shared.lost.load(Ordering::SeqCst);
     match found {

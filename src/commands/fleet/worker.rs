@@ -32,7 +32,7 @@ const POLL_MS: u64 = 500;
 /// Tries of a request that the board does not take, a second apart.
 const TRIES: u32 = 10;
 /// Longest wait of the second thread for the board: with [`GRACE`] less than the 5 s that a worker has after SIGTERM.
-const KEEPER_PATIENCE: Duration = Duration::from_secs(2);
+const HOLDER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What became of the jobs of this worker.
 #[derive(Clone, Copy, Debug, Default)]
@@ -194,15 +194,16 @@ fn attempt(
     counts: Counts,
 ) -> Result<End, Failure> {
     let own = open(board.path())?;
-    own.set_patience(KEEPER_PATIENCE)?;
-    let mut keeper = Keeper { board: own, terms: board.terms(), leased, worker, asked, counts };
+    own.set_patience(HOLDER_PATIENCE)?;
+    let mut holder =
+        LeaseHolder { board: own, terms: board.terms(), leased, worker, asked, counts };
     let shared = Shared::default();
     std::thread::scope(|scope| {
         // Dropping the sender, also by a panic, ends the thread.
         let (over, ends): (Sender<()>, _) = channel();
         let kept = &shared;
         scope.spawn(move || {
-            keeper.keep(kept, || match ends.recv_timeout(LOOK) {
+            holder.keep(kept, || match ends.recv_timeout(LOOK) {
                 Err(RecvTimeoutError::Timeout) => false,
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => true,
             })
@@ -214,7 +215,7 @@ fn attempt(
 }
 
 /// Keeps a lease alive from a thread of its own, on a connection of its own.
-struct Keeper<'a> {
+struct LeaseHolder<'a> {
     board: Board,
     terms: Terms,
     leased: &'a Leased,
@@ -223,7 +224,7 @@ struct Keeper<'a> {
     counts: Counts,
 }
 
-impl Keeper<'_> {
+impl LeaseHolder<'_> {
     fn keep(&mut self, shared: &Shared, over: impl Fn() -> bool) {
         let heartbeat = Duration::from_millis(self.terms.heartbeat_ms);
         let mut next = self.asked + heartbeat;

@@ -35,16 +35,17 @@ CREATE TABLE jobs(id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, needs TEXT N
   not_card TEXT NOT NULL, spec TEXT NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, fence INTEGER,
   until_ms INTEGER, hash TEXT, why TEXT) STRICT;
 CREATE INDEX jobs_open ON jobs(state, needs);
-CREATE TABLE workers(id TEXT PRIMARY KEY, host TEXT NOT NULL, version TEXT NOT NULL, target TEXT NOT NULL,
-  card TEXT NOT NULL, card_name TEXT NOT NULL, state TEXT NOT NULL, seen_ms INTEGER NOT NULL) STRICT;
+CREATE TABLE workers(id TEXT PRIMARY KEY, worker TEXT NOT NULL, state TEXT NOT NULL, seen_ms INTEGER NOT NULL) STRICT;
 CREATE TABLE attempts(fence INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL REFERENCES jobs,
   worker TEXT NOT NULL REFERENCES workers, card TEXT NOT NULL, began_ms INTEGER NOT NULL, ended_ms INTEGER,
   how TEXT NOT NULL) STRICT;
 CREATE INDEX attempts_job ON attempts(job);
 CREATE TABLE results(job INTEGER PRIMARY KEY REFERENCES jobs, fence INTEGER NOT NULL UNIQUE REFERENCES attempts,
-  worker TEXT NOT NULL, host TEXT NOT NULL, card TEXT NOT NULL, finding TEXT NOT NULL, ledger TEXT NOT NULL,
-  head TEXT NOT NULL, recorded_ms INTEGER NOT NULL) STRICT;
+  result TEXT NOT NULL, recorded_ms INTEGER NOT NULL) STRICT;
 ";
+
+/// The answer to a request with a lease: done, or too late.
+pub type Answer = Result<Result<(), Late>, BoardError>;
 
 /// A board.
 #[derive(Debug)]
@@ -122,7 +123,8 @@ pub struct Entry {
 }
 
 /// A result as the board holds it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Recorded {
     /// The host of the worker.
     pub host: String,
@@ -134,12 +136,6 @@ pub struct Recorded {
     pub ledger: String,
     /// The text of the ledger's tip record.
     pub head: String,
-}
-
-impl Recorded {
-    fn hash(&self, finding: &str) -> String {
-        hash(&format!("{finding}\n{}\n{}\n{}\n{}", self.card, self.host, self.head, self.ledger))
-    }
 }
 
 /// One lease of a job.
@@ -301,9 +297,9 @@ impl Board {
     /// # Errors
     /// If there is one with this id.
     pub fn join(&mut self, worker: &Worker) -> Result<(), BoardError> {
-        let Worker { id, host, version, target, card, card_name } = worker;
-        let insert = "INSERT OR IGNORE INTO workers VALUES (?, ?, ?, ?, ?, ?, 'active', ?)";
-        let values = params![id, host, version, target, card, card_name, int((self.clock)())];
+        let (id, text) = (&worker.id, serde_json::to_string(worker).unwrap_or_default());
+        let insert = "INSERT OR IGNORE INTO workers VALUES (?, ?, 'active', ?)";
+        let values = params![id, text, int((self.clock)())];
         if self.db.execute(insert, values).at(&self.path)? == 0 {
             return Err(BoardError::Refused(format!(
                 "there is a worker {id} on the board already"
@@ -396,17 +392,12 @@ impl Board {
     ///
     /// # Errors
     /// If the board cannot be read or written. A lost lease is no error.
-    pub fn beat(&mut self, id: u64, fence: Fence) -> Result<Result<(), Late>, BoardError> {
-        let (terms, clock) = (self.terms, self.clock);
-        self.change(id, |tx, job| {
-            let now = clock();
-            let job = match job.beat(now, fence, &terms) {
-                Ok(job) => job,
-                Err(late) => return Ok(Err(late)),
-            };
+    pub fn beat(&mut self, id: u64, fence: Fence) -> Answer {
+        let terms = self.terms;
+        let step = |job: &Job, now| job.beat(now, fence, &terms).map(Some);
+        self.change(id, step, |tx, now| {
             let seen = "UPDATE workers SET seen_ms = ? WHERE id = (SELECT worker FROM attempts WHERE fence = ?)";
-            tx.execute(seen, params![int(now), int(fence)])?;
-            store(tx, id, &job).map(Ok)
+            tx.execute(seen, params![int(now), int(fence)]).map(drop)
         })
     }
 
@@ -414,27 +405,18 @@ impl Board {
     ///
     /// # Errors
     /// If the result is too large, or the board cannot be read or written. A lost lease is no error.
-    pub fn finish(
-        &mut self,
-        id: u64,
-        fence: Fence,
-        result: &Recorded,
-    ) -> Result<Result<(), Late>, BoardError> {
+    pub fn finish(&mut self, id: u64, fence: Fence, result: &Recorded) -> Answer {
         bounded("the ledger", &result.ledger)?;
-        let finding = serde_json::to_string(&result.finding).unwrap_or_default();
-        let (key, clock) = (result.hash(&finding), self.clock);
-        self.change(id, |tx, job| {
-            let job = match job.finish(fence, &key) {
-                Ok(Finish::Now(job)) => job,
-                Ok(Finish::Already) => return Ok(Ok(())),
-                Err(late) => return Ok(Err(late)),
-            };
-            let insert = "INSERT INTO results SELECT ?1, ?2, worker, ?3, ?4, ?5, ?6, ?7, ?8 FROM attempts WHERE fence = ?2";
-            let Recorded { host, card, ledger, head, .. } = result;
-            let now = clock();
-            tx.execute(insert, params![int(id), int(fence), host, card, finding, ledger, head, int(now)])?;
-            close(tx, fence, now, "done")?;
-            store(tx, id, &job).map(Ok)
+        let text = serde_json::to_string(result).unwrap_or_default();
+        let key = hash(&text);
+        let step = |job: &Job, _| match job.finish(fence, &key)? {
+            Finish::Now(job) => Ok(Some(job)),
+            Finish::Already => Ok(None),
+        };
+        self.change(id, step, |tx, now| {
+            let insert = "INSERT INTO results VALUES (?, ?, ?, ?)";
+            tx.execute(insert, params![int(id), int(fence), text, int(now)])?;
+            close(tx, fence, now, "done")
         })
     }
 
@@ -442,35 +424,21 @@ impl Board {
     ///
     /// # Errors
     /// If the board cannot be read or written. A lost lease is no error.
-    pub fn give_back(&mut self, id: u64, fence: Fence) -> Result<Result<(), Late>, BoardError> {
-        let clock = self.clock;
-        self.change(id, |tx, job| match job.give_back(fence) {
-            Ok(job) => {
-                close(tx, fence, clock(), "given_back")?;
-                store(tx, id, &job).map(Ok)
-            }
-            Err(late) => Ok(Err(late)),
-        })
+    pub fn give_back(&mut self, id: u64, fence: Fence) -> Answer {
+        let step = |job: &Job, _| job.give_back(fence).map(Some);
+        self.change(id, step, |tx, now| close(tx, fence, now, "given_back"))
     }
 
     /// Frees a job after a failure, with the reason; after its last attempt it is dead.
     ///
     /// # Errors
     /// If the board cannot be read or written. A lost lease is no error.
-    pub fn fail(
-        &mut self,
-        id: u64,
-        fence: Fence,
-        why: &str,
-    ) -> Result<Result<(), Late>, BoardError> {
-        let (terms, clock) = (self.terms, self.clock);
-        self.change(id, |tx, job| match job.fail(fence, &terms) {
-            Ok(job) => {
-                close(tx, fence, clock(), "failed")?;
-                tx.execute("UPDATE jobs SET why = ? WHERE id = ?", params![why, int(id)])?;
-                store(tx, id, &job).map(Ok)
-            }
-            Err(late) => Ok(Err(late)),
+    pub fn fail(&mut self, id: u64, fence: Fence, why: &str) -> Answer {
+        let terms = self.terms;
+        let step = |job: &Job, _| job.fail(fence, &terms).map(Some);
+        self.change(id, step, |tx, now| {
+            tx.execute("UPDATE jobs SET why = ? WHERE id = ?", params![why, int(id)])?;
+            close(tx, fence, now, "failed")
         })
     }
 
@@ -495,26 +463,20 @@ impl Board {
     /// # Errors
     /// If the board cannot be read or is damaged.
     pub fn results(&self) -> Result<Vec<(u64, Recorded)>, BoardError> {
-        let select = "SELECT r.job, r.host, r.card, r.finding, r.ledger, r.head, j.hash FROM results r \
-            JOIN jobs j ON j.id = r.job ORDER BY r.job";
+        let select = "SELECT r.job, r.result, j.hash FROM results r JOIN jobs j ON j.id = r.job ORDER BY r.job";
         let rows = self.rows(select, |row| {
-            let texts: [String; 5] =
-                [row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?, row.get(5)?];
-            Ok((millis(row, 0)?, texts, row.get::<_, Option<String>>(6)?))
+            Ok((millis(row, 0)?, row.get::<_, String>(1)?, row.get::<_, Option<String>>(2)?))
         })?;
-        let mut results = Vec::new();
-        for (id, [host, card, finding, ledger, head], held) in rows {
+        let one = |(id, text, held): (u64, String, Option<String>)| {
             let damaged = |reason: String| BoardError::Damaged { path: self.path.clone(), reason };
-            let read = serde_json::from_str(&finding).map_err(|error| {
-                damaged(format!("the verdict of job {id} cannot be read: {error}"))
-            })?;
-            let result = Recorded { host, card, finding: read, ledger, head };
-            if held.as_deref() != Some(&*result.hash(&finding)) {
+            if held != Some(hash(&text)) {
                 return Err(damaged(format!("the result of job {id} was edited")));
             }
-            results.push((id, result));
-        }
-        Ok(results)
+            let result = serde_json::from_str(&text);
+            let unread = |error| damaged(format!("the result of job {id} cannot be read: {error}"));
+            Ok((id, result.map_err(unread)?))
+        };
+        rows.into_iter().map(one).collect()
     }
 
     /// All workers with their state and the milliseconds since they were seen.
@@ -523,18 +485,19 @@ impl Board {
     /// If the board cannot be read.
     pub fn workers(&self) -> Result<Vec<(Worker, String, Millis)>, BoardError> {
         let now = (self.clock)();
-        let select = "SELECT id, host, version, target, card, card_name, state, seen_ms FROM workers ORDER BY rowid";
-        self.rows(select, |row| {
-            let worker = Worker {
-                id: row.get(0)?,
-                host: row.get(1)?,
-                version: row.get(2)?,
-                target: row.get(3)?,
-                card: row.get(4)?,
-                card_name: row.get(5)?,
+        let select = "SELECT worker, state, seen_ms FROM workers ORDER BY rowid";
+        let rows = self.rows(select, |row| {
+            let seen = now.saturating_sub(millis(row, 2)?);
+            Ok((row.get::<_, String>(0)?, row.get(1)?, seen))
+        })?;
+        let one = |(text, state, seen): (String, String, Millis)| {
+            let unread = |error: serde_json::Error| BoardError::Damaged {
+                path: self.path.clone(),
+                reason: format!("a worker cannot be read: {error}"),
             };
-            Ok((worker, row.get(6)?, now.saturating_sub(millis(row, 7)?)))
-        })
+            Ok((serde_json::from_str(&text).map_err(unread)?, state, seen))
+        };
+        rows.into_iter().map(one).collect()
     }
 
     /// All leases there ever were, the oldest first.
@@ -571,24 +534,30 @@ impl Board {
         rows.at(&self.path)
     }
 
-    /// One request on one job, in one transaction; a refused one writes nothing.
+    /// One request on one job, in one transaction: the protocol's step and what else is written with it. A refused
+    /// request, and one that was executed before (`None`), write nothing.
     fn change(
         &mut self,
         id: u64,
-        step: impl FnOnce(&Transaction<'_>, Job) -> rusqlite::Result<Result<(), Late>>,
-    ) -> Result<Result<(), Late>, BoardError> {
-        let path = &self.path;
+        step: impl FnOnce(&Job, Millis) -> Result<Option<Job>, Late>,
+        also: impl FnOnce(&Transaction<'_>, Millis) -> rusqlite::Result<()>,
+    ) -> Answer {
+        let (path, clock) = (&self.path, self.clock);
         let tx = begin(&mut self.db, path)?;
+        let now = clock();
         let select = "SELECT id, state, attempts, fence, until_ms, hash FROM jobs WHERE id = ?";
         let job = tx.query_row(select, [int(id)], job_of).optional().at(path)?;
         let Some((_, job)) = job else {
             return Err(BoardError::Refused(format!("there is no job {id} on {}", path.display())));
         };
-        let answer = step(&tx, job).at(path)?;
-        if answer.is_ok() {
-            tx.commit().at(path)?;
+        match step(&job, now) {
+            Ok(None) => Ok(Ok(())),
+            Err(late) => Ok(Err(late)),
+            Ok(Some(next)) => {
+                also(&tx, now).and_then(|()| store(&tx, id, &next)).at(path)?;
+                tx.commit().at(path).map(Ok)
+            }
         }
-        Ok(answer)
     }
 }
 

@@ -85,6 +85,12 @@ impl Spec {
         hash(&serde_json::to_string(self).unwrap_or_default())
     }
 
+    /// Whether these priors are the snapshot that the leg is to propose from.
+    #[must_use]
+    pub fn proposes_from(&self, priors: &str) -> bool {
+        if self.priors.is_empty() { priors == "[]" } else { hash(priors) == self.priors }
+    }
+
     /// The target that a worker must have; empty if it needs no GPU.
     pub(crate) fn needs(&self) -> &str {
         match self.device {

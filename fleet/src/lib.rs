@@ -15,7 +15,7 @@ mod mount;
 pub mod protocol;
 mod verdict;
 
-pub use board::{Attempt, Board, Claim, Entry, Leased, Recorded, Submitted, Worker};
+pub use board::{Answer, Attempt, Board, Claim, Entry, Leased, Recorded, Submitted, Worker};
 pub use board_error::BoardError;
 pub use job::{Device, Kind, Raced, Spec};
 pub use mount::network_mount;

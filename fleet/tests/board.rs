@@ -348,10 +348,10 @@ fn edit(path: &Path, sql: &str) {
 fn edits_of_jobs_and_results_are_noticed() {
     let edits = [
         "UPDATE jobs SET spec = replace(spec, 'toy', 'boy')",
-        "UPDATE results SET ledger = ledger || ' '",
-        "UPDATE results SET card = 'z'",
-        "UPDATE results SET finding = replace(finding, '10.0', '9.0')",
-        "UPDATE results SET finding = '{}'",
+        "UPDATE results SET result = replace(result, 'rows', 'sows')",
+        "UPDATE results SET result = replace(result, '10.0', '9.0')",
+        "UPDATE results SET result = '{}'",
+        "UPDATE jobs SET hash = 'x'",
     ];
     for sql in edits {
         let (_folder, path, mut board) = board();

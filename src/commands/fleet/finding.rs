@@ -27,7 +27,8 @@ pub(super) fn finding(spec: &Spec, run: &Recorded) -> Result<Finding, Failure> {
     };
     let confirmed = run.confirmation.as_ref();
     let confirmed = match spec.kind {
-        Kind::Leg => confirmed,
+        // A start that nothing beat is confirmed too, but it has won nothing.
+        Kind::Leg => confirmed.filter(|c| c.champion != baseline.trial),
         Kind::Race => confirmed.filter(|c| c.champion == subject.trial),
     };
     let (decision, why) = decided(spec.kind, confirmed, subject);
@@ -64,6 +65,12 @@ fn follows(spec: &Spec, run: &Recorded) -> Result<(), Failure> {
         ("target", word(run, "target") == spec.target),
         ("seed", number("seed") == Some(spec.seed)),
         ("contexts", contexts == json!(spec.contexts)),
+        ("budget", word(run, "budget") == spec.budget),
+        ("strategy", word(run, "strategy") == spec.strategy),
+        (
+            "priors",
+            run.header.get("prior").is_some_and(|prior| spec.proposes_from(&prior.to_string())),
+        ),
         ("start", raced.is_none_or(|race| start.as_ref() == Some(&race.start))),
         (
             "candidate",

@@ -26,7 +26,7 @@ use crate::{interrupt, report};
 /// How often a waiting thread looks around.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the current trial may go on after SIGTERM; then the lease is given back without it.
-const GRACE: Duration = Duration::from_secs(2);
+const GRACE: Duration = Duration::from_secs(1);
 /// Mean pause between two claims while nothing is free.
 const POLL_MS: u64 = 500;
 /// Tries of a request that the board does not take, a second apart.

@@ -136,27 +136,34 @@ fn holds(folder: &Path, jobs: usize) {
     assert_eq!(answers(folder, "corpus check --store all.sqlite")["holds"], true);
 }
 
-const STORM: &str =
-    "fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8 --seeds 0,1";
+/// Blows to the fleet; more with AMK_KILLS, and more legs.
+fn blows() -> usize {
+    std::env::var("AMK_KILLS").map_or(14, |text| text.parse().unwrap())
+}
 
 #[test]
 fn a_fleet_that_is_killed_and_stopped_finds_what_an_undisturbed_one_finds() {
     let (calm, storm) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    assert_eq!(answers(calm.path(), STORM)["new"], 4);
+    let seeds: Vec<String> = (0..=blows() / 8).map(|seed| seed.to_string()).collect();
+    let submit =
+        "fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8 --seeds";
+    let submit = format!("{submit} {}", seeds.join(","));
+    let legs = 2 * seeds.len();
+    assert_eq!(answers(calm.path(), &submit)["new"], legs);
     let workers = [(); 2].map(|()| start(calm.path(), WORKER));
     let done: u64 = workers.map(|w| ended(w).1["done"].as_u64().unwrap()).iter().sum();
-    assert_eq!(done, 4);
-    holds(calm.path(), 4);
+    assert_eq!(done, legs as u64);
+    holds(calm.path(), legs);
 
     answers(
         storm.path(),
         "fleet init --board b.sqlite --lease 0.6 --heartbeat 0.1 --attempts 1000",
     );
-    answers(storm.path(), STORM);
+    answers(storm.path(), &submit);
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(11);
     let mut workers: Vec<Child> = (0..3).map(|_| start(storm.path(), WORKER)).collect();
     let (mut kills, mut stops) = (0, 0);
-    for blow in 0..14 {
+    for blow in 0..blows() {
         std::thread::sleep(Duration::from_millis(rng.random_range(60..260)));
         let at = rng.random_range(0..workers.len());
         if workers[at].try_wait().unwrap().is_none() {
@@ -176,9 +183,9 @@ fn a_fleet_that_is_killed_and_stopped_finds_what_an_undisturbed_one_finds() {
     for worker in workers {
         assert_eq!(ended(worker).0, 0);
     }
-    holds(storm.path(), 4);
+    holds(storm.path(), legs);
     let board = Board::open(&storm.path().join("b.sqlite")).unwrap();
-    let lost = board.attempts().unwrap().len() - 4;
+    let lost = board.attempts().unwrap().len() - legs;
     println!("{kills} kills, {stops} stops past the lease, {lost} attempts lost");
     assert!(kills >= 5 && stops >= 1 && lost >= 2, "{kills} kills, {stops} stops, {lost} lost");
     assert_eq!(found(storm.path()), found(calm.path()));

@@ -33,7 +33,7 @@ pub enum BoardError {
         known: i64,
     },
     /// The board exists with other terms.
-    #[error("the board {} exists with other terms ({}); leave --lease, --heartbeat and --attempts out, or make a new board", .path.display(), .terms)]
+    #[error("the board {} exists with other terms ({}); use it as it is, or make a new board", .path.display(), .terms)]
     Terms {
         /// The board.
         path: PathBuf,

@@ -75,13 +75,19 @@ pub fn status(results: &[&Recorded]) -> Status {
     if results.iter().any(|result| !result.finding.is_measured()) {
         return Status::Predicted;
     }
-    // A card without an identity cannot be told from another one.
+    let (cards, hosts) = kept_on(results);
+    let reverted = results.iter().any(|result| result.finding.is_reverted());
+    let agreed = cards >= AGREED_CARDS_MIN && hosts >= AGREED_HOSTS_MIN;
+    if agreed && !reverted { Status::Confirmed } else { Status::Candidate }
+}
+
+/// The number of cards that kept a champion, and of their hosts. A card without an identity cannot be told from another
+/// one and does not count.
+fn kept_on(results: &[&Recorded]) -> (usize, usize) {
     let kept = || results.iter().filter(|r| r.finding.is_kept() && !r.card.is_empty());
     let cards: BTreeSet<&str> = kept().map(|result| &*result.card).collect();
     let hosts: BTreeSet<&str> = kept().map(|result| &*result.host).collect();
-    let reverted = results.iter().any(|result| result.finding.is_reverted());
-    let agreed = cards.len() >= AGREED_CARDS_MIN && hosts.len() >= AGREED_HOSTS_MIN;
-    if agreed && !reverted { Status::Confirmed } else { Status::Candidate }
+    (cards.len(), hosts.len())
 }
 
 /// The best schedule for a model on a card at a context.
@@ -132,9 +138,7 @@ fn champion((entry, result): &(Entry, Recorded), done: &[(Entry, Recorded)]) -> 
     let of_leg = |other: &Entry| other.spec.race.as_ref().is_some_and(|race| race.leg == entry.id);
     let races = done.iter().filter(|(other, _)| of_leg(other)).map(|(_, race)| race);
     let all: Vec<&Recorded> = std::iter::once(result).chain(races).collect();
-    let kept = || all.iter().filter(|result| result.finding.is_kept());
-    let cards: BTreeSet<&str> = kept().map(|result| &*result.card).collect();
-    let hosts: BTreeSet<&str> = kept().map(|result| &*result.host).collect();
+    let (cards_kept, hosts_kept) = kept_on(&all);
     Champion {
         model: entry.spec.model.clone(),
         target: entry.spec.target.clone(),
@@ -143,8 +147,8 @@ fn champion((entry, result): &(Entry, Recorded), done: &[(Entry, Recorded)]) -> 
         status: status(&all),
         job: entry.id,
         finding: result.finding.clone(),
-        cards_kept: cards.len(),
-        hosts_kept: hosts.len(),
+        cards_kept,
+        hosts_kept,
         reverted: all.iter().filter(|result| result.finding.is_reverted()).count(),
     }
 }

@@ -12,7 +12,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use serde_json::json;
 
-const TERMS: Terms = Terms { lease_ms: 100, heartbeat_ms: 10, attempts_max: 3 };
+const TERMS: Terms = Terms { lease_ms: 60_000, heartbeat_ms: 10_000, attempts_max: 3 };
 
 fn board() -> (tempfile::TempDir, PathBuf, Board) {
     let folder = tempfile::tempdir().unwrap();
@@ -112,7 +112,7 @@ fn the_board_executes_the_protocol() {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(3);
     let (mut late, mut done) = (0, 0);
     for _ in 0..600 {
-        NOW.fetch_add(rng.random_range(0..40), Ordering::SeqCst);
+        NOW.fetch_add(rng.random_range(0..24_000), Ordering::SeqCst);
         let what = rng.random_range(0..8);
         if what < 3 || leases.is_empty() {
             claims(&mut board, &who, &mut jobs, &mut leases);
@@ -378,7 +378,7 @@ fn submitting_again_changes_nothing_and_other_files_are_refused() {
     assert_eq!((again.new, again.held), (1, 1));
     assert!(Board::create(&path, None).is_ok(), "its terms stay");
     let refused = |opened: Result<Board, BoardError>| opened.err().unwrap().to_string();
-    let other = Terms { lease_ms: 200, ..TERMS };
+    let other = Terms { lease_ms: 70_000, ..TERMS };
     assert!(refused(Board::create(&path, Some(other))).contains("other terms"));
     assert!(refused(Board::open(&folder.path().join("no"))).contains("amk fleet init"));
     let text = folder.path().join("text");

@@ -4,14 +4,16 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use ir::schedule::ScheduleConfig;
 use schemars::JsonSchema;
 use search::Budget;
-use search::strategy::StrategyName;
+use search::strategy::{KnownRun, StrategyName};
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
 
 mod config;
+mod fleet;
 mod gpu;
 mod help;
 pub(crate) mod renamed;
@@ -19,6 +21,7 @@ mod runs;
 mod text;
 mod trace;
 
+pub(crate) use self::fleet::*;
 pub(crate) use self::trace::*;
 pub(crate) use config::*;
 pub(crate) use gpu::*;
@@ -109,6 +112,17 @@ pub(crate) enum Command {
         trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
+    /// Searches over many machines or cards: jobs on a board, leased by workers.
+    #[command(
+        after_help = "Examples:\n  amk fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8\n  \
+        amk fleet worker --board b.sqlite --device cpu --until-done\n  amk fleet status --board b.sqlite\n\n\
+        Any number of workers may run at once, be killed, and come late: each job has one result. docs/guide/fleet.md says how."
+    )]
+    Fleet {
+        /// The subcommand.
+        #[command(subcommand)]
+        command: FleetCommand,
+    },
     /// What all searches found, in one SQLite file: shows, checks, imports.
     #[command(
         after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus check\n\n\
@@ -478,6 +492,19 @@ pub(crate) struct LoopArgs {
     /// The store of the results of all searches; `none`: no store. Default: store.sqlite beside OUT.
     #[arg(long, value_name = "FILE|none")]
     pub(crate) store: Option<PathBuf>,
+    /// What a job of a fleet fixes: never given on a command line.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) fixed: Option<FixedTerms>,
+}
+
+/// What a job of a fleet fixes instead of the store and the rules of this machine.
+#[derive(Clone, Debug)]
+pub(crate) struct FixedTerms {
+    /// The snapshot of earlier searches to propose from.
+    pub(crate) known: Vec<KnownRun>,
+    /// Of a race: where it begins, and its only candidate.
+    pub(crate) race: Option<[ScheduleConfig; 2]>,
 }
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]

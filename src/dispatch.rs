@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::cli::{Command, CorpusCommand, MeasuredGridCommand, RunsCommand};
+use crate::cli::{Command, CorpusCommand, FleetCommand, MeasuredGridCommand, RunsCommand};
 use crate::commands::{
-    bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export,
+    bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export, fleet,
     generate, levers, measured_grid, migrate, program, propose, provenance, quantize, rerun, runs,
     search_loop, trace,
 };
@@ -19,6 +19,12 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Propose(args) => propose::answer(&args)?.print(),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
+        Command::Fleet { command: FleetCommand::Init(args) } => fleet::init(&args),
+        Command::Fleet { command: FleetCommand::Submit(args) } => fleet::submit::run(&args),
+        Command::Fleet { command: FleetCommand::Worker(args) } => fleet::worker::run(&args),
+        Command::Fleet { command: FleetCommand::Status(args) } => fleet::status::run(&args),
+        Command::Fleet { command: FleetCommand::Report(args) } => fleet::report::run(&args),
+        Command::Fleet { command: FleetCommand::Drain(args) } => fleet::drain(&args),
         Command::Corpus { command: CorpusCommand::Show(args) } => corpus_store::show(&args),
         Command::Corpus { command: CorpusCommand::Check(args) } => corpus_store::check(&args),
         Command::Corpus { command: CorpusCommand::Import(args) } => corpus_store::import(&args),

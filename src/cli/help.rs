@@ -9,7 +9,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
     ("Use a model", &["doctor", "generate", "chat", "serve", "bench", "top", "export"]),
     (
         "Search for a schedule",
-        &["propose", "evaluate", "loop", "runs", "report", "corpus", "bundle", "mcp"],
+        &["propose", "evaluate", "loop", "fleet", "runs", "report", "corpus", "bundle", "mcp"],
     ),
     (
         "Inspect",

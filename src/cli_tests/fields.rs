@@ -14,11 +14,12 @@ fn recorded() -> PathBuf {
 }
 
 /// Names that are data and not fields: knobs, ids, paths.
-const DATA: [&str; 10] = [
+const DATA: [&str; 11] = [
     "search_space",
     "best_config",
     "config",
     "schedule_config",
+    "start_config",
     "changed",
     "changes",
     "names",

@@ -28,6 +28,17 @@ const NOT_WRITTEN: [&str; 4] =
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
+/// The session of a fleet of one worker.
+const FLEET: [&str; 7] = [
+    "fleet init --board b.sqlite",
+    "fleet submit --board b.sqlite --models toy --device cpu --budget 2",
+    "fleet status --board b.sqlite",
+    "fleet worker --board b.sqlite --device cpu --until-done --out legs",
+    "fleet status --board b.sqlite",
+    "fleet report --board b.sqlite --out written",
+    "fleet drain --board b.sqlite",
+];
+
 /// A folder with the files that the session reads.
 fn inputs() -> tempfile::TempDir {
     let dir = folder();
@@ -97,7 +108,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("evaluate --model no-such-model"),
     ];
     let mut all: BTreeMap<String, Fields> = BTreeMap::new();
-    for call in calls {
+    for call in calls.into_iter().chain(FLEET.map(plain)) {
         let args: Vec<&str> = call.iter().map(String::as_str).collect();
         let document = amk_in(dir.path(), &args).json();
         let schema = document["schema"].as_str().unwrap_or_else(|| panic!("{args:?}: {document}"));

@@ -10,6 +10,7 @@ pub(crate) mod doctor;
 pub(crate) mod evaluate;
 pub(crate) mod explain;
 pub(crate) mod export;
+pub(crate) mod fleet;
 pub(crate) mod generate;
 #[cfg(feature = "full")]
 pub(crate) mod html;

@@ -41,7 +41,7 @@ mod watch;
 
 use cards::Opened;
 use header::Header;
-use proposer::Proposer;
+use proposer::{OnlyCandidate, Proposer};
 use store_sink::StoreSink;
 
 pub(crate) use document::{Card, Found, Kept, cards as cards_of};
@@ -109,7 +109,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let positions = (opened.count() > 0).then_some(POSITIONS_MAX);
         let gate = context.gate_at(header.seed, positions, &kernel_id, &header.contexts)?;
         let settings = settings(&context, &header);
-        let strategy = strategy(&context, &header, &settings)?;
+        let strategy = strategy(args, &context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());
         let search = match opened {
             Opened::Several(pool) => Search::side_by_side(gate, *pool, settings),
@@ -154,7 +154,9 @@ fn with_known(
     several: bool,
 ) -> Result<Header, Failure> {
     let mut header = header.with_kind(context, measures, several)?;
-    if header.strategy == StrategyName::Residual && !args.resume {
+    if let Some(fixed) = &args.fixed {
+        header.known.clone_from(&fixed.known);
+    } else if header.strategy == StrategyName::Residual && !args.resume {
         header.known = match store_sink::known(args, dir, context, &header) {
             // Nobody asked for the store beside the folder: without it the search begins from nothing.
             Err(error) if args.store.is_none() => {
@@ -265,12 +267,16 @@ fn settings(context: &Context, header: &Header) -> Settings {
     }
 }
 
-/// The proposer: an external command, or the strategy in the header.
+/// The proposer: the candidate of a race, an external command, or the strategy in the header.
 fn strategy(
+    args: &LoopArgs,
     context: &Context,
     header: &Header,
     settings: &Settings,
 ) -> Result<Arc<dyn Strategy>, Failure> {
+    if let Some([_, candidate]) = args.fixed.as_ref().and_then(|fixed| fixed.race) {
+        return Ok(Arc::new(OnlyCandidate(candidate)));
+    }
     if let Some(command) = &header.proposer {
         return Ok(Arc::new(Proposer::start(command, context, header.seed)?));
     }

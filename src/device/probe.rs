@@ -44,14 +44,20 @@ fn fits(target: &Target, info: DeviceInfo) -> Result<DeviceInfo, HostError> {
 
 /// The live GPU as a target, if there is one that the kernel runs on.
 pub(crate) fn live_target() -> Option<Target> {
+    live_card().map(|(target, _)| target)
+}
+
+/// The same, with the card's description.
+pub(crate) fn live_card() -> Option<(Target, DeviceInfo)> {
     let info = Card::default().info().ok()?;
     Architecture::of(info.capability)?;
-    Some(Target {
+    let target = Target {
         sms: info.sms,
         smem_optin_bytes: info.shared_bytes,
         l2_bytes: info.l2_bytes.into(),
         ..Target::of_card(&info.name)
-    })
+    };
+    Some((target, info))
 }
 
 /// The note on a prediction for a target without a kernel.

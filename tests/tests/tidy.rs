@@ -10,6 +10,7 @@ use tests::root;
 /// the search on a driver.
 const EDGES: &[(&str, &[&str])] = &[
     ("abi", &[]),
+    ("fleet", &[]),
     ("ir", &["abi"]),
     ("vm-device", &["abi"]),
     ("lower", &["abi", "ir"]),
@@ -28,6 +29,7 @@ const EDGES: &[(&str, &[&str])] = &[
         &[
             "abi",
             "corpus",
+            "fleet",
             "hub",
             "ir",
             "lower",

@@ -134,7 +134,7 @@ impl Recorded {
         self.champion().filter(|_| whole)?.verdict.latency_us
     }
 
-    pub(super) fn conditions(&self) -> Option<Conditions> {
+    pub(in crate::commands) fn conditions(&self) -> Option<Conditions> {
         serde_json::from_value(self.header.get("conditions")?.clone()).ok()
     }
 

@@ -247,6 +247,10 @@ impl Header {
             for &tokens in &self.contexts {
                 context.check_timed(tokens, TIMED_TOKENS as u32, context.kv_capacity)?;
             }
+            let raced = args.fixed.as_ref().and_then(|fixed| fixed.race);
+            self.start = raced.map(|[config, _]| Start { source: json!({"kind": "race"}), config });
+        }
+        if !self.resumed && self.start.is_none() {
             let given = ConfigArgs { config: None, schedule: args.schedule };
             let tokens = self.predicted_at(context)[0];
             let Chosen { config, source } = choose(context, &given, tokens, Auto::Reproducible)?;

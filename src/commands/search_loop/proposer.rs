@@ -35,6 +35,21 @@ const UNREAD_MAX: usize = 4096;
 /// The most refused proposals for one trial.
 const REFUSED_MAX: usize = 100;
 
+/// The strategy of a race: its candidate, once.
+#[derive(Debug)]
+pub(super) struct OnlyCandidate(pub(super) ScheduleConfig);
+
+impl Strategy for OnlyCandidate {
+    fn name(&self) -> &'static str {
+        "race"
+    }
+
+    fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
+        let first = (question.trial == 1).then_some((Origin::External, self.0));
+        Box::new(first.into_iter())
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Proposer {
     talk: Mutex<Talk>,

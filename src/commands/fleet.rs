@@ -1,0 +1,83 @@
+//! `amk fleet`: searches over many workers that share a board.
+
+use std::path::Path;
+
+use fleet::protocol::Terms;
+use fleet::{Board, BoardError};
+use serde_json::json;
+
+use crate::cli::{FleetDrainArgs, FleetInitArgs};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::report as out;
+
+mod finding;
+pub(crate) mod report;
+pub(crate) mod status;
+pub(crate) mod submit;
+pub(crate) mod worker;
+
+impl From<BoardError> for Failure {
+    fn from(error: BoardError) -> Self {
+        match error {
+            BoardError::Damaged { .. } => Self::integrity(error.to_string()),
+            BoardError::Sqlite { .. }
+            | BoardError::NoBoard(_)
+            | BoardError::Missing(_)
+            | BoardError::Version { .. }
+            | BoardError::Terms { .. }
+            | BoardError::Network { .. }
+            | BoardError::Refused(_) => Self::usage(error.to_string()),
+        }
+    }
+}
+
+/// Refuses the address of a server: boards of this build are files.
+fn file(board: &Path) -> Result<&Path, Failure> {
+    match board.to_str().filter(|text| text.contains("://")) {
+        None => Ok(board),
+        Some(url) => Err(Failure::usage(format!(
+            "--board {url}: this amk keeps boards in SQLite files only; name a file on a local disk"
+        ))),
+    }
+}
+
+fn open(board: &Path) -> Result<Board, Failure> {
+    Ok(Board::open(file(board)?)?)
+}
+
+fn create(board: &Path, terms: Option<Terms>) -> Result<Board, Failure> {
+    let board = file(board)?;
+    if let Some(folder) = board.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        std::fs::create_dir_all(folder).map_err(Failure::cannot(
+            "create",
+            folder,
+            "name another file with --board",
+        ))?;
+    }
+    Ok(Board::create(board, terms)?)
+}
+
+pub(crate) fn init(args: &FleetInitArgs) -> Outcome {
+    let ms = |flag: &str, seconds: f64| {
+        let fits = (0.001..=86_400.0).contains(&seconds);
+        let wrong = || format!("{flag} {seconds} is out of range: 0.001 to 86400 seconds");
+        if fits { Ok((seconds * 1000.0).round() as u64) } else { Err(Failure::usage(wrong())) }
+    };
+    let (lease_ms, heartbeat_ms) = (ms("--lease", args.lease)?, ms("--heartbeat", args.heartbeat)?);
+    let terms = Terms { lease_ms, heartbeat_ms, attempts_max: args.attempts };
+    let board = create(&args.board.board, Some(terms))?;
+    out::say(&format!("board {}", board.path().display()));
+    out::document(
+        &json!({"schema": "amk.fleet_init.v1", "board": board.path(), "terms": board.terms()}),
+    )?;
+    Ok(Exit::Yes)
+}
+
+pub(crate) fn drain(args: &FleetDrainArgs) -> Outcome {
+    let told = open(&args.board.board)?.drain(&args.workers)?;
+    out::say(&format!("{told} workers end after their current job"));
+    out::document(
+        &json!({"schema": "amk.fleet_drain.v1", "board": args.board.board, "workers": told}),
+    )?;
+    Ok(Exit::Yes)
+}

@@ -158,34 +158,25 @@ fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
     y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 }
 
-/// Flow of one kind of task's weights through the ring of a worker. The ring is counted in stages, since a stage is taken
-/// however little of it is filled.
+/// Flow of one kind of matrix through the ring of a worker. Bytes and microseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flow {
-    /// Stages of the ring.
+    /// Bytes in a full ring.
     pub(super) ring: f64,
-    /// Stages of the task that its warps load into registers before its input arrives, which frees them.
-    pub(super) taken: f64,
-    /// Stages of the task.
-    pub(super) needed: f64,
-    /// Bytes of a stage.
-    pub(super) payload: f64,
-    /// Stages per microsecond that arrive inside a phase, and before a wait, with every worker streaming.
+    /// Bytes per microsecond that arrive inside a phase, and before a wait, with every worker streaming.
     pub(super) stream: f64,
     pub(super) stream_before_wait: f64,
-    /// Stages per microsecond that the bytes in flight allow if no other worker streams.
+    /// Bytes per microsecond that the bytes in flight allow if no other worker streams.
     pub(super) alone: f64,
     /// Multiplying one byte, and the additional cost per stage and per tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
     pub(super) tile: f64,
-    /// Stages in flight before a wait at most.
-    pub(super) before_wait: f64,
-    /// From a request to its arrival.
-    pub(super) memory: f64,
+    /// Delay of one trip caused by the bytes in flight before a wait.
+    pub(super) queue: f64,
 }
 
-/// The parameters of a [`Flow`]: the ring's stages, and how the task fills and uses them.
+/// The parameters of a [`Flow`]: the ring's stages, and how much of a stage the matrix fills.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) stages: u32,
@@ -195,8 +186,6 @@ pub(super) struct Shape {
     pub(super) payload: f64,
     /// Whether each warp loads its fragment of a stage into registers at once.
     pub(super) even: bool,
-    /// Stages of the task.
-    pub(super) needed: f64,
 }
 
 /// The rates of one worker for one kernel and GPU.
@@ -244,29 +233,24 @@ impl Speeds {
         let free = shape.stages.saturating_sub(HELD_STAGES).max(1);
         let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
-        let most = if shape.even { TAKEN_STAGES } else { 0 };
+        let taken = if shape.even { TAKEN_STAGES } else { 0 };
+        let ring = f64::from(shape.stages + taken) * shape.payload;
         // While products run, a stage becomes free once it has arrived and been multiplied.
-        let ring = f64::from(shape.stages + most) * shape.payload;
         let refill = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
         Flow {
-            ring: f64::from(shape.stages),
-            taken: shape.needed.min(f64::from(most)),
-            needed: shape.needed,
-            payload: shape.payload,
-            stream: self.stream(in_flight).min(refill) / shape.payload,
-            stream_before_wait: self.stream(before_wait) / shape.payload,
-            alone: self.alone(in_flight).min(refill) / shape.payload,
+            ring,
+            stream: self.stream(in_flight).min(refill),
+            stream_before_wait: self.stream(before_wait),
+            alone: self.alone(in_flight).min(refill),
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
-            before_wait: f64::from(shape.in_flight_before_wait),
-            memory: MEMORY_US + rates.issue_us,
+            queue: self.queue(before_wait / self.scale),
         }
     }
 
-    /// Delay of a trip by this many bytes in flight to its worker.
-    pub(super) fn queue(&self, in_flight: f64) -> f64 {
-        let in_flight = in_flight / self.scale;
+    /// Delay of a trip by this many bytes in flight on an H200.
+    fn queue(&self, in_flight: f64) -> f64 {
         let little = interpolate(QUEUE, in_flight.min(QUEUE_KNEE));
         let more = interpolate(QUEUE, in_flight) - little;
         self.rates.queue_share * little + self.rates.queue_more_share * more

@@ -41,6 +41,27 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
+    /// Further fields that templates read, such as `tool_calls` and `tool_call_id`.
+    #[serde(flatten)]
+    pub fields: Map<String, Json>,
+}
+
+impl Message {
+    /// A message of text only.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), fields: Map::new() }
+    }
+}
+
+/// How a model writes tool calls, which its chat template tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolForm {
+    /// Hermes and Qwen: `<tool_call>\n{"name": .., "arguments": ..}\n</tool_call>`, once or more.
+    Hermes,
+    /// Llama 3: an answer that is `{"name": .., "parameters": ..}`.
+    Llama,
+    /// Mistral: `[TOOL_CALLS][{"name": .., "arguments": ..}, ..]`.
+    Mistral,
 }
 
 /// The input of a chat template.
@@ -101,6 +122,20 @@ impl Template {
             .into_iter()
             .filter_map(|name| Some((name.into(), token(&config, name)?)));
         Ok(Some(Self { source: job.source, tokens: tokens.collect() }))
+    }
+
+    /// The form of tool calls; `None` if the template does not read `tools`, or has a form that is not known.
+    pub(crate) fn tool_form(&self) -> Option<ToolForm> {
+        let has = |text: &str| self.source.contains(text);
+        // Newer models of these families write calls without JSON, or without their names in it.
+        let other = ["[ARGS]", "[CALL_ID]", "<function=", "<arg_key>"].into_iter().any(has);
+        match () {
+            () if other || !has("tools") => None,
+            () if has("[TOOL_CALLS]") => Some(ToolForm::Mistral),
+            () if has("<tool_call>") => Some(ToolForm::Hermes),
+            () if has("\"parameters\": ") => Some(ToolForm::Llama),
+            () => None,
+        }
     }
 
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {

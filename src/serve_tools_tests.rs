@@ -201,6 +201,34 @@ fn calls_and_results_reach_the_template() {
 }
 
 #[test]
+fn the_page_is_served_and_may_load_nothing() {
+    let server = Server::start(&["--model", "toy", "--device", "eval", "--api-key", "sesame"]);
+    let (page, other) = (server.get("/"), server.get("/"));
+    assert_eq!(page.status, 200, "without the key, for which it asks");
+    assert!(page.head.contains("content-type: text/html; charset=utf-8"), "{}", page.head);
+    assert!(page.head.contains("x-content-type-options: nosniff"), "{}", page.head);
+    let policy = |page: &Answer| {
+        let line =
+            page.head.lines().find_map(|line| line.strip_prefix("content-security-policy: "));
+        line.unwrap().to_owned()
+    };
+    assert!(
+        policy(&page).starts_with("default-src 'none'; script-src 'nonce-"),
+        "{}",
+        policy(&page)
+    );
+    assert!(!policy(&page).contains("unsafe") && policy(&page) != policy(&other));
+    let nonce = policy(&page).split_once("nonce-").unwrap().1[..32].to_owned();
+    assert_eq!(page.body.matches(&format!("nonce=\"{nonce}\"")).count(), 2, "style and script");
+    assert!(page.body.len() < 12_000, "{} bytes", page.body.len());
+    for loaded in ["http:", "https:", "//", "src=", "@import", "url("] {
+        let comments = page.body.replace("/** ", "");
+        assert!(!comments.contains(loaded), "{loaded}");
+    }
+    assert_eq!(server.post("/", &json!({})).status, 405, "only to look at");
+}
+
+#[test]
 fn wrong_tools_are_refused() {
     let plain = Server::start(&["--model", GOLDEN, "--device", "eval"]);
     let why = plain

@@ -273,7 +273,11 @@ pub(super) fn spaced(schema: Value) -> Value {
             Value::Object(map)
         }
         Value::Bool(true) => json!({"x-guidance": spaces}),
-        other => other,
+        Value::Bool(false)
+        | Value::Null
+        | Value::Number(_)
+        | Value::String(_)
+        | Value::Array(_) => schema,
     }
 }
 
@@ -310,7 +314,16 @@ impl Constraint for Guided {
         match self.matcher.stop_reason() {
             StopReason::NotStopped => Ok(false),
             StopReason::NoExtension => Ok(true),
-            other => Err(format!("the grammar ended: {other}")),
+            StopReason::MaxTokensTotal
+            | StopReason::MaxTokensParser
+            | StopReason::NoExtensionBias
+            | StopReason::EndOfSentence
+            | StopReason::InternalError
+            | StopReason::LexerTooComplex
+            | StopReason::ParserTooComplex
+            | StopReason::Cancelled => {
+                Err(format!("the grammar ended: {}", self.matcher.stop_reason()))
+            }
         }
     }
 

@@ -14,6 +14,7 @@ mod messages;
 mod messages_answer;
 mod metrics;
 mod origin;
+mod page;
 mod prompt;
 mod record;
 mod refusal;

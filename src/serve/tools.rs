@@ -148,7 +148,10 @@ fn choice(
             let kind = match value {
                 Value::Null => "auto",
                 Value::String(text) => text,
-                other => other["type"].as_str().unwrap_or(""),
+                other
+                @ (Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_)) => {
+                    other["type"].as_str().unwrap_or("")
+                }
             };
             let legal = "auto, none, required, or {\"type\": \"function\", \"function\": {\"name\": one of `tools`}}";
             (legal, kind, &value["function"]["name"], several.unwrap_or(true))

@@ -43,7 +43,7 @@ impl CallReader {
     pub(super) fn push(&mut self, text: &str) -> Parts {
         self.held.push_str(text);
         match self.tools.form {
-            ToolForm::Hermes => self.tagged(),
+            ToolForm::Hermes => self.between_tags(),
             ToolForm::Mistral | ToolForm::Llama => (self.before_list(), Vec::new()),
         }
     }
@@ -88,7 +88,7 @@ impl CallReader {
     }
 
     /// Calls between tags.
-    fn tagged(&mut self) -> Parts {
+    fn between_tags(&mut self) -> Parts {
         let (begin, end) = (self.tools.marker(), "</tool_call>");
         let (mut shown, mut calls) = (String::new(), Vec::new());
         while let Some(start) = self.held.find(begin) {

@@ -169,6 +169,31 @@ fn tools_are_called_in_both_apis() {
     assert_eq!(events[4]["delta"]["stop_reason"], "tool_use");
 }
 
+/// Mistral's marker is a special token, which is no text: the grammar names it by its id, and the answer shows it.
+#[test]
+fn a_call_may_begin_with_a_special_token() {
+    let folder = folder(
+        "{% for t in tools or [] %}[AVAILABLE_TOOLS]{{ t | tojson }}{% endfor %}[TOOL_CALLS]",
+    );
+    let path = folder.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(
+        text.matches("<|end_header_id|>").count(),
+        2,
+        "its name, and its place in the vocabulary"
+    );
+    std::fs::write(&path, text.replace("<|end_header_id|>", "[TOOL_CALLS]")).unwrap();
+    let server = Server::start(&["--model", folder.path().to_str().unwrap(), "--device", "cpu"]);
+    let fields = json!({"tools": [tool("add")], "tool_choice": "required", "parallel_tool_calls": false, "seed": 2,
+        "logprobs": true});
+    let answer = server.post("/v1/chat/completions", &chat(fields)).json();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{answer}");
+    fits(choice["message"]["tool_calls"][0]["function"]["arguments"].as_str().unwrap());
+    assert_eq!(choice["message"]["content"], Value::Null);
+    assert_eq!(choice["logprobs"]["content"][0]["token"], "[TOOL_CALLS]");
+}
+
 /// The prompt that messages and tools make, as `/tokenize` shows it.
 #[test]
 fn calls_and_results_reach_the_template() {
@@ -222,8 +247,7 @@ fn the_page_is_served_and_may_load_nothing() {
     assert_eq!(page.body.matches(&format!("nonce=\"{nonce}\"")).count(), 2, "style and script");
     assert!(page.body.len() < 12_000, "{} bytes", page.body.len());
     for loaded in ["http:", "https:", "//", "src=", "@import", "url("] {
-        let comments = page.body.replace("/** ", "");
-        assert!(!comments.contains(loaded), "{loaded}");
+        assert!(!page.body.contains(loaded), "{loaded}");
     }
     assert_eq!(server.post("/", &json!({})).status, 405, "only to look at");
 }

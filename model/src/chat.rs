@@ -350,3 +350,25 @@ fn reason(error: &Error) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_form_of_tool_calls_is_read_from_the_template() {
+        let form = |source: &str| {
+            let source = format!("{{% if tools %}}{source}{{% endif %}}");
+            Template { source, tokens: BTreeMap::new() }.tool_form()
+        };
+        assert_eq!(form("within <tool_call></tool_call> tags"), Some(ToolForm::Hermes));
+        assert_eq!(form("[TOOL_CALLS]["), Some(ToolForm::Mistral));
+        let llama = "{\"name\": function name, \"parameters\": dictionary of arguments}";
+        assert_eq!(form(llama), Some(ToolForm::Llama));
+        for unknown in ["", "<tool_call><function=f>", "[TOOL_CALLS]f[ARGS]{}"] {
+            assert_eq!(form(unknown), None, "{unknown:?}");
+        }
+        let without = Template { source: "<tool_call>".to_owned(), tokens: BTreeMap::new() };
+        assert_eq!(without.tool_form(), None, "it does not read them");
+    }
+}

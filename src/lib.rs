@@ -14,6 +14,7 @@ mod cli;
 mod commands;
 mod conditions;
 mod config_source;
+mod constraint;
 mod context;
 mod device;
 mod dispatch;

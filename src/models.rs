@@ -176,9 +176,10 @@ impl From<HubError> for Failure {
             HubError::Unreachable(_) | HubError::Forbidden { .. } | HubError::NoSpace { .. } => {
                 Self::missing(text)
             }
-            HubError::Absent { .. } | HubError::Unsupported { .. } | HubError::Io { .. } => {
-                Self::usage(text)
-            }
+            HubError::Absent { .. }
+            | HubError::Unsupported { .. }
+            | HubError::Certificates { .. }
+            | HubError::Io { .. } => Self::usage(text),
             HubError::Damaged { .. } => Self::integrity(text),
             HubError::Model(_) => Self::usage(text),
         }

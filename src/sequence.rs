@@ -4,6 +4,7 @@ use abi::SequenceEnd;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::Priority;
 
+use crate::constraint::Constraint;
 use crate::engine::{Advanced, Broken, Engine, How, PROMPT_SLICE};
 use crate::host_rules::HostRules;
 
@@ -19,6 +20,8 @@ pub(crate) struct Work {
     pub(crate) sampling: Sampling,
     /// What only the host can do: with any of it the host samples.
     pub(crate) host: HostRules,
+    /// The rule of the text, in the state after the sampled tokens: with one the host samples.
+    pub(crate) constraint: Option<Box<dyn Constraint>>,
     /// Ids that end the text.
     pub(crate) stop: Vec<u32>,
     /// How many likeliest tokens to report with the log probability of the sampled one.
@@ -36,7 +39,7 @@ impl Work {
 /// Why a text ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Finish {
-    /// The last token is a stop token.
+    /// The last token is a stop token, or completes the text of a grammar.
     Stop,
     /// The requested length was reached.
     Length,
@@ -91,9 +94,10 @@ impl Sequence {
     /// Begins the sequence in a place, and determines whether the machine samples.
     pub(crate) fn begin(&mut self, engine: &mut dyn Engine, place: usize) -> Result<(), Broken> {
         engine.begin(place, self.work.positions())?;
-        let Work { limit, host, logprobs, .. } = &self.work;
+        let Work { limit, host, constraint, logprobs, .. } = &self.work;
+        let ruled = host.any() || constraint.is_some();
         // Log probabilities are computed on the host, from rows. Without new tokens there is nothing to sample.
-        if logprobs.is_none() && self.rows.is_none() && !host.any() && *limit > 0 {
+        if logprobs.is_none() && self.rows.is_none() && !ruled && *limit > 0 {
             let how = How { sampling: &self.work.sampling, stop: &self.work.stop };
             self.chosen_there = engine.choose_by(place, &how)?;
         }
@@ -165,12 +169,20 @@ impl Sequence {
 
     /// Samples from a row and reports the token; returns the ending if it was the last.
     fn choose(&mut self, logits: &[f32], tell: Tell<'_>) -> Result<Option<Finish>, String> {
-        let work = &self.work;
+        let work = &mut self.work;
         let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
-        let ruled = work.host.applied(logits, &self.chosen, &work.stop);
+        let mut ruled = work.host.applied(logits, &self.chosen, &work.stop);
+        if let Some(constraint) = &mut work.constraint {
+            constraint.ban(ruled.to_mut(), &work.stop)?;
+        }
         let id = work.sampling.choose(&ruled, &self.seen, position);
         let id = id.ok_or_else(|| "every token is banned or not a number".to_owned())?;
-        let stopped = work.stop.contains(&id);
+        let mut stopped = work.stop.contains(&id);
+        if let Some(constraint) = &mut work.constraint
+            && !stopped
+        {
+            stopped = constraint.take(id)?;
+        }
         tell(Told::Token(id, work.logprobs.map(|top| logprobs(logits, id, top))));
         self.seen.insert(id);
         self.chosen.push(id);

@@ -3,7 +3,7 @@
 use super::*;
 
 /// A copy of the golden folder with another chat template.
-fn folder(template: &str) -> tempfile::TempDir {
+pub(super) fn folder(template: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(GOLDEN).unwrap() {
         let path = entry.unwrap().path();

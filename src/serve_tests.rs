@@ -376,7 +376,8 @@ fn what_is_not_supported_is_refused_by_name() {
         ("suffix", json!("x"), 400),
         ("presence_penalty", json!(2.1), 400),
         ("frequency_penalty", json!(-3), 400),
-        ("response_format", json!({"type": "json_object"}), 400),
+        ("response_format", json!({"type": "json"}), 400),
+        ("tools", json!([{}]), 400),
         ("temperature", json!("warm"), 400),
         ("temperature", json!(-0.1), 400),
         ("top_p", json!(1.01), 400),
@@ -540,3 +541,7 @@ fn addresses_and_places_are_checked() {
 /// Hostile clients and model folders.
 #[path = "serve_hostile_tests.rs"]
 mod hostile;
+
+/// Grammars and tools.
+#[path = "serve_tools_tests.rs"]
+mod tools;

@@ -63,6 +63,14 @@ pub enum HubError {
         /// Bytes free.
         free: u64,
     },
+    /// The certificates to trust cannot be read.
+    #[error("SSL_CERT_FILE {}: {why}; name a PEM file with the certificates to trust", path.display())]
+    Certificates {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        why: String,
+    },
     /// A file of the cache cannot be read or written.
     #[error("cannot {action} {}: {source}; HF_HUB_CACHE names another folder", path.display())]
     Io {

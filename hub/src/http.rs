@@ -91,7 +91,7 @@ impl<'a> Client<'a> {
                 Some(token) => request.header("authorization", format!("Bearer {token}")),
                 None => request,
             };
-            let answer = request.call().map_err(passing)?;
+            let answer = request.call().map_err(|error| self.failed(&error))?;
             let (status, headers) = (answer.status().as_u16(), answer.headers());
             let elsewhere = text(headers, "location").filter(|to| to.starts_with('/'));
             if let (300..400, Some(to)) = (status, elsewhere) {
@@ -146,7 +146,7 @@ impl<'a> Client<'a> {
         if let Some(from) = from {
             request = request.header("range", format!("bytes={from}-"));
         }
-        let answer = request.call().map_err(passing)?;
+        let answer = request.call().map_err(|error| self.failed(&error))?;
         match answer.status().as_u16() {
             200 | 206 => Ok(answer),
             status => Err(self.refused(status, answer.headers(), at)),
@@ -196,6 +196,19 @@ impl<'a> Client<'a> {
         }
     }
 
+    /// Why a request failed. A certificate that is not trusted will not be at the next attempt either.
+    fn failed(&self, error: &ureq::Error) -> Trouble {
+        let text = error.to_string();
+        if !text.contains("invalid peer certificate") {
+            return passing(text);
+        }
+        let why = format!(
+            "{} is not trusted ({text}; SSL_CERT_FILE names a PEM file with the certificates to trust)",
+            self.hub.endpoint
+        );
+        Trouble::Final(HubError::unreachable(self.hub, self.id, why))
+    }
+
     fn odd(&self, at: &str, what: &str) -> Trouble {
         let why = format!("{} cannot serve it, {what} ({at})", self.hub.endpoint);
         Trouble::Final(HubError::unreachable(self.hub, self.id, why))
@@ -224,13 +237,17 @@ fn plain_etag(etag: &str) -> &str {
 
 /// Trusts the certificates of a file, as behind a proxy of a company.
 fn trusting(path: &Path) -> Result<TlsConfig, HubError> {
-    let pem = std::fs::read(path).map_err(HubError::io("read SSL_CERT_FILE", path))?;
+    let wrong = |why: String| HubError::Certificates { path: path.to_path_buf(), why };
+    let pem = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
     let certificates: Vec<_> = parse_pem(&pem)
         .filter_map(|item| match item {
             Ok(PemItem::Certificate(certificate)) => Some(certificate),
             _ => None,
         })
         .collect();
+    if certificates.is_empty() {
+        return Err(wrong("it has no certificate".to_owned()));
+    }
     Ok(TlsConfig::builder().root_certs(RootCerts::new_with_certs(&certificates)).build())
 }
 

@@ -205,6 +205,22 @@ fn refusals_say_what_to_do() {
 }
 
 #[test]
+fn certificates_to_trust_must_be_there() {
+    let mut case = case();
+    let file = case.hub.cache.with_extension("pem");
+    case.hub.certificates = Some(file.clone());
+    let name = file.to_str().unwrap();
+    contains(&case.refusal(), &["SSL_CERT_FILE", name, "No such file"]);
+    for text in
+        ["", "no certificate", "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n"]
+    {
+        std::fs::write(&file, text).unwrap();
+        contains(&case.refusal(), &["SSL_CERT_FILE", name, "it has no certificate"]);
+    }
+    assert_eq!(case.server.state().seen, [], "nothing was asked");
+}
+
+#[test]
 fn without_a_network_only_the_cache_is_read() {
     let mut case = case();
     case.hub.offline = true;

@@ -41,6 +41,27 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
+    /// Further fields that templates read, such as `tool_calls` and `tool_call_id`.
+    #[serde(flatten)]
+    pub fields: Map<String, Json>,
+}
+
+impl Message {
+    /// A message of text only.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), fields: Map::new() }
+    }
+}
+
+/// How a model writes tool calls, which its chat template tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolForm {
+    /// Hermes and Qwen: `<tool_call>\n{"name": .., "arguments": ..}\n</tool_call>`, once or more.
+    Hermes,
+    /// Llama 3: an answer that is `{"name": .., "parameters": ..}`.
+    Llama,
+    /// Mistral: `[TOOL_CALLS][{"name": .., "arguments": ..}, ..]`.
+    Mistral,
 }
 
 /// The input of a chat template.
@@ -110,6 +131,20 @@ impl Template {
             ModelError::file(path, format!("the chat template does not compile: {why}"))
         })?;
         Ok(Self { source: job.source, tokens })
+    }
+
+    /// The form of tool calls; `None` if the template does not read `tools`, or has a form that is not known.
+    pub(crate) fn tool_form(&self) -> Option<ToolForm> {
+        let has = |text: &str| self.source.contains(text);
+        // Newer models of these families write calls without JSON, or without their names in it.
+        let other = ["[ARGS]", "[CALL_ID]", "<function=", "<arg_key>"].into_iter().any(has);
+        match () {
+            () if other || !has("tools") => None,
+            () if has("[TOOL_CALLS]") => Some(ToolForm::Mistral),
+            () if has("<tool_call>") => Some(ToolForm::Hermes),
+            () if has("\"parameters\": ") => Some(ToolForm::Llama),
+            () => None,
+        }
     }
 
     pub(crate) fn render(&self, chat: &Chat<'_>) -> Result<String, ModelError> {
@@ -323,4 +358,26 @@ fn reason(error: &Error) -> String {
         source = inner.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_form_of_tool_calls_is_read_from_the_template() {
+        let form = |source: &str| {
+            let source = format!("{{% if tools %}}{source}{{% endif %}}");
+            Template { source, tokens: BTreeMap::new() }.tool_form()
+        };
+        assert_eq!(form("within <tool_call></tool_call> tags"), Some(ToolForm::Hermes));
+        assert_eq!(form("[TOOL_CALLS]["), Some(ToolForm::Mistral));
+        let llama = "{\"name\": function name, \"parameters\": dictionary of arguments}";
+        assert_eq!(form(llama), Some(ToolForm::Llama));
+        for unknown in ["", "<tool_call><function=f>", "[TOOL_CALLS]f[ARGS]{}"] {
+            assert_eq!(form(unknown), None, "{unknown:?}");
+        }
+        let without = Template { source: "<tool_call>".to_owned(), tokens: BTreeMap::new() };
+        assert_eq!(without.tool_form(), None, "it does not read them");
+    }
 }

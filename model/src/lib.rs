@@ -37,7 +37,7 @@ mod store;
 mod template_process;
 mod tokenizer;
 
-pub use chat::{Chat, Message};
+pub use chat::{Chat, Message, ToolForm};
 pub use error::{ModelError, Problem};
 pub use export::export;
 pub use model::{Model, Origin, import, import_dequantised, import_shape, load};

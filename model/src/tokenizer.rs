@@ -3,7 +3,7 @@
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
-use crate::chat::{Chat, Template};
+use crate::chat::{Chat, Template, ToolForm};
 use crate::error::{ModelError, quoted};
 use crate::files;
 use crate::growth::{Growth, Steps, check_tokens};
@@ -105,10 +105,35 @@ impl Tokenizer {
         TextStream::new(self, skip_special)
     }
 
+    /// The tokenizer as the document that `tokenizer.json` is.
+    ///
+    /// # Errors
+    /// When the library cannot write it.
+    pub fn document(&self) -> Result<serde_json::Value, ModelError> {
+        serde_json::to_value(&self.inner).map_err(|e| ModelError::Tokenizer(e.to_string()))
+    }
+
     /// Whether the folder has a chat template.
     #[must_use]
     pub fn has_chat_template(&self) -> bool {
         self.template.is_some()
+    }
+
+    /// How the model writes tool calls; `None` without a chat template that has `tools`, in a form that is known.
+    #[must_use]
+    pub fn tool_form(&self) -> Option<ToolForm> {
+        self.template.as_ref()?.tool_form()
+    }
+
+    /// The id of a special token, which has no text when it is decoded without special tokens.
+    #[must_use]
+    pub fn special(&self, name: &str) -> Option<u32> {
+        let id = self.inner.token_to_id(name)?;
+        self.inner
+            .get_added_tokens_decoder()
+            .get(&id)
+            .is_some_and(|token| token.special)
+            .then_some(id)
     }
 
     /// The prompt for a chat, rendered by the model's own template.

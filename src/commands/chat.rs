@@ -77,7 +77,7 @@ fn converse(
         }
     });
     report::say(&format!("{}: {COMMANDS}", context.graph().name));
-    let message = |role: &str, content: String| Message { role: role.to_owned(), content };
+    let message = |role: &str, content: String| Message::new(role, content);
     let first: Vec<Message> =
         args.system.iter().map(|text| message("system", text.clone())).collect();
     let mut messages = first.clone();
@@ -164,6 +164,7 @@ fn prompt(
         stop: context.graph().eos.clone(),
         logprobs: None,
         host: HostRules::default(),
+        constraint: None,
         priority: Priority::Normal,
     }))
 }

@@ -58,6 +58,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         limit: u32::try_from(args.max_new_tokens).unwrap_or(u32::MAX),
         sampling: args.sampling.sampling(context.graph().vocab)?,
         host: HostRules::default(),
+        constraint: None,
         stop: stop_tokens(args, &context),
         logprobs: args.sampling.logprobs,
         priority: Priority::Normal,
@@ -138,8 +139,7 @@ fn prompt(
     if !args.chat {
         return Ok(tokenizer.encode(text, true)?);
     }
-    let message =
-        |role: &str, content: &String| Message { role: role.to_owned(), content: content.clone() };
+    let message = |role: &str, content: &String| Message::new(role, content.clone());
     let system = args.system.iter().map(|text| message("system", text));
     let messages: Vec<Message> = system.chain([message("user", text)]).collect();
     let now = std::time::SystemTime::now();

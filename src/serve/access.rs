@@ -10,8 +10,8 @@ use axum::response::{IntoResponse, Response};
 use super::origin::{self, Allowed};
 use super::refusal::Refusal;
 
-/// Paths that need no key: load balancers and supervisors have none.
-const OPEN: [&str; 2] = ["/health", "/ready"];
+/// Paths that need no key: load balancers and supervisors have none, and the page asks for it.
+const OPEN: [&str; 3] = ["/", "/health", "/ready"];
 /// The seconds for which a browser may keep the answer to a preflight.
 const PREFLIGHT_S: &str = "600";
 

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use super::refusal::Refusal;
 use super::request::Api;
 use super::text::{Piece, Scored};
+use super::tool_calls::Call;
 use super::{messages_answer, responses_answer};
 
 /// The fields common to all documents of one answer.
@@ -46,6 +47,15 @@ pub(super) struct Ending {
     pub(super) reason: &'static str,
     /// The stop string that ended it.
     pub(super) matched: Option<String>,
+    /// Whether tools were called.
+    pub(super) called: bool,
+}
+
+impl Ending {
+    /// The reason in OpenAI's APIs.
+    fn finish_reason(&self) -> &'static str {
+        if self.called && self.reason == "stop" { "tool_calls" } else { self.reason }
+    }
 }
 
 /// A server-sent event.
@@ -76,6 +86,9 @@ pub(super) struct Progress {
     pub(super) number: u64,
     /// The text so far.
     pub(super) text: String,
+    /// Content blocks begun, in the API that has them, and whether the last one is a text that has not ended.
+    pub(super) blocks: usize,
+    pub(super) open: bool,
     pub(super) ending: Option<Ending>,
     pub(super) usage: Usage,
 }
@@ -111,7 +124,7 @@ impl Heading {
         logprobs: Value,
         ending: Option<&Ending>,
     ) -> Value {
-        let reason = ending.map(|ending| ending.reason);
+        let reason = ending.map(Ending::finish_reason);
         json!({"index": index, name: text, "logprobs": logprobs, "finish_reason": reason})
     }
 
@@ -119,7 +132,7 @@ impl Heading {
     pub(super) fn whole(&self, choices: &[(Piece, Ending)], usage: Usage) -> Value {
         match (self.api, choices) {
             (Api::Messages, [(piece, ending), ..]) => {
-                return messages_answer::whole(self, &piece.text, ending, usage);
+                return messages_answer::whole(self, piece, ending, usage);
             }
             (Api::Responses, [(piece, ending), ..]) => {
                 return responses_answer::whole(self, &piece.text, Some(ending), usage);
@@ -129,10 +142,7 @@ impl Heading {
         let choice = |(index, (piece, ending)): (usize, &(Piece, Ending))| {
             let text = match self.api {
                 Api::Completions => ("text", json!(piece.text)),
-                Api::Chat | Api::Messages | Api::Responses => (
-                    "message",
-                    json!({"role": "assistant", "content": piece.text, "refusal": null}),
-                ),
+                Api::Chat | Api::Messages | Api::Responses => ("message", message(piece)),
             };
             Self::choice(index, text, self.logprobs(&piece.scored, 0), Some(ending))
         };
@@ -162,11 +172,10 @@ impl Heading {
     pub(super) fn chunk(&self, part: &Part<'_>, progress: &mut Progress) -> Vec<Line> {
         let Part { index, piece, sent, ending } = part;
         let text = match self.api {
-            Api::Messages => return messages_answer::delta(&piece.text),
+            Api::Messages => return messages_answer::delta(piece, progress),
             Api::Responses => return responses_answer::delta(self, &piece.text, progress),
             Api::Completions => ("text", json!(piece.text)),
-            Api::Chat if piece.text.is_empty() => ("delta", json!({})),
-            Api::Chat => ("delta", json!({"content": piece.text})),
+            Api::Chat => ("delta", delta(piece)),
         };
         let logprobs = self.logprobs(&piece.scored, *sent);
         let choice = Self::choice(*index, text, logprobs, *ending);
@@ -215,6 +224,38 @@ impl Heading {
         });
         json!({"content": content.collect::<Vec<Value>>(), "refusal": null})
     }
+}
+
+/// The message of a chat. Without text beside calls its content is null.
+fn message(piece: &Piece) -> Value {
+    let content = Some(&piece.text).filter(|text| piece.calls.is_empty() || !text.is_empty());
+    let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+    if !piece.calls.is_empty() {
+        message["tool_calls"] = piece.calls.iter().map(call).collect();
+    }
+    message
+}
+
+/// The change of a message.
+fn delta(piece: &Piece) -> Value {
+    let mut delta = json!({});
+    if !piece.text.is_empty() {
+        delta["content"] = json!(piece.text);
+    }
+    if !piece.calls.is_empty() {
+        let numbered = |made: &Call| {
+            let mut document = call(made);
+            document["index"] = json!(made.index);
+            document
+        };
+        delta["tool_calls"] = piece.calls.iter().map(numbered).collect();
+    }
+    delta
+}
+
+fn call(call: &Call) -> Value {
+    let function = json!({"name": call.name, "arguments": call.arguments.to_string()});
+    json!({"id": call.id, "type": "function", "function": function})
 }
 
 /// A token's text and log probability. A token that ends inside a character has no bytes of its own to report.

@@ -22,12 +22,15 @@ use super::record::Record;
 use super::refusal::Refusal;
 use super::request::Asked;
 use super::text::{Piece, Writer};
+use super::tool_calls::CallReader;
 
 /// One choice. Dropping it closes the channel, so that the decode thread stops.
 struct Choice {
     events: UnboundedReceiver<Event>,
     /// None after the end of the text.
     writer: Option<Writer>,
+    /// Finds the calls, if there are tools.
+    calls: Option<CallReader>,
     ends: Vec<u32>,
     /// The prompt, until it has been sent, if the answer begins with it.
     echo: Option<Prompt>,
@@ -64,9 +67,12 @@ impl Choice {
         stop: &[String],
         served: &Served,
     ) -> Self {
+        let writer = Writer::new(served.tokenizer.clone(), stop.to_vec(), asked.least);
+        let markers = asked.tools.as_ref().map(|tools| tools.markers());
         Self {
             events,
-            writer: Some(Writer::new(served.tokenizer.clone(), stop.to_vec(), asked.least)),
+            writer: Some(writer.showing(markers.as_ref().map_or(&[], |markers| markers))),
+            calls: asked.tools.clone().map(CallReader::new),
             ends: asked.work.stop.clone(),
             echo: asked.echo.clone(),
             scores: Vec::new(),
@@ -86,8 +92,23 @@ impl Choice {
         }
     }
 
-    /// The piece that an event adds, and the ending if it is the last.
+    /// The piece that an event adds, and the ending if it is the last, with the calls of tools taken out of the text.
     fn take(&mut self, event: Event) -> Result<(Piece, Option<Ending>), Refusal> {
+        let (mut piece, mut ending) = self.next(event)?;
+        let Some(calls) = &mut self.calls else { return Ok((piece, ending)) };
+        (piece.text, piece.calls) = calls.push(&piece.text);
+        if calls.is_full() && ending.is_none() {
+            ending = Some(Ending { reason: "stop", matched: None, called: true });
+        } else if let Some(ending) = &mut ending {
+            let (text, found) = calls.finish();
+            piece.text.push_str(&text);
+            piece.calls.extend(found);
+            ending.called = calls.any();
+        }
+        Ok((piece, ending))
+    }
+
+    fn next(&mut self, event: Event) -> Result<(Piece, Option<Ending>), Refusal> {
         let undecodable = |error: model::ModelError| Refusal::failed(error.to_string());
         let Some(writer) = &mut self.writer else {
             return Err(Refusal::failed("the text has ended"));
@@ -96,7 +117,7 @@ impl Choice {
         let prompt = self.echo.take_if(|_| !matches!(event, Event::Prompt(_)));
         let echo = prompt.map(|prompt| writer.echoed(&prompt, &self.scores));
         let mut piece = echo.transpose().map_err(undecodable)?.unwrap_or_default();
-        let ended = |reason, matched| Some(Ending { reason, matched });
+        let ended = |reason, matched| Some(Ending { reason, matched, called: false });
         let reason = match event {
             Event::Prompt(logprobs) => {
                 self.scores.push(logprobs);

@@ -147,14 +147,24 @@ async fn converse(
     let mut leaving = left.is_none();
     let mut left = left.unwrap_or_else(|| watch::channel(true).1);
     loop {
+        let mut begun = false;
         tokio::select! {
             // A connection error concerns only the client.
             _ = conversation.as_mut() => return,
             () = connection.evicted.notified() => {}
             _ = left.wait_for(|left| *left), if !leaving => {
                 leaving = true;
-                conversation.as_mut().graceful_shutdown();
+                begun = true;
             }
+        }
+        if begun {
+            // A request may be on its way: it is told that the server is leaving.
+            if !connection.has_asked()
+                && tokio::time::timeout(PAUSE, conversation.as_mut()).await.is_ok()
+            {
+                return;
+            }
+            conversation.as_mut().graceful_shutdown();
         }
         if !connection.has_asked() {
             return;

@@ -199,6 +199,7 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
         limit,
         sampling: Sampling::default(),
         host: HostRules::default(),
+        constraint: None,
         stop: Vec::new(),
         logprobs: None,
         priority: Priority::Normal,

@@ -12,6 +12,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
 use crate::cli::{DeviceChoice, PlaceArgs};
+use crate::constraint::tests::Even;
 use crate::context::Context;
 use crate::engine::Megakernel;
 
@@ -41,6 +42,7 @@ fn wanted(i: u32, vocab: u32) -> Wanted {
         limit: 20 + 13 * i % 60,
         sampling,
         host: crate::host_rules::HostRules::default(),
+        constraint: None,
         stop: Vec::new(),
         // Some are sampled on the host, from rows.
         logprobs: (i % 8 == 6).then_some(1),
@@ -118,6 +120,7 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         // Every token is banned, and more than the device's list holds, so the host samples. And an unchecked prompt with a bad token.
         all[9].work.sampling.bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
         all[13].work.prompt = vec![1, 2, vocab, 3];
+        all[7].work.constraint = Some(Box::new(Even));
         all
     };
     let run = |together: bool| {

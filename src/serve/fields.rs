@@ -6,13 +6,11 @@ use serde_json::{Map, Value};
 use super::refusal::Refusal;
 
 /// Unsupported fields with their neutral values; any other value is refused.
-const NEUTRAL: [(&str, &[&str]); 17] = [
+const NEUTRAL: [(&str, &[&str]); 15] = [
     ("n", &["1"]),
     ("best_of", &["1"]),
     ("echo", &["false"]),
     ("suffix", &["\"\""]),
-    ("response_format", &["{\"type\":\"text\"}"]),
-    ("text", &["{\"format\":{\"type\":\"text\"}}"]),
     ("thinking", &["{\"type\":\"disabled\"}"]),
     ("truncation", &["\"disabled\""]),
     ("include", &["[]"]),

@@ -22,7 +22,7 @@ use super::origin::Allowed;
 use super::record::{self, Record};
 use super::refusal::Refusal;
 use super::request::{Api, Request};
-use super::{Served, body, metrics, tokens};
+use super::{Served, body, metrics, page, tokens};
 
 /// The interval of keep-alive comments in a silent stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -38,6 +38,7 @@ const TEXTS: [(&str, Api); 4] = [
 /// The server's routes.
 pub(super) fn router(served: Arc<Served>, allowed: Allowed, key: Option<Key>) -> Router {
     let mut router = Router::new()
+        .route("/", get(page::page))
         .route("/health", get(health))
         .route("/ready", get(ready))
         .route("/version", get(version))
@@ -68,7 +69,7 @@ pub(super) fn router(served: Arc<Served>, allowed: Allowed, key: Option<Key>) ->
 }
 
 async fn no_page(uri: Uri) -> Refusal {
-    let pages = "/health, /ready, /version, /metrics, /tokenize, /detokenize, /v1/models, /v1/completions, /v1/chat/completions, /v1/messages, /v1/responses";
+    let pages = "/, /health, /ready, /version, /metrics, /tokenize, /detokenize, /v1/models, /v1/completions, /v1/chat/completions, /v1/messages, /v1/responses";
     Refusal::new(StatusCode::NOT_FOUND, format!("there is no {}; there are {pages}", uri.path()))
 }
 

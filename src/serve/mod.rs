@@ -8,10 +8,13 @@ mod connections;
 mod decode;
 mod fields;
 mod figures;
+mod grammar;
 mod http;
+mod messages;
 mod messages_answer;
 mod metrics;
 mod origin;
+mod page;
 mod prompt;
 mod record;
 mod refusal;
@@ -19,11 +22,13 @@ mod request;
 mod responses_answer;
 mod text;
 mod tokens;
+mod tool_calls;
+mod tools;
 
 use std::hash::{BuildHasher, Hasher};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ir::program::{Program, Together, Verified};
@@ -37,6 +42,7 @@ use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
+use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
 use crate::engine::{self, Engine, Megakernel};
@@ -50,6 +56,7 @@ use access::Key;
 use answer::Heading;
 use decode::{Admission, EngineLoop, Job};
 use figures::Figures;
+use grammar::{Grammars, Wanted};
 use origin::Allowed;
 use refusal::Refusal;
 use request::{Api, Request};
@@ -80,6 +87,8 @@ pub(crate) struct Served {
     seqs: u32,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
+    /// Made for the first request with a grammar; why there is none otherwise.
+    grammars: OnceLock<Result<Grammars, String>>,
     admission: Admission,
     jobs: mpsc::Sender<Job>,
     began: u64,
@@ -131,6 +140,18 @@ impl Served {
     fn encode(&self, text: &str, special: bool, field: &str) -> Result<Vec<u32>, Refusal> {
         let ids = self.tokenizer(field)?.encode(text, special);
         ids.map_err(|error| Refusal::field(field, error.to_string()))
+    }
+
+    /// The rule of a text under a grammar.
+    fn constraint(&self, Wanted { source, field }: Wanted) -> Result<Box<dyn Constraint>, Refusal> {
+        let tokenizer = self.tokenizer(&field)?;
+        let grammars = self.grammars.get_or_init(|| Grammars::new(tokenizer, self.vocab));
+        let made = grammars.as_ref().map_err(|why| format!("of the model's tokenizer: {why}"));
+        let made = made.and_then(|grammars| grammars.constraint(source));
+        made.map_err(|why| {
+            let message = format!("`{field}` is not supported: {why}");
+            Refusal::field(field, message).coded("unsupported_value")
+        })
     }
 
     fn no_model(&self, name: &str) -> Refusal {
@@ -337,6 +358,7 @@ fn serving(
         seqs,
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
+        grammars: OnceLock::new(),
         admission: Admission::new(args.queue),
         jobs,
         began: seconds(),

@@ -1,12 +1,14 @@
 //! The prompts of a request: text, token ids or messages of any of the APIs, as token ids.
 
 use model::{Chat, Message};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::Served;
-use super::fields::{Fields, clipped, short};
+use super::fields::{Fields, short};
+use super::messages;
 use super::refusal::Refusal;
 use super::request::{Api, CHOICES_MAX};
+use super::tools::Tools;
 
 /// A prompt.
 #[derive(Clone, Debug)]
@@ -62,18 +64,23 @@ fn one(value: &Value, legal: &str, served: &Served) -> Result<Prompt, Refusal> {
     Ok(Prompt { ids, text: value.as_str().map(str::to_owned) })
 }
 
-/// The prompt of a chat: the messages, in the form of the API, through the model's template.
-pub(super) fn chat(api: Api, fields: &mut Fields, served: &Served) -> Result<Prompt, Refusal> {
+/// The prompt of a chat: the messages, in the form of the API, and the tools, through the model's template.
+pub(super) fn chat(
+    api: Api,
+    fields: &mut Fields,
+    tools: Option<&Tools>,
+    served: &Served,
+) -> Result<Prompt, Refusal> {
     let name = if api == Api::Responses { "input" } else { "messages" };
     let system = system(api, fields)?;
     let mut messages: Vec<Message> = system.into_iter().collect();
     match fields.take(name) {
         Some(Value::String(text)) if api == Api::Responses => {
-            messages.push(Message { role: "user".to_owned(), content: text });
+            messages.push(Message::new("user", text));
         }
         Some(Value::Array(list)) if !list.is_empty() => {
             for (index, value) in list.iter().enumerate() {
-                messages.push(message(api, format!("{name}[{index}]"), value)?);
+                messages.extend(messages::read(api, &format!("{name}[{index}]"), value, served)?);
             }
         }
         _ => {
@@ -83,13 +90,16 @@ pub(super) fn chat(api: Api, fields: &mut Fields, served: &Served) -> Result<Pro
             return Err(Refusal::field(name, message));
         }
     }
-    if api == Api::Messages && messages.last().is_some_and(|last| last.role != "user") {
+    if api == Api::Messages && messages.last().is_some_and(|last| last.role == "assistant") {
         let message = "the last of `messages` must have the role user: an answer cannot be begun by the client";
         return Err(Refusal::field(name, message));
     }
     let generation = fields.read("add_generation_prompt", "true or false", Value::as_bool)?;
-    let extra =
+    let mut extra =
         fields.read("chat_template_kwargs", "an object", |value| value.as_object().cloned())?;
+    if let Some(tools) = tools {
+        extra.get_or_insert_default().insert("tools".to_owned(), json!(tools.definitions));
+    }
     let now = std::time::SystemTime::now();
     let chat = Chat {
         messages: &messages,
@@ -113,62 +123,7 @@ fn system(api: Api, fields: &mut Fields) -> Result<Option<Message>, Refusal> {
         Api::Responses => "instructions",
         Api::Completions | Api::Chat => return Ok(None),
     };
-    let content = fields.read(name, "a text, or a list of text blocks", |v| text(api, v))?;
-    Ok(content.map(|content| Message { role: "system".to_owned(), content }))
-}
-
-/// The text of a content; `None` if some part of it is not text.
-fn text(api: Api, content: &Value) -> Option<String> {
-    let kinds: &[&str] = match api {
-        Api::Responses => &["input_text", "output_text"],
-        Api::Completions | Api::Chat | Api::Messages => &["text"],
-    };
-    match content {
-        Value::String(text) => Some(text.clone()),
-        Value::Array(parts) => parts
-            .iter()
-            .map(|part| {
-                let kind = part.get("type").and_then(Value::as_str)?;
-                kinds.contains(&kind).then(|| part.get("text")?.as_str())?
-            })
-            .collect(),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => None,
-    }
-}
-
-fn message(api: Api, place: String, value: &Value) -> Result<Message, Refusal> {
-    let at = |field: &str| format!("{place}.{field}");
-    let unsupported = |field: String| {
-        let message = format!("`{field}` is not a field that this server supports");
-        Err(Refusal::field(field, message).coded("unsupported_parameter"))
-    };
-    let item = value.get("type").and_then(Value::as_str).unwrap_or("message");
-    if api == Api::Responses && item != "message" {
-        let message =
-            format!("`{}` is {item:?}; this server supports \"message\" only", at("type"));
-        return Err(Refusal::field(at("type"), message).coded("unsupported_value"));
-    }
-    let role = value.get("role").and_then(Value::as_str).ok_or_else(|| {
-        Refusal::field(at("role"), format!("`{}` is missing or not a text", at("role")))
-    })?;
-    if api == Api::Messages && !["user", "assistant"].contains(&role) {
-        let message = format!("`{}` is {role:?}; legal: user, assistant", at("role"));
-        return Err(Refusal::field(at("role"), message));
-    }
-    let content = value.get("content").and_then(|content| text(api, content)).ok_or_else(|| {
-        let kind = if api == Api::Responses { "input_text" } else { "text" };
-        let legal = format!("a text, or a list of {{\"type\": {kind:?}, \"text\": ..}}");
-        let message = format!("`{}` is missing or not text; legal: {legal}", at("content"));
-        Refusal::field(at("content"), message)
-    })?;
-    let known: &[&str] = match api {
-        Api::Completions | Api::Chat => &["role", "content", "name", "refusal", "annotations"],
-        Api::Messages => &["role", "content"],
-        Api::Responses => &["role", "content", "type", "id", "status"],
-    };
-    let mut other = value.as_object().into_iter().flatten();
-    match other.find(|(key, value)| !known.contains(&key.as_str()) && !value.is_null()) {
-        None => Ok(Message { role: role.to_owned(), content }),
-        Some((key, _)) => unsupported(at(&clipped(key))),
-    }
+    let content =
+        fields.read(name, "a text, or a list of text blocks", |v| messages::text(api, v))?;
+    Ok(content.map(|content| Message::new("system", content)))
 }

@@ -92,7 +92,7 @@ impl Record {
 
     /// Whether the request is a probe of a monitor that succeeded: those are not logged.
     fn is_probe(&self) -> bool {
-        let probes = ["/health", "/ready", "/metrics"];
+        let probes = ["/", "/health", "/ready", "/metrics"];
         self.status.load(Ordering::Relaxed) == 200 && probes.contains(&self.path.as_str())
     }
 }

@@ -1,16 +1,19 @@
 //! Parses requests of every API into the one internal request. [`Fields`] refuses by name what is not supported.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use ir::sampling::Sampling;
 use serde_json::{Map, Value, json};
 use sessions::Priority;
 
-use super::Served;
 use super::decode::Work;
 use super::fields::Fields;
+use super::grammar::Wanted;
 use super::prompt::{self, Prompt, check_tokens, tokens};
 use super::refusal::Refusal;
+use super::tools::Tools;
+use super::{Served, grammar, tools};
 use crate::host_rules::HostRules;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +54,8 @@ pub(super) struct Asked {
     pub(super) least: u32,
     /// The prompt, if the answer begins with it.
     pub(super) echo: Option<Prompt>,
+    /// The tools that it may call.
+    pub(super) tools: Option<Arc<Tools>>,
 }
 
 /// The most choices of a request, of all its prompts together.
@@ -94,13 +99,18 @@ impl Request {
             Api::Completions | Api::Chat => fields.integer("n", 1, CHOICES_MAX as u64)?,
             Api::Messages | Api::Responses => None,
         };
+        let tools = tools::read(api, &mut fields, served)?;
         let prompts = match api {
             Api::Completions => prompt::completion(&mut fields, served)?,
             Api::Chat | Api::Messages | Api::Responses => {
-                vec![prompt::chat(api, &mut fields, served)?]
+                vec![prompt::chat(api, &mut fields, tools.as_ref(), served)?]
             }
         };
+        let wanted = grammar::wanted(api, &mut fields)?;
+        let wanted = ruled(wanted, tools.as_ref(), &host, served)?;
         fields.end()?;
+        let constraint = wanted.map(|wanted| served.constraint(wanted)).transpose()?;
+        let tools = tools.map(Arc::new);
         let n = n.unwrap_or(1);
         if prompts.len() as u64 * n > CHOICES_MAX as u64 {
             let (prompts, all) = (prompts.len(), CHOICES_MAX);
@@ -115,6 +125,7 @@ impl Request {
                 limit,
                 sampling: sampling.clone(),
                 host,
+                constraint: constraint.clone(),
                 stop: stop_ids.clone(),
                 logprobs,
                 priority,
@@ -123,13 +134,35 @@ impl Request {
             choices.extend((0..n).map(|choice| {
                 let mut work = template.clone();
                 work.sampling.seed = sampling.seed.wrapping_add(choice.wrapping_mul(NEXT_SEED));
-                Asked { work, least: host.min_tokens, echo: echo.then(|| prompt.clone()) }
+                let echo = echo.then(|| prompt.clone());
+                Asked { work, least: host.min_tokens, echo, tools: tools.clone() }
             }));
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
         let scored = logprobs.is_some();
         Ok(Self { choices, prompt_tokens, stop, stream, include_usage, scored, settings })
     }
+}
+
+/// The grammar of the answer: that of the format, or of a call that has to be made.
+fn ruled(
+    format: Option<Wanted>,
+    tools: Option<&Tools>,
+    host: &HostRules,
+    served: &Served,
+) -> Result<Option<Wanted>, Refusal> {
+    if let (Some(format), Some(_)) = (&format, tools) {
+        let message = format!("`{}` cannot be combined with `tools`", format.field);
+        return Err(Refusal::field(&format.field, message));
+    }
+    let forced = tools.map(|tools| Ok(tools.forced(served.tokenizer("tools")?))).transpose()?;
+    let wanted = format.or(forced.flatten());
+    if wanted.is_some() && host.min_tokens > 0 {
+        let message =
+            "`min_tokens` cannot be combined with a grammar, which says where a text may end";
+        return Err(Refusal::field("min_tokens", message));
+    }
+    Ok(wanted)
 }
 
 /// Checks the least number of tokens. If no stop token may come at all, a bias bans them, so that a device can sample.
@@ -170,12 +203,16 @@ fn settings(api: Api, fields: &Map<String, Value>) -> Value {
     if api != Api::Responses {
         return Value::Null;
     }
-    let names = ["instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user"];
+    let names =
+        ["instructions", "max_output_tokens", "metadata", "temperature", "text", "top_p", "user"];
     let pair = |name: &str| (name.to_owned(), fields.get(name).cloned().unwrap_or(Value::Null));
     let mut settings: Map<String, Value> = names.into_iter().map(pair).collect();
-    for (name, default) in
-        [("metadata", json!({})), ("temperature", json!(1.0)), ("top_p", json!(1.0))]
-    {
+    for (name, default) in [
+        ("metadata", json!({})),
+        ("temperature", json!(1.0)),
+        ("text", json!({"format": {"type": "text"}})),
+        ("top_p", json!(1.0)),
+    ] {
         if settings.get(name).is_none_or(Value::is_null) {
             settings.insert(name.to_owned(), default);
         }

@@ -46,7 +46,7 @@ pub(super) fn whole(heading: &Heading, text: &str, ending: Option<&Ending>, usag
         "background": false, "error": null, "incomplete_details": incomplete,
         "model": heading.model, "output": output.into_iter().collect::<Vec<Value>>(),
         "parallel_tool_calls": true, "previous_response_id": null, "store": false,
-        "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+        "tool_choice": "auto", "tools": [],
         "truncation": "disabled", "usage": usage,
     });
     for (name, value) in heading.settings.as_object().into_iter().flatten() {

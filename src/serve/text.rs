@@ -6,6 +6,7 @@ use ir::sampling::Logprobs;
 use model::{ModelError, TextStream, Tokenizer};
 
 use super::prompt::Prompt;
+use super::tool_calls::Call;
 
 /// A token with its text and log probability.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,16 +22,19 @@ pub(super) struct Scored {
 pub(super) struct Piece {
     pub(super) text: String,
     pub(super) scored: Vec<Scored>,
+    /// Calls of tools that are complete.
+    pub(super) calls: Vec<Call>,
 }
 
 impl Piece {
     pub(super) fn append(&mut self, mut next: Self) {
         self.text.push_str(&next.text);
         self.scored.append(&mut next.scored);
+        self.calls.append(&mut next.calls);
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.text.is_empty() && self.scored.is_empty()
+        self.text.is_empty() && self.scored.is_empty() && self.calls.is_empty()
     }
 }
 
@@ -38,6 +42,8 @@ pub(super) struct Writer {
     tokenizer: Option<Arc<Tokenizer>>,
     stream: Option<TextStream<Arc<Tokenizer>>>,
     stops: Vec<String>,
+    /// Special tokens whose names are text all the same: those around a call of a tool.
+    shown: Vec<(u32, &'static str)>,
     /// Tokens that still come before stop strings are searched for.
     least: u32,
     /// Text that may be the beginning of a stop string.
@@ -48,7 +54,15 @@ pub(super) struct Writer {
 impl Writer {
     pub(super) fn new(tokenizer: Option<Arc<Tokenizer>>, stops: Vec<String>, least: u32) -> Self {
         let stream = tokenizer.clone().map(|tokenizer| TextStream::new(tokenizer, true));
-        Self { tokenizer, stream, stops, least, held: String::new(), scored: Vec::new() }
+        let (held, scored, shown) = (String::new(), Vec::new(), Vec::new());
+        Self { tokenizer, stream, stops, shown, least, held, scored }
+    }
+
+    /// The same for an answer that may call tools.
+    pub(super) fn showing(mut self, markers: &[&'static str]) -> Self {
+        let special = |name: &&'static str| Some((self.tokenizer.as_ref()?.special(name)?, *name));
+        self.shown = markers.iter().filter_map(special).collect();
+        self
     }
 
     /// A prompt that the answer begins with, and the log probabilities of its tokens after the first, if they are known.
@@ -65,7 +79,7 @@ impl Writer {
             (None, Some(tokenizer)) => tokenizer.decode(&prompt.ids, false)?,
             (None, None) => prompt.ids.iter().map(|id| format!("{id} ")).collect(),
         };
-        Ok(Piece { text, scored })
+        Ok(Piece { text, scored, ..Piece::default() })
     }
 
     fn scored(&self, id: u32, logprobs: Option<&Logprobs>) -> Result<Scored, ModelError> {
@@ -95,9 +109,14 @@ impl Writer {
             self.scored.push(self.scored(id, Some(logprobs))?);
         }
         if !ends {
-            let new = match &mut self.stream {
-                Some(stream) => stream.push(id)?.unwrap_or_default(),
-                None => self.text_of(id)?,
+            let name = self.shown.iter().find(|(shown, _)| *shown == id).map(|(_, name)| *name);
+            let new = match (&mut self.stream, &self.tokenizer, name) {
+                (Some(stream), Some(tokenizer), Some(name)) => {
+                    let after = TextStream::new(tokenizer.clone(), true);
+                    std::mem::replace(stream, after).finish()? + name
+                }
+                (Some(stream), ..) => stream.push(id)?.unwrap_or_default(),
+                (None, ..) => self.text_of(id)?,
             };
             self.held.push_str(&new);
         }
@@ -107,7 +126,7 @@ impl Writer {
         self.least -= 1;
         let text = std::mem::take(&mut self.held);
         let scored = if text.is_empty() { Vec::new() } else { std::mem::take(&mut self.scored) };
-        Ok((Piece { text, scored }, None))
+        Ok((Piece { text, scored, ..Piece::default() }, None))
     }
 
     /// The rest of the text, after the last token.
@@ -140,7 +159,7 @@ impl Writer {
         } else {
             std::mem::take(&mut self.scored)
         };
-        (Piece { text, scored }, found.map(|(_, stop)| stop))
+        (Piece { text, scored, ..Piece::default() }, found.map(|(_, stop)| stop))
     }
 
     /// The number of bytes at the end that may be the start of a stop string.

@@ -1,6 +1,7 @@
 //! Batched sequences with a scripted engine.
 
 use super::*;
+use crate::constraint::tests::Even;
 
 /// Runs these prompts on an engine with a given batch size. Returns the tokens of each request, and the places of each command.
 #[expect(clippy::type_complexity, reason = "one use")]
@@ -135,4 +136,43 @@ fn nobody_waits_longer_for_those_who_are_run_at_once() {
         }
     }
     assert!(longest >= 5 && longest <= bound, "somebody waited {longest} turns of {bound}");
+}
+
+/// Its tokens are sampled on the host, and those of its neighbours as ever, in batches.
+#[test]
+fn a_sequence_under_a_rule_changes_none_beside_it() {
+    let served = |ruled: &[usize]| {
+        let admission = Admission::new(5);
+        let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
+        let commands = engine.commands.clone();
+        let mut ends = Vec::new();
+        beside(engine, 5, |jobs| {
+            let answers: Vec<_> = (0..5)
+                .map(|i| {
+                    let (mut job, events) = job(&[i as u32 + 1], 40, &admission);
+                    if ruled.contains(&i) {
+                        job.work.constraint = Some(Box::new(Even));
+                    }
+                    jobs.send(job).unwrap();
+                    events
+                })
+                .collect();
+            ends = answers.into_iter().map(heard).collect();
+        });
+        let batches = commands.lock().unwrap().iter().filter(|places| places.len() > 1).count();
+        (ends, batches)
+    };
+    let (free, _) = served(&[]);
+    let (ends, batches) = served(&[1, 3]);
+    for i in [0, 2, 4] {
+        assert_eq!(ends[i], free[i], "request {i}");
+    }
+    for i in [1, 3] {
+        let (tokens, finish) = &ends[i];
+        assert!(tokens.iter().all(|id| id % 2 == 0), "{tokens:?}");
+        let complete = tokens.last() == Some(&44);
+        assert_eq!(*finish, Some(if complete { Finish::Stop } else { Finish::Length }));
+        assert_ne!(ends[i], free[i], "it would have said something else");
+    }
+    assert!(batches > 2, "the others still run together");
 }

@@ -6,6 +6,7 @@ use super::Served;
 use super::prompt::{self, check_tokens, tokens};
 use super::refusal::Refusal;
 use super::request::{Api, check_model, fields};
+use super::tools;
 
 /// Tokens of a text (`prompt`) or of a chat (`messages`).
 pub(super) fn tokenize(body: &[u8], served: &Served) -> Result<Value, Refusal> {
@@ -18,7 +19,8 @@ pub(super) fn tokenize(body: &[u8], served: &Served) -> Result<Value, Refusal> {
             served.encode(&text, special.unwrap_or(true), "prompt")?
         }
         None if fields.0.contains_key("messages") => {
-            prompt::chat(Api::Chat, &mut fields, served)?.ids
+            let tools = tools::read(Api::Chat, &mut fields, served)?;
+            prompt::chat(Api::Chat, &mut fields, tools.as_ref(), served)?.ids
         }
         None => {
             let message = "`prompt` is missing; legal: `prompt` as a text, or `messages`";

@@ -4,15 +4,19 @@
 """
 
 import json
+import pathlib
 import re
+import shutil
 import signal
 import threading
 import time
+import typing
 import urllib.error
 import urllib.request
 
 import anthropic
 import openai
+import pydantic
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
@@ -96,6 +100,45 @@ def choices_and_penalties(client, model):
     for penalty in ("presence_penalty", "frequency_penalty"):
         penalised = client.completions.create(**{penalty: 2.0}, **ask).choices[0].logprobs.tokens
         assert penalised[0] == plain[0], "the first token has no penalty"
+
+
+def with_tools(golden, folder):
+    """A copy of a model whose chat template has tools, in the form of Qwen."""
+    shutil.copytree(golden, folder, dirs_exist_ok=True)
+    template = "{% for t in tools or [] %}<tool_call>{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}<assistant>"
+    (pathlib.Path(folder) / "chat_template.jinja").write_text(template)
+
+
+def formats_and_tools(client, model):
+    """A schema by OpenAI's own helper, and a conversation with a tool in both clients. The model has random weights."""
+    class Pair(pydantic.BaseModel, extra="forbid"):
+        x: typing.Literal[1, 2, 3]
+        y: bool
+
+    ask = dict(model=model, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=100, seed=3)
+    parsed = client.chat.completions.parse(response_format=Pair, **ask).choices[0].message.parsed
+    assert isinstance(parsed, Pair), parsed
+    assert isinstance(client.responses.parse(model=model, input="Hi", text_format=Pair).output_parsed, Pair)
+    schema = Pair.model_json_schema()
+    ask |= dict(tools=[{"type": "function", "function": {"name": "add", "parameters": schema}}], tool_choice="required", parallel_tool_calls=False)
+    choice = client.chat.completions.create(**ask).choices[0]
+    call = choice.message.tool_calls[0]
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "add"), choice
+    Pair.model_validate_json(call.function.arguments)
+    with client.chat.completions.stream(**ask) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments, streamed
+    ask["messages"] += [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+    assert client.chat.completions.create(**ask | {"tool_choice": "none"}).choices[0].message.tool_calls is None
+    with anthropic.Anthropic(base_url=root(client), api_key="none", max_retries=0, timeout=30) as other:
+        ask = dict(model=model, max_tokens=100, messages=[{"role": "user", "content": "Hi"}], tools=[{"name": "add", "input_schema": schema}])
+        with other.messages.stream(tool_choice={"type": "tool", "name": "add"}, **ask) as stream:
+            last = stream.get_final_message()
+        assert last.stop_reason == "tool_use", last
+        Pair.model_validate(last.content[0].input)
+        result = {"type": "tool_result", "tool_use_id": last.content[0].id, "content": "3"}
+        ask["messages"] += [{"role": "assistant", "content": last.content}, {"role": "user", "content": [result]}]
+        assert other.messages.create(tool_choice={"type": "none"}, **ask).content[0].type == "text"
 
 
 def other_apis(url, model):

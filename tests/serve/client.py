@@ -124,13 +124,14 @@ def refusals(client):
     refused(openai.BadRequestError, "logit_bias", logit_bias={"99999": 1})
     error = refused(openai.BadRequestError, "prompt", max_tokens=100_000)
     assert error.code == "context_length_exceeded", error.body
+    message = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
     try:
-        message = [{"role": "user", "content": "x"}]
-        client.chat.completions.create(model=MODEL, messages=message, tools=[{"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(model=MODEL, messages=message, tools=tools)
     except openai.BadRequestError as error:
         assert error.param == "tools", error.body
     else:
-        raise AssertionError("tools were served")
+        raise AssertionError("the template of this model has no tools")
 
 
 def alone_and_together(client, expected):
@@ -259,6 +260,10 @@ def main():
         apis.other_apis(str(client.base_url).rstrip("/"), MODEL)
         apis.known_metrics(client, MODEL)
         assert requests_inside(client) == 0
+    with tempfile.TemporaryDirectory() as folder:
+        apis.with_tools(GOLDEN, folder)
+        with serving(amk, "--model", folder, "--served-model-name", MODEL, "--device", "eval") as (client, *_):
+            apis.formats_and_tools(client, MODEL)
     names = ["first", "second"]
     options = ["--served-model-name", names[0], "--served-model-name", names[1], "--cors", "https://page.example"]
     with tempfile.TemporaryFile("w+") as log:

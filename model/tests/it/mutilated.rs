@@ -121,7 +121,7 @@ fn damaged_tokenizer_and_template() {
             let Ok(tokenizer) = model::Tokenizer::load(copy.dir(), 512) else { return };
             let _ = tokenizer.encode("def main(argv=None):", true);
             let _ = tokenizer.decode(&[0, 1, 2, 300, 511, 999], false);
-            let messages = [model::Message { role: "user".into(), content: "hi".into() }];
+            let messages = [model::Message::new("user", "hi")];
             let now = std::time::UNIX_EPOCH;
             let chat =
                 model::Chat { messages: &messages, add_generation_prompt: true, extra: None, now };

@@ -49,7 +49,7 @@ fn chat(messages: &[Message]) -> Chat<'_> {
 }
 
 fn hello() -> Vec<Message> {
-    vec![Message { role: "user".into(), content: "<hi> & \"bye\"".into() }]
+    vec![Message::new("user", "<hi> & \"bye\"")]
 }
 
 /// Renders a template on one message.

@@ -245,8 +245,7 @@ pub(super) fn chat_template(input: &[u8]) {
         write(&dir.join("chat_template.jinja"), input);
         let render = move || {
             let tokenizer = Tokenizer::load(&dir, 512).ok()?;
-            let message =
-                |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+            let message = |role: &str, content: &str| Message::new(role, content);
             let messages = [message("system", "be brief"), message("user", "hi")];
             let now = UNIX_EPOCH + Duration::from_secs(1_700_000_000);
             let chat = Chat { messages: &messages, add_generation_prompt: true, extra: None, now };

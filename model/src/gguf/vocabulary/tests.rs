@@ -246,7 +246,7 @@ fn a_file_says_what_is_put_around_a_text() {
 
 #[test]
 fn the_chat_template_of_a_file_is_rendered() {
-    let messages = [Message { role: "user".into(), content: "hi".into() }];
+    let messages = [Message::new("user", "hi")];
     let chat =
         Chat { messages: &messages, add_generation_prompt: true, extra: None, now: UNIX_EPOCH };
     let from_folder = Tokenizer::load(&folder(), 512).expect("a tokenizer");

@@ -142,10 +142,15 @@ impl<'a> Row<'a> {
                 }
             }
         }
-        if matches!(work, Work::Batch(_)) && graph.dtype == ir::DType::F32 {
-            let message =
-                "--batch: sequences share the products of 16-bit weights only, and these are f32";
-            return Err(Failure::usage(message));
+        let halves = |tensor: &ir::Tensor| tensor.shape.len() != 2 || tensor.dtype.bytes() == 2;
+        if matches!(work, Work::Batch(_))
+            && let Some(other) = graph.tensors.iter().find(|tensor| !halves(tensor))
+        {
+            return Err(Failure::usage(format!(
+                "--batch: sequences share the products of 16-bit weights only, and {} is {}",
+                other.name,
+                other.dtype.name()
+            )));
         }
         let chosen = choose(&context, &args.config, tokens, Auto::Reproducible)?;
         Ok(Self { args, work, context, chosen })

@@ -118,7 +118,9 @@ fn what_the_sequences_would_read_wrong_is_refused() {
         found
     };
     refused(&edited("o_proj", silu), "halves of 16 bits");
-    let mut f32 = edited("o_proj", |_| true);
-    f32.dims.dtype = ir::DType::F32;
-    refused(&f32, "these are f32");
+    for format in [ir::Format::F32, ir::Format::E4m3, ir::Format::Int8] {
+        let mut other = edited("o_proj", |_| true);
+        other.matrices[1].format = format;
+        refused(&other, &format!("{} is {}", other.matrices[1].name, format.name()));
+    }
 }

@@ -172,7 +172,8 @@ impl Format {
                 }
             }
             Self::E4m3 | Self::Int8 => {
-                for (place, element) in row.to_owned().into_iter().enumerate() {
+                let packed = *row;
+                for (place, element) in packed.into_iter().enumerate() {
                     row[byte_column(place)] = element;
                 }
             }

@@ -487,7 +487,7 @@ fn of_codes(stored: DType) -> Graph {
 fn refused(program: &Program, change: impl FnOnce(&mut Program)) -> String {
     let mut edited = program.clone();
     change(&mut edited);
-    ir::program::verify(edited).err().expect("it is refused").to_string()
+    ir::program::verify(edited).expect_err("it is refused").to_string()
 }
 
 #[test]
@@ -537,7 +537,7 @@ fn rows_of_codes_have_scales() {
         );
         let table = refused(&program, |program| program.matrices[0].format = ir::Format::Int8);
         assert!(table.contains("an embedding is read without scales"), "{table}");
-        let seqs = ir::program::check_seqs(&program, 2).err().expect("refused").to_string();
+        let seqs = ir::program::check_seqs(&program, 2).expect_err("refused").to_string();
         assert!(seqs.contains("16-bit weights only"), "{seqs}");
     }
 }

@@ -6,7 +6,7 @@ use clap::{Command, CommandFactory as _};
 
 /// What `amk --help` lists, in this order; a test holds that every command is in one group.
 const GROUPS: [(&str, &[&str]); 4] = [
-    ("Use a model", &["doctor", "generate", "chat", "serve", "bench", "top", "export"]),
+    ("Use a model", &["doctor", "generate", "chat", "serve", "bench", "top", "export", "quantize"]),
     (
         "Search for a schedule",
         &["propose", "evaluate", "loop", "fleet", "runs", "report", "corpus", "bundle", "mcp"],

@@ -96,13 +96,13 @@ pub struct Prefilled {
 /// The reason why a model's prompts cannot be run in chunks, or `None` if they can.
 #[must_use]
 pub fn prefill_refused(graph: &Graph) -> Option<String> {
-    let stored = |dtype: &dyn Fn(DType) -> bool| {
-        graph.tensors.iter().any(|t| t.shape.len() == 2 && dtype(t.dtype))
-    };
-    let what = match graph.dtype {
-        DType::F32 => "f32",
-        _ if stored(&DType::is_scaled) => "quantised",
-        _ => return None,
+    let matrices = || graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2);
+    let what = if graph.dtype == DType::F32 {
+        "f32"
+    } else if matrices().any(|matrix| matrix.dtype.is_scaled()) {
+        "quantised"
+    } else {
+        return None;
     };
     Some(format!(
         "{} has {what} weights: prompt chunks are multiplied by 16-bit weights only; its prompts run token by token",

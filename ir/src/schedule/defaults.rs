@@ -13,6 +13,10 @@ const NEAR_BYTES: u32 = 32 * 1024;
 /// Bytes of a stage, best first.
 const STAGE_BYTES: [u32; 3] = [32 * 1024, 16 * 1024, 8 * 1024];
 
+/// Stages that a ring of the default should have: with fewer, smaller stages are predicted to be faster by 4 to 10%
+/// (shapes of 32 and 70 billion parameters; not measured).
+const STAGES_LEAST: u32 = 4;
+
 /// Context of [`default_config`]: short enough for one worker to read all keys of a head.
 const SHORT_CONTEXT: u32 = 128;
 
@@ -39,11 +43,16 @@ pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 /// fused, the deepest ring of 32 KB stages that fits, one stage in flight before a wait, no sleep between polls, the
 /// remainder of each phase carried on, and one split of the keys per [`KEYS_PER_SPLIT`] as far as there are workers.
 ///
-/// Where 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
+/// Where four 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
 #[must_use]
 pub fn default_config_at(graph: &Graph, target: &Target, context: u32) -> ScheduleConfig {
     let rule = ruled();
-    let mut config = fitted(rule, &STAGE_BYTES, u32::MAX, graph, target).unwrap_or(rule);
+    let deep = STAGE_BYTES[..2].iter().find_map(|&bytes| {
+        fitted(rule, &[bytes], u32::MAX, graph, target)
+            .filter(|config| config.pipeline.stages >= STAGES_LEAST)
+    });
+    let any = || fitted(rule, &STAGE_BYTES, u32::MAX, graph, target);
+    let mut config = deep.or_else(any).unwrap_or(rule);
     split_keys(&mut config, graph, target, context);
     config
 }

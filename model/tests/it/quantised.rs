@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ir::TensorId;
+use ir::{DType, TensorId};
 use serde_json::{Value, json};
 
 use crate::folder::{Copy, quantised, safetensors, split};
@@ -555,4 +555,68 @@ fn an_exported_copy_has_the_same_bits() {
     for (i, bytes) in before.iter().enumerate() {
         assert!(back.weights.bytes(TensorId(i as u32)) == &bytes[..]);
     }
+}
+
+/// The element type of the products of a copy, and the note on how its matrices are given.
+fn given(copy: &Copy) -> (DType, String) {
+    let model = model::import(copy.dir()).unwrap_or_else(|error| panic!("{error}"));
+    (model.graph.dtype, model.notes[0].clone())
+}
+
+#[test]
+fn codes_are_given_as_they_are_stored_only_where_the_kernel_takes_them_so() {
+    let name = "ct-int8-llama";
+    let (dtype, note) = given(&copy(name));
+    assert!(
+        dtype == DType::F16 && note.ends_with("They are multiplied as they are stored"),
+        "{note}"
+    );
+    let other = |with: &dyn Fn(&Copy)| {
+        let copy = copy(name);
+        with(&copy);
+        let (dtype, note) = given(&copy);
+        assert_eq!(dtype, DType::F32, "{note}");
+        assert!(note.contains("dequantised to f32"), "{note}");
+    };
+    // The largest bf16 that f16 has, and the next one.
+    let set = |copy: &Copy, bits: u16| {
+        change(copy, "lm_head.weight", |(_, _, bytes)| {
+            bytes[..2].copy_from_slice(&bits.to_le_bytes());
+        });
+    };
+    let largest = copy(name);
+    set(&largest, 0xc77f);
+    assert_eq!(given(&largest).0, DType::F16);
+    other(&|copy| set(copy, 0xc780));
+    other(&|copy| set(copy, 0x7f80));
+    // Keys of 16 bits beside queries and values of codes: one matrix on the device.
+    other(&|copy| {
+        let module = "model.layers.1.self_attn.k_proj";
+        edit(copy, |all| {
+            all.remove(&format!("{module}.weight_scale")).expect("a scale");
+            let (element, shape, bytes) = all.get_mut(&format!("{module}.weight")).expect("codes");
+            *element = "BF16".to_owned();
+            *bytes = vec![0; 2 * shape.iter().product::<usize>()];
+        });
+    });
+    // Biases of rows that alternate have no place behind their scales; those of others do.
+    let biased = |copy: &Copy, names: &[&str], field: &str| {
+        copy.set(json!({ field: true }));
+        edit(copy, |all| {
+            for layer in 0..2 {
+                for part in names {
+                    let module = format!("model.layers.{layer}.{part}");
+                    let rows = all[&format!("{module}.weight")].1[0];
+                    let bias = ("BF16".to_owned(), vec![rows], [0x80, 0x3f].repeat(rows));
+                    all.insert(format!("{module}.bias"), bias);
+                }
+            }
+        });
+    };
+    other(&|copy| biased(copy, &["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"], "mlp_bias"));
+    let attention = copy(name);
+    let projections =
+        ["q_proj", "k_proj", "v_proj", "o_proj"].map(|part| format!("self_attn.{part}"));
+    biased(&attention, &projections.each_ref().map(|name| &name[..]), "attention_bias");
+    assert_eq!(given(&attention).0, DType::F16);
 }

@@ -1,10 +1,12 @@
 //! Tests of lowered programs on the machine.
 
 use ir::schedule::{ActsOn, default_config, legal_values, neutral_config, validate};
-use ir::{Knob, ScheduleConfig, Target};
+use ir::{DType, Knob, ScheduleConfig, Target};
 use lower::{Options, lower};
+use model::{Family, Format, Model, Quantisation, Shape, import, import_dequantised, quantise};
 use reference_vm::Order;
 use reference_vm::compare::{Tolerance, compare};
+use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 
 use crate::{Golden, each, each_quantised};
@@ -49,6 +51,43 @@ fn quantised_goldens_agree_with_the_default_schedule() {
         let config = default_config(&golden.model.graph, &target);
         check(golden, config, &target, Order::Waves);
     });
+}
+
+/// Biases lie behind the scales of a matrix of codes, and `lm_head` may be of codes too; no golden folder has either.
+#[test]
+fn codes_with_biases_and_a_head_of_codes_mean_their_values() {
+    let target = Target::by_name("h200").unwrap();
+    for format in [Format::Fp8, Format::Int8] {
+        let shape = Shape {
+            family: Family::Qwen2,
+            hidden: 128,
+            heads: 4,
+            ffn: 192,
+            vocab: 300,
+            dtype: DType::Bf16,
+            ..Shape::default()
+        };
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("codes");
+        let everything = Quantisation { format, lm_head: Some(format) };
+        quantise(&Model::random(shape, 5), everything, &folder).unwrap();
+        let (codes, values) = (import(&folder).unwrap(), import_dequantised(&folder).unwrap());
+        assert_eq!((codes.graph.dtype, values.graph.dtype), (DType::F16, DType::F32));
+        assert!(codes.graph.layers[0].q.bias.is_some() && codes.graph.lm_head_scale.is_some());
+        let tokens: Vec<u32> = (0..16).map(|i| i * 37 % 300).collect();
+        let evaluated = |model: &Model| {
+            let mut evaluator = Evaluator::new(&model.graph, &*model.weights).unwrap();
+            let logits = evaluator.run(&tokens, Logits::All).unwrap();
+            (logits, evaluator.greedy(8, &[]).unwrap())
+        };
+        let ((logits, greedy), (of_codes, same)) = (evaluated(&values), evaluated(&codes));
+        let agreement = compare(&logits, &of_codes, Tolerance::REFERENCE).unwrap();
+        assert!(agreement.summary().max_rel_err < 1e-5, "{:?}", agreement.summary());
+        assert_eq!(greedy, same);
+        let golden = Golden { model: codes, tokens, logits, greedy };
+        let config = default_config(&golden.model.graph, &target);
+        check(&golden, config, &target, Order::Waves);
+    }
 }
 
 #[test]

@@ -78,7 +78,7 @@ pub struct Worker {
 pub enum Claim {
     /// A job under a lease.
     Leased(Box<Leased>),
-    /// Nothing is free; so many open jobs remain that this worker could do.
+    /// No job is free now that this worker could do.
     Nothing {
         /// Jobs that are queued or leased.
         open: u64,
@@ -321,7 +321,7 @@ impl Board {
     /// Tells workers to end after their current job: those named, or all. Returns how many were told.
     ///
     /// # Errors
-    /// If a name is of no active worker; then none is told.
+    /// If a name is not that of an active worker. Then no worker is told.
     pub fn drain(&mut self, workers: &[String]) -> Result<u64, BoardError> {
         let path = self.path.clone();
         let tx = begin(&mut self.db, &path)?;

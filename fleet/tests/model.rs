@@ -268,7 +268,7 @@ fn explore(bug: Bug) -> Explored {
 }
 
 #[test]
-fn every_job_is_done_once_whoever_dies_sleeps_or_is_late() {
+fn every_job_is_done_once_even_if_workers_are_killed_stopped_or_late() {
     let found = explore(Bug::None);
     assert_eq!(found.broken, None);
     let count = |of: fn(&World) -> bool| found.worlds.iter().filter(|world| of(world)).count();

@@ -26,4 +26,4 @@ pub use phase::PhaseClass;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};
 pub use target::Target;
 pub use violation::{At, Level, Rule, Violation, Violations};
-pub use weights::{FileRange, Weights, decode};
+pub use weights::{FileRange, Weights, decode, e4m3};

@@ -67,13 +67,17 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The value of an e4m3 code, without its row's scale; 0x7f and 0xff are NaN.
-fn e4m3(code: u8) -> f32 {
-    let mantissa = f32::from(code & 7) / 8.0;
-    let magnitude = match (code >> 3 & 15, code & 7) {
-        (15, 7) => f32::NAN,
-        (0, _) => mantissa * 2f32.powi(-6),
-        (exponent, _) => (1.0 + mantissa) * 2f32.powi(i32::from(exponent) - 7),
+/// The value of an e4m3 code ("fn": bias 7, no infinities), without its scale; 0x7f and 0xff are NaN.
+#[must_use]
+pub const fn e4m3(code: u8) -> f32 {
+    let sign = (code as u32 >> 7) << 31;
+    let (exponent, mantissa) = ((code as u32 >> 3) & 15, code as u32 & 7);
+    let magnitude = match (exponent, mantissa) {
+        (15, 7) => 0x7fc0_0000,
+        // Subnormal: a multiple of 2^-9.
+        (0, _) => (mantissa as f32 / 512.0).to_bits(),
+        // The bias of binary32 is 127, 120 more.
+        _ => (exponent + 120) << 23 | mantissa << 20,
     };
-    if code < 0x80 { magnitude } else { -magnitude }
+    f32::from_bits(sign | magnitude)
 }

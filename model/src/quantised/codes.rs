@@ -8,7 +8,7 @@ pub(crate) static E4M3: [f32; 256] = {
     let mut values = [0.0; 256];
     let mut code = 0;
     while code < 256 {
-        values[code] = e4m3(code as u8);
+        values[code] = ir::e4m3(code as u8);
         code += 1;
     }
     values
@@ -17,19 +17,6 @@ pub(crate) static E4M3: [f32; 256] = {
 /// Values of the e2m1 codes, bias 1.
 pub(crate) static E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-const fn e4m3(code: u8) -> f32 {
-    let sign = (code as u32 >> 7) << 31;
-    let (exponent, mantissa) = ((code as u32 >> 3) & 15, code as u32 & 7);
-    let magnitude = match (exponent, mantissa) {
-        (15, 7) => 0x7fc0_0000,
-        // Subnormal: a multiple of 2^-9.
-        (0, _) => (mantissa as f32 / 512.0).to_bits(),
-        // The bias of binary32 is 127, 120 more.
-        _ => (exponent + 120) << 23 | mantissa << 20,
-    };
-    f32::from_bits(sign | magnitude)
-}
 
 /// Value of an e8m0 code: a power of two from 2^-127 to 2^127; 255 is NaN.
 pub(crate) fn e8m0(code: u8) -> f32 {

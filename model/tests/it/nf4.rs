@@ -173,7 +173,7 @@ fn values_are_those_of_the_formula() {
     }
 }
 
-/// The error of a folder of which one tensor was changed.
+/// The error of importing a folder in which one tensor was changed.
 fn edited(nested: bool, part: &str, change: impl Fn(&mut Stored)) -> String {
     let (copy, _) = folder(nested);
     let (header, data) = split(&copy.read("model.safetensors"));

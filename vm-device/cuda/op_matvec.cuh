@@ -14,8 +14,7 @@ constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // most units of a c
 constexpr uint32_t TAKE = 2;                                 // fragments that wait in registers
 
 #if AMK_DTYPE != AMK_DTYPE_F32
-// c = a . b + from for a 16x16 a and a 16x8 b. Row g of a has elements 0..4 of a lane's 8 columns and row g + 8 elements 4..8, so two
-// products with the two halves of the lane's 8 weights cover both; the other half of each result mixes the wrong pairs and is never read.
+// c = a . b + from for a 16x16 a and a 16x8 b.
 __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if AMK_DTYPE == AMK_DTYPE_BF16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
@@ -32,7 +31,7 @@ constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTO
 
 // Stages elements e..e+4 of the vector in the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
 // the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16
-// bytes of weights, pairs 0 and 1 are in words 0 and 2 and pairs 2 and 3 in words 1 and 3: so 16 bytes are an A operand without shuffling.
+// bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
 __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
 #if AMK_DTYPE == AMK_DTYPE_F32
   *(float4*)(w.x + (size_t)e * 4) = v;
@@ -49,31 +48,34 @@ __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) 
 #endif
 }
 
-// Loads a lane's 16 bytes of the staged vector for a unit. Rows of the A operand alternate high and low halves, of which only the first two
-// are used; zeroing the others would cost more than multiplying them.
-__device__ __forceinline__ uint4 x_load(Worker const& w, char const* x) {
+// A thread's part of the staged vector for a unit.
 #if AMK_DTYPE == AMK_DTYPE_F32
-  return stage_load(x + (w.thread & 3) * 16);
+using Vector = uint4;
+__device__ __forceinline__ Vector x_load(Worker const& w, char const* x) { return stage_load(x + (w.thread & 3) * 16); }
 #else
-  return stage_load(x + (w.thread & 7) * 16); // 4 high halves, 4 low
+using Vector = uint2;
+// Of columns 0 and 1 of the right operand, and so on in turns of four, the high and the low halves of a thread's pairs 0 and 2; of columns 2
+// and 3 those of pairs 1 and 3.
+__device__ __forceinline__ Vector x_load(Worker const& w, char const* x) { return stage_load8(x + (w.thread & 3) * 16 + (w.thread & 4) * 16 + (w.thread & 8)); }
 #endif
-}
 
-// Accumulators of 8 rows: two independent chains of products for each of PAIRS.
-template <uint32_t PAIRS> struct Sums {
-  float c[PAIRS][2][4];
+// Accumulators of 8 rows: independent chains of products.
+template <uint32_t CHAINS> struct Sums {
+  float c[CHAINS][4];
 };
 
-template <uint32_t PAIRS> __device__ __forceinline__ void unit_multiply(Sums<PAIRS>& s, uint32_t unit, uint4 x, uint4 weights) {
-  float(&c)[2][4] = s.c[unit % PAIRS];
+// Adds a thread's products of its n-th unit. The 16 bytes that it loaded are its part of a left operand: pairs 0 and 2 of a row, and pairs 1
+// and 3 of the same row 8 rows further down. So of the result, columns 0 and 1 of the first 8 rows are meant, and columns 2 and 3 of the
+// others; the rest mixes the wrong pairs and is never read.
+template <uint32_t CHAINS> __device__ __forceinline__ void unit_multiply(Sums<CHAINS>& s, uint32_t n, Vector x, uint4 weights) {
+  float(&c)[4] = s.c[n % CHAINS];
 #if AMK_DTYPE == AMK_DTYPE_F32
-  c[0][0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0][0]);
-  c[0][1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[0][1]);
-  c[1][0] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[1][0]);
-  c[1][1] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[1][1]);
+  c[0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0]);
+  c[1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[1]);
+  c[2] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[2]);
+  c[3] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[3]);
 #else
-  mma(c[0], c[0], x, weights.x, weights.y);
-  mma(c[1], c[1], x, weights.z, weights.w);
+  mma(c, c, weights, x.x, x.y);
 #endif
 }
 
@@ -84,26 +86,27 @@ struct Share {
 
 // A thread's part of the vector for a unit of weights that are unpacked: of two units of operands.
 struct VectorPair {
-  uint4 x[2];
+  Vector x[2];
 };
 __device__ __forceinline__ VectorPair pair_load(Worker const& w, char const* x) { return VectorPair{{x_load(w, x), x_load(w, x + X_BYTES)}}; }
 
-// Multiplies a thread's 16 bytes of a unit.
-template <uint32_t UNPACK> __device__ __forceinline__ void pair_multiply(Sums<2>& s, VectorPair const& v, uint4 weights) {
+// Multiplies a thread's 16 bytes of its n-th unit.
+template <uint32_t UNPACK, uint32_t CHAINS> __device__ __forceinline__ void pair_multiply(Sums<CHAINS>& s, uint32_t n, VectorPair const& v, uint4 weights) {
   uint4 operands[2];
   unpack16<UNPACK>(weights, operands);
-  unit_multiply(s, 0, v.x[0], operands[0]);
-  unit_multiply(s, 1, v.x[1], operands[1]);
+  unit_multiply(s, 2 * n, v.x[0], operands[0]);
+  unit_multiply(s, 2 * n + 1, v.x[1], operands[1]);
 }
 
 // Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer.
-template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<2>& s) {
+template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<4>& s) {
   uint32_t j = 0;
   if constexpr (UNPACK == AMK_UNPACK_NONE) {
     constexpr uint32_t BATCH = 4;
 #pragma unroll 1
     for (; j + BATCH <= mine; j += BATCH) {
-      uint4 v[BATCH], f[BATCH];
+      uint4 v[BATCH];
+      Vector f[BATCH];
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) {
         v[i] = stage_load(weights + (j + i) * AMK_WARPS * AMK_UNIT_BYTES);
@@ -121,7 +124,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
   } else {
 #pragma unroll 2
     for (; j < mine; ++j) {
-      pair_multiply<UNPACK>(s, pair_load(w, x + j * AMK_WARPS * 2 * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+      pair_multiply<UNPACK>(s, 0, pair_load(w, x + j * AMK_WARPS * 2 * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
     }
   }
 }
@@ -136,31 +139,23 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // Reduces the sums of a tile's 8 rows over the lanes, into `part`.
-template <uint32_t PAIRS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<PAIRS> const& s, float* part) {
+template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
   uint32_t const lane = w.thread % 32;
+  float first = 0.f, second = 0.f; // of the first eight rows of results, and of the others
+#pragma unroll
+  for (uint32_t i = 0; i < CHAINS; ++i) {
+    first += s.c[i][0] + s.c[i][1], second += s.c[i][2] + s.c[i][3];
+  }
 #if AMK_DTYPE == AMK_DTYPE_F32
-  float r = 0.f;
-#pragma unroll
-  for (uint32_t i = 0; i < PAIRS; ++i) {
-    r += (s.c[i][0][0] + s.c[i][0][1]) + (s.c[i][1][0] + s.c[i][1][1]);
-  }
-  r += __shfl_xor_sync(~0u, r, 1);
-  r += __shfl_xor_sync(~0u, r, 2);
-  if ((lane & 3) == 0) {
-    part[lane / 4] = r;
-  }
+  first += second;
+  first += __shfl_xor_sync(~0u, first, 1);
+  first += __shfl_xor_sync(~0u, first, 2);
 #else
-  float r0 = s.c[0][0][0] + s.c[0][1][2], r1 = s.c[0][0][1] + s.c[0][1][3];
-#pragma unroll
-  for (uint32_t i = 1; i < PAIRS; ++i) {
-    r0 += s.c[i][0][0] + s.c[i][1][2], r1 += s.c[i][0][1] + s.c[i][1][3];
-  }
-  r0 += __shfl_down_sync(~0u, r0, 4); // row 0 holds the products of the high halves, row 1 of the low
-  r1 += __shfl_down_sync(~0u, r1, 4);
-  if (lane < 4) {
-    *(float2*)(part + lane * 2) = make_float2(r0, r1);
-  }
+  first += __shfl_down_sync(~0u, second, 1);
 #endif
+  if ((lane & 3) == 0) {
+    part[lane / 4] = first;
+  }
 }
 
 // Number of this warp's units among `units` consecutive ones: every 8th, starting at the warp's number.
@@ -498,8 +493,8 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
   }
 }
 
-// Independent sums of a tile in a fragment's loop: enough of them that a product need not wait for the one before.
-__device__ constexpr uint32_t share_pairs(uint32_t unpack, uint32_t units) { return unpack != AMK_UNPACK_NONE || share_tiles(units) == 1 ? 2 : 1; }
+// Independent chains of a tile's products in a fragment's loop: enough of them that a product need not wait for the one before.
+__device__ constexpr uint32_t share_chains(uint32_t units) { return share_tiles(units) == 1 ? 4 : 2; }
 
 // This warp's part of the vector for a chunk, and its products with a fragment. In registers if the weights are operands; else it would take
 // two units of registers for one of weights, and is read from the activation buffer where it is multiplied.
@@ -510,29 +505,29 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
     units = chunk_units(k, chunk);
     at = w.x + (w.thread / 32 + chunk * k.chunk) * 2 * X_BYTES;
   }
-  __device__ __forceinline__ void multiply(Worker const& w, Sums<2> (&s)[share_tiles(UNITS)], Share const& share) const {
+  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
 #pragma unroll
     for (uint32_t j = 0; j < UNITS; ++j) {
       if (share_has<UNITS>(w, units, j)) {
         VectorPair const x = pair_load(w, at + j * AMK_WARPS * 2 * X_BYTES);
 #pragma unroll
         for (uint32_t tile = 0; tile < share_tiles(UNITS); ++tile) {
-          pair_multiply<UNPACK>(s[tile], x, share.weights[tile * UNITS + j]);
+          pair_multiply<UNPACK>(s[tile], j, x, share.weights[tile * UNITS + j]);
         }
       }
     }
   }
 };
 template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
-  uint4 frag[UNITS];
+  Vector frag[UNITS];
   __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
     uint32_t const units = chunk_units(k, chunk);
 #pragma unroll
     for (uint32_t j = 0; j < UNITS; ++j) {
-      frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : make_uint4(0, 0, 0, 0);
+      frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : Vector{};
     }
   }
-  template <uint32_t PAIRS> __device__ __forceinline__ void multiply(Worker const&, Sums<PAIRS> (&s)[share_tiles(UNITS)], Share const& share) const {
+  __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
 #pragma unroll
     for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
       unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
@@ -544,11 +539,11 @@ template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
 // return if the task has that many left.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
-  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = share_pairs(UNPACK, UNITS);
+  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
   uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
   x.load(w, k, 0);
-  Sums<PAIRS> s[TILES] = {};
+  Sums<CHAINS> s[TILES] = {};
   auto stage = [&](Share& weights) {
     note_near(w, left, 4);
     x.multiply(w, s, weights);
@@ -564,7 +559,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
 #pragma unroll
       for (uint32_t i = 0; i < TILES; ++i) {
         tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
-        s[i] = Sums<PAIRS>{};
+        s[i] = Sums<CHAINS>{};
       }
       part += TILES * AMK_UNIT_ROWS;
       chunk = 0;
@@ -587,9 +582,9 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
 // path between one hand-off and the next, so every instruction counts.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), PAIRS = share_pairs(UNPACK, UNITS);
+  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
   VectorPart<UNPACK, UNITS> x;
-  Sums<PAIRS> s[TILES] = {};
+  Sums<CHAINS> s[TILES] = {};
   auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
   auto const finish = [&] {
 #pragma unroll
@@ -606,7 +601,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     part += TILES * AMK_UNIT_ROWS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      s[i] = Sums<PAIRS>{};
+      s[i] = Sums<CHAINS>{};
     }
   };
   x.load(w, k, 0);
@@ -634,7 +629,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
 #pragma unroll 1
   for (uint32_t i = 0; i < tiles; ++i) {
     note_near(w, (k.count - tile0 - i) * k.units, 4 * SHARE * AMK_WARPS);
-    Sums<2> s = {};
+    Sums<4> s = {};
 #pragma unroll 1
     for (uint32_t unit = 0; unit < k.units; unit += k.stage_units) {
       char const* stage = cursor_land(w, c) + in_stage * k.units * AMK_UNIT_BYTES;

@@ -51,6 +51,12 @@ __device__ __forceinline__ uint4 stage_load(void const* p) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
   return v;
 }
+// The same for 8 bytes.
+__device__ __forceinline__ uint2 stage_load8(void const* p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)));
+  return v;
+}
 
 // Waits until a stage's loads are in registers: this instruction depends on `last`, a word of the last load, and a warp's loads from shared
 // memory return in order. They can queue behind loads of vectors for longer than refilling a freed stage takes, and nothing else waits for

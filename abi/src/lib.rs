@@ -28,7 +28,7 @@ pub use ring::{
 };
 pub use status::{Status, Trap};
 pub use task::{
-    Action, BufferDesc, BufferKind, DType, Done, Launch, Load, LoadKind, LoaderRecord,
+    Action, BufferDesc, BufferKind, CodeBlock, DType, Done, Launch, Load, LoadKind, LoaderRecord,
     ProgramHeader, Queue, SeqStates, StepState, Task, TaskRecord, Unpack, WeightStream,
 };
 pub use telemetry::{

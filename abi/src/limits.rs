@@ -11,7 +11,7 @@ macro_rules! limits {
 limits! {
     /// Bumped on every change of meaning that the layout hash does not cover.
     ABI_VERSION: u32 = 1;
-    /// Bytes of one weight unit: 8 rows by 64 bytes of a row, contiguous, row after row.
+    /// Bytes of one weight unit: 8 rows by 64 bytes of a row, contiguous, row after row. Scales of its own lie behind it.
     UNIT_BYTES: u32 = 512;
     /// Matrix rows of one unit, and so the row granule of every tile.
     UNIT_ROWS: u32 = 8;

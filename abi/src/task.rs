@@ -68,8 +68,8 @@ wire_struct! {
         pub period: u16,
         /// Weights: units that must have arrived before, in stream order.
         pub watermark: u32,
-        /// Cache: keys of a block of the task's splits.
-        pub kv_block: u32,
+        /// Cache: keys of a block of the task's splits. Weights: bytes of a unit.
+        pub size: u32,
         /// Cache: sliding window, or zero for full attention.
         pub window: u32,
         /// Cache: the task's split.
@@ -148,6 +148,8 @@ wire_struct! {
         pub stages: u32,
         /// Units of one stage, a power of two.
         pub stage_units: u32,
+        /// Bytes of one stage: of that many of the longest units.
+        pub stage_bytes: u32,
         /// Stages in flight at once, at most.
         pub in_flight: u32,
         /// The same while the worker is about to receive a hand-off.
@@ -177,7 +179,7 @@ wire_struct! {
         /// Sequences of the last command. The poller maintains it.
         pub last_seqs: u32,
         /// Zero.
-        pub reserved: [u32; 2],
+        pub reserved: u32,
     }
 }
 
@@ -208,24 +210,101 @@ wire_enum! {
         E4m3 = 3 "e4m3",
         /// Two's complement integer of 8 bits.
         Int8 = 4 "int8",
+        /// Blocks of 64 e4m3 codes and a scale in f32, which 8 rows share.
+        E4m3G64 = 5 "e4m3_g64",
+        /// Blocks of 64 codes of 8 bits and a scale for each 32.
+        Int8G32 = 6 "int8_g32",
+        /// Groups of 128 codes of 4 bits and a scale. A code is 8 more than it means.
+        Int4G128 = 7 "int4_g128",
+        /// The same with a zero point for each scale, which a code is more than it means.
+        Int4G128Zero = 8 "int4_g128_zero",
+        /// Blocks of 128 codes of 4 bits and a scale for each 32. A code is 8 more than it means.
+        Int4G32 = 9 "int4_g32",
+    }
+}
+
+/// How a row of codes with scales of their own is stored: blocks of 64 bytes of codes and what scales them. Codes of 4 bits lie two to a byte,
+/// the first in its lower half. Behind the codes of a block lies for each group of its columns the scale, f16, and the zero point if there is
+/// one, f16; or the scale of the whole block, f32, if the 8 rows of a tile share it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeBlock {
+    /// Codes of a block.
+    pub codes: u32,
+    /// Groups of a block.
+    pub groups: u32,
+    /// Whether each group has a zero point.
+    pub zeros: bool,
+    /// Whether the 8 rows of a tile have the same scale.
+    pub shared: bool,
+}
+
+impl CodeBlock {
+    /// Bytes of the codes of a block.
+    pub const CODE_BYTES: usize = 64;
+
+    /// Bytes of the scales and zero points of a block.
+    #[must_use]
+    pub const fn scale_bytes(self) -> usize {
+        self.groups as usize * if self.zeros || self.shared { 4 } else { 2 }
+    }
+
+    /// Bytes behind a unit of 8 rows by one block, a multiple of what a bulk copy takes.
+    #[must_use]
+    pub const fn unit_scale_bytes(self) -> usize {
+        if self.shared { 16 } else { crate::UNIT_ROWS as usize * self.scale_bytes() }
+    }
+
+    /// Bytes of a block.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        Self::CODE_BYTES + self.scale_bytes()
     }
 }
 
 impl DType {
     /// Bytes of one element.
+    ///
+    /// # Panics
+    /// If the elements lie in blocks.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
             Self::E4m3 | Self::Int8 => 1,
+            Self::E4m3G64 | Self::Int8G32 | Self::Int4G128 | Self::Int4G128Zero | Self::Int4G32 => {
+                panic!("these elements lie in blocks")
+            }
         }
     }
 
-    /// Whether it is a code of which each row of a matrix has a scale.
+    /// How its elements lie in blocks, if they do.
+    #[must_use]
+    pub const fn block(self) -> Option<CodeBlock> {
+        let (codes, groups, zeros, shared) = match self {
+            Self::F32 | Self::F16 | Self::Bf16 | Self::E4m3 | Self::Int8 => return None,
+            Self::E4m3G64 => (64, 1, false, true),
+            Self::Int8G32 => (64, 2, false, false),
+            Self::Int4G128 => (128, 1, false, false),
+            Self::Int4G128Zero => (128, 1, true, false),
+            Self::Int4G32 => (128, 4, false, false),
+        };
+        Some(CodeBlock { codes, groups, zeros, shared })
+    }
+
+    /// Bytes of a row of this many elements. A row has whole blocks.
+    #[must_use]
+    pub const fn row_bytes(self, cols: usize) -> usize {
+        match self.block() {
+            Some(block) => cols.div_ceil(block.codes as usize) * block.bytes(),
+            None => cols * self.bytes(),
+        }
+    }
+
+    /// Whether it is a code of which each row of a matrix has a factor.
     #[must_use]
     pub const fn is_scaled(self) -> bool {
-        matches!(self, Self::E4m3 | Self::Int8)
+        !matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 }
 
@@ -238,6 +317,16 @@ wire_enum! {
         E4m3 = 1 "e4m3",
         /// Integers of 8 bits to f16.
         Int8 = 2 "int8",
+        /// e4m3 to f16, each unit with scales.
+        E4m3G64 = 3 "e4m3_g64",
+        /// Integers of 8 bits to f16, each unit with scales.
+        Int8G32 = 4 "int8_g32",
+        /// Integers of 4 bits to f16, each unit with scales.
+        Int4G128 = 5 "int4_g128",
+        /// The same with zero points.
+        Int4G128Zero = 6 "int4_g128_zero",
+        /// Integers of 4 bits to f16, each unit with scales of 32 columns.
+        Int4G32 = 7 "int4_g32",
     }
 }
 

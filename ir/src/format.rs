@@ -2,15 +2,19 @@
 //! below.
 //!
 //! A packed matrix is a sequence of tiles of 8 rows. A tile is a sequence of units of 8 rows by 64 bytes, in order
-//! along K. This file has the only packer.
+//! along K. Behind a unit of codes in groups lie the scales of its 8 rows, row after row, or the one that they share: so a
+//! stream brings both.
+//! This file has the only packer.
 
-use abi::{UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
+use abi::{CodeBlock, UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::graph::DType;
 
-const ROWS: usize = UNIT_ROWS as usize;
+/// Rows of a tile.
+pub const TILE_ROWS: usize = UNIT_ROWS as usize;
+const ROWS: usize = TILE_ROWS;
 const ROW: usize = UNIT_ROW_BYTES as usize;
 const UNIT: usize = UNIT_BYTES as usize;
 
@@ -18,7 +22,7 @@ macro_rules! formats {
     ($($(#[doc = $doc:literal])+ $variant:ident $name:literal bits $bits:literal stored $stored:ident operand $operand:ident unpack $unpack:ident;)+) => {
         /// A weight format.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-        #[serde(rename_all = "lowercase")]
+        #[serde(rename_all = "snake_case")]
         pub enum Format { $($(#[doc = $doc])+ $variant),+ }
 
         impl Format {
@@ -72,6 +76,16 @@ formats! {
     E4m3 "e4m3" bits 8 stored E4m3 operand F16 unpack E4m3;
     /// Integers of 8 bits, each row with a scale.
     Int8 "int8" bits 8 stored Int8 operand F16 unpack Int8;
+    /// e4m3, each 64 columns of a tile's rows with a scale.
+    E4m3G64 "e4m3_g64" bits 8 stored E4m3G64 operand F16 unpack E4m3G64;
+    /// Integers of 8 bits, each 32 columns of a row with a scale.
+    Int8G32 "int8_g32" bits 8 stored Int8G32 operand F16 unpack Int8G32;
+    /// Integers of 4 bits, each 128 columns of a row with a scale.
+    Int4G128 "int4_g128" bits 4 stored Int4G128 operand F16 unpack Int4G128;
+    /// Integers of 4 bits, each 128 columns of a row with a scale and a zero point.
+    Int4G128Zero "int4_g128_zero" bits 4 stored Int4G128Zero operand F16 unpack Int4G128Zero;
+    /// Integers of 4 bits, each 32 columns of a row with a scale.
+    Int4G32 "int4_g32" bits 4 stored Int4G32 operand F16 unpack Int4G32;
 }
 
 impl Format {
@@ -86,10 +100,30 @@ impl Format {
         of(stored).or_else(|| of(operand)).unwrap_or(Self::F32)
     }
 
-    /// Whether each row has a scale.
+    /// Whether each row has a factor.
     #[must_use]
     pub const fn is_scaled(self) -> bool {
         self.stored().is_scaled()
+    }
+
+    /// Bytes of one row of a unit's scales.
+    fn scale_bytes(self) -> usize {
+        self.stored().block().map_or(0, CodeBlock::scale_bytes)
+    }
+
+    /// Place of a row's scales among those of its unit.
+    fn scale_place(self, row: usize) -> usize {
+        if self.stored().block().is_some_and(|block| block.shared) {
+            0
+        } else {
+            row * self.scale_bytes()
+        }
+    }
+
+    /// Bytes of a unit with its scales.
+    #[must_use]
+    pub fn unit_bytes(self) -> u32 {
+        UNIT_BYTES + self.stored().block().map_or(0, |block| block.unit_scale_bytes() as u32)
     }
 
     /// Elements of one row of a unit.
@@ -107,20 +141,26 @@ impl Format {
     /// Bytes of a stored row of `cols` elements.
     #[must_use]
     pub const fn row_bytes(self, cols: u32) -> usize {
-        cols as usize * self.stored().bytes()
+        self.stored().row_bytes(cols as usize)
     }
 
     /// Packs one tile from stored rows. A shorter or empty row is padded with zeros. `tile` is a whole number of units.
     pub fn pack(self, rows: &[&[u8]; ROWS], tile: &mut [u8]) {
-        for (unit, out) in tile.chunks_exact_mut(UNIT).enumerate() {
-            for (row, out) in rows.iter().zip(out.as_chunks_mut::<ROW>().0) {
-                let left = row.get(unit * ROW..).unwrap_or_default();
+        let scale_bytes = self.scale_bytes();
+        for (unit, out) in tile.chunks_exact_mut(self.unit_bytes() as usize).enumerate() {
+            let (elements, scales) = out.split_at_mut(UNIT);
+            scales.fill(0);
+            for (at, (row, out)) in rows.iter().zip(elements.as_chunks_mut::<ROW>().0).enumerate() {
+                let left = row.get(unit * (ROW + scale_bytes)..).unwrap_or_default();
                 match left.first_chunk::<ROW>() {
                     Some(whole) => out.copy_from_slice(whole),
                     None => {
                         out[..left.len()].copy_from_slice(left);
                         out[left.len()..].fill(0);
                     }
+                }
+                if let Some(stored) = left.get(ROW..ROW + scale_bytes) {
+                    scales[self.scale_place(at)..][..scale_bytes].copy_from_slice(stored);
                 }
                 self.arrange(out);
             }
@@ -130,10 +170,13 @@ impl Format {
     /// The inverse of [`pack`](Self::pack) for one row of a tile, padding included.
     pub fn stored_row(self, tile: &[u8], row: usize, out: &mut Vec<u8>) {
         out.clear();
-        for unit in tile.chunks_exact(UNIT) {
-            let mut stored = unit.as_chunks::<ROW>().0[row];
+        let scale_bytes = self.scale_bytes();
+        for unit in tile.chunks_exact(self.unit_bytes() as usize) {
+            let (elements, scales) = unit.split_at(UNIT);
+            let mut stored = elements.as_chunks::<ROW>().0[row];
             self.restore(&mut stored);
             out.extend_from_slice(&stored);
+            out.extend_from_slice(&scales[self.scale_place(row)..][..scale_bytes]);
         }
     }
 
@@ -153,9 +196,15 @@ impl Format {
                 }
                 exchange_vec4s(row);
             }
-            Self::E4m3 | Self::Int8 => {
+            Self::E4m3 | Self::Int8 | Self::E4m3G64 | Self::Int8G32 => {
                 let stored = *row;
                 *row = std::array::from_fn(|place| stored[byte_column(place)]);
+            }
+            Self::Int4G128 | Self::Int4G128Zero | Self::Int4G32 => {
+                let stored = *row;
+                let code =
+                    |place| (stored[half_column(place) / 2] >> (4 * (half_column(place) % 2))) & 15;
+                *row = std::array::from_fn(|byte| code(2 * byte) | code(2 * byte + 1) << 4);
             }
         }
     }
@@ -171,10 +220,18 @@ impl Format {
                     *element = bf16::from_f32(f16::from_le_bytes(*element).to_f32()).to_le_bytes();
                 }
             }
-            Self::E4m3 | Self::Int8 => {
+            Self::E4m3 | Self::Int8 | Self::E4m3G64 | Self::Int8G32 => {
                 let packed = *row;
                 for (place, element) in packed.into_iter().enumerate() {
                     row[byte_column(place)] = element;
+                }
+            }
+            Self::Int4G128 | Self::Int4G128Zero | Self::Int4G32 => {
+                let packed = std::mem::replace(row, [0; ROW]);
+                for place in 0..2 * ROW {
+                    let (code, column) =
+                        ((packed[place / 2] >> (4 * (place % 2))) & 15, half_column(place));
+                    row[column / 2] |= code << (4 * (column % 2));
                 }
             }
         }
@@ -193,7 +250,18 @@ fn exchange_vec4s(row: &mut [u8]) {
 /// The column at a place of a unit's row of bytes. A thread's 16 bytes are the columns that it would multiply of two
 /// units of 16-bit elements, so that unpacking them gives both.
 const fn byte_column(place: usize) -> usize {
-    let (thread, unit, element) = (place / 16, place / 8 % 2, place % 8);
+    operand_column(place / 8 % 2, place / 16, place % 8)
+}
+
+/// The column at a place of a unit's row of halves of bytes. A thread's 16 bytes are four words, one for each of four units
+/// of 16-bit elements. Halves `n` and `n + 4` of a word are a pair of neighbouring columns, which one mask takes out.
+const fn half_column(place: usize) -> usize {
+    let (thread, unit, half) = (place / 32, place / 8 % 4, place % 8);
+    operand_column(unit, thread, half % 4 * 2 + half / 4)
+}
+
+/// The column of one of the eight elements that a thread multiplies of a unit of 16-bit elements.
+const fn operand_column(unit: usize, thread: usize, element: usize) -> usize {
     let column = thread * 8 + element;
     unit * 32 + (column & !12 | (column & 4) << 1 | (column & 8) >> 1)
 }
@@ -210,6 +278,14 @@ mod tests {
         row
     }
 
+    /// The row with zeros for scales if all rows share them.
+    fn alike(format: Format, mut row: Vec<u8>) -> Vec<u8> {
+        if let Some(block) = format.stored().block().filter(|block| block.shared) {
+            row.chunks_mut(block.bytes()).for_each(|block| block[CodeBlock::CODE_BYTES..].fill(7));
+        }
+        row
+    }
+
     #[test]
     fn what_was_packed_is_unpacked() {
         for format in Format::ALL {
@@ -219,18 +295,21 @@ mod tests {
                     .map(|row| (0..bytes).map(|at| (row * 37 + at) as u8).collect())
                     .map(|row| if *format == Format::Bf16AsF16 { exact(row) } else { row })
                     .collect();
+                let stored: Vec<Vec<u8>> =
+                    stored.into_iter().map(|row| alike(*format, row)).collect();
                 // A missing row, as in the last tile of a matrix.
                 let rows: [&[u8]; ROWS] =
                     std::array::from_fn(|row| if row == 7 { &[][..] } else { &stored[row][..] });
                 let units = format.units_per_tile(cols) as usize;
-                let mut tile = vec![0xee; units * UNIT];
+                let mut tile = vec![0xee; units * format.unit_bytes() as usize];
                 format.pack(&rows, &mut tile);
                 let mut back = Vec::new();
                 for (row, stored) in rows.iter().enumerate() {
                     format.stored_row(&tile, row, &mut back);
-                    assert_eq!(back.len(), units * ROW);
+                    assert_eq!(back.len(), units * (ROW + format.scale_bytes()));
                     assert_eq!(&back[..stored.len()], *stored, "{} {cols}", format.name());
-                    assert!(back[stored.len()..].iter().all(|&byte| byte == 0));
+                    let shared = format.stored().block().is_some_and(|block| block.shared);
+                    assert!(shared || back[stored.len()..].iter().all(|&byte| byte == 0));
                 }
             }
         }
@@ -266,6 +345,45 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_word_of_halves_is_a_threads_part_of_a_unit_of_16_bits() {
+        // Each column's number, in two passes: its lower four bits, then its upper three.
+        let packed = |part: fn(usize) -> usize| {
+            let mut row: Vec<u8> =
+                (0..64).map(|i| (part(2 * i) | part(2 * i + 1) << 4) as u8).collect();
+            row.extend([0; 2]);
+            let mut tile = [0; UNIT + 16];
+            Format::Int4G128.pack(&std::array::from_fn(|_| &row[..]), &mut tile);
+            move |place: usize| usize::from(tile[place / 2] >> (4 * (place % 2)) & 15)
+        };
+        let (low, high) = (packed(|column| column & 15), packed(|column| column >> 4));
+        let halves: Vec<u8> = (0..128_u16).flat_map(u16::to_le_bytes).collect();
+        let mut wide = [0; 4 * UNIT];
+        Format::F16.pack(&std::array::from_fn(|_| &halves[..]), &mut wide);
+        for (thread, unit, pair) in (0..64).map(|i| (i / 16, i / 4 % 4, i % 4)) {
+            let places = [0, 4].map(|behind| thread * 32 + unit * 8 + pair + behind);
+            let columns = places.map(|place| low(place) | high(place) << 4);
+            let expected =
+                [0, 1].map(|i| usize::from(wide[unit * UNIT + thread * 16 + (pair * 2 + i) * 2]));
+            assert_eq!(columns, expected, "{thread} {unit} {pair}");
+        }
+    }
+
+    #[test]
+    fn scales_lie_behind_their_unit() {
+        let row: Vec<u8> =
+            (0..2).flat_map(|block| [vec![0; 64], vec![block * 8 + 1; 8]].concat()).collect();
+        let mut tile = [0xee; 2 * (UNIT + 64)];
+        let rows: [&[u8]; ROWS] =
+            std::array::from_fn(|at| if at == 7 { &[][..] } else { &row[..] });
+        Format::Int4G32.pack(&rows, &mut tile);
+        for (unit, value) in tile.chunks_exact(UNIT + 64).zip([1, 9]) {
+            assert!(unit[..UNIT].iter().all(|&code| code == 0));
+            assert!(unit[UNIT..UNIT + 56].iter().all(|&scale| scale == value));
+            assert!(unit[UNIT + 56..].iter().all(|&scale| scale == 0), "a missing row");
         }
     }
 

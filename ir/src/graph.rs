@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 pub use abi::DType;
 
+use crate::format::Format;
 use crate::id::TensorId;
 
 /// A stored tensor: its name in the checkpoint, element type and shape (row-major).
@@ -38,7 +39,9 @@ impl Tensor {
     /// Bytes of the stored tensor.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.len() * self.dtype.bytes()
+        let Some((&cols, rows)) = self.shape.split_last() else { return 0 };
+        let rows: usize = rows.iter().map(|&side| side as usize).product();
+        rows * self.dtype.row_bytes(cols as usize)
     }
 }
 
@@ -47,7 +50,7 @@ impl Tensor {
 pub struct Linear {
     /// `[rows, cols]`.
     pub weight: TensorId,
-    /// `[rows]`, f32, if the weight is of codes: the factor of each row.
+    /// `[rows]`, f32, if the weight is of codes: the factor of each row, besides scales that lie among the codes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<TensorId>,
     /// `[rows]`, if the family has biases.
@@ -165,6 +168,14 @@ impl Graph {
     #[must_use]
     pub fn group(&self) -> u32 {
         self.heads / self.kv_heads
+    }
+
+    /// Bytes of the longest unit of its matrices.
+    #[must_use]
+    pub fn unit_bytes(&self) -> u32 {
+        let units = self.tensors.iter().filter(|tensor| tensor.shape.len() == 2);
+        let bytes = units.map(|tensor| Format::of(tensor.dtype, self.dtype).unit_bytes());
+        bytes.max().unwrap_or(abi::UNIT_BYTES)
     }
 
     /// Whether `lm_head` reuses the embedding table.

@@ -18,7 +18,8 @@ pub mod text;
 mod violation;
 mod weights;
 
-pub use format::Format;
+pub use abi::CodeBlock;
+pub use format::{Format, TILE_ROWS};
 pub use graph::{DType, Graph, Layer, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 pub use nearest::nearest;

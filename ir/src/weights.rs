@@ -1,5 +1,6 @@
 //! Access to stored weights, independent of how they are read.
 
+use abi::CodeBlock;
 use half::{bf16, f16};
 
 use crate::graph::DType;
@@ -27,13 +28,13 @@ pub trait Weights: Sync {
     }
 }
 
-/// Decodes `out.len()` elements of `dtype` from the start of `bytes`.
+/// Decodes `out.len()` elements of `dtype` from the start of `bytes`; of codes in blocks, those of one row.
 ///
 /// # Panics
 /// If `bytes` holds fewer elements than `out`.
 pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     assert!(
-        bytes.len() >= out.len() * dtype.bytes(),
+        bytes.len() >= dtype.row_bytes(out.len()),
         "{} bytes for {} elements",
         bytes.len(),
         out.len()
@@ -63,6 +64,43 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
             for (o, code) in out.iter_mut().zip(bytes) {
                 *o = f32::from(code.cast_signed());
             }
+        }
+        DType::E4m3G64
+        | DType::Int8G32
+        | DType::Int4G128
+        | DType::Int4G128Zero
+        | DType::Int4G32 => {
+            decode_blocks(dtype, bytes, out);
+        }
+    }
+}
+
+/// Decodes a row of codes that lie in blocks, from its start, with the scales of their groups.
+fn decode_blocks(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    let Some(block) = dtype.block() else { return };
+    let group = (block.codes / block.groups) as usize;
+    let blocks = bytes.chunks_exact(block.bytes()).zip(out.chunks_mut(block.codes as usize));
+    for (bytes, out) in blocks {
+        let (codes, scales) = bytes.split_at(CodeBlock::CODE_BYTES);
+        let scale = |at: usize| f16::from_le_bytes([scales[2 * at], scales[2 * at + 1]]).to_f32();
+        for (i, out) in out.iter_mut().enumerate() {
+            let at = i / group;
+            *out = match dtype {
+                DType::E4m3G64 => {
+                    e4m3(codes[i])
+                        * f32::from_le_bytes([scales[0], scales[1], scales[2], scales[3]])
+                }
+                DType::Int8G32 => f32::from(codes[i].cast_signed()) * scale(at),
+                _ => {
+                    let code = f32::from(codes[i / 2] >> (4 * (i % 2)) & 15);
+                    let (zero, scale) = if block.zeros {
+                        (scale(2 * at + 1), scale(2 * at))
+                    } else {
+                        (8.0, scale(at))
+                    };
+                    (code - zero) * scale
+                }
+            };
         }
     }
 }

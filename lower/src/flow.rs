@@ -3,7 +3,7 @@
 
 use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, Epilogue, MatvecParams, Prologue, READS_MAX,
-    UNIT_BYTES, UNIT_ROWS, WRITES_MAX,
+    UNIT_ROWS, WRITES_MAX,
 };
 use ir::program::{
     Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap,
@@ -260,7 +260,7 @@ impl Builder<'_> {
             reads: [None, norm, constants, None],
             items: matrix.tiles(),
             block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
-            item_bytes: u64::from(params.units) * u64::from(UNIT_BYTES),
+            item_bytes: u64::from(params.units) * u64::from(matrix.format.unit_bytes()),
             ..self.phase(class, n, Op::Matvec(params), input)
         }
     }

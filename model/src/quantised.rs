@@ -1,13 +1,14 @@
 //! Quantised weights: which stored tensors make up a matrix, and the values that they mean.
 //!
-//! Codes of 8 bits with a scale for each row are given as they are stored. Every matrix of another quantised folder is
-//! given as f32, its exact value, made when it is first read. The values are those of the formats' definitions, evaluated
+//! Codes of 8 bits with a scale for each row are given as they are stored, and codes with scales for groups of columns in
+//! blocks with them. Every matrix of another quantised folder is given as f32, its exact value, made when it is first read. The values are those of the formats' definitions, evaluated
 //! in f32 in their order, and never pass through a 16-bit type.
 
 mod blocks;
 pub(crate) mod checkpoint;
 mod codes;
 mod declared;
+mod grouped;
 mod matrix;
 mod nf4;
 mod stored;
@@ -23,6 +24,7 @@ use ir::{DType, FileRange, Graph, Tensor, TensorId, Weights};
 pub(crate) use self::blocks::BlockType;
 use self::checkpoint::Recognised;
 pub(crate) use self::declared::Declared;
+use self::grouped::Grouped;
 pub(crate) use self::matrix::{Layout, Matrix};
 use crate::error::Problem;
 use crate::parallel;
@@ -40,8 +42,10 @@ struct Dequantised {
 pub(crate) enum Source {
     /// It is stored.
     Stored(Place),
-    /// It is made.
+    /// It is made: dequantised.
     Made(Matrix),
+    /// It is made: codes in blocks.
+    Grouped(Grouped),
     /// The scales of a matrix's rows, f32.
     Scales(Vec<u8>),
 }
@@ -61,6 +65,7 @@ impl Weights for Dequantised {
         match &self.sources[i] {
             Source::Stored(place) => self.files.slice(*place),
             Source::Made(matrix) => self.made[i].get_or_init(|| matrix.dequantise(&self.files)),
+            Source::Grouped(grouped) => self.made[i].get_or_init(|| grouped.encode(&self.files)),
             Source::Scales(bytes) => bytes,
         }
     }
@@ -68,7 +73,7 @@ impl Weights for Dequantised {
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
         match &self.sources[tensor.index()] {
             Source::Stored(place) => Some(self.files.range(*place)),
-            Source::Made(_) | Source::Scales(_) => None,
+            Source::Made(_) | Source::Grouped(_) | Source::Scales(_) => None,
         }
     }
 }
@@ -160,7 +165,7 @@ fn check_codes(
     let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
     let matrix = |i: usize| match sources.get(i)? {
         Source::Made(matrix) => Some(matrix),
-        Source::Stored(_) | Source::Scales(_) => None,
+        Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
     };
     let next = AtomicUsize::new(0);
     let scan = || loop {

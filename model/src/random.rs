@@ -89,7 +89,7 @@ impl Recipe {
             DType::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
             DType::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
             DType::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
-            DType::E4m3 | DType::Int8 => unreachable!("a preset is not quantised"),
+            codes => unreachable!("a preset is not quantised: {}", codes.name()),
         }
     }
 

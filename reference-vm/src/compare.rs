@@ -67,8 +67,12 @@ impl Tolerance {
         let roundoff = match dtype {
             DType::F32 => 2f64.powi(-24),
             DType::F16 => 2f64.powi(-11),
-            DType::Bf16 | DType::Int8 => 2f64.powi(-8),
-            DType::E4m3 => 2f64.powi(-4),
+            DType::Bf16 | DType::Int8 | DType::Int8G32 => 2f64.powi(-8),
+            DType::E4m3
+            | DType::E4m3G64
+            | DType::Int4G128
+            | DType::Int4G128Zero
+            | DType::Int4G32 => 2f64.powi(-4),
         };
         Self { rel: 8.0 * roundoff * (len.max(1) as f64).sqrt() }
     }

@@ -10,6 +10,7 @@ use ir::{DType, Tensor};
 use rayon::prelude::*;
 
 mod blend;
+mod blocks;
 mod product;
 mod vector;
 
@@ -137,10 +138,11 @@ pub(crate) fn make_room(bits: u32) -> u32 {
 
 /// Bytes of a stored tensor, unless they overflow.
 pub(crate) fn stored_bytes(tensor: &Tensor) -> Option<usize> {
-    tensor
-        .shape
-        .iter()
-        .try_fold(tensor.dtype.bytes(), |bytes, &len| bytes.checked_mul(len as usize))
+    let (&cols, rows) = tensor.shape.split_last()?;
+    let most = usize::MAX / 16;
+    // No element takes more than four bytes, and no block more than twice that.
+    let row = ((cols as usize) < most).then(|| tensor.dtype.row_bytes(cols as usize))?;
+    rows.iter().try_fold(row, |bytes, &len| bytes.checked_mul(len as usize))
 }
 
 /// A stored matrix: row-major, little-endian, any alignment.
@@ -155,7 +157,8 @@ pub(crate) struct Matrix<'a> {
 impl<'a> Matrix<'a> {
     /// A view of `bytes`, or `None` if they are not `rows * cols` elements or the matrix is empty.
     pub(crate) fn new(dtype: DType, rows: usize, cols: usize, bytes: &'a [u8]) -> Option<Self> {
-        let expected = rows.checked_mul(cols)?.checked_mul(dtype.bytes())?;
+        rows.checked_mul(cols)?.checked_mul(size_of::<f32>())?;
+        let expected = rows * dtype.row_bytes(cols);
         (expected > 0 && bytes.len() == expected).then_some(Self { dtype, rows, cols, bytes })
     }
 
@@ -167,33 +170,57 @@ impl<'a> Matrix<'a> {
         self.cols
     }
 
-    fn row_bytes(&self, row: usize, start: usize, len: usize) -> &'a [u8] {
-        let size = self.dtype.bytes();
-        &self.bytes[row * self.cols * size..][..self.cols * size][start * size..][..len * size]
+    /// Bytes of some rows.
+    fn rows_bytes(&self, first: usize, rows: usize) -> &'a [u8] {
+        let size = self.dtype.row_bytes(self.cols);
+        &self.bytes[first * size..][..rows * size]
+    }
+
+    /// Rows as f32, if their elements lie in blocks: the first `cols` elements of each.
+    fn decoded(&self, first: usize, rows: usize, cols: usize) -> Option<Vec<f32>> {
+        let block = self.dtype.block()?;
+        let mut out = vec![0.0; rows * cols];
+        let stored = self.rows_bytes(first, rows).chunks_exact(self.dtype.row_bytes(self.cols));
+        for (row, out) in stored.zip(out.chunks_exact_mut(cols.max(1))) {
+            blocks::decode_row(self.dtype, block, row, out);
+        }
+        Some(out)
     }
 
     pub(crate) fn decode_row(&self, row: usize, start: usize, out: &mut [f32]) {
-        let bytes = self.row_bytes(row, start, out.len());
+        if let Some(decoded) = self.decoded(row, 1, start + out.len()) {
+            out.copy_from_slice(&decoded[start..]);
+            return;
+        }
+        let size = self.dtype.bytes();
+        let bytes = &self.rows_bytes(row, 1)[start * size..][..out.len() * size];
         match self.dtype {
             DType::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
             DType::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
             DType::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
             DType::E4m3 => decode::<StoredE4m3>(bytes, out),
             DType::Int8 => decode::<StoredInt8>(bytes, out),
+            blocks => unreachable!("{} lies in blocks", blocks.name()),
         }
     }
 
     /// Row `row` times `x`, which may be shorter than the row.
     pub(crate) fn dot_row(&self, row: usize, x: &[f32]) -> f32 {
+        if let Some(decoded) = self.decoded(row, 1, x.len()) {
+            return dot(&decoded, x);
+        }
         let mut out = [0.0];
-        self.single(self.row_bytes(row, 0, x.len()), x, &mut out);
+        self.single(&self.rows_bytes(row, 1)[..x.len() * self.dtype.bytes()], x, &mut out);
         out[0]
     }
 
     /// Products of `x`, which is as long as a row, with the rows from `first` on; as many as `out` has elements.
     pub(crate) fn dot_rows(&self, first: usize, x: &[f32], out: &mut [f32]) {
-        let size = self.cols * self.dtype.bytes();
-        self.single(&self.bytes[first * size..][..out.len() * size], x, out);
+        if let Some(decoded) = self.decoded(first, out.len(), self.cols) {
+            product::single::<Decoded>(Width::best(), &decoded, x, out);
+            return;
+        }
+        self.single(self.rows_bytes(first, out.len()), x, out);
     }
 
     fn single(&self, bytes: &[u8], x: &[f32], out: &mut [f32]) {
@@ -204,6 +231,7 @@ impl<'a> Matrix<'a> {
             DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
             DType::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
             DType::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
+            blocks => unreachable!("{} lies in blocks", blocks.name()),
         }
     }
 
@@ -219,7 +247,26 @@ impl<'a> Matrix<'a> {
             DType::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
             DType::E4m3 => self.apply_stored::<StoredE4m3>(width, self.bytes, xs),
             DType::Int8 => self.apply_stored::<StoredInt8>(width, self.bytes, xs),
+            DType::E4m3G64
+            | DType::Int8G32
+            | DType::Int4G128
+            | DType::Int4G128Zero
+            | DType::Int4G32 => self.apply_decoded(width, xs),
         }
+    }
+
+    /// The same for elements that lie in blocks: a few rows at a time are decoded.
+    fn apply_decoded(&self, width: Width, xs: &[f32]) -> Vec<f32> {
+        let n = xs.len() / self.cols;
+        let mut by_row = vec![0f32; self.rows * n];
+        let rows_per_task = (TASK_MACS / self.cols).max(1);
+        let vectors = product::Vectors::new(xs, self.cols);
+        let tasks = by_row.par_chunks_mut(rows_per_task * n.max(1)).enumerate();
+        tasks.for_each_init(product::Scratch::default, |scratch, (task, out)| {
+            let decoded = self.decoded(task * rows_per_task, out.len() / n, self.cols);
+            product::panel::<Decoded>(width, &decoded.unwrap_or_default(), &vectors, scratch, out);
+        });
+        transpose(&by_row, n)
     }
 
     fn apply_stored<E: Element>(&self, width: Width, raw: &[E::Raw], xs: &[f32]) -> Vec<f32> {

@@ -142,7 +142,9 @@ impl<'a> Row<'a> {
                 }
             }
         }
-        let halves = |tensor: &ir::Tensor| tensor.shape.len() != 2 || tensor.dtype.bytes() == 2;
+        let halves = |tensor: &ir::Tensor| {
+            tensor.shape.len() != 2 || matches!(tensor.dtype, ir::DType::F16 | ir::DType::Bf16)
+        };
         if matches!(work, Work::Batch(_))
             && let Some(other) = graph.tensors.iter().find(|tensor| !halves(tensor))
         {

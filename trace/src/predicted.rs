@@ -42,7 +42,7 @@ pub fn predicted(
     let as_device = Clock { polls_after_ready: true, ..clock };
     let as_recorded = timeline.again(program, &records, &bytes, target.bandwidth, as_device);
     let pipeline = &program.pipeline;
-    let stage = u64::from(pipeline.stage_units) * u64::from(abi::UNIT_BYTES);
+    let stage = u64::from(program.stage_bytes());
     let ring = Ring {
         bytes: u64::from(pipeline.stages) * stage,
         in_flight: u64::from(pipeline.in_flight) * stage,

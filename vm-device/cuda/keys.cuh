@@ -48,7 +48,9 @@ struct BlockStages {
 };
 __device__ __forceinline__ BlockStages block_stages(uint32_t rows, uint32_t stage_bytes) {
   uint32_t const copied = (rows + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS, values = copied * ROW_BYTES;
-  return BlockStages{copied, stage_bytes / ROW_BYTES, 2 * values <= stage_bytes ? values : 0};
+  // A stage of units with scales is a little longer than a power of two.
+  uint32_t const room = SCALED_UNITS ? 1u << (31 - __clz(stage_bytes)) : stage_bytes;
+  return BlockStages{copied, room / ROW_BYTES, 2 * values <= room ? values : 0};
 }
 
 // Stages needed for `rows` rows of a block. Stages and rows are powers of two.

@@ -96,7 +96,7 @@ __device__ __forceinline__ void worker_ring(Worker& w) {
   w.x = (char*)w.shared + p.x_offset;
   w.ring = w.x + p.x_bytes;
   w.stages = p.stages;
-  w.stage_bytes = p.stage_units * AMK_UNIT_BYTES;
+  w.stage_bytes = p.stage_bytes;
 }
 
 // Consumers: makes `program` current. The loader must be halted and drained, and the prefetcher halted.

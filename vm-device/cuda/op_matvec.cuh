@@ -79,28 +79,73 @@ template <uint32_t CHAINS> __device__ __forceinline__ void unit_multiply(Sums<CH
 #endif
 }
 
-// A warp fragment: this warp's units of a stage.
+// A warp fragment: this warp's units of a stage, with their scales.
 struct Share {
   uint4 weights[SHARE];
+  uint32_t scales[SCALE_WORDS == 0 ? 1 : SHARE * SCALE_WORDS];
 };
 
-// A thread's part of the vector for a unit of weights that are unpacked: of two units of operands.
-struct VectorPair {
-  Vector x[2];
+// A thread's part of the vector for a unit of weights that are unpacked: of all units of operands that it makes.
+template <uint32_t UNPACK> struct VectorGroup {
+  Vector x[1 << unpacked_log2(UNPACK)];
 };
-__device__ __forceinline__ VectorPair pair_load(Worker const& w, char const* x) { return VectorPair{{x_load(w, x), x_load(w, x + X_BYTES)}}; }
-
-// Multiplies a thread's 16 bytes of its n-th unit.
-template <uint32_t UNPACK, uint32_t CHAINS> __device__ __forceinline__ void pair_multiply(Sums<CHAINS>& s, uint32_t n, VectorPair const& v, uint4 weights) {
-  uint4 operands[2];
-  unpack16<UNPACK>(weights, operands);
-  unit_multiply(s, 2 * n, v.x[0], operands[0]);
-  unit_multiply(s, 2 * n + 1, v.x[1], operands[1]);
+template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
+  VectorGroup<UNPACK> v;
+#pragma unroll
+  for (uint32_t i = 0; i < 1 << unpacked_log2(UNPACK); ++i) {
+    v.x[i] = x_load(w, x + i * X_BYTES);
+  }
+  return v;
 }
 
-// Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer.
-template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* weights, char const* x, uint32_t mine, Sums<4>& s) {
+// A thread's part of a unit of weights that are unpacked, and where its products are added.
+template <uint32_t UNPACK, uint32_t CHAINS> struct UnitProducts {
+  Sums<CHAINS>& sums;
+  VectorGroup<UNPACK> const& vector;
+  uint4 weights;
+  uint32_t const* scales;
+};
+
+// Multiplies the n-th units of N tiles, or N units. Where groups of columns have scales, the sums of each are scaled before they are added.
+// The products of the units alternate, so that one need not wait for the one before.
+template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void groups_multiply(UnitProducts<UNPACK, CHAINS> const (&units)[N], uint32_t n) {
+  constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1, EACH = OPERANDS / GROUPS; // units of operands
+  Excess of[N];
+#pragma unroll
+  for (uint32_t u = 0; u < N; ++u) {
+    of[u] = excess<UNPACK>(units[u].scales);
+  }
+#pragma unroll
+  for (uint32_t g = 0; g < GROUPS; ++g) {
+    Sums<2> group[N] = {};
+#pragma unroll
+    for (uint32_t i = g * EACH; i < (g + 1) * EACH; ++i) {
+#pragma unroll
+      for (uint32_t u = 0; u < N; ++u) {
+        uint4 const operand = unpack_operand<UNPACK>(units[u].weights, i, of[u]);
+        if constexpr (has_scales(UNPACK)) {
+          unit_multiply(group[u], i, units[u].vector.x[i], operand);
+        } else {
+          unit_multiply(units[u].sums, OPERANDS * (n + u) + i, units[u].vector.x[i], operand);
+        }
+      }
+    }
+    if constexpr (has_scales(UNPACK)) {
+#pragma unroll
+      for (uint32_t u = 0; u < N; ++u) {
+        float(&sum)[4] = units[u].sums.c[(n + u) % CHAINS], (&c)[2][4] = group[u].c;
+        float const scale = group_scale<UNPACK>(units[u].scales, g);
+        sum[0] = fmaf(scale, EACH == 1 ? c[g % 2][0] + c[g % 2][1] : (c[0][0] + c[0][1]) + (c[1][0] + c[1][1]), sum[0]);
+        sum[2] = fmaf(scale, EACH == 1 ? c[g % 2][2] + c[g % 2][3] : (c[0][2] + c[0][3]) + (c[1][2] + c[1][3]), sum[2]);
+      }
+    }
+  }
+}
+
+// Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer. `unit`: the first of them.
+template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* unit, char const* x, uint32_t mine, Sums<4>& s) {
   uint32_t j = 0;
+  char const* weights = unit + w.thread % 32 * 16;
   if constexpr (UNPACK == AMK_UNPACK_NONE) {
     constexpr uint32_t BATCH = 4;
 #pragma unroll 1
@@ -124,7 +169,11 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
   } else {
 #pragma unroll 2
     for (; j < mine; ++j) {
-      pair_multiply<UNPACK>(s, 0, pair_load(w, x + j * AMK_WARPS * 2 * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+      constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+      uint32_t scales[2];
+      scales_load<UNPACK>(w, unit + j * STEP, scales);
+      VectorGroup<UNPACK> const v = group_load<UNPACK>(w, x + j * X_STEP);
+      groups_multiply<UNPACK, 1, 4>({{s, v, stage_load(weights + j * STEP), scales}}, 0);
     }
   }
 }
@@ -442,16 +491,16 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 // Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
 // the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
 // then is multiplied for nothing.
-template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const units = chunk_units(k, chunk);
-  char const* weights = cursor_place(w, c) + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
+  char const* unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
   constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
-    v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(weights + (tile * k.chunk + j * AMK_WARPS) * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
+    char const* at = unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) + w.thread % 32 * 16;
+    v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
-  cursor_step(w, c);
   uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
   if (RAGGED) { // and so may any of the others
 #pragma unroll
@@ -459,11 +508,23 @@ template <uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker 
       read |= v.weights[i].x;
     }
   }
+  if constexpr (has_scales(UNPACK)) {
+#pragma unroll
+    for (uint32_t i = 0; i < LOADS; ++i) {
+      uint32_t* scales = v.scales + i * scale_words(UNPACK);
+      scales[0] = 0;
+      if (share_has<UNITS>(w, units, i % UNITS)) {
+        scales_load<UNPACK>(w, unit + (i / UNITS * k.chunk + i % UNITS * AMK_WARPS) * unit_bytes(UNPACK), scales);
+      }
+      read |= scales[0];
+    }
+  }
+  cursor_step(w, c);
   return read;
 }
-template <uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const stage = c.stage;
-  stage_read(share_load<UNITS>(w, c, k, chunk, v));
+  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
   cursor_free(w, stage);
 }
 // Calls f<UNITS>() for the task's fragment size.
@@ -489,7 +550,16 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
         }
       }
     };
-    of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>());
+    of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>()), of(Number<AMK_UNPACK_E4M3_G64>());
+    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
+  }
+}
+// The same for how units lie in a stage, which does not depend on it if none has scales.
+template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack, F const& f) {
+  if constexpr (SCALED_UNITS) {
+    with_unpack(unpack, f);
+  } else {
+    f(Number<AMK_UNPACK_NONE>());
   }
 }
 
@@ -503,17 +573,25 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   uint32_t units; // of the chunk
   __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
     units = chunk_units(k, chunk);
-    at = w.x + (w.thread / 32 + chunk * k.chunk) * 2 * X_BYTES;
+    at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
   }
   __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
+    constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS), STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES, WORDS = scale_words(UNPACK);
+    using Unit = UnitProducts<UNPACK, CHAINS>;
 #pragma unroll
-    for (uint32_t j = 0; j < UNITS; ++j) {
-      if (share_has<UNITS>(w, units, j)) {
-        VectorPair const x = pair_load(w, at + j * AMK_WARPS * 2 * X_BYTES);
-#pragma unroll
-        for (uint32_t tile = 0; tile < share_tiles(UNITS); ++tile) {
-          pair_multiply<UNPACK>(s[tile], j, x, share.weights[tile * UNITS + j]);
-        }
+    for (uint32_t j = 0; j < UNITS; j += 3 - TILES) {
+      if (!share_has<UNITS>(w, units, j)) {
+        continue;
+      }
+      VectorGroup<UNPACK> const x = group_load<UNPACK>(w, at + j * STEP);
+      Unit const one = {s[0], x, share.weights[j], share.scales + j * WORDS};
+      if constexpr (TILES == 2) {
+        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[1], x, share.weights[UNITS + j], share.scales + (UNITS + j) * WORDS}}, j);
+      } else if (j + 1 < UNITS && share_has<UNITS>(w, units, j + 1)) {
+        VectorGroup<UNPACK> const y = group_load<UNPACK>(w, at + (j + 1) * STEP);
+        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[0], y, share.weights[(j + 1) % SHARE], share.scales + (j + 1) % SHARE * WORDS}}, j);
+      } else {
+        groups_multiply<UNPACK, 1, CHAINS>({one}, j);
       }
     }
   }
@@ -549,7 +627,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     x.multiply(w, s, weights);
     if (left > TAKE) {
       cursor_land(w, c);
-      share_take<UNITS>(w, c, k, next, weights);
+      share_take<UNPACK, UNITS>(w, c, k, next, weights);
       if (RAGGED) {
         next = next + 1 == k.chunks ? 0 : next + 1;
       }
@@ -610,7 +688,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
     }
     next(1);
     multiply(v[TAKE - 1]);
@@ -624,7 +702,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
 
 // The same for tiles of any length, without fragments.
 template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, float* part) {
-  uint32_t const warp = w.thread / 32, lane0 = warp * AMK_UNIT_BYTES + w.thread % 32 * 16;
+  uint32_t const warp = w.thread / 32, first = warp * unit_bytes(UNPACK);
   uint32_t in_stage = tile0 % k.per_stage;
 #pragma unroll 1
   for (uint32_t i = 0; i < tiles; ++i) {
@@ -632,9 +710,9 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
     Sums<4> s = {};
 #pragma unroll 1
     for (uint32_t unit = 0; unit < k.units; unit += k.stage_units) {
-      char const* stage = cursor_land(w, c) + in_stage * k.units * AMK_UNIT_BYTES;
+      char const* stage = cursor_land(w, c) + in_stage * k.units * unit_bytes(UNPACK);
       uint32_t const units = k.units - unit < k.stage_units ? k.units - unit : k.stage_units;
-      chunk_multiply<UNPACK>(w, stage + lane0, w.x + ((unit + warp) << unpacked_log2(UNPACK)) * X_BYTES, warp_share(w, units), s);
+      chunk_multiply<UNPACK>(w, stage + first, w.x + ((unit + warp) << unpacked_log2(UNPACK)) * X_BYTES, warp_share(w, units), s);
       if (in_stage + 1 == k.per_stage || tile0 + i + 1 == k.count) {
         cursor_next(w, c);
       }
@@ -657,12 +735,17 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
   for (bool late = false;; late = true) {
     uint32_t const freed = taken;
     uint32_t stage = c.stage, last = 0;
+    auto const load = [&](uint32_t chunk, Share& share) {
+      with_units(st.task.unpack, [&](auto unpack) {
+        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, share); });
+      });
+    };
     if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, 0, v[0]); });
+      load(0, v[0]);
       taken = 1;
     }
     if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      with_share(k, [&](auto units) { last |= share_load<decltype(units)::value>(w, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]); });
+      load(k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
       taken = 2;
     }
     if (!late) {

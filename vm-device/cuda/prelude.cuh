@@ -49,3 +49,6 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 template <uint32_t N> struct Number {
   static constexpr uint32_t value = N;
 };
+
+// Whether some matrix is unpacked, and whether some matrix has units with scales behind them (unpack.cuh).
+constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE, SCALED_UNITS = AMK_UNPACK >> AMK_UNPACK_E4M3_G64 != 0;

@@ -183,8 +183,9 @@ __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t add
 }
 #endif
 
-// Loads a run of units of a matrix, once `need` units have arrived.
-__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t wrap, LoaderWaits& waits) {
+// Loads a run of units of a matrix, once `need` units have arrived. `size`: bytes of a unit.
+__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, LoaderWaits& waits) {
+  uint32_t const unit = SCALED_UNITS ? size : AMK_UNIT_BYTES;
   if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
   }
@@ -201,11 +202,11 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   for (uint32_t left = run.z; left > 0;) { // z: units of the run
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
     uint32_t const units = left < most ? left : most;
-    if (!loader_issue(sh, l, address, units * AMK_UNIT_BYTES, waits)) {
+    if (!loader_issue(sh, l, address, units * unit, waits)) {
       return false;
     }
     left -= units;
-    address += units * AMK_UNIT_BYTES;
+    address += units * unit;
     place = place + units == period ? 0 : place + units;
   }
   return true;
@@ -267,7 +268,7 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
   if (first) {
     copies_see_stores(); // takes as long as the round trip for the lines
   }
-  loader_caps(l, sh->program, l.stage_bytes / AMK_UNIT_BYTES);
+  loader_caps(l, sh->program, sh->program.stage_units);
   loader_count(sh, ROUNDS * count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
   sh->pages.key = key, sh->pages.count = count, sh->pages.rounds = ROUNDS;
   pieces_wait<0>();
@@ -330,7 +331,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
     load = load + 1 == sh->queue.loads ? 0 : load + 1;
     amk_load const* at = loader_list(sh) + load;
     uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a round trip to L2
-    bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, wrap, waits) : loader_weights(sh, l, run, more.x, wrap, waits);
+    bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, wrap, waits) : loader_weights(sh, l, run, more.x, more.y, wrap, waits);
     if (!on) {
       loader_drain(w, l);
       return;

@@ -1,19 +1,61 @@
-// Weights of 8 bits: what is done to them between the ring and the tensor cores. A unit of 8-bit elements has the columns of two units of
-// 16-bit elements, and a thread's 16 bytes are what it would multiply of the first and of the second (ir/src/format.rs: `byte_column`). So
-// unpacking makes two units of one, and all code behind it is the same for every format.
+// Weights of 8 and of 4 bits: what is done to them between the ring and the tensor cores. A unit of them has the columns of two or of four
+// units of 16-bit elements, and a thread's 16 bytes are what it would multiply of each (ir/src/format.rs: `byte_column`, `half_column`). So
+// unpacking makes several units of one, and all code behind it is the same for every format.
+//
+// Behind a unit whose groups of columns have scales lie those of its 8 rows, row after row, or one that they share.
 #pragma once
 
 __device__ constexpr bool has_unpack(uint32_t unpack) { return (AMK_UNPACK >> unpack & 1) != 0; }
-constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE; // some matrix is unpacked
+__device__ constexpr bool has_scales(uint32_t unpack) { return unpack >= AMK_UNPACK_E4M3_G64; }
+__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128; }
+__device__ constexpr bool has_zeros(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G128_ZERO; }
+
+// Groups of a row of a unit.
+__device__ constexpr uint32_t unit_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G32 ? 4 : unpack == AMK_UNPACK_INT8_G32 ? 2 : 1; }
+// Bytes from a row's scales to those of the next; 0 where the rows share one, which takes 16.
+__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : 2); }
+// Bytes of a unit with its scales.
+__device__ constexpr uint32_t unit_bytes(uint32_t unpack) {
+  return AMK_UNIT_BYTES + (!has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 16 : AMK_UNIT_ROWS * scale_stride(unpack));
+}
+// Words that hold a row's scales of a unit.
+__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : (unit_groups(unpack) + 1) / 2; }
+constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_G32) ? 2 : 1; // at most, in this kernel
 
 // Base-two logarithm of the units of operands that a unit of a matrix makes.
-__device__ __forceinline__ uint32_t unpacked_log2(uint32_t unpack) { return MIXED && unpack != AMK_UNPACK_NONE ? 1 : 0; }
+__device__ __forceinline__ constexpr uint32_t unpacked_log2(uint32_t unpack) { return !MIXED || unpack == AMK_UNPACK_NONE ? 0 : SCALED_UNITS && is_half(unpack) ? 2 : 1; }
+
+// Loads the scales of a lane's row from behind a unit.
+template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker const& w, char const* unit, uint32_t* scales) {
+  uint32_t const at = shared_address(unit) + AMK_UNIT_BYTES + w.thread % 32 / 4 * scale_stride(UNPACK);
+  if constexpr (UNPACK == AMK_UNPACK_INT4_G32) {
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(scales[0]), "=r"(scales[1]) : "r"(at));
+  } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128) {
+    asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(scales[0]) : "r"(at));
+  } else if constexpr (has_scales(UNPACK)) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(at));
+  }
+}
+
+__device__ __forceinline__ float half_value(uint32_t bits) {
+  float v;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(v) : "r"(bits));
+  return v;
+}
+// The scale of a group.
+template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t const* scales, uint32_t group) {
+  if constexpr (UNPACK == AMK_UNPACK_E4M3_G64) {
+    return __uint_as_float(scales[0]);
+  } else {
+    return half_value(group % 2 == 0 ? scales[group / 2] : scales[group / 2] >> 16);
+  }
+}
 
 #if AMK_DTYPE == AMK_DTYPE_F16
 // Four elements as two pairs of f16. Exact. Zero is zero, as padding must be.
 template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) {
   uint2 r;
-  if constexpr (UNPACK == AMK_UNPACK_E4M3) {
+  if constexpr (UNPACK == AMK_UNPACK_E4M3 || UNPACK == AMK_UNPACK_E4M3_G64) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(r.x), "=r"(r.y) : "r"(v));
   } else {
     // With its sign bit flipped an element is 128 more, and 0x6400 | u is 1024 + u in f16.
@@ -23,10 +65,45 @@ template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) 
   }
   return r;
 }
-// A thread's 16 bytes of a unit as its 16 bytes of the first and of the second unit of operands.
-template <uint32_t UNPACK> __device__ __forceinline__ void unpack16(uint4 v, uint4 (&out)[2]) {
-  uint2 const a = unpack4<UNPACK>(v.x), b = unpack4<UNPACK>(v.y), c = unpack4<UNPACK>(v.z), d = unpack4<UNPACK>(v.w);
-  out[0] = make_uint4(a.x, a.y, b.x, b.y);
-  out[1] = make_uint4(c.x, c.y, d.x, d.y);
+// What halves of bytes are more than they mean, as f16 twice: with 1024 added, and with -64 subtracted.
+struct Excess {
+  uint32_t of_low, of_high;
+};
+// (v & mask) | bits in one instruction, which the compiler does not make of two constants by itself.
+__device__ __forceinline__ uint32_t masked_with(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
+  return r;
+}
+// Eight elements of 4 bits as four pairs. 0x6400 | u is 1024 + u in f16, and 1024 + 16 u where the element is in the upper half of its byte.
+__device__ __forceinline__ uint4 unpack8(uint32_t v, Excess const& e) {
+  uint32_t const low = 0x000f000fu, high = 0x00f000f0u, thousand = 0x64006400u, sixteenth = 0x2c002c00u;
+  uint4 r;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(r.x) : "r"(masked_with(v, low, thousand)), "r"(e.of_low));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r.y) : "r"(masked_with(v, high, thousand)), "r"(sixteenth), "r"(e.of_high));
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(r.z) : "r"(masked_with(v >> 8, low, thousand)), "r"(e.of_low));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r.w) : "r"(masked_with(v >> 8, high, thousand)), "r"(sixteenth), "r"(e.of_high));
+  return r;
+}
+// The excess of a row's codes: 8, or the zero point in the upper half of its scales' word.
+template <uint32_t UNPACK> __device__ __forceinline__ Excess excess(uint32_t const* scales) {
+  if constexpr (has_zeros(UNPACK)) {
+    Excess e;
+    uint32_t const zero = __byte_perm(scales[0], 0, 0x3232);
+    asm("add.f16x2 %0, %1, %2;" : "=r"(e.of_low) : "r"(zero), "r"(0x64006400u));
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(e.of_high) : "r"(0xd400d400u), "r"(zero));
+    return e;
+  } else {
+    return Excess{0x64086408u, 0xd480d480u}; // 1032 and -72
+  }
+}
+// A thread's 16 bytes of the i-th unit of operands, of its 16 bytes of a unit.
+template <uint32_t UNPACK> __device__ __forceinline__ uint4 unpack_operand(uint4 v, uint32_t i, Excess const& e) {
+  if constexpr (is_half(UNPACK)) {
+    return unpack8(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, e);
+  } else {
+    uint2 const a = unpack4<UNPACK>(i == 0 ? v.x : v.z), b = unpack4<UNPACK>(i == 0 ? v.y : v.w);
+    return make_uint4(a.x, a.y, b.x, b.y);
+  }
 }
 #endif

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xbfa36005a8fb513eull
+#define AMK_ABI_HASH 0xa485d402db61533full
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -113,10 +113,20 @@ typedef long long int64_t;
 #define AMK_DTYPE_BF16 2u
 #define AMK_DTYPE_E4M3 3u
 #define AMK_DTYPE_INT8 4u
+#define AMK_DTYPE_E4M3_G64 5u
+#define AMK_DTYPE_INT8_G32 6u
+#define AMK_DTYPE_INT4_G128 7u
+#define AMK_DTYPE_INT4_G128_ZERO 8u
+#define AMK_DTYPE_INT4_G32 9u
 
 #define AMK_UNPACK_NONE 0u
 #define AMK_UNPACK_E4M3 1u
 #define AMK_UNPACK_INT8 2u
+#define AMK_UNPACK_E4M3_G64 3u
+#define AMK_UNPACK_INT8_G32 4u
+#define AMK_UNPACK_INT4_G128 5u
+#define AMK_UNPACK_INT4_G128_ZERO 6u
+#define AMK_UNPACK_INT4_G32 7u
 
 #define AMK_TRAP_NONE 0u
 #define AMK_TRAP_ABORTED 1u
@@ -158,7 +168,7 @@ struct alignas(16) amk_load {
   uint8_t stage_units; // Weights: units of a stage.
   uint16_t period; // Weights: units after which a new stage begins even if the last is not full: those of a tile that spans several stages.
   uint32_t watermark; // Weights: units that must have arrived before, in stream order.
-  uint32_t kv_block; // Cache: keys of a block of the task's splits.
+  uint32_t size; // Cache: keys of a block of the task's splits. Weights: bytes of a unit.
   uint32_t window; // Cache: sliding window, or zero for full attention.
   uint16_t split; // Cache: the task's split.
   uint16_t splits; // Cache: splits of the head.
@@ -190,6 +200,7 @@ struct alignas(16) amk_program {
   uint64_t counters; // Counters, one per 32-byte sector.
   uint32_t stages; // Stages of the weight ring.
   uint32_t stage_units; // Units of one stage, a power of two.
+  uint32_t stage_bytes; // Bytes of one stage: of that many of the longest units.
   uint32_t in_flight; // Stages in flight at once, at most.
   uint32_t in_flight_before_wait; // The same while the worker is about to receive a hand-off.
   uint32_t x_offset; // Byte offset of the activation buffer in shared memory.
@@ -204,7 +215,7 @@ struct alignas(16) amk_program {
   uint32_t seq_bytes; // Bytes from a scratch buffer of one sequence to that of the next.
   uint32_t seq_runs; // Current run of each sequence, of three, two bits per sequence, sequence 0 lowest: part of its tags. The poller maintains it, as `epoch`.
   uint32_t last_seqs; // Sequences of the last command. The poller maintains it.
-  uint32_t reserved[2]; // Zero.
+  uint32_t reserved; // Zero.
 };
 static_assert(sizeof(amk_program) == 112 && alignof(amk_program) == 16, "layout of amk_program");
 

@@ -193,6 +193,7 @@ fn header(
     Ok(ProgramHeader {
         stages: room.stages,
         stage_units: program.pipeline.stage_units,
+        stage_bytes: program.stage_bytes(),
         in_flight: program.pipeline.in_flight,
         in_flight_before_wait: program.pipeline.in_flight_before_wait,
         x_offset: abi::FIXED_BYTES,
@@ -232,7 +233,7 @@ impl Room {
     /// A schedule's ring fits beside the activations of one sequence, which `validate` checks. Those of several may be larger: then the ring has as
     /// many stages as fit, which changes only how far the stream runs ahead.
     fn new(program: &Program, seqs: u32, shared_bytes: u32) -> Result<Self, HostError> {
-        let stage_bytes = program.pipeline.stage_units * abi::UNIT_BYTES;
+        let stage_bytes = program.stage_bytes();
         let (x_bytes, least) = match seqs {
             1 => (smem::activation_bytes(&program.dims), program.pipeline.stages),
             seqs => (smem::batch_activation_bytes(&program.dims, seqs), STAGES_MIN),
@@ -282,8 +283,10 @@ fn wire_load(
     match load {
         Load::Weights { matrix, unit0, units } => {
             let (index, staging) = (matrix.index(), stagings[matrix.index()]);
+            let unit_bytes = program.matrices[index].format.unit_bytes();
             abi::Load {
-                address: residents.matrices[index] + unit0 * u64::from(abi::UNIT_BYTES),
+                address: residents.matrices[index] + unit0 * u64::from(unit_bytes),
+                size: unit_bytes,
                 units,
                 kind: abi::LoadKind::Weights as u8,
                 watermark: residents.weight_stream_starts[index] + unit0 as u32 + units,
@@ -297,7 +300,7 @@ fn wire_load(
             abi::Load {
                 address: cache(program, buffer, residents) + head,
                 kind: abi::LoadKind::Cache as u8,
-                kv_block,
+                size: kv_block,
                 window,
                 split: split as u16,
                 splits: splits as u16,

@@ -164,7 +164,7 @@ fn rows_by_tensor(matrix: &Matrix) -> BTreeMap<TensorId, Vec<u32>> {
 /// blake3 of packed rows in the layout of their file.
 fn unpacked_hash(matrix: &Matrix, packed: &[u8], rows: &[u32]) -> String {
     let row_bytes = matrix.format.row_bytes(matrix.cols);
-    let tile_bytes = (matrix.units_per_tile() * abi::UNIT_BYTES) as usize;
+    let tile_bytes = matrix.tile_bytes();
     let mut hasher = blake3::Hasher::new();
     let mut line = Vec::new();
     for &row in rows {

@@ -41,10 +41,14 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
     (6, [1024, 2048, 3072], 1 << 4 | 1 << 6 | 1 << 8),
     (7, [4096, 4096, 14336], 1 << 8),
 ];
-/// The same with weights of 8 bits beside a 16-bit `lm_head`: llama-3.2-1b and llama-3.1-8b.
-const CODES: [(usize, [u32; 3], u32, Unpack); 2] = [
+/// The same with codes beside a 16-bit `lm_head`: llama-3.2-1b, llama-3.1-8b and qwen3-0.6b.
+const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
     (4, [2048, 2048, 8192], 1 << 4 | 1 << 8, Unpack::E4m3),
     (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::Int8),
+    (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::E4m3G64),
+    (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, Unpack::Int4G128),
+    (7, [4096, 4096, 14336], 1 << 4 | 1 << 7 | 1 << 8, Unpack::Int4G128Zero),
+    (6, [1024, 2048, 3072], 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4, Unpack::Int4G32),
 ];
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;

@@ -118,10 +118,16 @@ impl Matrix {
         u64::from(self.tiles()) * u64::from(self.units_per_tile())
     }
 
+    /// Bytes of a tile.
+    #[must_use]
+    pub fn tile_bytes(&self) -> usize {
+        self.units_per_tile() as usize * self.format.unit_bytes() as usize
+    }
+
     /// Bytes of the packed matrix.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.units() * u64::from(abi::UNIT_BYTES)
+        self.units() * u64::from(self.format.unit_bytes())
     }
 }
 
@@ -332,7 +338,7 @@ impl Program {
     /// Weight bytes that one step streams.
     #[must_use]
     pub fn stream_bytes(&self) -> u64 {
-        self.workers.iter().flat_map(Worker::stream).map(|load| load.weight_bytes()).sum()
+        self.workers.iter().flat_map(Worker::stream).map(|load| self.weight_bytes(load)).sum()
     }
 
     /// Key/value bytes that one step at `position` reads on the device.

@@ -1,6 +1,6 @@
 //! Shared memory of a worker: the one formula that `validate`, the launch and the device use.
 
-use abi::{ATTENTION_GROUP, BATCH_TILES, CONSUMER_WARPS, FIXED_BYTES};
+use abi::{ATTENTION_GROUP, BATCH_TILES, CONSUMER_WARPS, FIXED_BYTES, UNIT_BYTES};
 
 use crate::format::Format;
 use crate::program::Dims;
@@ -33,6 +33,12 @@ fn scratch_bytes(dims: &Dims) -> u32 {
 pub fn batch_activation_bytes(dims: &Dims, seqs: u32) -> u32 {
     let sums = 4 * 2 * BATCH_TILES * CONSUMER_WARPS * abi::UNIT_ROWS * seqs;
     sums.max(scratch_bytes(dims)).next_multiple_of(128)
+}
+
+/// Bytes of a stage of the ring: a stage has room for as many of the longest units as the knob's bytes hold of plain ones.
+#[must_use]
+pub fn stage_bytes(knob: u32, unit_bytes: u32) -> u32 {
+    knob / UNIT_BYTES * unit_bytes
 }
 
 /// Bytes of shared memory that a worker needs.

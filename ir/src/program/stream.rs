@@ -38,17 +38,6 @@ pub enum Load {
     },
 }
 
-impl Load {
-    /// Bytes of weights. Keys and values are not counted, since their number depends on the position.
-    #[must_use]
-    pub fn weight_bytes(&self) -> u64 {
-        match *self {
-            Self::Weights { units, .. } => u64::from(units) * u64::from(abi::UNIT_BYTES),
-            Self::Cache { .. } => 0,
-        }
-    }
-}
-
 impl Task {
     /// What the task takes from its worker's ring, if anything.
     #[must_use]
@@ -79,6 +68,24 @@ impl Worker {
 }
 
 impl Program {
+    /// Bytes of weights that a load brings. Keys and values are not counted, since their number depends on the position.
+    #[must_use]
+    pub fn weight_bytes(&self, load: Load) -> u64 {
+        match load {
+            Load::Weights { units, matrix, .. } => {
+                u64::from(units) * u64::from(self.matrices[matrix.index()].format.unit_bytes())
+            }
+            Load::Cache { .. } => 0,
+        }
+    }
+
+    /// Bytes of a stage of the ring.
+    #[must_use]
+    pub fn stage_bytes(&self) -> u32 {
+        let longest = self.matrices.iter().map(|matrix| matrix.format.unit_bytes()).max();
+        self.pipeline.stage_units * longest.unwrap_or(abi::UNIT_BYTES)
+    }
+
     /// The layout of a matrix's tiles in the stages of the ring, in a kernel with this many sequences.
     #[must_use]
     pub fn staging(&self, matrix: MatrixId, sequences: u32) -> Staging {
@@ -141,6 +148,5 @@ mod tests {
         };
         let weights = Load::Weights { matrix: MatrixId(2), unit0: 15, units: 20 };
         assert_eq!(worker.stream().collect::<Vec<_>>(), [cache, weights]);
-        assert_eq!(weights.weight_bytes(), 20 * 512);
     }
 }

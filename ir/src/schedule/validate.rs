@@ -60,8 +60,9 @@ pub fn largest_stages(config: &ScheduleConfig, graph: &Graph, target: &Target) -
         Domain::Range { min, max, .. } => (min, max),
         Domain::Choices(_) => (1, abi::STAGES_MAX),
     };
-    let other = smem::worker_bytes(0, config.pipeline.stage_bytes, activation_bytes(graph));
-    let room = target.smem_optin_bytes.checked_sub(other)? / config.pipeline.stage_bytes.max(1);
+    let stage = smem::stage_bytes(config.pipeline.stage_bytes, graph.unit_bytes());
+    let other = smem::worker_bytes(0, stage, activation_bytes(graph));
+    let room = target.smem_optin_bytes.checked_sub(other)? / stage.max(1);
     (room >= min).then_some(room.min(max))
 }
 
@@ -136,15 +137,15 @@ fn target_limits(target: &Target, found: &mut Violations) {
 fn ring(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
     let pipeline = config.pipeline;
     let activations = activation_bytes(graph);
-    let needed = smem::worker_bytes(pipeline.stages, pipeline.stage_bytes, activations);
+    let stage = smem::stage_bytes(pipeline.stage_bytes, graph.unit_bytes());
+    let needed = smem::worker_bytes(pipeline.stages, stage, activations);
     let available = target.smem_optin_bytes;
     if needed <= available {
         return;
     }
     let detail = format!(
-        "{} stages of {} bytes need {needed} bytes of shared memory with {activations} for activations and {} fixed, {} has {available}",
+        "{} stages of {stage} bytes need {needed} bytes of shared memory with {activations} for activations and {} fixed, {} has {available}",
         pipeline.stages,
-        pipeline.stage_bytes,
         abi::FIXED_BYTES,
         target.name
     );

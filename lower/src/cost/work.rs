@@ -158,7 +158,7 @@ impl<'a> Builder<'a> {
             names: Vec::new(),
             kv_bytes: 0,
         };
-        builder.flow(program.pipeline.stage_units);
+        builder.flow(program.pipeline.stage_units, abi::UNIT_BYTES);
         let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
         for region in tasks.flat_map(|task| accesses(program, task).writes) {
             if !builder.is_flag_in_data(&region) {
@@ -179,15 +179,15 @@ impl<'a> Builder<'a> {
         self.program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
     }
 
-    /// The flow of matrices whose tiles have this many units.
-    fn flow(&mut self, units: u32) -> u32 {
+    /// The flow of matrices whose tiles have this many units of this many bytes.
+    fn flow(&mut self, units: u32, unit_bytes: u32) -> u32 {
         let pipeline = self.program.pipeline;
         let staging = Stages::new(units.max(1), pipeline.stage_units.max(1));
         let shape = Shape {
             stages: pipeline.stages,
             in_flight: pipeline.in_flight,
             in_flight_before_wait: pipeline.in_flight_before_wait,
-            payload: staging.units * f64::from(abi::UNIT_BYTES),
+            payload: staging.units * f64::from(unit_bytes),
             even: staging.even,
         };
         let found = self.flows.iter().position(|flow| *flow == shape);
@@ -238,12 +238,13 @@ impl<'a> Builder<'a> {
         match task.opcode {
             Opcode::Matvec => {
                 let p: MatvecParams = task.params();
-                *flow = self.flow(p.units);
+                *flow = self
+                    .flow(p.units, self.program.matrices[p.matrix as usize].format.unit_bytes());
                 let stage_units = self.program.pipeline.stage_units.max(1);
                 let stages = Stages::new(p.units.max(1), stage_units).of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
-                let bytes = task.load().map_or(0, |load| load.weight_bytes());
+                let bytes = task.load().map_or(0, |load| self.program.weight_bytes(load));
                 let work = Work::Product {
                     bytes: bytes as f64,
                     stages,

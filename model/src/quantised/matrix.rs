@@ -114,9 +114,9 @@ impl Scales {
         self.divisor.map_or(scale, |divisor| scale / divisor)
     }
 
-    /// The scale of a row that has one.
-    pub(crate) fn of_row(&self, files: &Files, matrix: &Matrix, row: usize) -> f32 {
-        self.get(files.slice(self.place), (matrix.rows, matrix.cols), row, 0)
+    /// The scale of a stored row and a group of its columns.
+    pub(crate) fn of_group(&self, files: &Files, matrix: &Matrix, row: usize, group: usize) -> f32 {
+        self.get(files.slice(self.place), (matrix.rows, matrix.cols), row, group)
     }
 
     /// The first scale that is infinite or not a number, and its index.
@@ -133,7 +133,7 @@ impl Scales {
 }
 
 impl Zeros {
-    fn get(&self, files: &Files, size: (usize, usize), row: usize, group: usize) -> f32 {
+    pub(super) fn get(&self, files: &Files, size: (usize, usize), row: usize, group: usize) -> f32 {
         let (rows, groups) = size;
         match self {
             Self::None => 0.0,
@@ -171,7 +171,7 @@ impl Matrix {
     }
 
     /// Where a row is stored.
-    fn stored_row(&self, row: usize) -> usize {
+    pub(super) fn stored_row(&self, row: usize) -> usize {
         let Some(width) = self.pairs else { return row };
         let (head, element) = (row / width, row % width);
         let (half, pair) = (element / (width / 2), element % (width / 2));

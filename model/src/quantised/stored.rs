@@ -1,4 +1,5 @@
-//! Quantised matrices that are streamed as they are stored: codes of 8 bits with a scale for each row.
+//! Quantised matrices that are streamed as codes: those of 8 bits with a scale for each row as they are stored, others in
+//! blocks with their scales.
 //!
 //! A program multiplies all matrices in one element type, so a model is taken this way as a whole or not at all: its
 //! codes and its 16-bit matrices are multiplied in f16.
@@ -10,6 +11,7 @@ use ir::{DType, Graph, Layer, Linear, Tensor, TensorId};
 
 use super::Source;
 use super::codes::Codes;
+use super::grouped::Grouped;
 use super::matrix::{Layout, Matrix, Zeros};
 use crate::parallel;
 use crate::store::{Files, Place};
@@ -19,10 +21,16 @@ const PART_BYTES: usize = 1 << 22;
 
 /// A matrix as it is streamed.
 struct Streamed {
-    place: Place,
+    from: From,
     dtype: DType,
-    /// The scale of each row, of codes.
+    /// The factor of each row, of codes.
     scales: Vec<f32>,
+}
+
+/// Where its elements come from.
+enum From {
+    File(Place),
+    Blocks(Grouped),
 }
 
 /// Makes the graph one of codes, and `sources` those of its tensors, if every matrix can be streamed as it is stored.
@@ -49,7 +57,10 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
     let scales = scales(graph, sources, &all);
     for (id, matrix) in all {
         graph.tensors[id.index()].dtype = matrix.dtype;
-        sources[id.index()] = Source::Stored(matrix.place);
+        sources[id.index()] = match matrix.from {
+            From::File(place) => Source::Stored(place),
+            From::Blocks(grouped) => Source::Grouped(grouped),
+        };
     }
     for layer in &mut graph.layers {
         let Layer { q, k, v, o, gate, up, down, .. } = layer;
@@ -67,7 +78,7 @@ fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Strea
     let ids = (0..).map(TensorId);
     let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
         Source::Made(matrix) => Some((id, matrix)),
-        Source::Stored(_) | Source::Scales(_) => None,
+        Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
     });
     matrices.map(|(id, matrix)| Some((id, one(matrix, files)?))).collect()
 }
@@ -75,7 +86,7 @@ fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Strea
 fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
     match &matrix.layout {
         &Layout::Floats(place, dtype @ (DType::F16 | DType::Bf16)) => {
-            Some(Streamed { place, dtype, scales: Vec::new() })
+            Some(Streamed { from: From::File(place), dtype, scales: Vec::new() })
         }
         Layout::Scaled { place, codes, zeros: Zeros::None, scales }
             if scales.cols_each >= matrix.cols && scales.groups.is_none() =>
@@ -83,13 +94,21 @@ fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
             let dtype = match codes {
                 Codes::E4m3 => DType::E4m3,
                 Codes::Int8 => DType::Int8,
-                Codes::E2m1 | Codes::Int4(_) => return None,
+                Codes::E2m1 | Codes::Int4(_) => return grouped(matrix, files),
             };
-            let scales = (0..matrix.rows).map(|row| scales.of_row(files, matrix, row)).collect();
-            Some(Streamed { place: *place, dtype, scales })
+            let scales = (0..matrix.rows).map(|row| scales.of_group(files, matrix, row, 0));
+            Some(Streamed { from: From::File(*place), dtype, scales: scales.collect() })
         }
-        Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) | Layout::Nf4(_) => None,
+        Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) | Layout::Nf4(_) => {
+            grouped(matrix, files)
+        }
     }
+}
+
+fn grouped(matrix: &Matrix, files: &Files) -> Option<Streamed> {
+    let grouped = Grouped::new(matrix, files)?;
+    let (dtype, scales) = (grouped.dtype(), grouped.factors.clone());
+    Some(Streamed { from: From::Blocks(grouped), dtype, scales })
 }
 
 /// Whether some bf16 is too large for f16.
@@ -97,8 +116,11 @@ fn beyond_f16(all: &HashMap<TensorId, Streamed>, files: &Files) -> bool {
     /// The least bf16 that is larger than every f16: 65536.
     const LEAST: u16 = 0x4780;
     let found = AtomicBool::new(false);
-    let matrices = all.values().filter(|matrix| matrix.dtype == DType::Bf16);
-    for bytes in matrices.map(|matrix| files.slice(matrix.place)) {
+    let matrices = all.values().filter_map(|matrix| match matrix.from {
+        From::File(place) if matrix.dtype == DType::Bf16 => Some(files.slice(place)),
+        From::File(_) | From::Blocks(_) => None,
+    });
+    for bytes in matrices {
         let parts = std::sync::Mutex::new(bytes.chunks(PART_BYTES));
         parallel::run(bytes.len(), &|| {
             while let Some(part) = parallel::next(&parts) {

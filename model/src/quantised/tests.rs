@@ -73,6 +73,13 @@ fn codes_and_scales_mean_the_same_bits() {
         ("ct-fp8-dynamic-llama", DType::E4m3),
         ("ct-fp8-static-qwen3", DType::E4m3),
         ("ct-int8-llama", DType::Int8),
+        ("fp8-block-llama", DType::E4m3G64),
+        ("ct-w4a16-g128-llama", DType::Int4G128),
+        ("ct-w4a16-g32-qwen3", DType::Int4G32),
+        ("ct-w4a16-asym-g128-qwen2", DType::Int4G128Zero),
+        ("gptq-sym-g128-llama", DType::Int4G128),
+        ("gptq-asym-g128-qwen2", DType::Int4G128Zero),
+        ("awq-g128-qwen2", DType::Int4G128Zero),
     ] {
         let model = import(&folder(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(model.graph.dtype, DType::F16, "{name}");
@@ -83,7 +90,11 @@ fn codes_and_scales_mean_the_same_bits() {
             let values = |id: TensorId| {
                 let tensor = model.graph.tensor(id);
                 let mut out = vec![0.0; tensor.len()];
-                decode(tensor.dtype, model.weights.bytes(id), &mut out);
+                let cols = *tensor.shape.last().expect("a side") as usize;
+                let stored = model.weights.bytes(id).chunks(tensor.dtype.row_bytes(cols));
+                for (row, out) in stored.zip(out.chunks_mut(cols)) {
+                    decode(tensor.dtype, row, out);
+                }
                 (tensor.dtype, out)
             };
             let (dtype, codes) = values(id(&tensor));

@@ -1,3 +1,4 @@
+use abi::CodeBlock;
 use half::{bf16, f16};
 
 use super::*;
@@ -21,7 +22,34 @@ fn stored(dtype: DType, values: &[f32]) -> Vec<u8> {
         DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
         // Any code but NaN.
         DType::E4m3 | DType::Int8 => values.iter().map(|v| (v * 126.0) as i8 as u8).collect(),
+        _ => unreachable!("a row at a time: stored_rows"),
     }
+}
+
+/// Rows of `cols` columns. Codes in blocks get codes and scales that the values choose.
+fn stored_rows(dtype: DType, values: &[f32], cols: usize) -> Vec<u8> {
+    let Some(block) = dtype.block() else { return stored(dtype, values) };
+    let row = |values: &[f32]| -> Vec<u8> {
+        let mut bytes: Vec<u8> = values
+            .iter()
+            .cycle()
+            .take(dtype.row_bytes(cols))
+            .map(|v| (v * 126.0) as i8 as u8)
+            .collect();
+        for block_bytes in bytes.chunks_exact_mut(block.bytes()) {
+            let (_, constants) = block_bytes.split_at_mut(CodeBlock::CODE_BYTES);
+            if block.shared {
+                constants.copy_from_slice(&0.3_f32.to_le_bytes());
+                continue;
+            }
+            for (i, constant) in constants.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let value = if block.zeros && i % 2 == 1 { 7.0 } else { (i + 1) as f32 / 64.0 };
+                *constant = f16::from_f32(value).to_le_bytes();
+            }
+        }
+        bytes
+    };
+    values.chunks_exact(cols).flat_map(row).collect()
 }
 
 const DTYPES: &[DType] = DType::ALL;
@@ -42,6 +70,25 @@ fn codes_of_8_bits_decode_as_elsewhere() {
 }
 
 #[test]
+fn codes_in_blocks_decode_as_elsewhere() {
+    for &dtype in DTYPES.iter().filter(|dtype| dtype.block().is_some()) {
+        for cols in [1, 33, 64, 128, 300] {
+            // Never the code of NaN.
+            let values: Vec<f32> = noise(5, 3 * cols).iter().map(|v| v.abs() * 0.9).collect();
+            let bytes = stored_rows(dtype, &values, cols);
+            let matrix = Matrix::new(dtype, 3, cols, &bytes).unwrap();
+            for (row, stored) in bytes.chunks_exact(dtype.row_bytes(cols)).enumerate() {
+                let (mut mine, mut other) = (vec![0.0; cols], vec![0.0; cols]);
+                matrix.decode_row(row, 0, &mut mine);
+                ir::decode(dtype, stored, &mut other);
+                assert_eq!(mine, other, "{dtype:?} {cols}");
+                assert!(cols == 1 || mine.iter().any(|&value| value != 0.0), "{dtype:?} {cols}");
+            }
+        }
+    }
+}
+
+#[test]
 fn f16_decodes_every_pattern_as_half_does() {
     for bits in 0..=u16::MAX {
         let want = f16::from_bits(bits).to_f32();
@@ -57,7 +104,7 @@ fn f16_decodes_every_pattern_as_half_does() {
 fn products_are_close_to_f64() {
     for &dtype in DTYPES {
         for cols in [1, 31, 32, 33, 64, 577] {
-            let bytes = stored(dtype, &noise(7, 5 * cols));
+            let bytes = stored_rows(dtype, &noise(7, 5 * cols), cols);
             let x = noise(8, cols);
             let matrix = Matrix::new(dtype, 5, cols, &bytes).unwrap();
             let got = matrix.apply(&x);
@@ -84,7 +131,7 @@ fn positions_together_have_the_bits_of_positions_alone() {
         for (rows, cols, n) in [(3, 5, 2), (70, 96, 7), (300, 1000, 3)] {
             // One byte off, so that rows are unaligned.
             let mut bytes = vec![0];
-            bytes.extend(stored(dtype, &noise(1, rows * cols)));
+            bytes.extend(stored_rows(dtype, &noise(1, rows * cols), cols));
             let matrix = Matrix::new(dtype, rows, cols, &bytes[1..]).unwrap();
             let xs = noise(2, n * cols);
             let together = matrix.apply(&xs);
@@ -98,7 +145,7 @@ fn positions_together_have_the_bits_of_positions_alone() {
 fn widths_do_not_change_bits() {
     for &dtype in DTYPES {
         for (rows, cols, n) in [(1, 1, 1), (5, 33, 1), (7, 64, 5), (37, 1100, 13), (3, 2080, 6)] {
-            let bytes = stored(dtype, &noise(1, rows * cols));
+            let bytes = stored_rows(dtype, &noise(1, rows * cols), cols);
             let matrix = Matrix::new(dtype, rows, cols, &bytes).unwrap();
             let xs = noise(2, n * cols);
             let portable = matrix.apply_with(Width::Portable, &xs);

@@ -7,7 +7,6 @@ use crate::error::HostError;
 
 /// Bytes per packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
 const PIECE_BYTES: u64 = 4 << 20;
-const UNIT: usize = abi::UNIT_BYTES as usize;
 
 /// Consecutive rows of a stored tensor in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +50,7 @@ impl Plan {
         let (mut pieces, mut starts, mut watermark) = (Vec::new(), Vec::new(), 0);
         for (index, matrix) in matrices.iter().enumerate() {
             starts.push(watermark);
-            let tile_bytes = u64::from(matrix.units_per_tile()) * u64::from(abi::UNIT_BYTES);
+            let tile_bytes = matrix.tile_bytes() as u64;
             let step = (PIECE_BYTES / tile_bytes.max(1)).clamp(1, u64::from(u32::MAX)) as u32;
             for tile0 in (0..matrix.tiles()).step_by(step as usize) {
                 let tiles = step.min(matrix.tiles() - tile0);
@@ -64,7 +63,7 @@ impl Plan {
     }
 
     pub(crate) fn packed_bytes(&self, piece: &Piece) -> usize {
-        piece.tiles as usize * self.matrices[piece.matrix].units_per_tile() as usize * UNIT
+        piece.tiles as usize * self.matrices[piece.matrix].tile_bytes()
     }
 
     pub(crate) fn stored_bytes(&self, piece: &Piece) -> u64 {
@@ -74,9 +73,7 @@ impl Plan {
     }
 
     pub(crate) fn packed_offset(&self, piece: &Piece) -> u64 {
-        let units =
-            u64::from(piece.tile0) * u64::from(self.matrices[piece.matrix].units_per_tile());
-        units * u64::from(abi::UNIT_BYTES)
+        u64::from(piece.tile0) * self.matrices[piece.matrix].tile_bytes() as u64
     }
 
     /// The value of `watermark` once piece `index` is on the device.
@@ -109,7 +106,7 @@ pub(crate) fn pack<'a>(
     row: impl Fn(TensorId, u32) -> &'a [u8],
     out: &mut [u8],
 ) {
-    let tile_bytes = matrix.units_per_tile() as usize * UNIT;
+    let tile_bytes = matrix.tile_bytes();
     for (tile, out) in (piece.tile0..).zip(out.chunks_exact_mut(tile_bytes)) {
         let rows = std::array::from_fn(|inner| {
             let found = matrix.map.locate(tile * abi::UNIT_ROWS + inner as u32);

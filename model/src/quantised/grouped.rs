@@ -1,0 +1,181 @@
+//! Codes with a scale for each group of columns, as they are streamed: in blocks, with their scales behind them.
+
+use half::f16;
+use ir::{CodeBlock, DType};
+
+use super::codes::Codes;
+use super::matrix::{Layout, Matrix, Scales, Zeros};
+use crate::parallel;
+use crate::store::{Files, Place};
+
+/// A matrix of codes in blocks, made when it is first read.
+#[derive(Clone, Debug)]
+pub(crate) struct Grouped {
+    matrix: Matrix,
+    dtype: DType,
+    block: CodeBlock,
+    /// A power of two for each row, by which its scales are divided: then they are exact in f16. 1 for those in f32.
+    pub(super) factors: Vec<f32>,
+}
+
+/// The parts of a layout of scaled codes.
+struct Parts<'a> {
+    place: Place,
+    codes: Codes,
+    zeros: &'a Zeros,
+    scales: &'a Scales,
+}
+
+impl Grouped {
+    /// The matrix in blocks, if there are blocks for its groups and its scales are exact in them.
+    pub(super) fn new(matrix: &Matrix, files: &Files) -> Option<Self> {
+        let (dtype, block) = block_of(matrix, files)?;
+        let mut all = Self { matrix: matrix.clone(), dtype, block, factors: Vec::new() };
+        all.factors = (0..matrix.rows).map(|row| all.factor(files, row)).collect::<Option<_>>()?;
+        Some(all)
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The power of two that makes the scales of a row exact in f16, if one does.
+    fn factor(&self, files: &Files, row: usize) -> Option<f32> {
+        if self.block.shared {
+            return Some(1.0);
+        }
+        let parts = parts(&self.matrix)?;
+        let row = self.matrix.stored_row(row);
+        let scale = |group| parts.scales.of_group(files, &self.matrix, row, group);
+        let count = parts.scales.count(self.matrix.cols);
+        let largest = (0..count).map(|group| scale(group).abs()).fold(0.0, f32::max);
+        // Its own power of two: 1 for a row of zeros, and for those so small that dividing by it would not be exact.
+        let power = f32::from_bits(largest.to_bits() & 0x7f80_0000);
+        let factor = if power > 0.0 { power } else { 1.0 };
+        let exact = |scale: f32| f16::from_f32(scale / factor).to_f32() * factor == scale;
+        (0..count).all(|group| exact(scale(group))).then_some(factor)
+    }
+
+    /// All rows.
+    pub(super) fn encode(&self, files: &Files) -> Vec<u8> {
+        let row_bytes = self.dtype.row_bytes(self.matrix.cols);
+        let mut out = vec![0; self.matrix.rows * row_bytes];
+        parallel::fill(&mut out, row_bytes, &parallel::threads, |first, out| {
+            let mut values = vec![0.0; self.matrix.cols];
+            for (row, out) in (first..).zip(out.chunks_mut(row_bytes)) {
+                self.encode_row(files, row, &mut values, out);
+            }
+        });
+        out
+    }
+
+    fn encode_row(&self, files: &Files, row: usize, values: &mut [f32], out: &mut [u8]) {
+        let Some(parts) = parts(&self.matrix) else { return };
+        let (block, cols, factor) = (self.block, self.matrix.cols, self.factors[row]);
+        let (codes, groups) = (block.codes as usize, block.groups as usize);
+        let row = self.matrix.stored_row(row);
+        parts.codes_of(files, &self.matrix, row, values);
+        for (at, out) in out.chunks_exact_mut(block.bytes()).enumerate() {
+            let (code_bytes, constants) = out.split_at_mut(CodeBlock::CODE_BYTES);
+            parts.put_codes(&values[at * codes..cols.min((at + 1) * codes)], code_bytes);
+            for (group, out) in constants.chunks_exact_mut(block.scale_bytes() / groups).enumerate()
+            {
+                let column = at * codes + group * (codes / groups);
+                if column < cols {
+                    let [scale, zero] = parts.constants(files, &self.matrix, row, column);
+                    self.put_constants(scale / factor, zero, out);
+                }
+            }
+        }
+    }
+
+    fn put_constants(&self, scale: f32, zero: f32, out: &mut [u8]) {
+        if self.block.shared {
+            out.copy_from_slice(&scale.to_le_bytes());
+            return;
+        }
+        out[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+        if self.block.zeros {
+            out[2..].copy_from_slice(&f16::from_f32(zero).to_le_bytes());
+        }
+    }
+}
+
+fn parts(matrix: &Matrix) -> Option<Parts<'_>> {
+    match &matrix.layout {
+        Layout::Scaled { place, codes, zeros, scales } if scales.groups.is_none() => {
+            Some(Parts { place: *place, codes: *codes, zeros, scales })
+        }
+        Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) | Layout::Nf4(_) => None,
+    }
+}
+
+/// The blocks that hold a matrix: those with the fewest scales whose groups do not cross the matrix's.
+fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
+    let parts = parts(matrix)?;
+    let candidates: &[DType] = match (parts.codes, parts.zeros) {
+        (Codes::E4m3, Zeros::None) => &[DType::E4m3G64],
+        (Codes::Int8, Zeros::None) => &[DType::Int8G32],
+        (Codes::Int4(_), _) if parts.centred(files, matrix) => &[DType::Int4G128, DType::Int4G32],
+        (Codes::Int4(_), Zeros::All(_) | Zeros::Int4(..) | Zeros::Int8(_)) => {
+            &[DType::Int4G128Zero]
+        }
+        (Codes::E4m3 | Codes::Int8 | Codes::Int4(_) | Codes::E2m1, _) => return None,
+    };
+    let each = parts.scales.cols_each;
+    candidates.iter().find_map(|&dtype| {
+        let block = dtype.block()?;
+        let fits =
+            each >= matrix.cols || each.is_multiple_of((block.codes / block.groups) as usize);
+        let alike = parts.scales.rows_each.is_multiple_of(ir::TILE_ROWS) && matrix.pairs.is_none();
+        (fits && (alike || !block.shared)).then_some((dtype, block))
+    })
+}
+
+impl Parts<'_> {
+    /// Whether every zero point is 8. GPTQ stores them all the same.
+    fn centred(&self, files: &Files, matrix: &Matrix) -> bool {
+        let groups = self.scales.count(matrix.cols);
+        let zero = |row, group| self.zeros.get(files, (matrix.rows, groups), row, group);
+        match self.zeros {
+            Zeros::None => false,
+            Zeros::All(zero) => *zero == 8.0,
+            Zeros::Int4(..) | Zeros::Int8(_) => {
+                (0..matrix.rows).all(|row| (0..groups).all(|group| zero(row, group) == 8.0))
+            }
+        }
+    }
+
+    /// Scale and zero point of a column.
+    fn constants(&self, files: &Files, matrix: &Matrix, row: usize, column: usize) -> [f32; 2] {
+        let group = column / self.scales.cols_each;
+        let zero = self.zeros.get(files, (matrix.rows, self.scales.count(matrix.cols)), row, group);
+        [self.scales.of_group(files, matrix, row, group), zero]
+    }
+
+    /// The codes of a row, as numbers: those of 8 bits as they lie.
+    fn codes_of(&self, files: &Files, matrix: &Matrix, row: usize, out: &mut [f32]) {
+        let bytes = files.slice(self.place);
+        match self.codes {
+            Codes::E4m3 | Codes::Int8 => {
+                let codes = &bytes[row * matrix.cols..][..matrix.cols];
+                out.iter_mut().zip(codes).for_each(|(out, &code)| *out = f32::from(code));
+            }
+            Codes::Int4(_) | Codes::E2m1 => self.codes.decode_row(bytes, matrix.rows, row, out),
+        }
+    }
+
+    /// Writes the codes of a block.
+    fn put_codes(&self, codes: &[f32], out: &mut [u8]) {
+        match self.codes {
+            Codes::E4m3 | Codes::Int8 => {
+                out.iter_mut().zip(codes).for_each(|(out, &code)| *out = code as u8);
+            }
+            Codes::Int4(_) | Codes::E2m1 => {
+                for (out, pair) in out.iter_mut().zip(codes.chunks(2)) {
+                    *out = pair[0] as u8 | pair.get(1).map_or(0, |&code| (code as u8) << 4);
+                }
+            }
+        }
+    }
+}

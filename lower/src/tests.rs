@@ -493,7 +493,8 @@ fn refused(program: &Program, change: impl FnOnce(&mut Program)) -> String {
 #[test]
 fn rows_of_codes_have_scales() {
     let target = target("h200");
-    for stored in [DType::E4m3, DType::Int8] {
+    let in_blocks = [DType::E4m3G64, DType::Int4G128, DType::Int4G128Zero, DType::Int4G32];
+    for stored in [DType::E4m3, DType::Int8].into_iter().chain(in_blocks) {
         let graph = of_codes(stored);
         let program = lowered(neutral_config(&graph, &target), &graph, &target);
         let of = |class: PhaseClass| {
@@ -511,9 +512,13 @@ fn rows_of_codes_have_scales() {
         assert_eq!(words(PhaseClass::GateUp), 2 * graph.ffn);
         assert_eq!(words(PhaseClass::Down), graph.hidden);
         assert_eq!(words(PhaseClass::LmHead), 0);
-        // Half as many units as in 16 bits.
+        // Half as many units as in 16 bits, or a quarter.
         let params: MatvecParams = of(PhaseClass::Down).params();
-        assert_eq!(params.units, graph.ffn / 64);
+        let codes = stored.block().map_or(64, |block| block.codes);
+        assert_eq!(params.units, graph.ffn.div_ceil(codes));
+        // A stage has room for the scales that lie behind its units.
+        let behind = stored.block().map_or(0, |block| block.unit_scale_bytes() as u32);
+        assert_eq!(program.stage_bytes(), program.pipeline.stage_units * (512 + behind));
 
         let without = refused(&program, |program| {
             let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);

@@ -205,7 +205,7 @@ fn streamed_summary(graph: &Graph, kinds: &BTreeMap<&str, usize>) -> String {
     let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
     let matrices = graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2).count();
     format!(
-        "of {matrices} matrices {} are quantised: {}. They are multiplied as they are stored",
+        "of {matrices} matrices {} are quantised: {}. They are multiplied as codes",
         kinds.values().sum::<usize>(),
         list.join(", ")
     )

@@ -9,12 +9,7 @@ const FILE: &str =
 #[test]
 fn quantised_models_run_and_their_cost_is_said() {
     let cases = [
-        (
-            FOLDER,
-            "14 as int8 of compressed-tensors",
-            "W8A8 runs as W8A16",
-            "multiplied as they are stored",
-        ),
+        (FOLDER, "14 as int8 of compressed-tensors", "W8A8 runs as W8A16", "multiplied as codes"),
         (FILE, "10 as Q4_K, 6 as Q6_K", "give token ids", "dequantised to f32"),
     ];
     for (model, kinds, note, form) in cases {

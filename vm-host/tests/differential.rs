@@ -19,7 +19,7 @@ mod device;
 use device::device;
 
 /// Folders of the corpus. Those of codes do not run in a kernel of several sequences.
-const GOLDEN: [&str; 8] = [
+const GOLDEN: [&str; 12] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
@@ -28,6 +28,10 @@ const GOLDEN: [&str; 8] = [
     "quantised/ct-fp8-dynamic-llama",
     "quantised/ct-fp8-static-qwen3",
     "quantised/ct-int8-llama",
+    "quantised/ct-w4a16-asym-g128-qwen2",
+    "quantised/ct-w4a16-g128-llama",
+    "quantised/ct-w4a16-g32-qwen3",
+    "quantised/fp8-block-llama",
 ];
 
 /// Schedules that together cover every path of the kernel.
@@ -330,10 +334,11 @@ fn odd_widths_compute_what_the_graph_says() {
         if hidden > 2000 || number("AMK_TEST_BATCH").is_some_and(|seqs| seqs > 1) {
             continue;
         }
-        for format in [model::Format::Fp8, model::Format::Int8] {
+        for format in [model::Format::Fp8, model::Format::Int8, model::Format::Int4G128] {
             let parent = tempfile::tempdir().expect("a folder");
             let dir = parent.path().join("codes");
-            let all = model::Quantisation { format, lm_head: Some(format) };
+            let lm_head = (format != model::Format::Int4G128).then_some(format);
+            let all = model::Quantisation { format, lm_head };
             model::quantise(&model, all, &dir).unwrap_or_else(|e| panic!("{e}"));
             let codes = model::import(&dir).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(codes.graph.dtype, ir::DType::F16, "it is not dequantised");

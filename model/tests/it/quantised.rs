@@ -373,11 +373,11 @@ fn the_user_is_told_what_a_quantised_model_costs() {
     assert_eq!(
         notes,
         [
-            "of 16 matrices 14 are quantised: 14 as int8 of compressed-tensors. They are multiplied as they are stored",
+            "of 16 matrices 14 are quantised: 14 as int8 of compressed-tensors. They are multiplied as codes",
             "quantization_config describes quantised activations; they are not quantised here (W8A8 runs as W8A16)"
         ]
     );
-    let [note] = &values(&copy("gptq-sym-g128-llama")).1[..] else { panic!("one note") };
+    let [note] = &values(&copy("gptq-desc-act-g128-llama")).1[..] else { panic!("one note") };
     assert!(note.contains("dequantised to f32 when they are read: the model takes"), "{note}");
 }
 
@@ -567,10 +567,7 @@ fn given(copy: &Copy) -> (DType, String) {
 fn codes_are_given_as_they_are_stored_only_where_the_kernel_takes_them_so() {
     let name = "ct-int8-llama";
     let (dtype, note) = given(&copy(name));
-    assert!(
-        dtype == DType::F16 && note.ends_with("They are multiplied as they are stored"),
-        "{note}"
-    );
+    assert!(dtype == DType::F16 && note.ends_with("They are multiplied as codes"), "{note}");
     let other = |with: &dyn Fn(&Copy)| {
         let copy = copy(name);
         with(&copy);

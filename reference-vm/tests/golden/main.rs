@@ -11,7 +11,7 @@ use safetensors::SafeTensors;
 const NAMES: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
-/// Folders of `corpus/quantised`, whose weights are dequantised to f32.
+/// Folders of `corpus/quantised`: their weights are codes, or dequantised to f32.
 const QUANTISED: [&str; 16] = [
     "awq-g128-qwen2",
     "ct-fp8-dynamic-llama",

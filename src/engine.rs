@@ -16,6 +16,11 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::Failure;
 
+mod shared_pages;
+
+use shared_pages::Cached;
+pub(crate) use shared_pages::SharedPages;
+
 /// Prompt tokens per turn where each takes a step.
 pub(crate) const PROMPT_SLICE: u64 = 16;
 /// Prompt tokens per turn where they are run in chunks: as long as some tens of steps.
@@ -32,13 +37,21 @@ pub(crate) enum Broken {
 
 /// Several sequences of one model.
 pub(crate) trait Engine {
-    /// Whether a sequence of this many positions could begin now; false if it has to wait for others to end.
-    fn has_room(&mut self, _positions: u64) -> bool {
+    /// Whether a sequence of this many positions, which begins with `prompt`, could begin now; false if it has to wait for
+    /// others to end.
+    fn has_room(&mut self, _positions: u64, _prompt: &[u32]) -> bool {
         true
     }
 
-    /// Begins a sequence of at most this many positions in a place, replacing its previous one.
-    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken>;
+    /// Begins a sequence of at most this many positions in a place, replacing its previous one. If the beginning of
+    /// `prompt` is in the cache, the sequence has it; returns the number of its positions, less than the prompt's.
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken>;
+
+    /// Gives a sequence that has run the first `ran` tokens of `prompt` what others have run of it since. Returns the
+    /// number of its positions then.
+    fn reuse(&mut self, _place: usize, ran: usize, _prompt: &[u32]) -> Result<usize, Broken> {
+        Ok(ran)
+    }
 
     /// Runs tokens at the next positions of a place's sequence; with `read`, returns the logits of the last one.
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken>;
@@ -110,15 +123,16 @@ pub(crate) struct Advanced {
     pub(crate) stopped: bool,
 }
 
-/// Machines on the host, one per place.
+/// Machines on the host, one per place, each with the tokens that it has run.
 struct Hosted<S, B, R> {
     begin: B,
     run: R,
-    sequences: BTreeMap<usize, S>,
+    sequences: BTreeMap<usize, (S, Vec<u32>)>,
+    shared: Option<SharedPages>,
 }
 
 /// The graph, with no schedule: `--device eval`.
-pub(crate) fn graph(context: &Context) -> impl Engine {
+pub(crate) fn graph(context: &Context, shared: Option<SharedPages>) -> impl Engine {
     let (graph, weights) = (context.graph(), &*context.model.weights);
     let begin = move || {
         let evaluator = Evaluator::new(graph, weights).map_err(|error| error.to_string())?;
@@ -127,13 +141,14 @@ pub(crate) fn graph(context: &Context) -> impl Engine {
     let run = |evaluator: &mut Evaluator<'_>, tokens: &[u32], logits: Logits| {
         evaluator.run(tokens, logits).map_err(|error| error.to_string())
     };
-    Hosted { begin, run, sequences: BTreeMap::new() }
+    Hosted { begin, run, sequences: BTreeMap::new(), shared }
 }
 
 /// The lowered program on the reference VM: `--device cpu`.
 pub(crate) fn reference<'a>(
     context: &'a Context,
     program: &'a Verified<Program>,
+    shared: Option<SharedPages>,
 ) -> impl Engine + 'a {
     let (graph, weights) = (context.graph(), &*context.model.weights);
     let begin = move || Machine::new(program, graph, weights).map_err(|error| error.to_string());
@@ -146,15 +161,25 @@ pub(crate) fn reference<'a>(
             Err(search::Rejection::Halted(halted).to_string())
         }
     };
-    Hosted { begin, run, sequences: BTreeMap::new() }
+    Hosted { begin, run, sequences: BTreeMap::new(), shared }
 }
 
 fn unknown(place: usize) -> Broken {
     Broken::Sequence(format!("there is no sequence in place {place}"))
 }
 
+fn refused(why: impl std::fmt::Display) -> Broken {
+    Broken::Sequence(why.to_string())
+}
+
+/// A number of positions as pools count them.
+fn clamped(positions: u64) -> u32 {
+    u32::try_from(positions).unwrap_or(u32::MAX)
+}
+
 impl<S, B, R> Hosted<S, B, R>
 where
+    S: Cached,
     R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
 {
     fn run(
@@ -163,19 +188,46 @@ where
         tokens: &[u32],
         logits: Logits,
     ) -> Result<Vec<Vec<f32>>, Broken> {
-        let sequence = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
-        (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)
+        let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        let rows = (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)?;
+        if let Some(shared) = &mut self.shared {
+            fed.extend(tokens);
+            shared.ran(place, sequence, fed).map_err(refused)?;
+        }
+        Ok(rows)
     }
 }
 
 impl<S, B, R> Engine for Hosted<S, B, R>
 where
+    S: Cached,
     B: Fn() -> Result<S, String>,
     R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
 {
-    fn begin(&mut self, place: usize, _positions: u64) -> Result<(), Broken> {
-        self.sequences.insert(place, (self.begin)().map_err(Broken::Sequence)?);
-        Ok(())
+    fn has_room(&mut self, positions: u64, prompt: &[u32]) -> bool {
+        self.shared.as_ref().is_none_or(|shared| shared.has_room(clamped(positions), prompt))
+    }
+
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
+        let mut sequence = (self.begin)().map_err(Broken::Sequence)?;
+        let mut has = 0;
+        if let Some(shared) = &mut self.shared {
+            has = shared.begin(place, clamped(positions), prompt).map_err(refused)?;
+            shared.restore(place, &mut sequence, has).map_err(refused)?;
+        }
+        self.sequences.insert(place, (sequence, prompt[..has].to_vec()));
+        Ok(has)
+    }
+
+    fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
+        let Some(shared) = &mut self.shared else { return Ok(ran) };
+        let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        let has = shared.reuse(place, ran, prompt);
+        if has > ran {
+            shared.restore(place, sequence, has).map_err(refused)?;
+            fed.extend(&prompt[ran..has]);
+        }
+        Ok(has)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
@@ -189,6 +241,7 @@ where
 
     fn end(&mut self, place: usize) {
         self.sequences.remove(&place);
+        self.shared.iter_mut().for_each(|shared| shared.end(place));
     }
 }
 
@@ -197,11 +250,15 @@ pub(crate) struct Megakernel<'a> {
     gpu: Gpu<'a>,
     program: Handle,
     places: Vec<Place>,
+    /// Whether sequences with equal beginnings share pages.
+    shares: bool,
 }
 
 #[derive(Clone, Default)]
 struct Place {
     position: u32,
+    /// The tokens at the positions before it.
+    fed: Vec<u32>,
     /// Whether tokens are sampled with settings stored on the device.
     sampled: bool,
     stop: Vec<u32>,
@@ -232,7 +289,23 @@ fn has_stopped(ending: Ending) -> Result<bool, String> {
 
 impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
-        Self { gpu, program, places: vec![Place::default(); places] }
+        Self { gpu, program, places: vec![Place::default(); places], shares: false }
+    }
+
+    /// Lets sequences with equal beginnings share pages of the cache.
+    pub(crate) fn sharing(self) -> Self {
+        Self { shares: true, ..self }
+    }
+
+    /// Notes that a place has run tokens, of which `steps` positions were run; others may have the pages that are full.
+    fn ran(&mut self, place: usize, tokens: impl Iterator<Item = u32>, steps: u32) {
+        let held = &mut self.places[place];
+        let full = held.position / abi::KV_PAGE;
+        held.fed.extend(tokens.take(steps as usize));
+        held.position += steps;
+        if self.shares && held.position / abi::KV_PAGE > full {
+            self.gpu.publish_pages(place as u32, &held.fed);
+        }
     }
 
     pub(crate) fn gpu(&mut self) -> &mut Gpu<'a> {
@@ -241,22 +314,35 @@ impl<'a> Megakernel<'a> {
 }
 
 impl Engine for Megakernel<'_> {
-    fn has_room(&mut self, positions: u64) -> bool {
-        let wanted = positions.div_ceil(u64::from(abi::KV_PAGE));
-        self.gpu.pages().is_none_or(|pages| wanted <= u64::from(pages.pages - pages.promised))
+    fn has_room(&mut self, positions: u64, prompt: &[u32]) -> bool {
+        let prompt = if self.shares { prompt } else { &[] };
+        self.gpu.has_room(clamped(positions), prompt)
     }
 
-    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
-        *self.places.get_mut(place).ok_or_else(|| unknown(place))? = Place::default();
-        let positions = u32::try_from(positions).unwrap_or(u32::MAX);
-        self.gpu.promise_pages(place as u32, positions)
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        *held = Place::default();
+        let prompt = if self.shares { prompt } else { &[] };
+        held.position = self.gpu.begin_session(place as u32, clamped(positions), prompt)?;
+        held.fed = prompt[..held.position as usize].to_vec();
+        Ok(held.position as usize)
+    }
+
+    fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        if !self.shares || held.position as usize != ran {
+            return Ok(ran);
+        }
+        held.position = self.gpu.reuse_pages(place as u32, held.position, prompt);
+        held.fed.extend(&prompt[ran..held.position as usize]);
+        Ok(held.position as usize)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        let held = self.places.get(place).ok_or_else(|| unknown(place))?;
         let (session, first) = (place as u32, held.position);
         let row = self.gpu.feed(self.program, session, first, tokens, read)?;
-        held.position += tokens.len() as u32;
+        self.ran(place, tokens.iter().copied(), tokens.len() as u32);
         Ok(row)
     }
 
@@ -304,7 +390,8 @@ impl Engine for Megakernel<'_> {
             sampled: held.sampled && generate > 0,
         };
         let done = self.gpu.command(self.program, &request, preempt)?;
-        held.position += done.steps;
+        let ran = tokens.iter().chain(&done.tokens).copied();
+        self.ran(place, ran, done.steps);
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
     }
@@ -338,9 +425,13 @@ impl Engine for Megakernel<'_> {
             .seqs
             .into_iter()
             .zip(seqs)
-            .map(|(seq, &(place, _))| {
-                let held = &mut self.places[place];
-                held.position += done.steps;
+            .map(|(seq, &(place, token))| {
+                self.ran(
+                    place,
+                    std::iter::once(token).chain(seq.tokens.iter().copied()),
+                    done.steps,
+                );
+                let held = &self.places[place];
                 let stopped = seq.tokens.last().is_some_and(|last| held.stop.contains(last));
                 has_stopped(seq.ending)?;
                 Ok(Advanced { chosen: seq.tokens, ran, stopped })
@@ -352,3 +443,7 @@ impl Engine for Megakernel<'_> {
         if self.gpu.takes_chunks(CHUNK_SLICE as usize) { CHUNK_SLICE } else { PROMPT_SLICE }
     }
 }
+
+#[cfg(test)]
+#[path = "engine_tests.rs"]
+mod tests;

@@ -34,6 +34,11 @@ impl Work {
     pub(crate) fn positions(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.limit)
     }
+
+    /// The prompt, if what others have run of it can be used: a scored prompt needs the logits of each token.
+    pub(crate) fn reusable(&self) -> &[u32] {
+        if self.host.score_prompt { &[] } else { &self.prompt }
+    }
 }
 
 /// Why a text ended.
@@ -93,7 +98,9 @@ impl Sequence {
 
     /// Begins the sequence in a place, and determines whether the machine samples.
     pub(crate) fn begin(&mut self, engine: &mut dyn Engine, place: usize) -> Result<(), Broken> {
-        engine.begin(place, self.work.positions())?;
+        // Kept rows are those of every token.
+        let prompt = if self.rows.is_some() { &[] } else { self.work.reusable() };
+        self.fed = engine.begin(place, self.work.positions(), prompt)?;
         let Work { limit, host, constraint, logprobs, .. } = &self.work;
         let ruled = host.any() || constraint.is_some();
         // Log probabilities are computed on the host, from rows. Without new tokens there is nothing to sample.
@@ -102,6 +109,15 @@ impl Sequence {
             self.chosen_there = engine.choose_by(place, &how)?;
         }
         Ok(())
+    }
+
+    /// Takes over what other sequences have run of the prompt. Returns the number of tokens that it saves.
+    pub(crate) fn reuse(&mut self, engine: &mut dyn Engine, place: usize) -> Result<usize, Broken> {
+        let (before, prompt) = (self.fed, self.work.reusable());
+        if before < prompt.len() && self.rows.is_none() {
+            self.fed = engine.reuse(place, before, prompt)?;
+        }
+        Ok(self.fed - before)
     }
 
     /// The tokens to feed next, at most `most`.

@@ -545,3 +545,7 @@ mod hostile;
 /// Grammars and tools.
 #[path = "serve_tools_tests.rs"]
 mod tools;
+
+/// Prompts that begin alike.
+#[path = "serve_prefix_tests.rs"]
+mod prefix;

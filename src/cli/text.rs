@@ -104,6 +104,9 @@ pub(crate) struct ServeArgs {
     /// else what fits.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) kv_pool: Option<u64>,
+    /// Do not share pages of the cache among requests whose prompts begin with the same tokens.
+    #[arg(long)]
+    pub(crate) no_prefix_cache: bool,
     /// The most requests in the server, waiting ones included; others are refused with 429.
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,

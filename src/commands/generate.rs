@@ -206,7 +206,7 @@ fn execute(
     memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
     let keep = args.logits.is_some();
     if args.model.place.device == DeviceChoice::Eval {
-        return continued(&mut engine::graph(context), context, (work, keep), (&said, live));
+        return continued(&mut engine::graph(context, None), context, (work, keep), (&said, live));
     }
     // For the end of the generation, where steps are slowest.
     let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
@@ -226,7 +226,7 @@ fn execute(
         generated
     } else {
         {
-            let mut machine = engine::reference(context, &program);
+            let mut machine = engine::reference(context, &program, None);
             continued(&mut machine, context, (work, keep), (&said, live))?
         }
     };

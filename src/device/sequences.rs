@@ -77,15 +77,48 @@ impl Gpu<'_> {
         }
     }
 
-    /// Reserves pages for a session's first positions. Without a machine, the session allocates them on demand.
-    pub(crate) fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), Broken> {
-        let promised = match &mut self.machine {
-            Machine::Absent => Ok(()),
-            Machine::Idle(idle) => idle.promise_pages(session, positions),
-            Machine::Running(running) => running.promise_pages(session, positions),
+    /// Whether a session of this many positions, which begins with `prompt`, could begin now.
+    pub(crate) fn has_room(&self, positions: u32, prompt: &[u32]) -> bool {
+        match &self.machine {
+            Machine::Absent => true,
+            Machine::Idle(idle) => idle.has_room(positions, prompt),
+            Machine::Running(running) => running.has_room(positions, prompt),
+        }
+    }
+
+    /// Begins a session: reserves its pages, and gives it those that hold the beginning of `prompt`. Returns the number of
+    /// positions that it has. Without a machine, the session allocates pages on demand.
+    pub(crate) fn begin_session(
+        &mut self,
+        session: u32,
+        positions: u32,
+        prompt: &[u32],
+    ) -> Result<u32, Broken> {
+        let begun = match &mut self.machine {
+            Machine::Absent => Ok(0),
+            Machine::Idle(idle) => idle.begin_session(session, positions, prompt),
+            Machine::Running(running) => running.begin_session(session, positions, prompt),
         };
         self.say_pages();
-        self.outcome(promised)
+        self.outcome(begun)
+    }
+
+    /// Gives a session the pages of its prompt that others have filled since. Returns the number of its positions.
+    pub(crate) fn reuse_pages(&mut self, session: u32, ran: u32, prompt: &[u32]) -> u32 {
+        match &mut self.machine {
+            Machine::Absent => ran,
+            Machine::Idle(idle) => idle.reuse_pages(session, ran, prompt),
+            Machine::Running(running) => running.reuse_pages(session, ran, prompt),
+        }
+    }
+
+    /// Lets later sessions have the full pages of a session that has run `tokens`.
+    pub(crate) fn publish_pages(&mut self, session: u32, tokens: &[u32]) {
+        match &mut self.machine {
+            Machine::Absent => {}
+            Machine::Idle(idle) => idle.publish_pages(session, tokens),
+            Machine::Running(running) => running.publish_pages(session, tokens),
+        }
     }
 
     /// Why the device is lost to this process, if it is.

@@ -32,6 +32,8 @@ struct Choice {
     /// Finds the calls, if there are tools.
     calls: Option<CallReader>,
     ends: Vec<u32>,
+    /// Whether it is the first of its prompt, whose cached tokens are counted.
+    first: bool,
     /// The prompt, until it has been sent, if the answer begins with it.
     echo: Option<Prompt>,
     /// Log probabilities of the prompt's tokens after the first.
@@ -74,6 +76,7 @@ impl Choice {
             writer: Some(writer.showing(markers.as_ref().map_or(&[], |markers| markers))),
             calls: asked.tools.clone().map(CallReader::new),
             ends: asked.work.stop.clone(),
+            first: asked.first,
             echo: asked.echo.clone(),
             scores: Vec::new(),
             unmeasured: 0,
@@ -131,6 +134,8 @@ impl Choice {
                 let ending = matched.and_then(|matched| ended("stop", Some(matched)));
                 return Ok((piece, ending));
             }
+            // Counted where events are received.
+            Event::Reused(_) => return Ok((piece, None)),
             Event::End(Finish::Stop) => "stop",
             Event::End(Finish::Length) => "length",
             Event::End(Finish::Failed(why)) => return Err(Refusal::failed(why)),
@@ -145,7 +150,7 @@ impl Choice {
 
 impl Answering {
     pub(super) fn new(served: Arc<Served>, record: Arc<Record>, prompt: usize) -> Self {
-        let usage = Usage { prompt, completion: 0 };
+        let usage = Usage { prompt, ..Usage::default() };
         Self { choices: Vec::new(), usage, turn: 0, served, record }
     }
 
@@ -195,6 +200,13 @@ impl Answering {
 
     /// Counts and times a token. Tokens of one turn of the machine come together and share its time.
     fn measure(&mut self, index: usize, event: &Event) {
+        if let Event::Reused(tokens) = event {
+            self.served.figures.reused(*tokens);
+            if self.choices[index].first {
+                self.usage.cached += tokens;
+                self.record.cached(*tokens);
+            }
+        }
         let Event::Token { .. } = event else { return };
         self.usage.completion += 1;
         let figures = &self.served.figures;

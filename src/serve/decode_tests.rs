@@ -67,12 +67,12 @@ impl Scripted {
 }
 
 impl Engine for Scripted {
-    fn has_room(&mut self, positions: u64) -> bool {
+    fn has_room(&mut self, positions: u64, _: &[u32]) -> bool {
         self.room.is_none_or(|room| self.promised.values().sum::<u64>() + positions <= room)
     }
 
-    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
-        if !self.has_room(positions) {
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
+        if !self.has_room(positions, prompt) {
             return Err(Broken::Sequence("no pages".into()));
         }
         self.promised.insert(place, positions);
@@ -83,7 +83,8 @@ impl Engine for Scripted {
             self.fed.lock().unwrap().push((place, BEGUN));
         }
         drop(most);
-        self.fail_in(Fault::Begin, place)
+        self.fail_in(Fault::Begin, place)?;
+        Ok(0)
     }
 
     fn lost(&self) -> Option<String> {
@@ -213,7 +214,7 @@ fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) => {}
+            Event::Prompt(_) | Event::Reused(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
     }

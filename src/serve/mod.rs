@@ -45,7 +45,7 @@ use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
-use crate::engine::{self, Engine, Megakernel};
+use crate::engine::{self, Engine, Megakernel, SharedPages};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -85,6 +85,8 @@ pub(crate) struct Served {
     capacity: u32,
     /// The batch size of a command.
     seqs: u32,
+    /// Whether sequences with equal beginnings share pages of the cache.
+    shares: bool,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     /// Made for the first request with a grammar; why there is none otherwise.
@@ -213,7 +215,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
         return Err(Failure::usage(message));
     }
-    let (sequences, positions) = (places as u64, u64::from(context.kv_capacity));
+    // The pages that sequences share are beside their own caches.
+    let copies = if shares(args) { 2 } else { 1 };
+    let (sequences, positions) = (copies * places as u64, u64::from(context.kv_capacity));
     let host = Use::Host { sequences, positions };
     memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
     let lowered = match device {
@@ -262,17 +266,25 @@ fn engine<'a>(
     (gpu, lowered): (Option<Gpu<'a>>, Option<&'a Lowered>),
     (places, kv_pool): (usize, KvPool),
 ) -> Result<Box<dyn Engine + 'a>, Failure> {
+    let (capacity, layers) = (context.kv_capacity, context.graph().layers.len());
+    let shared = shares(args).then(|| SharedPages::new(places, capacity, layers));
     Ok(match (gpu, lowered) {
         (Some(mut gpu), Some(Lowered { config, program, seqs, .. })) => {
             gpu.set_prefill(args.prefill.prefill)?;
             gpu.set_seqs(*seqs);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
-            Box::new(Megakernel::new(gpu, handle, places))
+            let engine = Megakernel::new(gpu, handle, places);
+            Box::new(if shares(args) { engine.sharing() } else { engine })
         }
-        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program)),
-        (_, None) => Box::new(engine::graph(context)),
+        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program, shared)),
+        (_, None) => Box::new(engine::graph(context, shared)),
     })
+}
+
+/// Whether sequences with equal beginnings share pages of the cache.
+fn shares(args: &ServeArgs) -> bool {
+    !args.no_prefix_cache
 }
 
 /// The failure of a server whose device is lost.
@@ -356,6 +368,7 @@ fn serving(
         vocab: graph.vocab,
         capacity: context.kv_capacity,
         seqs,
+        shares: shares(args),
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         grammars: OnceLock::new(),
@@ -497,6 +510,7 @@ fn announce(
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "batch": served.seqs,
+        "prefix_cache": served.shares,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

@@ -108,6 +108,11 @@ impl PageTables {
         let first = (positions.start / abi::KV_PAGE) as usize;
         let last = super::pages_of(positions.end) as usize;
         for &page in self.pool.held(session).get(first..last).unwrap_or_default() {
+            if !self.pool.is_own(page) {
+                return Err(HostError::Request(format!(
+                    "positions {positions:?} of session {session} lie in a page that other sessions may have; end the session first"
+                )));
+            }
             self.used[page as usize] = true;
         }
         Ok(())

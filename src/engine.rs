@@ -47,6 +47,11 @@ pub(crate) trait Engine {
     /// `prompt` is in the cache, the sequence has it; returns the number of its positions, less than the prompt's.
     fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken>;
 
+    /// Whether sequences with equal beginnings share what one of them has run.
+    fn shares(&self) -> bool {
+        false
+    }
+
     /// Gives a sequence that has run the first `ran` tokens of `prompt` what others have run of it since. Returns the
     /// number of its positions then.
     fn reuse(&mut self, _place: usize, ran: usize, _prompt: &[u32]) -> Result<usize, Broken> {
@@ -219,6 +224,10 @@ where
         Ok(has)
     }
 
+    fn shares(&self) -> bool {
+        self.shared.is_some()
+    }
+
     fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
         let Some(shared) = &mut self.shared else { return Ok(ran) };
         let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
@@ -326,6 +335,10 @@ impl Engine for Megakernel<'_> {
         held.position = self.gpu.begin_session(place as u32, clamped(positions), prompt)?;
         held.fed = prompt[..held.position as usize].to_vec();
         Ok(held.position as usize)
+    }
+
+    fn shares(&self) -> bool {
+        self.shares
     }
 
     fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {

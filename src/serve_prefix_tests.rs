@@ -73,6 +73,6 @@ fn prompts_that_come_at_once_are_run_once_between_them() {
         clients.into_iter().map(|client| client.join().unwrap()).collect()
     });
     let ran: u64 = usages.iter().map(|usage| 513 - cached(usage)).sum();
-    // Alone they would run 8 times 513; sharing whole pages they run at least one prompt, and one page more each.
-    assert!((513..8 * 513 / 2).contains(&ran), "{ran}");
+    // One runs the prompt; each of the others its last token, and what it had begun of a page before the first came.
+    assert!((513 + 7..513 + 7 * 129).contains(&ran), "{ran}");
 }

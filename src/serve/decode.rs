@@ -230,6 +230,10 @@ impl<'e> EngineLoop<'e> {
             Ok(tokens) => running.reused(tokens),
             Err(broken) => return self.settle(turn, 0, 0, Err(broken)),
         }
+        if self.is_run_by_another(session) {
+            return self.settle(turn, 0, 0, Ok(None));
+        }
+        let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;
         let chosen = sequence.chosen.len();
         self.said.begin(place, sequence.fed, sequence.next(turn.tokens()).len());
@@ -309,6 +313,8 @@ impl<'e> EngineLoop<'e> {
     }
 }
 
+#[path = "alike.rs"]
+mod alike;
 #[path = "together.rs"]
 mod together;
 

@@ -85,7 +85,8 @@ pub(crate) trait Engine {
     }
 
     /// Runs tokens at the next positions of a sequence for which the machine samples, then samples at most `generate`
-    /// tokens and runs all but the last. Meanwhile `preempt` is polled: if true, it ends after the current step.
+    /// tokens and runs all but the last. Meanwhile `preempt` is polled: if true, it ends after the current step. It may
+    /// also end before the last of `tokens`.
     fn advance(
         &mut self,
         place: usize,

@@ -291,7 +291,7 @@ fn continued(
     while finish.is_none() {
         // The first token alone, to measure its latency.
         let most = match sequence.chosen.len() {
-            0 => sequence.work.prompt.len(),
+            0 => sequence.work.prompt.len() - sequence.fed,
             _ => SLICE,
         };
         said.begin(0, sequence.fed, sequence.next(most as u64).len());

@@ -151,7 +151,8 @@ impl Gpu<'_> {
         self.undone(handle, |running| running.set_sampling(session, sampling))
     }
 
-    /// Runs a command of a session. Meanwhile `preempt` is polled: if true, the command ends after the current step.
+    /// Runs a command of a session, or the tokens of a prompt before its last in chunks. Meanwhile `preempt` is polled: if
+    /// true, the command ends after the current step.
     pub(crate) fn command(
         &mut self,
         handle: Handle,
@@ -161,20 +162,19 @@ impl Gpu<'_> {
         self.sequences.fill(None); // those of searches
         // Only the last token of a prompt needs sampling.
         let choice = usize::from(request.generate > 0);
-        let (head, rest) = request.tokens.split_at(request.tokens.len().saturating_sub(choice));
+        let head = &request.tokens[..request.tokens.len().saturating_sub(choice)];
         let chunked = self.in_chunks(handle, (request.session, request.position), head)?;
-        let (ran, tokens) = if chunked { (head.len() as u32, rest) } else { (0, request.tokens) };
-        if chunked && rest.is_empty() {
-            let (ending, host_us, device_us) = (Ending::Length, 0.0, 0.0);
-            let (tokens, chosen) = (Vec::new(), Vec::new());
-            return Ok(Decoded { tokens, chosen, steps: ran, ending, host_us, device_us });
+        if chunked {
+            // Not the last token: prompts that wait run before the next launch, and then all these tokens in one batch.
+            let (tokens, chosen, ending) = (Vec::new(), Vec::new(), Ending::Yield);
+            let (steps, host_us, device_us) = (head.len() as u32, 0.0, 0.0);
+            return Ok(Decoded { tokens, chosen, steps, ending, host_us, device_us });
         }
-        let request = Request { position: request.position + ran, tokens, ..*request };
-        let done = self.undone(handle, |running| running.run(&request, preempt))?;
+        let done = self.undone(handle, |running| running.run(request, preempt))?;
         if !done.tokens.is_empty() {
             self.arrival.tokens();
         }
-        Ok(Decoded { steps: done.steps + ran, ..done })
+        Ok(done)
     }
 
     /// Runs a prompt, or a part of it, in chunks, if it is long enough. Returns whether it was.

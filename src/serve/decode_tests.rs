@@ -27,6 +27,8 @@ struct Scripted {
     width: usize,
     /// The places of each command in which it sampled.
     commands: Arc<Mutex<Vec<Vec<usize>>>>,
+    /// Whether it runs prompts in chunks, without their last token.
+    chunks: bool,
     /// The most positions of all sequences together, if limited, and the reservation of each.
     room: Option<u64>,
     promised: BTreeMap<usize, u64>,
@@ -126,7 +128,11 @@ impl Engine for Scripted {
         generate: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
-        let steps = tokens.len() + (generate as usize).saturating_sub(1);
+        let chunked = self.chunks && tokens.len() > 1;
+        let steps = match chunked {
+            true => tokens.len() - usize::from(generate > 0),
+            false => tokens.len() + (generate as usize).saturating_sub(1),
+        };
         let mut all = tokens.to_vec();
         let mut ran = 0;
         while ran < steps {

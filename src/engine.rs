@@ -16,8 +16,10 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::Failure;
 
+mod kernel_choice;
 mod shared_pages;
 
+use kernel_choice::{Kernel, KernelChoice};
 use shared_pages::Cached;
 pub(crate) use shared_pages::SharedPages;
 
@@ -95,6 +97,11 @@ pub(crate) trait Engine {
         _preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
+    }
+
+    /// The kernel that ran the last command, by its index in the server's list; 0 where there is one.
+    fn kernel(&self) -> usize {
+        0
     }
 
     /// The batch size of the machine where it samples.
@@ -259,6 +266,10 @@ where
 pub(crate) struct Megakernel<'a> {
     gpu: Gpu<'a>,
     program: Handle,
+    /// The program of the kernel for a lone sequence, if kernels are switched by load.
+    lone: Option<Handle>,
+    choice: KernelChoice,
+    ran_on: Kernel,
     places: Vec<Place>,
     /// Whether sequences with equal beginnings share pages.
     shares: bool,
@@ -266,6 +277,8 @@ pub(crate) struct Megakernel<'a> {
 
 #[derive(Clone, Default)]
 struct Place {
+    /// The most positions of its sequence; 0 without one.
+    most: u64,
     position: u32,
     /// The tokens at the positions before it.
     fed: Vec<u32>,
@@ -299,7 +312,37 @@ fn has_stopped(ending: Ending) -> Result<bool, String> {
 
 impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
-        Self { gpu, program, places: vec![Place::default(); places], shares: false }
+        let (choice, ran_on) = (KernelChoice::default(), Kernel::Batch);
+        let places = vec![Place::default(); places];
+        Self { gpu, program, lone: None, choice, ran_on, places, shares: false }
+    }
+
+    /// Runs a lone sequence with this program, whose kernel is for one sequence.
+    pub(crate) fn switching(self, lone: Option<Handle>) -> Self {
+        Self { lone, ..self }
+    }
+
+    fn program(&self, kernel: Kernel) -> Handle {
+        match (kernel, self.lone) {
+            (Kernel::Lone, Some(lone)) => lone,
+            _ => self.program,
+        }
+    }
+
+    /// The program for the next command of a place.
+    fn pick(&mut self, place: usize) -> Handle {
+        let Some(lone) = self.lone else { return self.program };
+        let sequences = self.places.iter().filter(|place| place.most > 0).count();
+        let held = &self.places[place];
+        let left = held.most.saturating_sub(held.position.into());
+        let is = |handle| self.gpu.is_resident(handle);
+        let resident = match (is(self.program), is(lone)) {
+            (true, _) => Some(Kernel::Batch),
+            (false, true) => Some(Kernel::Lone),
+            (false, false) => None,
+        };
+        self.ran_on = self.choice.next(resident, sequences, left);
+        self.program(self.ran_on)
     }
 
     /// Lets sequences with equal beginnings share pages of the cache.
@@ -335,6 +378,7 @@ impl Engine for Megakernel<'_> {
         let prompt = if self.shares { prompt } else { &[] };
         held.position = self.gpu.begin_session(place as u32, clamped(positions), prompt)?;
         held.fed = prompt[..held.position as usize].to_vec();
+        held.most = positions;
         Ok(held.position as usize)
     }
 
@@ -355,7 +399,8 @@ impl Engine for Megakernel<'_> {
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
         let held = self.places.get(place).ok_or_else(|| unknown(place))?;
         let (session, first) = (place as u32, held.position);
-        let row = self.gpu.feed(self.program, session, first, tokens, read)?;
+        let program = self.pick(place);
+        let row = self.gpu.feed(program, session, first, tokens, read)?;
         self.ran(place, tokens.iter().copied(), tokens.len() as u32);
         Ok(row)
     }
@@ -392,7 +437,11 @@ impl Engine for Megakernel<'_> {
         generate: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
-        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        if place >= self.places.len() {
+            return Err(unknown(place));
+        }
+        let program = self.pick(place);
+        let held = &self.places[place];
         let request = Request {
             session: place as u32,
             position: held.position,
@@ -403,11 +452,15 @@ impl Engine for Megakernel<'_> {
             // A request without generated tokens needs no sampling.
             sampled: held.sampled && generate > 0,
         };
-        let done = self.gpu.command(self.program, &request, preempt)?;
+        let done = self.gpu.command(program, &request, preempt)?;
         let ran = tokens.iter().chain(&done.tokens).copied();
         self.ran(place, ran, done.steps);
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+    }
+
+    fn kernel(&self) -> usize {
+        self.ran_on as usize
     }
 
     fn seqs(&self) -> usize {
@@ -434,6 +487,7 @@ impl Engine for Megakernel<'_> {
         let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
         let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };
         let done = self.gpu.batch(self.program, &batch, preempt)?;
+        self.ran_on = Kernel::Batch;
         let ran = done.steps as usize;
         Ok(done
             .seqs

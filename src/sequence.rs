@@ -71,6 +71,8 @@ pub(crate) struct Sequence {
     /// Sampled tokens; the last one is not fed yet.
     pub(crate) chosen: Vec<u32>,
     seen: Seen,
+    /// The kernel that ran it last.
+    kernel: usize,
     /// Whether the machine samples, not the host.
     pub(crate) chosen_there: bool,
     /// The logits of every position, if they are kept: then the host samples.
@@ -82,6 +84,8 @@ pub(crate) struct Sequence {
 pub(crate) enum Told {
     /// The log probability of the prompt's next token, from its second one on.
     Prompt(Logprobs),
+    /// The kernel of what follows, by its index in the engine; at first 0.
+    Kernel(usize),
     /// A sampled token, with its log probability if that was requested.
     Token(u32, Option<Logprobs>),
 }
@@ -93,7 +97,8 @@ impl Sequence {
     pub(crate) fn new(work: Work) -> Self {
         let mut seen = Seen::default();
         seen.extend(work.prompt.iter().copied());
-        Self { work, fed: 0, chosen: Vec::new(), seen, chosen_there: false, rows: None }
+        let (chosen, rows) = (Vec::new(), None);
+        Self { work, fed: 0, chosen, seen, kernel: 0, chosen_there: false, rows }
     }
 
     /// Begins the sequence in a place, and determines whether the machine samples.
@@ -146,9 +151,11 @@ impl Sequence {
             let left = self.work.limit as usize - self.chosen.len();
             let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
             let done = engine.advance(place, &tokens, generate, preempt)?;
+            self.ran_on(engine.kernel(), tell);
             return Ok((done.ran, self.took(done, tell)));
         }
         let row = self.run(engine, (place, &tokens, read), tell)?;
+        self.ran_on(engine.kernel(), tell);
         self.fed += tokens.len();
         let finish = match read {
             true if self.work.limit > 0 => self.choose(&row, tell).map_err(Broken::Sequence)?,
@@ -203,6 +210,13 @@ impl Sequence {
         self.seen.insert(id);
         self.chosen.push(id);
         Ok(self.finish(stopped))
+    }
+
+    /// Reports a change of the kernel.
+    pub(crate) fn ran_on(&mut self, kernel: usize, tell: Tell<'_>) {
+        if std::mem::replace(&mut self.kernel, kernel) != kernel {
+            tell(Told::Kernel(kernel));
+        }
     }
 
     /// Records the tokens that the machine sampled.

@@ -76,3 +76,33 @@ fn prompts_that_come_at_once_are_run_once_between_them() {
     // One runs the prompt; each of the others its last token, and what it had begun of a page before the first came.
     assert!((513 + 7..513 + 7 * 129).contains(&ran), "{ran}");
 }
+
+/// A request with a seed, alone and beside others that share its beginning or not.
+#[test]
+fn a_seed_gives_the_same_text_alone_and_under_load() {
+    for more in [&[][..], &["--deterministic"]] {
+        let base = ["--model", "toy", "--device", "cpu", "--kv-capacity", "640"];
+        let server = Server::start_in(&[&base[..], more].concat(), None);
+        assert_eq!(server.document["prefix_cache"], more.is_empty());
+        let ask = || {
+            let fields = json!({"model": "toy", "prompt": prompt(200, 1), "max_tokens": 24, "seed": 4, "temperature": 0.9});
+            let answer = server.complete(fields).json();
+            (answer["choices"][0]["text"].clone(), answer["system_fingerprint"].clone())
+        };
+        let alone = ask();
+        let kernel = server.document["kernels"][0].as_str().unwrap();
+        let print = alone.1.as_str().unwrap();
+        assert!(kernel.starts_with("b1-") && print.ends_with(kernel), "{print} of {kernel}");
+        std::thread::scope(|scope| {
+            let load: Vec<_> = (0..6)
+                .map(|i| {
+                    let (server, length) = (&server, 100 + 60 * i);
+                    scope.spawn(move || asked(server, &prompt(length, i as u64)))
+                })
+                .collect();
+            assert_eq!(ask(), alone);
+            load.into_iter().for_each(|client| drop(client.join().unwrap()));
+        });
+        assert_eq!(ask(), alone);
+    }
+}

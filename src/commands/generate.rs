@@ -301,7 +301,7 @@ fn continued(
                 live.push(token);
                 scores.extend(logprobs);
             }
-            Told::Prompt(_) => {}
+            Told::Prompt(_) | Told::Kernel(_) => {}
         };
         let turn = sequence.turn(engine, (0, most as u64), &mut tell, &mut || false);
         let (ran, ended) = turn.map_err(|broken| match engine.lost() {

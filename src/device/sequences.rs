@@ -77,6 +77,12 @@ impl Gpu<'_> {
         }
     }
 
+    /// Whether the kernel of a program is resident.
+    pub(crate) fn is_resident(&self, handle: Handle) -> bool {
+        let Machine::Running(running) = &self.machine else { return false };
+        self.programs.get(&handle.0).is_some_and(|prepared| prepared.variant == running.variant())
+    }
+
     /// Whether a session of this many positions, which begins with `prompt`, could begin now.
     pub(crate) fn has_room(&self, positions: u32, prompt: &[u32]) -> bool {
         match &self.machine {
@@ -148,7 +154,20 @@ impl Gpu<'_> {
         session: u32,
         sampling: &Sampling,
     ) -> Result<(), Broken> {
-        self.undone(handle, |running| running.set_sampling(session, sampling))
+        match &mut self.machine {
+            Machine::Absent => {
+                self.undone(handle, |running| running.set_sampling(session, sampling))
+            }
+            // No launch, nor a switch of kernels, before the next command.
+            Machine::Idle(idle) => {
+                let set = idle.set_sampling(session, sampling);
+                self.outcome(set)
+            }
+            Machine::Running(running) => {
+                let set = running.set_sampling(session, sampling);
+                self.outcome(set)
+            }
+        }
     }
 
     /// Runs a command of a session, or the tokens of a prompt before its last in chunks. Meanwhile `preempt` is polled: if

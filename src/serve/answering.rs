@@ -34,6 +34,8 @@ struct Choice {
     ends: Vec<u32>,
     /// Whether it is the first of its prompt, whose cached tokens are counted.
     first: bool,
+    /// The kernel of its tokens.
+    kernel: usize,
     /// The prompt, until it has been sent, if the answer begins with it.
     echo: Option<Prompt>,
     /// Log probabilities of the prompt's tokens after the first.
@@ -49,6 +51,8 @@ struct Choice {
 pub(super) struct Answering {
     choices: Vec<Choice>,
     usage: Usage,
+    /// The kernels that ran it, a bit each.
+    kernels: u32,
     /// The choice whose events are looked at first, so that none starves.
     turn: usize,
     served: Arc<Served>,
@@ -77,6 +81,7 @@ impl Choice {
             calls: asked.tools.clone().map(CallReader::new),
             ends: asked.work.stop.clone(),
             first: asked.first,
+            kernel: 0,
             echo: asked.echo.clone(),
             scores: Vec::new(),
             unmeasured: 0,
@@ -135,7 +140,7 @@ impl Choice {
                 return Ok((piece, ending));
             }
             // Counted where events are received.
-            Event::Reused(_) => return Ok((piece, None)),
+            Event::Reused(_) | Event::Kernel(_) => return Ok((piece, None)),
             Event::End(Finish::Stop) => "stop",
             Event::End(Finish::Length) => "length",
             Event::End(Finish::Failed(why)) => return Err(Refusal::failed(why)),
@@ -151,7 +156,7 @@ impl Choice {
 impl Answering {
     pub(super) fn new(served: Arc<Served>, record: Arc<Record>, prompt: usize) -> Self {
         let usage = Usage { prompt, ..Usage::default() };
-        Self { choices: Vec::new(), usage, turn: 0, served, record }
+        Self { choices: Vec::new(), usage, kernels: 0, turn: 0, served, record }
     }
 
     pub(super) fn add(&mut self, events: UnboundedReceiver<Event>, asked: &Asked, stop: &[String]) {
@@ -207,7 +212,11 @@ impl Answering {
                 self.record.cached(*tokens);
             }
         }
+        if let Event::Kernel(kernel) = event {
+            self.choices[index].kernel = *kernel;
+        }
         let Event::Token { .. } = event else { return };
+        self.kernels |= 1 << self.choices[index].kernel;
         self.usage.completion += 1;
         let figures = &self.served.figures;
         if let Some(took) = self.record.token() {
@@ -245,7 +254,8 @@ impl Answering {
         let ended = pieces.into_iter().map(|(piece, ending)| Some((piece, ending?)));
         let ended: Option<Vec<(Piece, Ending)>> = ended.collect();
         let ended = ended.ok_or_else(|| Refusal::failed("a choice has no ending"))?;
-        Ok(heading.whole(&ended, self.usage))
+        let fingerprint = self.served.fingerprint(self.kernels);
+        Ok(Heading { fingerprint, ..heading.clone() }.whole(&ended, self.usage))
     }
 
     /// The answer as server-sent events.
@@ -305,6 +315,7 @@ impl Streamed {
 
     fn take(&mut self, Next { index, piece, ending }: Next) {
         let sent = self.answering.choices[index].sent;
+        self.heading.fingerprint = self.answering.served.fingerprint(self.answering.kernels);
         let part = Part { index, piece: &piece, sent, ending: ending.as_ref() };
         self.ready.extend(self.heading.chunk(&part, &mut self.progress));
         self.answering.choices[index].sent += piece.text.chars().count();

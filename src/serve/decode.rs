@@ -35,6 +35,8 @@ pub(super) enum Event {
     },
     /// The log probability of the prompt's next token, from its second one on; these come before the first token.
     Prompt(Logprobs),
+    /// The kernel of the tokens that follow, by its index; at first 0.
+    Kernel(usize),
     /// This many more tokens of the prompt were in the cache; these come before the first token.
     Reused(usize),
     /// The text has ended; this is the last event.
@@ -108,6 +110,7 @@ fn free(admitted: &OwnedSemaphorePermit) -> usize {
 fn say(to: &UnboundedSender<Event>, told: Told) {
     let _ = to.send(match told {
         Told::Prompt(logprobs) => Event::Prompt(logprobs),
+        Told::Kernel(kernel) => Event::Kernel(kernel),
         Told::Token(id, logprobs) => Event::Token { id, logprobs },
     });
 }

@@ -157,6 +157,12 @@ impl Engine for Scripted {
         self.width.max(1)
     }
 
+    /// As a machine with a kernel for one sequence: the second of its list.
+    fn kernel(&self) -> usize {
+        let last = self.commands.lock().unwrap().last().map_or(0, Vec::len);
+        usize::from(self.width > 1 && last == 1)
+    }
+
     fn together(
         &mut self,
         seqs: &[(usize, u32)],
@@ -220,7 +226,7 @@ fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) | Event::Reused(_) => {}
+            Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
     }

@@ -57,7 +57,7 @@ fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) | Event::Reused(_) => {}
+            Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
         if goes == Some(tokens.len()) {

@@ -203,3 +203,21 @@ fn prompts_in_chunks_that_wait_end_in_one_batch() {
     let first = sizes.iter().position(|size| *size == 4).unwrap_or_else(|| panic!("{commands:?}"));
     assert!(first <= 6 && sizes[..first].iter().all(|size| *size == 1), "{commands:?}");
 }
+
+/// A client learns which kernel its tokens are of, before they come.
+#[test]
+fn a_change_of_the_kernel_is_told_before_its_tokens() {
+    let admission = Admission::new(1);
+    let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
+    beside(engine, 1, |jobs| {
+        let (job, mut events) = job(&[1, 2, 3], 40, &admission);
+        jobs.send(job).unwrap();
+        assert_eq!(events.blocking_recv(), Some(Event::Kernel(1)));
+        let mut rest = Vec::new();
+        while let Some(event) = events.blocking_recv() {
+            rest.push(event);
+        }
+        assert_eq!(rest.len(), 41);
+        assert!(!rest.contains(&Event::Kernel(0)) && !rest.contains(&Event::Kernel(1)), "{rest:?}");
+    });
+}

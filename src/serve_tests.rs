@@ -549,3 +549,7 @@ mod tools;
 /// Prompts that begin alike.
 #[path = "serve_prefix_tests.rs"]
 mod prefix;
+
+/// A long mixture of requests.
+#[path = "serve_soak_tests.rs"]
+mod soak;

@@ -35,6 +35,9 @@ pub(crate) struct LoadArgs {
     /// Tokens of each answer; end tokens are ignored.
     #[arg(long, default_value_t = 64, value_name = "TOKENS", requires = "url", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) answer_tokens: u32,
+    /// Sampling temperature; 0 is greedy.
+    #[arg(long, default_value_t = 0.0, value_name = "N", requires = "url")]
+    pub(crate) temperature: f64,
     /// Prompts are token ids below this number.
     #[arg(long, default_value_t = 200, value_name = "N", requires = "url", value_parser = clap::value_parser!(u32).range(2..))]
     pub(crate) vocab: u32,

@@ -24,6 +24,9 @@ use super::request::Asked;
 use super::text::{Piece, Writer};
 use super::tool_calls::CallReader;
 
+/// The most events that become one piece: a turn of the GPU gives up to 16 tokens at once.
+const TOGETHER_MAX: usize = 32;
+
 /// One choice. Dropping it closes the channel, so that the decode thread stops.
 struct Choice {
     events: UnboundedReceiver<Event>,
@@ -184,7 +187,7 @@ impl Answering {
         .await
     }
 
-    /// The next piece of any choice; `None` after the end of all.
+    /// The next piece of any choice; `None` after the end of all. Tokens that came together are one piece.
     async fn next(&mut self) -> Result<Option<Next>, Refusal> {
         loop {
             let Some((index, event)) = self.event().await else { return Ok(None) };
@@ -192,8 +195,14 @@ impl Answering {
             let Some(event) = event else {
                 return Err(Refusal::failed("the decode thread has gone"));
             };
-            self.measure(index, &event);
-            let (piece, ending) = self.choices[index].take(event)?;
+            let (mut piece, mut ending) = self.take(index, event)?;
+            for _ in 1..TOGETHER_MAX {
+                let more = ending.is_none().then(|| self.choices[index].events.try_recv().ok());
+                let Some(event) = more.flatten() else { break };
+                let next = self.take(index, event)?;
+                piece.append(next.0);
+                ending = next.1;
+            }
             if let Some(Ending { reason, .. }) = &ending {
                 self.end(index, reason);
             }
@@ -201,6 +210,11 @@ impl Answering {
                 return Ok(Some(Next { index, piece, ending }));
             }
         }
+    }
+
+    fn take(&mut self, index: usize, event: Event) -> Result<(Piece, Option<Ending>), Refusal> {
+        self.measure(index, &event);
+        self.choices[index].take(event)
     }
 
     /// Counts and times a token. Tokens of one turn of the machine come together and share its time.

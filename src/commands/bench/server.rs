@@ -50,6 +50,7 @@ struct Figures {
     prompt_tokens: u32,
     shared_tokens: u32,
     answer_tokens: u32,
+    temperature: f64,
     requests: Counts,
     /// Messages of failures, with their number.
     failures: BTreeMap<String, usize>,
@@ -180,6 +181,7 @@ fn plan(load: &LoadArgs, model: String, seed: u64) -> Plan {
         shared: load.shared_tokens,
         answer: load.answer_tokens,
         vocab: load.vocab,
+        temperature: load.temperature,
         seed,
     }
 }
@@ -205,6 +207,7 @@ fn figures((args, url): (&BenchArgs, &str), model: String, load: &Load, kinds: &
         prompt_tokens: args.load.prompt_tokens,
         shared_tokens: args.load.shared_tokens.min(args.load.prompt_tokens),
         answer_tokens: args.load.answer_tokens,
+        temperature: args.load.temperature,
         requests: Counts {
             completed: load.answered.len(),
             failed: load.failed.len(),

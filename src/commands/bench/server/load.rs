@@ -29,6 +29,7 @@ pub(super) struct Plan {
     pub(super) shared: u32,
     pub(super) answer: u32,
     pub(super) vocab: u32,
+    pub(super) temperature: f64,
     pub(super) seed: u64,
 }
 
@@ -57,7 +58,7 @@ impl Plan {
         let mut prompt = tokens(self.shared.min(self.prompt), u64::MAX);
         prompt.extend(tokens(self.prompt - prompt.len() as u32, u64::from(request) + 1));
         json!({
-            "model": self.model, "prompt": prompt, "max_tokens": self.answer, "temperature": 0,
+            "model": self.model, "prompt": prompt, "max_tokens": self.answer, "temperature": self.temperature,
             "ignore_eos": true, "stream": true, "stream_options": {"include_usage": true},
         })
     }
@@ -157,6 +158,7 @@ mod tests {
             shared: 4,
             answer: 3,
             vocab: 50,
+            temperature: 0.0,
             seed: 1,
         }
     }

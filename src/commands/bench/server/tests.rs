@@ -90,6 +90,7 @@ fn load(acts: Acts, change: impl FnOnce(&mut Plan)) -> (Load, u32) {
         shared: 0,
         answer: 2,
         vocab: 50,
+        temperature: 0.0,
         seed: 1,
     };
     change(&mut plan);

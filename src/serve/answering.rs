@@ -336,3 +336,7 @@ impl Streamed {
         self.progress.ending = ending.or(self.progress.ending.take());
     }
 }
+
+#[cfg(test)]
+#[path = "answering_tests.rs"]
+mod tests;

@@ -36,7 +36,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    fn new(request: &Request) -> Self {
+    pub(super) fn new(request: &Request) -> Self {
         let path = request.uri().path();
         Self {
             id: given(request.headers())

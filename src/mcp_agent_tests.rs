@@ -71,7 +71,9 @@ fn an_agent_with_the_tools_alone_comes_within_three_percent_of_the_best() {
     let terms: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     let us = |config: &ScheduleConfig| match grid.at(config) {
         Found::Timed(_, us, _) => us,
-        other => panic!("{other:?}"),
+        other @ (Found::Outside | Found::Illegal | Found::Unrecorded | Found::Failed(_)) => {
+            panic!("{other:?}")
+        }
     };
     let dir = folder();
     let mut server = Server::start(dir.path());

@@ -16,6 +16,7 @@ mod config;
 mod fleet;
 mod gpu;
 mod help;
+mod load;
 pub(crate) mod renamed;
 mod runs;
 mod text;
@@ -26,6 +27,7 @@ pub(crate) use self::trace::*;
 pub(crate) use config::*;
 pub(crate) use gpu::*;
 pub(crate) use help::command;
+pub(crate) use load::LoadArgs;
 pub(crate) use runs::*;
 pub(crate) use text::*;
 
@@ -58,7 +60,7 @@ Environment:
   AMK_NVRTC       folder of libnvrtc.so.13
   AMK_CACHE       compiled kernels; default: ~/.cache/amk
   AMK_DATA        schedules found here; default: ~/.local/share/amk
-  AMK_API_KEY     the API key of `amk serve`
+  AMK_API_KEY     the API key of `amk serve`, or of the server of `amk bench --serve`
   AMK_KERNEL_DIR  kernel sources to compile instead of those in the binary
   HF_HUB_CACHE    models of the Hugging Face Hub; default: $HF_HOME/hub, ~/.cache/huggingface/hub
   HF_TOKEN        access token for gated and private models; default: the one of `hf auth login`
@@ -179,11 +181,12 @@ pub(crate) enum Command {
         In the terminal: q ends, p pauses. docs/reference/telemetry.md says what the figures mean."
     )]
     Top(TopArgs),
-    /// Measures us per token and accuracy, of other engines too. Without a GPU it predicts, and says so.
+    /// Measures us per token and accuracy, of other engines too, or a server. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu\n  \
-        amk bench --manifest corpus/bench.json --device cuda --bundle bundles"
+        amk bench --manifest corpus/bench.json --device cuda --bundle bundles\n  \
+        amk bench --serve http://127.0.0.1:8080 --clients 8 --requests 200 --plot load.svg"
     )]
     Bench(BenchArgs),
     /// Checks bundles: files with a schedule and the proof of its measured time. Written by `bench --bundle`; no GPU is needed.
@@ -551,7 +554,7 @@ pub(crate) struct ReportArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// A Hugging Face folder, a model of the Hub or a preset.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "manifest")]
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present_any = ["manifest", "url"])]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
@@ -596,6 +599,8 @@ pub(crate) struct BenchArgs {
     /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU and 16-bit weights.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
     pub(crate) sequences: Option<u32>,
+    #[command(flatten)]
+    pub(crate) load: LoadArgs,
 }
 
 #[derive(Debug, Args)]

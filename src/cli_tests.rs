@@ -8,6 +8,8 @@ use serde_json::Value;
 
 #[path = "cli_tests/chat.rs"]
 mod chat;
+#[path = "cli_tests/compatibility.rs"]
+mod compatibility;
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
 #[cfg(feature = "full")]

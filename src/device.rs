@@ -278,13 +278,18 @@ impl Gpu<'_> {
             Err(DeviceError::Trapped { .. }
                 | DeviceError::TimedOut { .. }
                 | DeviceError::Fault { .. })
-        ) && let Machine::Running(running) =
-            std::mem::replace(&mut self.machine, Machine::Absent)
-        {
+        ) {
+            self.machine = match std::mem::replace(&mut self.machine, Machine::Absent) {
+                Machine::Running(running) => {
+                    self.sequences = [const { None }; SESSIONS as usize];
+                    let stopped = self.stop(*running);
+                    stopped.map_or(Machine::Absent, |idle| Machine::Idle(Box::new(idle)))
+                }
+                machine @ (Machine::Absent | Machine::Idle(_)) => machine,
+            };
             // An aborted step may have left anything in the caches.
-            self.sequences = [const { None }; SESSIONS as usize];
-            if let Ok(idle) = self.stop(*running) {
-                self.machine = Machine::Idle(Box::new(idle));
+            if let Machine::Idle(idle) = &mut self.machine {
+                idle.forget_pages();
             }
         }
         result

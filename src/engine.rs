@@ -16,6 +16,13 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::Failure;
 
+mod kernel_choice;
+mod shared_pages;
+
+use kernel_choice::{Kernel, KernelChoice};
+use shared_pages::Cached;
+pub(crate) use shared_pages::SharedPages;
+
 /// Prompt tokens per turn where each takes a step.
 pub(crate) const PROMPT_SLICE: u64 = 16;
 /// Prompt tokens per turn where they are run in chunks: as long as some tens of steps.
@@ -32,13 +39,26 @@ pub(crate) enum Broken {
 
 /// Several sequences of one model.
 pub(crate) trait Engine {
-    /// Whether a sequence of this many positions could begin now; false if it has to wait for others to end.
-    fn has_room(&mut self, _positions: u64) -> bool {
+    /// Whether a sequence of this many positions, which begins with `prompt`, could begin now; false if it has to wait for
+    /// others to end.
+    fn has_room(&mut self, _positions: u64, _prompt: &[u32]) -> bool {
         true
     }
 
-    /// Begins a sequence of at most this many positions in a place, replacing its previous one.
-    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken>;
+    /// Begins a sequence of at most this many positions in a place, replacing its previous one. If the beginning of
+    /// `prompt` is in the cache, the sequence has it; returns the number of its positions, less than the prompt's.
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken>;
+
+    /// Whether sequences with equal beginnings share what one of them has run.
+    fn shares(&self) -> bool {
+        false
+    }
+
+    /// Gives a sequence that has run the first `ran` tokens of `prompt` what others have run of it since. Returns the
+    /// number of its positions then.
+    fn reuse(&mut self, _place: usize, ran: usize, _prompt: &[u32]) -> Result<usize, Broken> {
+        Ok(ran)
+    }
 
     /// Runs tokens at the next positions of a place's sequence; with `read`, returns the logits of the last one.
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken>;
@@ -67,7 +87,8 @@ pub(crate) trait Engine {
     }
 
     /// Runs tokens at the next positions of a sequence for which the machine samples, then samples at most `generate`
-    /// tokens and runs all but the last. Meanwhile `preempt` is polled: if true, it ends after the current step.
+    /// tokens and runs all but the last. Meanwhile `preempt` is polled: if true, it ends after the current step. It may
+    /// also end before the last of `tokens`.
     fn advance(
         &mut self,
         place: usize,
@@ -76,6 +97,11 @@ pub(crate) trait Engine {
         _preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
+    }
+
+    /// The kernel that ran the last command, by its index in the server's list; 0 where there is one.
+    fn kernel(&self) -> usize {
+        0
     }
 
     /// The batch size of the machine where it samples.
@@ -110,15 +136,16 @@ pub(crate) struct Advanced {
     pub(crate) stopped: bool,
 }
 
-/// Machines on the host, one per place.
+/// Machines on the host, one per place, each with the tokens that it has run.
 struct Hosted<S, B, R> {
     begin: B,
     run: R,
-    sequences: BTreeMap<usize, S>,
+    sequences: BTreeMap<usize, (S, Vec<u32>)>,
+    shared: Option<SharedPages>,
 }
 
 /// The graph, with no schedule: `--device eval`.
-pub(crate) fn graph(context: &Context) -> impl Engine {
+pub(crate) fn graph(context: &Context, shared: Option<SharedPages>) -> impl Engine {
     let (graph, weights) = (context.graph(), &*context.model.weights);
     let begin = move || {
         let evaluator = Evaluator::new(graph, weights).map_err(|error| error.to_string())?;
@@ -127,13 +154,14 @@ pub(crate) fn graph(context: &Context) -> impl Engine {
     let run = |evaluator: &mut Evaluator<'_>, tokens: &[u32], logits: Logits| {
         evaluator.run(tokens, logits).map_err(|error| error.to_string())
     };
-    Hosted { begin, run, sequences: BTreeMap::new() }
+    Hosted { begin, run, sequences: BTreeMap::new(), shared }
 }
 
 /// The lowered program on the reference VM: `--device cpu`.
 pub(crate) fn reference<'a>(
     context: &'a Context,
     program: &'a Verified<Program>,
+    shared: Option<SharedPages>,
 ) -> impl Engine + 'a {
     let (graph, weights) = (context.graph(), &*context.model.weights);
     let begin = move || Machine::new(program, graph, weights).map_err(|error| error.to_string());
@@ -146,15 +174,25 @@ pub(crate) fn reference<'a>(
             Err(search::Rejection::Halted(halted).to_string())
         }
     };
-    Hosted { begin, run, sequences: BTreeMap::new() }
+    Hosted { begin, run, sequences: BTreeMap::new(), shared }
 }
 
 fn unknown(place: usize) -> Broken {
     Broken::Sequence(format!("there is no sequence in place {place}"))
 }
 
+fn refused(why: impl std::fmt::Display) -> Broken {
+    Broken::Sequence(why.to_string())
+}
+
+/// A number of positions as pools count them.
+fn clamped(positions: u64) -> u32 {
+    u32::try_from(positions).unwrap_or(u32::MAX)
+}
+
 impl<S, B, R> Hosted<S, B, R>
 where
+    S: Cached,
     R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
 {
     fn run(
@@ -163,19 +201,50 @@ where
         tokens: &[u32],
         logits: Logits,
     ) -> Result<Vec<Vec<f32>>, Broken> {
-        let sequence = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
-        (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)
+        let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        let rows = (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)?;
+        if let Some(shared) = &mut self.shared {
+            fed.extend(tokens);
+            shared.ran(place, sequence, fed).map_err(refused)?;
+        }
+        Ok(rows)
     }
 }
 
 impl<S, B, R> Engine for Hosted<S, B, R>
 where
+    S: Cached,
     B: Fn() -> Result<S, String>,
     R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
 {
-    fn begin(&mut self, place: usize, _positions: u64) -> Result<(), Broken> {
-        self.sequences.insert(place, (self.begin)().map_err(Broken::Sequence)?);
-        Ok(())
+    fn has_room(&mut self, positions: u64, prompt: &[u32]) -> bool {
+        self.shared.as_ref().is_none_or(|shared| shared.has_room(clamped(positions), prompt))
+    }
+
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
+        let mut sequence = (self.begin)().map_err(Broken::Sequence)?;
+        let mut has = 0;
+        if let Some(shared) = &mut self.shared {
+            has = shared.begin(place, clamped(positions), prompt).map_err(refused)?;
+            shared.restore(place, &mut sequence, has).map_err(refused)?;
+        }
+        self.sequences.insert(place, (sequence, prompt[..has].to_vec()));
+        Ok(has)
+    }
+
+    fn shares(&self) -> bool {
+        self.shared.is_some()
+    }
+
+    fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
+        let Some(shared) = &mut self.shared else { return Ok(ran) };
+        let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        let has = shared.reuse(place, ran, prompt);
+        if has > ran {
+            shared.restore(place, sequence, has).map_err(refused)?;
+            fed.extend(&prompt[ran..has]);
+        }
+        Ok(has)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
@@ -189,6 +258,7 @@ where
 
     fn end(&mut self, place: usize) {
         self.sequences.remove(&place);
+        self.shared.iter_mut().for_each(|shared| shared.end(place));
     }
 }
 
@@ -196,12 +266,22 @@ where
 pub(crate) struct Megakernel<'a> {
     gpu: Gpu<'a>,
     program: Handle,
+    /// The program of the kernel for a lone sequence, if kernels are switched by load.
+    lone: Option<Handle>,
+    choice: KernelChoice,
+    ran_on: Kernel,
     places: Vec<Place>,
+    /// Whether sequences with equal beginnings share pages.
+    shares: bool,
 }
 
 #[derive(Clone, Default)]
 struct Place {
+    /// The most positions of its sequence; 0 without one.
+    most: u64,
     position: u32,
+    /// The tokens at the positions before it.
+    fed: Vec<u32>,
     /// Whether tokens are sampled with settings stored on the device.
     sampled: bool,
     stop: Vec<u32>,
@@ -232,7 +312,53 @@ fn has_stopped(ending: Ending) -> Result<bool, String> {
 
 impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
-        Self { gpu, program, places: vec![Place::default(); places] }
+        let (choice, ran_on) = (KernelChoice::default(), Kernel::Batch);
+        let places = vec![Place::default(); places];
+        Self { gpu, program, lone: None, choice, ran_on, places, shares: false }
+    }
+
+    /// Runs a lone sequence with this program, whose kernel is for one sequence.
+    pub(crate) fn switching(self, lone: Option<Handle>) -> Self {
+        Self { lone, ..self }
+    }
+
+    fn program(&self, kernel: Kernel) -> Handle {
+        match (kernel, self.lone) {
+            (Kernel::Lone, Some(lone)) => lone,
+            _ => self.program,
+        }
+    }
+
+    /// The program for the next command of a place.
+    fn pick(&mut self, place: usize) -> Handle {
+        let Some(lone) = self.lone else { return self.program };
+        let sequences = self.places.iter().filter(|place| place.most > 0).count();
+        let held = &self.places[place];
+        let left = held.most.saturating_sub(held.position.into());
+        let is = |handle| self.gpu.is_resident(handle);
+        let resident = match (is(self.program), is(lone)) {
+            (true, _) => Some(Kernel::Batch),
+            (false, true) => Some(Kernel::Lone),
+            (false, false) => None,
+        };
+        self.ran_on = self.choice.next(resident, sequences, left);
+        self.program(self.ran_on)
+    }
+
+    /// Lets sequences with equal beginnings share pages of the cache.
+    pub(crate) fn sharing(self) -> Self {
+        Self { shares: true, ..self }
+    }
+
+    /// Notes that a place has run tokens, of which `steps` positions were run; others may have the pages that are full.
+    fn ran(&mut self, place: usize, tokens: impl Iterator<Item = u32>, steps: u32) {
+        let held = &mut self.places[place];
+        let full = held.position / abi::KV_PAGE;
+        held.fed.extend(tokens.take(steps as usize));
+        held.position += steps;
+        if self.shares && held.position / abi::KV_PAGE > full {
+            self.gpu.publish_pages(place as u32, &held.fed);
+        }
     }
 
     pub(crate) fn gpu(&mut self) -> &mut Gpu<'a> {
@@ -241,22 +367,41 @@ impl<'a> Megakernel<'a> {
 }
 
 impl Engine for Megakernel<'_> {
-    fn has_room(&mut self, positions: u64) -> bool {
-        let wanted = positions.div_ceil(u64::from(abi::KV_PAGE));
-        self.gpu.pages().is_none_or(|pages| wanted <= u64::from(pages.pages - pages.promised))
+    fn has_room(&mut self, positions: u64, prompt: &[u32]) -> bool {
+        let prompt = if self.shares { prompt } else { &[] };
+        self.gpu.has_room(clamped(positions), prompt)
     }
 
-    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
-        *self.places.get_mut(place).ok_or_else(|| unknown(place))? = Place::default();
-        let positions = u32::try_from(positions).unwrap_or(u32::MAX);
-        self.gpu.promise_pages(place as u32, positions)
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        *held = Place::default();
+        let prompt = if self.shares { prompt } else { &[] };
+        held.position = self.gpu.begin_session(place as u32, clamped(positions), prompt)?;
+        held.fed = prompt[..held.position as usize].to_vec();
+        held.most = positions;
+        Ok(held.position as usize)
+    }
+
+    fn shares(&self) -> bool {
+        self.shares
+    }
+
+    fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        if !self.shares || held.position as usize != ran {
+            return Ok(ran);
+        }
+        held.position = self.gpu.reuse_pages(place as u32, held.position, prompt);
+        held.fed.extend(&prompt[ran..held.position as usize]);
+        Ok(held.position as usize)
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        let held = self.places.get(place).ok_or_else(|| unknown(place))?;
         let (session, first) = (place as u32, held.position);
-        let row = self.gpu.feed(self.program, session, first, tokens, read)?;
-        held.position += tokens.len() as u32;
+        let program = self.pick(place);
+        let row = self.gpu.feed(program, session, first, tokens, read)?;
+        self.ran(place, tokens.iter().copied(), tokens.len() as u32);
         Ok(row)
     }
 
@@ -292,7 +437,11 @@ impl Engine for Megakernel<'_> {
         generate: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
-        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        if place >= self.places.len() {
+            return Err(unknown(place));
+        }
+        let program = self.pick(place);
+        let held = &self.places[place];
         let request = Request {
             session: place as u32,
             position: held.position,
@@ -303,10 +452,15 @@ impl Engine for Megakernel<'_> {
             // A request without generated tokens needs no sampling.
             sampled: held.sampled && generate > 0,
         };
-        let done = self.gpu.command(self.program, &request, preempt)?;
-        held.position += done.steps;
+        let done = self.gpu.command(program, &request, preempt)?;
+        let ran = tokens.iter().chain(&done.tokens).copied();
+        self.ran(place, ran, done.steps);
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+    }
+
+    fn kernel(&self) -> usize {
+        self.ran_on as usize
     }
 
     fn seqs(&self) -> usize {
@@ -333,14 +487,19 @@ impl Engine for Megakernel<'_> {
         let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
         let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };
         let done = self.gpu.batch(self.program, &batch, preempt)?;
+        self.ran_on = Kernel::Batch;
         let ran = done.steps as usize;
         Ok(done
             .seqs
             .into_iter()
             .zip(seqs)
-            .map(|(seq, &(place, _))| {
-                let held = &mut self.places[place];
-                held.position += done.steps;
+            .map(|(seq, &(place, token))| {
+                self.ran(
+                    place,
+                    std::iter::once(token).chain(seq.tokens.iter().copied()),
+                    done.steps,
+                );
+                let held = &self.places[place];
                 let stopped = seq.tokens.last().is_some_and(|last| held.stop.contains(last));
                 has_stopped(seq.ending)?;
                 Ok(Advanced { chosen: seq.tokens, ran, stopped })
@@ -352,3 +511,7 @@ impl Engine for Megakernel<'_> {
         if self.gpu.takes_chunks(CHUNK_SLICE as usize) { CHUNK_SLICE } else { PROMPT_SLICE }
     }
 }
+
+#[cfg(test)]
+#[path = "engine_tests.rs"]
+mod tests;

@@ -652,3 +652,7 @@ fn a_search_whose_proposals_are_a_command_is_not_resumed_by_a_tool() {
     assert!(!folder.path().join("OWNED").exists());
     assert_eq!(corpus::read(&ledger).unwrap().records.len(), contents.records.len());
 }
+
+/// A search by an agent.
+#[path = "mcp_agent_tests.rs"]
+mod agent;

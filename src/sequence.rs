@@ -34,6 +34,11 @@ impl Work {
     pub(crate) fn positions(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.limit)
     }
+
+    /// The prompt, if what others have run of it can be used: a scored prompt needs the logits of each token.
+    pub(crate) fn reusable(&self) -> &[u32] {
+        if self.host.score_prompt { &[] } else { &self.prompt }
+    }
 }
 
 /// Why a text ended.
@@ -66,6 +71,8 @@ pub(crate) struct Sequence {
     /// Sampled tokens; the last one is not fed yet.
     pub(crate) chosen: Vec<u32>,
     seen: Seen,
+    /// The kernel that ran it last.
+    kernel: usize,
     /// Whether the machine samples, not the host.
     pub(crate) chosen_there: bool,
     /// The logits of every position, if they are kept: then the host samples.
@@ -77,6 +84,8 @@ pub(crate) struct Sequence {
 pub(crate) enum Told {
     /// The log probability of the prompt's next token, from its second one on.
     Prompt(Logprobs),
+    /// The kernel of what follows, by its index in the engine; at first 0.
+    Kernel(usize),
     /// A sampled token, with its log probability if that was requested.
     Token(u32, Option<Logprobs>),
 }
@@ -88,12 +97,15 @@ impl Sequence {
     pub(crate) fn new(work: Work) -> Self {
         let mut seen = Seen::default();
         seen.extend(work.prompt.iter().copied());
-        Self { work, fed: 0, chosen: Vec::new(), seen, chosen_there: false, rows: None }
+        let (chosen, rows) = (Vec::new(), None);
+        Self { work, fed: 0, chosen, seen, kernel: 0, chosen_there: false, rows }
     }
 
     /// Begins the sequence in a place, and determines whether the machine samples.
     pub(crate) fn begin(&mut self, engine: &mut dyn Engine, place: usize) -> Result<(), Broken> {
-        engine.begin(place, self.work.positions())?;
+        // Kept rows are those of every token.
+        let prompt = if self.rows.is_some() { &[] } else { self.work.reusable() };
+        self.fed = engine.begin(place, self.work.positions(), prompt)?;
         let Work { limit, host, constraint, logprobs, .. } = &self.work;
         let ruled = host.any() || constraint.is_some();
         // Log probabilities are computed on the host, from rows. Without new tokens there is nothing to sample.
@@ -102,6 +114,15 @@ impl Sequence {
             self.chosen_there = engine.choose_by(place, &how)?;
         }
         Ok(())
+    }
+
+    /// Takes over what other sequences have run of the prompt. Returns the number of tokens that it saves.
+    pub(crate) fn reuse(&mut self, engine: &mut dyn Engine, place: usize) -> Result<usize, Broken> {
+        let (before, prompt) = (self.fed, self.work.reusable());
+        if before < prompt.len() && self.rows.is_none() {
+            self.fed = engine.reuse(place, before, prompt)?;
+        }
+        Ok(self.fed - before)
     }
 
     /// The tokens to feed next, at most `most`.
@@ -130,9 +151,11 @@ impl Sequence {
             let left = self.work.limit as usize - self.chosen.len();
             let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
             let done = engine.advance(place, &tokens, generate, preempt)?;
+            self.ran_on(engine.kernel(), tell);
             return Ok((done.ran, self.took(done, tell)));
         }
         let row = self.run(engine, (place, &tokens, read), tell)?;
+        self.ran_on(engine.kernel(), tell);
         self.fed += tokens.len();
         let finish = match read {
             true if self.work.limit > 0 => self.choose(&row, tell).map_err(Broken::Sequence)?,
@@ -187,6 +210,13 @@ impl Sequence {
         self.seen.insert(id);
         self.chosen.push(id);
         Ok(self.finish(stopped))
+    }
+
+    /// Reports a change of the kernel.
+    pub(crate) fn ran_on(&mut self, kernel: usize, tell: Tell<'_>) {
+        if std::mem::replace(&mut self.kernel, kernel) != kernel {
+            tell(Told::Kernel(kernel));
+        }
     }
 
     /// Records the tokens that the machine sampled.

@@ -14,7 +14,7 @@ pub(super) fn folder(template: &str) -> tempfile::TempDir {
 }
 
 /// Memory in KiB and threads of a server.
-fn held(server: &Server) -> (u64, u64) {
+pub(super) fn held(server: &Server) -> (u64, u64) {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
     let number = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();

@@ -545,3 +545,11 @@ mod hostile;
 /// Grammars and tools.
 #[path = "serve_tools_tests.rs"]
 mod tools;
+
+/// Prompts that begin alike.
+#[path = "serve_prefix_tests.rs"]
+mod prefix;
+
+/// A long mixture of requests.
+#[path = "serve_soak_tests.rs"]
+mod soak;

@@ -104,6 +104,13 @@ pub(crate) struct ServeArgs {
     /// else what fits.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) kv_pool: Option<u64>,
+    /// The same tokens for a request with a seed, alone or under load: one kernel (docs/reference/http-api.md,
+    /// system_fingerprint), and no shared pages of the cache.
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+    /// Do not share pages of the cache among requests whose prompts begin with the same tokens.
+    #[arg(long)]
+    pub(crate) no_prefix_cache: bool,
     /// The most requests in the server, waiting ones included; others are refused with 429.
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,
@@ -119,9 +126,8 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
     /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8
-    /// where the weights have 16 bits, but no more than --sessions. Eight clients then get over three times as many
-    /// tokens, and a lone one waits longer for each (llama-3.2-1b on an H200: 725 instead of 610 us; smollm2-135m: over
-    /// 1.5 times as long). For a lone client use 1.
+    /// where the weights have 16 bits, but no more than --sessions; while there is one sequence alone, the kernel for one
+    /// runs, which is faster with one. With a number, its kernel always runs.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
     pub(crate) seqs: Option<u32>,
 }

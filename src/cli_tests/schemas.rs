@@ -229,7 +229,7 @@ fn status() -> Value {
 }
 
 /// The document of a server that listens, and the one of `top` for it.
-fn served() -> [Value; 2] {
+fn served() -> [Value; 3] {
     let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
         .args(["serve", "--model", "toy", "--device", "eval", "--addr", "127.0.0.1:0"])
         .stdin(Stdio::null())
@@ -239,11 +239,19 @@ fn served() -> [Value; 2] {
         .unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let server: Value = serde_json::from_str(&line).unwrap();
+    let load = "--clients 1 --requests 2 --prompt-tokens 3 --answer-tokens 2 --plot load.svg";
+    let mut bench = vec!["bench", "--serve", server["url"].as_str().unwrap()];
+    bench.extend(load.split(' '));
+    let dir = folder();
+    let bench = amk_in(dir.path(), &bench);
+    assert_eq!(bench.code, 0, "{}", bench.stderr);
+    assert!(std::fs::read_to_string(dir.path().join("load.svg")).unwrap().starts_with("<svg"));
     let pid = child.id().to_string();
     let top = amk_in(&std::env::temp_dir(), &["top", "--once", "--json", "--pid", &pid]);
     child.kill().unwrap();
     child.wait().unwrap();
-    [serde_json::from_str(&line).unwrap(), top.json()]
+    [server, top.json(), bench.json()]
 }
 
 #[test]

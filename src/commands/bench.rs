@@ -22,6 +22,8 @@ mod decode;
 mod manifest;
 mod phase;
 mod prompt;
+#[cfg(feature = "full")]
+mod server;
 
 /// Tokens of each sequence that one block times.
 const TIMED_TOKENS: u32 = 32;
@@ -82,6 +84,15 @@ struct Measured {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Outcome {
+    #[cfg(feature = "full")]
+    if let Some(url) = &args.load.url {
+        return server::run(args, url);
+    }
+    #[cfg(not(feature = "full"))]
+    if args.load.url.is_some() {
+        let what = "this build of amk has no `bench --serve`; build it with its default features";
+        return Err(Failure::missing(what.to_owned()));
+    }
     if let Some(path) = &args.manifest {
         return manifest::run(args, path);
     }

@@ -13,7 +13,7 @@ use vm_host::KvPool;
 
 use crate::cli::{ChatArgs, DeviceChoice};
 use crate::context::Context;
-use crate::engine::{self, Engine, Megakernel};
+use crate::engine::{self, Engine, Megakernel, SharedPages};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::host_rules::HostRules;
 use crate::live_text::LiveText;
@@ -47,21 +47,23 @@ pub(crate) fn run(args: &ChatArgs) -> Outcome {
         DeviceChoice::Cpu | DeviceChoice::Cuda => (context.open_here(false)?, false),
     };
     args.prefill.check(gpu.is_some())?;
-    let host = Use::Host { sequences: 1, positions: context.kv_capacity.into() };
+    let host = Use::Host { sequences: 2, positions: context.kv_capacity.into() };
     memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
     if gpu.is_none() && on_graph {
-        return converse(args, &context, &tokenizer, &mut engine::graph(&context));
+        let shared = Some(SharedPages::new(1, context.kv_capacity, context.graph().layers.len()));
+        return converse(args, &context, &tokenizer, &mut engine::graph(&context, shared));
     }
     let Chosen { config, .. } = choose(&context, &args.config, context.kv_capacity, Auto::Fastest)?;
     let program = Arc::new(context.lowered(&config)?);
     let Some(mut gpu) = gpu else {
-        let mut machine = engine::reference(&context, &program);
+        let shared = Some(SharedPages::new(1, context.kv_capacity, context.graph().layers.len()));
+        let mut machine = engine::reference(&context, &program, shared);
         return converse(args, &context, &tokenizer, &mut machine);
     };
     gpu.set_prefill(args.prefill.prefill)?;
     let handle = gpu.prepare(&program, &config.kernel)?;
     gpu.serve(handle, 1, KvPool::Full)?;
-    converse(args, &context, &tokenizer, &mut Megakernel::new(gpu, handle, 1))
+    converse(args, &context, &tokenizer, &mut Megakernel::new(gpu, handle, 1).sharing())
 }
 
 /// Reads lines and answers them until the input ends.

@@ -206,7 +206,7 @@ fn execute(
     memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
     let keep = args.logits.is_some();
     if args.model.place.device == DeviceChoice::Eval {
-        return continued(&mut engine::graph(context), context, (work, keep), (&said, live));
+        return continued(&mut engine::graph(context, None), context, (work, keep), (&said, live));
     }
     // For the end of the generation, where steps are slowest.
     let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
@@ -226,7 +226,7 @@ fn execute(
         generated
     } else {
         {
-            let mut machine = engine::reference(context, &program);
+            let mut machine = engine::reference(context, &program, None);
             continued(&mut machine, context, (work, keep), (&said, live))?
         }
     };
@@ -291,7 +291,7 @@ fn continued(
     while finish.is_none() {
         // The first token alone, to measure its latency.
         let most = match sequence.chosen.len() {
-            0 => sequence.work.prompt.len(),
+            0 => sequence.work.prompt.len() - sequence.fed,
             _ => SLICE,
         };
         said.begin(0, sequence.fed, sequence.next(most as u64).len());
@@ -301,7 +301,7 @@ fn continued(
                 live.push(token);
                 scores.extend(logprobs);
             }
-            Told::Prompt(_) => {}
+            Told::Prompt(_) | Told::Kernel(_) => {}
         };
         let turn = sequence.turn(engine, (0, most as u64), &mut tell, &mut || false);
         let (ran, ended) = turn.map_err(|broken| match engine.lost() {

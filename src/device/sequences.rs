@@ -77,15 +77,54 @@ impl Gpu<'_> {
         }
     }
 
-    /// Reserves pages for a session's first positions. Without a machine, the session allocates them on demand.
-    pub(crate) fn promise_pages(&mut self, session: u32, positions: u32) -> Result<(), Broken> {
-        let promised = match &mut self.machine {
-            Machine::Absent => Ok(()),
-            Machine::Idle(idle) => idle.promise_pages(session, positions),
-            Machine::Running(running) => running.promise_pages(session, positions),
+    /// Whether the kernel of a program is resident.
+    pub(crate) fn is_resident(&self, handle: Handle) -> bool {
+        let Machine::Running(running) = &self.machine else { return false };
+        self.programs.get(&handle.0).is_some_and(|prepared| prepared.variant == running.variant())
+    }
+
+    /// Whether a session of this many positions, which begins with `prompt`, could begin now.
+    pub(crate) fn has_room(&self, positions: u32, prompt: &[u32]) -> bool {
+        match &self.machine {
+            Machine::Absent => true,
+            Machine::Idle(idle) => idle.has_room(positions, prompt),
+            Machine::Running(running) => running.has_room(positions, prompt),
+        }
+    }
+
+    /// Begins a session: reserves its pages, and gives it those that hold the beginning of `prompt`. Returns the number of
+    /// positions that it has. Without a machine, the session allocates pages on demand.
+    pub(crate) fn begin_session(
+        &mut self,
+        session: u32,
+        positions: u32,
+        prompt: &[u32],
+    ) -> Result<u32, Broken> {
+        let begun = match &mut self.machine {
+            Machine::Absent => Ok(0),
+            Machine::Idle(idle) => idle.begin_session(session, positions, prompt),
+            Machine::Running(running) => running.begin_session(session, positions, prompt),
         };
         self.say_pages();
-        self.outcome(promised)
+        self.outcome(begun)
+    }
+
+    /// Gives a session the pages of its prompt that others have filled since. Returns the number of its positions.
+    pub(crate) fn reuse_pages(&mut self, session: u32, ran: u32, prompt: &[u32]) -> u32 {
+        match &mut self.machine {
+            Machine::Absent => ran,
+            Machine::Idle(idle) => idle.reuse_pages(session, ran, prompt),
+            Machine::Running(running) => running.reuse_pages(session, ran, prompt),
+        }
+    }
+
+    /// Lets later sessions have the full pages of a session that has run `tokens`.
+    pub(crate) fn publish_pages(&mut self, session: u32, tokens: &[u32]) {
+        match &mut self.machine {
+            Machine::Absent => {}
+            Machine::Idle(idle) => idle.publish_pages(session, tokens),
+            Machine::Running(running) => running.publish_pages(session, tokens),
+        }
     }
 
     /// Why the device is lost to this process, if it is.
@@ -115,10 +154,24 @@ impl Gpu<'_> {
         session: u32,
         sampling: &Sampling,
     ) -> Result<(), Broken> {
-        self.undone(handle, |running| running.set_sampling(session, sampling))
+        match &mut self.machine {
+            Machine::Absent => {
+                self.undone(handle, |running| running.set_sampling(session, sampling))
+            }
+            // No launch, nor a switch of kernels, before the next command.
+            Machine::Idle(idle) => {
+                let set = idle.set_sampling(session, sampling);
+                self.outcome(set)
+            }
+            Machine::Running(running) => {
+                let set = running.set_sampling(session, sampling);
+                self.outcome(set)
+            }
+        }
     }
 
-    /// Runs a command of a session. Meanwhile `preempt` is polled: if true, the command ends after the current step.
+    /// Runs a command of a session, or the tokens of a prompt before its last in chunks. Meanwhile `preempt` is polled: if
+    /// true, the command ends after the current step.
     pub(crate) fn command(
         &mut self,
         handle: Handle,
@@ -128,20 +181,19 @@ impl Gpu<'_> {
         self.sequences.fill(None); // those of searches
         // Only the last token of a prompt needs sampling.
         let choice = usize::from(request.generate > 0);
-        let (head, rest) = request.tokens.split_at(request.tokens.len().saturating_sub(choice));
+        let head = &request.tokens[..request.tokens.len().saturating_sub(choice)];
         let chunked = self.in_chunks(handle, (request.session, request.position), head)?;
-        let (ran, tokens) = if chunked { (head.len() as u32, rest) } else { (0, request.tokens) };
-        if chunked && rest.is_empty() {
-            let (ending, host_us, device_us) = (Ending::Length, 0.0, 0.0);
-            let (tokens, chosen) = (Vec::new(), Vec::new());
-            return Ok(Decoded { tokens, chosen, steps: ran, ending, host_us, device_us });
+        if chunked {
+            // Not the last token: prompts that wait run before the next launch, and then all these tokens in one batch.
+            let (tokens, chosen, ending) = (Vec::new(), Vec::new(), Ending::Yield);
+            let (steps, host_us, device_us) = (head.len() as u32, 0.0, 0.0);
+            return Ok(Decoded { tokens, chosen, steps, ending, host_us, device_us });
         }
-        let request = Request { position: request.position + ran, tokens, ..*request };
-        let done = self.undone(handle, |running| running.run(&request, preempt))?;
+        let done = self.undone(handle, |running| running.run(request, preempt))?;
         if !done.tokens.is_empty() {
             self.arrival.tokens();
         }
-        Ok(Decoded { steps: done.steps + ran, ..done })
+        Ok(done)
     }
 
     /// Runs a prompt, or a part of it, in chunks, if it is long enough. Returns whether it was.

@@ -27,6 +27,8 @@ pub(super) struct Heading {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Usage {
     pub(super) prompt: usize,
+    /// Those of the prompt that were in the cache.
+    pub(super) cached: usize,
     pub(super) completion: usize,
 }
 
@@ -34,6 +36,7 @@ impl Usage {
     fn document(self) -> Value {
         json!({
             "prompt_tokens": self.prompt,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
         })

@@ -24,6 +24,9 @@ use super::request::Asked;
 use super::text::{Piece, Writer};
 use super::tool_calls::CallReader;
 
+/// The most events that become one piece: a turn of the GPU gives up to 16 tokens at once.
+const TOGETHER_MAX: usize = 32;
+
 /// One choice. Dropping it closes the channel, so that the decode thread stops.
 struct Choice {
     events: UnboundedReceiver<Event>,
@@ -32,6 +35,10 @@ struct Choice {
     /// Finds the calls, if there are tools.
     calls: Option<CallReader>,
     ends: Vec<u32>,
+    /// Whether it is the first of its prompt, whose cached tokens are counted.
+    first: bool,
+    /// The kernel of its tokens.
+    kernel: usize,
     /// The prompt, until it has been sent, if the answer begins with it.
     echo: Option<Prompt>,
     /// Log probabilities of the prompt's tokens after the first.
@@ -47,6 +54,8 @@ struct Choice {
 pub(super) struct Answering {
     choices: Vec<Choice>,
     usage: Usage,
+    /// The kernels that ran it, a bit each.
+    kernels: u32,
     /// The choice whose events are looked at first, so that none starves.
     turn: usize,
     served: Arc<Served>,
@@ -74,6 +83,8 @@ impl Choice {
             writer: Some(writer.showing(markers.as_ref().map_or(&[], |markers| markers))),
             calls: asked.tools.clone().map(CallReader::new),
             ends: asked.work.stop.clone(),
+            first: asked.first,
+            kernel: 0,
             echo: asked.echo.clone(),
             scores: Vec::new(),
             unmeasured: 0,
@@ -131,6 +142,8 @@ impl Choice {
                 let ending = matched.and_then(|matched| ended("stop", Some(matched)));
                 return Ok((piece, ending));
             }
+            // Counted where events are received.
+            Event::Reused(_) | Event::Kernel(_) => return Ok((piece, None)),
             Event::End(Finish::Stop) => "stop",
             Event::End(Finish::Length) => "length",
             Event::End(Finish::Failed(why)) => return Err(Refusal::failed(why)),
@@ -145,8 +158,8 @@ impl Choice {
 
 impl Answering {
     pub(super) fn new(served: Arc<Served>, record: Arc<Record>, prompt: usize) -> Self {
-        let usage = Usage { prompt, completion: 0 };
-        Self { choices: Vec::new(), usage, turn: 0, served, record }
+        let usage = Usage { prompt, ..Usage::default() };
+        Self { choices: Vec::new(), usage, kernels: 0, turn: 0, served, record }
     }
 
     pub(super) fn add(&mut self, events: UnboundedReceiver<Event>, asked: &Asked, stop: &[String]) {
@@ -174,7 +187,7 @@ impl Answering {
         .await
     }
 
-    /// The next piece of any choice; `None` after the end of all.
+    /// The next piece of any choice; `None` after the end of all. Tokens that came together are one piece.
     async fn next(&mut self) -> Result<Option<Next>, Refusal> {
         loop {
             let Some((index, event)) = self.event().await else { return Ok(None) };
@@ -182,8 +195,14 @@ impl Answering {
             let Some(event) = event else {
                 return Err(Refusal::failed("the decode thread has gone"));
             };
-            self.measure(index, &event);
-            let (piece, ending) = self.choices[index].take(event)?;
+            let (mut piece, mut ending) = self.take(index, event)?;
+            for _ in 1..TOGETHER_MAX {
+                let more = ending.is_none().then(|| self.choices[index].events.try_recv().ok());
+                let Some(event) = more.flatten() else { break };
+                let next = self.take(index, event)?;
+                piece.append(next.0);
+                ending = next.1;
+            }
             if let Some(Ending { reason, .. }) = &ending {
                 self.end(index, reason);
             }
@@ -193,9 +212,25 @@ impl Answering {
         }
     }
 
+    fn take(&mut self, index: usize, event: Event) -> Result<(Piece, Option<Ending>), Refusal> {
+        self.measure(index, &event);
+        self.choices[index].take(event)
+    }
+
     /// Counts and times a token. Tokens of one turn of the machine come together and share its time.
     fn measure(&mut self, index: usize, event: &Event) {
+        if let Event::Reused(tokens) = event {
+            self.served.figures.reused(*tokens);
+            if self.choices[index].first {
+                self.usage.cached += tokens;
+                self.record.cached(*tokens);
+            }
+        }
+        if let Event::Kernel(kernel) = event {
+            self.choices[index].kernel = *kernel;
+        }
         let Event::Token { .. } = event else { return };
+        self.kernels |= 1 << self.choices[index].kernel;
         self.usage.completion += 1;
         let figures = &self.served.figures;
         if let Some(took) = self.record.token() {
@@ -233,7 +268,8 @@ impl Answering {
         let ended = pieces.into_iter().map(|(piece, ending)| Some((piece, ending?)));
         let ended: Option<Vec<(Piece, Ending)>> = ended.collect();
         let ended = ended.ok_or_else(|| Refusal::failed("a choice has no ending"))?;
-        Ok(heading.whole(&ended, self.usage))
+        let fingerprint = self.served.fingerprint(self.kernels);
+        Ok(Heading { fingerprint, ..heading.clone() }.whole(&ended, self.usage))
     }
 
     /// The answer as server-sent events.
@@ -293,9 +329,14 @@ impl Streamed {
 
     fn take(&mut self, Next { index, piece, ending }: Next) {
         let sent = self.answering.choices[index].sent;
+        self.heading.fingerprint = self.answering.served.fingerprint(self.answering.kernels);
         let part = Part { index, piece: &piece, sent, ending: ending.as_ref() };
         self.ready.extend(self.heading.chunk(&part, &mut self.progress));
         self.answering.choices[index].sent += piece.text.chars().count();
         self.progress.ending = ending.or(self.progress.ending.take());
     }
 }
+
+#[cfg(test)]
+#[path = "answering_tests.rs"]
+mod tests;

@@ -35,6 +35,10 @@ pub(super) enum Event {
     },
     /// The log probability of the prompt's next token, from its second one on; these come before the first token.
     Prompt(Logprobs),
+    /// The kernel of the tokens that follow, by its index; at first 0.
+    Kernel(usize),
+    /// This many more tokens of the prompt were in the cache; these come before the first token.
+    Reused(usize),
     /// The text has ended; this is the last event.
     End(Finish),
 }
@@ -76,6 +80,13 @@ impl Running {
         Self { sequence: Sequence::new(work), to, admitted }
     }
 
+    /// Tells the client of tokens of the prompt that were in the cache.
+    fn reused(&self, tokens: usize) {
+        if tokens > 0 {
+            let _ = self.to.send(Event::Reused(tokens));
+        }
+    }
+
     /// Runs a turn of `most` positions. If the machine samples, it yields when a request arrives or this one's client disconnects.
     fn turn(
         &mut self,
@@ -99,6 +110,7 @@ fn free(admitted: &OwnedSemaphorePermit) -> usize {
 fn say(to: &UnboundedSender<Event>, told: Told) {
     let _ = to.send(match told {
         Told::Prompt(logprobs) => Event::Prompt(logprobs),
+        Told::Kernel(kernel) => Event::Kernel(kernel),
         Told::Token(id, logprobs) => Event::Token { id, logprobs },
     });
 }
@@ -180,7 +192,8 @@ impl<'e> EngineLoop<'e> {
         while let Some(job) = self.waiting.pop_front() {
             let (quota, priority) = (job.work.positions(), job.work.priority);
             // The first in line waits until other sequences free pages; if there are none, `begin` returns the reason.
-            if !self.running.is_empty() && !self.engine.has_room(quota) {
+            let room = |engine: &mut dyn Engine| engine.has_room(quota, job.work.reusable());
+            if !self.running.is_empty() && !room(&mut *self.engine) {
                 return self.waiting.push_front(job);
             }
             let Ok(session) = self.scheduler.open(priority, quota) else {
@@ -192,6 +205,7 @@ impl<'e> EngineLoop<'e> {
                 let submitted = self.scheduler.submit(session);
                 submitted.map_err(|rejected| Broken::Sequence(rejected.to_string()))
             });
+            running.reused(running.sequence.fed);
             self.running.insert(session, running);
             self.said.open(session.place(), priority, quota, self.scheduler.ring());
             match started {
@@ -214,7 +228,16 @@ impl<'e> EngineLoop<'e> {
         if running.to.is_closed() {
             return self.gone(turn);
         }
-        let (place, sequence) = (session.place(), &running.sequence);
+        let place = session.place();
+        match running.sequence.reuse(&mut *self.engine, place) {
+            Ok(tokens) => running.reused(tokens),
+            Err(broken) => return self.settle(turn, 0, 0, Err(broken)),
+        }
+        if self.is_run_by_another(session) {
+            return self.settle(turn, 0, 0, Ok(None));
+        }
+        let Some(running) = self.running.get_mut(&session) else { return };
+        let sequence = &running.sequence;
         let chosen = sequence.chosen.len();
         self.said.begin(place, sequence.fed, sequence.next(turn.tokens()).len());
         let began = Instant::now();
@@ -293,6 +316,8 @@ impl<'e> EngineLoop<'e> {
     }
 }
 
+#[path = "alike.rs"]
+mod alike;
 #[path = "together.rs"]
 mod together;
 

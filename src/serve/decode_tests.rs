@@ -27,6 +27,8 @@ struct Scripted {
     width: usize,
     /// The places of each command in which it sampled.
     commands: Arc<Mutex<Vec<Vec<usize>>>>,
+    /// Whether it runs prompts in chunks, without their last token.
+    chunks: bool,
     /// The most positions of all sequences together, if limited, and the reservation of each.
     room: Option<u64>,
     promised: BTreeMap<usize, u64>,
@@ -67,12 +69,12 @@ impl Scripted {
 }
 
 impl Engine for Scripted {
-    fn has_room(&mut self, positions: u64) -> bool {
+    fn has_room(&mut self, positions: u64, _: &[u32]) -> bool {
         self.room.is_none_or(|room| self.promised.values().sum::<u64>() + positions <= room)
     }
 
-    fn begin(&mut self, place: usize, positions: u64) -> Result<(), Broken> {
-        if !self.has_room(positions) {
+    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
+        if !self.has_room(positions, prompt) {
             return Err(Broken::Sequence("no pages".into()));
         }
         self.promised.insert(place, positions);
@@ -83,7 +85,8 @@ impl Engine for Scripted {
             self.fed.lock().unwrap().push((place, BEGUN));
         }
         drop(most);
-        self.fail_in(Fault::Begin, place)
+        self.fail_in(Fault::Begin, place)?;
+        Ok(0)
     }
 
     fn lost(&self) -> Option<String> {
@@ -125,7 +128,11 @@ impl Engine for Scripted {
         generate: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
-        let steps = tokens.len() + (generate as usize).saturating_sub(1);
+        let chunked = self.chunks && tokens.len() > 1;
+        let steps = match chunked {
+            true => tokens.len() - usize::from(generate > 0),
+            false => tokens.len() + (generate as usize).saturating_sub(1),
+        };
         let mut all = tokens.to_vec();
         let mut ran = 0;
         while ran < steps {
@@ -148,6 +155,12 @@ impl Engine for Scripted {
 
     fn seqs(&self) -> usize {
         self.width.max(1)
+    }
+
+    /// As a machine with a kernel for one sequence: the second of its list.
+    fn kernel(&self) -> usize {
+        let last = self.commands.lock().unwrap().last().map_or(0, Vec::len);
+        usize::from(self.width > 1 && last == 1)
     }
 
     fn together(
@@ -213,7 +226,7 @@ fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) => {}
+            Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
     }

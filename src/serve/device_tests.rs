@@ -57,7 +57,7 @@ fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) => {}
+            Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
         if goes == Some(tokens.len()) {
@@ -144,4 +144,62 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         let broken = matches!(alone.1, Some(Finish::Failed(_)));
         assert_eq!(broken, i == 9 || i == 13, "session {i}: {:?}", alone.1);
     }
+}
+
+/// A server with two kernels: a lone sequence runs on the one for it, several on the other, and each is finished.
+#[test]
+fn a_lone_sequence_and_a_batch_have_kernels_of_their_own() {
+    if let Err(error) = vm_host::Card::default().info() {
+        let required = std::env::var_os("AMK_REQUIRE_DEVICE").is_some();
+        assert!(!required, "a device is required: {error}");
+        return eprintln!("skipped: {error}");
+    }
+    let place = PlaceArgs { target: None, device: DeviceChoice::Cuda, kv_capacity: Some(1024) };
+    let context = Context::load("smollm2-135m", &place).unwrap_or_else(|f| panic!("{}", f.message));
+    let config = crate::schedule_choice::reproducible(&context, 1024);
+    let program = context.lowered(&config);
+    let program = Arc::new(program.unwrap_or_else(|f| panic!("{}", f.message)));
+    let gpu = context.open_here(true).unwrap_or_else(|f| panic!("{}", f.message));
+    let mut gpu = gpu.expect("there is one");
+    let [lone, batch] = [1, 8].map(|seqs| {
+        gpu.set_seqs(seqs);
+        remote::Served::prepare(&mut gpu, &program, &config.kernel).expect("a kernel")
+    });
+    gpu.serve(batch, 8, vm_host::KvPool::Full).expect("it boots");
+    let engine = Megakernel::new(gpu, batch, 8).switching(Some(lone)).sharing();
+    let (jobs, inbox) = channel();
+    let admission = Admission::new(8);
+    let engine_loop = EngineLoop::new(Box::new(engine), 8, Sequences::default());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            // One, then four that begin alike, then one.
+            for count in [1, 4, 1] {
+                let asked = (0..count).map(|i| {
+                    let mut wanted = wanted(0, 1000).work;
+                    wanted.prompt = (0..300).chain(std::iter::once(i)).collect();
+                    wanted.limit = 200;
+                    let (to, events) = unbounded_channel();
+                    let admitted = admission.enter().expect("a place in the queue");
+                    jobs.send(Job { work: wanted, to, admitted }).expect("the loop is there");
+                    events
+                });
+                for mut events in asked.collect::<Vec<_>>() {
+                    let (mut kernels, mut tokens) = (vec![0], 0);
+                    while let Some(event) = events.blocking_recv() {
+                        match event {
+                            Event::Kernel(kernel) => kernels.push(kernel),
+                            Event::Token { .. } => tokens += 1,
+                            Event::Prompt(_) | Event::Reused(_) => {}
+                            Event::End(finish) => assert_eq!(finish, Finish::Length),
+                        }
+                    }
+                    eprintln!("{count} at once: {tokens} tokens on kernels {kernels:?}");
+                    assert_eq!(tokens, 200);
+                    assert_eq!(kernels.last() == Some(&1), count == 1, "{kernels:?}");
+                }
+            }
+            drop(jobs);
+        });
+        assert_eq!(engine_loop.run(&inbox), Ok(()));
+    });
 }

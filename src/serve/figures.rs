@@ -40,6 +40,8 @@ pub(super) struct Figures {
     between: Histogram,
     whole: Histogram,
     prompt: Counter,
+    prefix_queries: Counter,
+    prefix_hits: Counter,
     generated: Counter,
     success: Family<[(&'static str, &'static str); 1], Counter>,
 }
@@ -62,6 +64,8 @@ impl Figures {
             between: Histogram::new(BETWEEN),
             whole: Histogram::new(WHOLE),
             prompt: Counter::default(),
+            prefix_queries: Counter::default(),
+            prefix_hits: Counter::default(),
             generated: Counter::default(),
             success: Family::default(),
         };
@@ -98,12 +102,26 @@ impl Figures {
             Box::new(self.whole.clone()),
         );
         add("prompt_tokens", "Tokens of prompts", Box::new(self.prompt.clone()));
+        let queries = Box::new(self.prefix_queries.clone());
+        add("prefix_cache_queries", "Tokens of prompts that were looked for in the cache", queries);
+        let hits = Box::new(self.prefix_hits.clone());
+        add("prefix_cache_hits", "Those of them that were there", hits);
         add("generation_tokens", "Generated tokens", Box::new(self.generated.clone()));
         add("request_success", "Sequences ended, by reason", Box::new(self.success.clone()));
     }
 
     pub(super) fn prompt(&self, tokens: usize) {
         self.prompt.inc_by(tokens as u64);
+    }
+
+    /// The cache was asked for the tokens of a sequence's prompt.
+    pub(super) fn queried(&self, tokens: usize) {
+        self.prefix_queries.inc_by(tokens as u64);
+    }
+
+    /// It had these.
+    pub(super) fn reused(&self, tokens: usize) {
+        self.prefix_hits.inc_by(tokens as u64);
     }
 
     pub(super) fn first(&self, took: Duration) {
@@ -194,6 +212,8 @@ mod tests {
     fn names_and_labels_are_those_of_vllm() {
         let figures = Figures::new("a model");
         figures.prompt(5);
+        figures.queried(300);
+        figures.reused(256);
         figures.first(Duration::from_millis(2));
         figures.token();
         figures.between(4, Duration::from_micros(1900));
@@ -215,6 +235,8 @@ mod tests {
             "time_per_output_token_seconds_count{model_name=\"a model\"} 4",
             "e2e_request_latency_seconds_count{model_name=\"a model\"} 1",
             "prompt_tokens_total{model_name=\"a model\"} 5",
+            "prefix_cache_queries_total{model_name=\"a model\"} 300",
+            "prefix_cache_hits_total{model_name=\"a model\"} 256",
             "generation_tokens_total{model_name=\"a model\"} 1",
             "request_success_total{model_name=\"a model\",finished_reason=\"stop\"} 1",
             "request_success_total{model_name=\"a model\",finished_reason=\"abort\"} 1",

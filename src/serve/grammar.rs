@@ -287,6 +287,18 @@ impl std::fmt::Debug for Guided {
     }
 }
 
+/// Bans the tokens of a part of a row whose bit is not set. Most words of a mask are full or empty.
+fn ban_part(part: &mut [f32], allowed: u32) {
+    match allowed {
+        0 => part.fill(f32::NEG_INFINITY),
+        u32::MAX => {}
+        _ => {
+            let banned = part.iter_mut().enumerate().filter(|(bit, _)| allowed >> bit & 1 == 0);
+            banned.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+        }
+    }
+}
+
 impl Constraint for Guided {
     fn ban(&mut self, row: &mut [f32], stop: &[u32]) -> Result<(), String> {
         let wrong = |error| format!("the grammar cannot continue: {error}");
@@ -296,14 +308,15 @@ impl Constraint for Guided {
             Err(error) if ends && has_no_token(&error.to_string()) => None,
             Err(error) => return Err(wrong(error)),
         };
-        for (id, logit) in (0..).zip(row.iter_mut()) {
-            let fits = match stop.contains(&id) {
-                true => ends,
-                false => mask.as_ref().is_some_and(|mask| mask.is_allowed(id)),
-            };
-            if !fits {
-                *logit = f32::NEG_INFINITY;
-            }
+        // The ends of the text are not in the mask.
+        let ending = |&id: &u32| Some((id as usize, *row.get(id as usize)?));
+        let endings: Vec<(usize, f32)> = stop.iter().filter_map(ending).collect();
+        let words = mask.as_ref().map_or(&[][..], |mask| mask.as_slice());
+        for (index, part) in row.chunks_mut(32).enumerate() {
+            ban_part(part, words.get(index).copied().unwrap_or(0));
+        }
+        for (id, logit) in endings {
+            row[id] = if ends { logit } else { f32::NEG_INFINITY };
         }
         Ok(())
     }

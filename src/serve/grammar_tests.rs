@@ -191,3 +191,16 @@ fn hostile_grammars_are_bounded() {
         assert!(why.contains(reason), "{why}");
     }
 }
+
+#[test]
+fn a_part_of_a_row_keeps_the_tokens_whose_bits_are_set() {
+    for allowed in [0, u32::MAX, 1, 1 << 31, 0x8421_0f0f] {
+        for length in [32, 7] {
+            let mut part = vec![1.0; length];
+            ban_part(&mut part, allowed);
+            for (bit, logit) in part.iter().enumerate() {
+                assert_eq!(logit.is_finite(), allowed >> bit & 1 == 1, "{allowed:x}, bit {bit}");
+            }
+        }
+    }
+}

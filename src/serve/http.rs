@@ -167,6 +167,9 @@ async fn answer(
     for asked in request.choices {
         let (to, events) = unbounded_channel(); // bounded by the tokens of the choice
         answering.add(events, &asked, &request.stop);
+        if served.shares {
+            served.figures.queried(asked.work.reusable().len());
+        }
         let job = Job { work: asked.work, to, admitted: admitted.clone() };
         served.jobs.send(job).map_err(|_| Refusal::leaving())?;
     }

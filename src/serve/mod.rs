@@ -45,7 +45,7 @@ use crate::cli::{DeviceChoice, ServeArgs, widest};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
-use crate::engine::{self, Engine, Megakernel};
+use crate::engine::{self, Engine, Megakernel, SharedPages};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -70,6 +70,16 @@ struct Lowered {
     program: Arc<Verified<Program>>,
     seqs: u32,
     source: ScheduleSource,
+    /// The same for a lone sequence, if kernels are switched by load.
+    lone: Option<Box<Self>>,
+}
+
+impl Lowered {
+    /// The name of its kernel in fingerprints: its sequences, and its program.
+    fn name(&self) -> String {
+        let id = self.program.id();
+        format!("b{}-{}", self.seqs, id.get(..8).unwrap_or(&id))
+    }
 }
 
 /// The state shared with the routes.
@@ -79,12 +89,16 @@ pub(crate) struct Served {
     device: &'static str,
     /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
+    /// The beginning of fingerprints, and the names of the kernels.
     fingerprint: String,
+    kernels: Vec<String>,
     vocab: u32,
     /// The most positions of a sequence.
     capacity: u32,
     /// The batch size of a command.
     seqs: u32,
+    /// Whether sequences with equal beginnings share pages of the cache.
+    shares: bool,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     /// Made for the first request with a grammar; why there is none otherwise.
@@ -154,6 +168,15 @@ impl Served {
         })
     }
 
+    /// The fingerprint of an answer by these kernels, a bit each; before there is a token, of the first.
+    fn fingerprint(&self, kernels: u32) -> String {
+        let used =
+            self.kernels.iter().zip(0..).filter(|(_, index)| kernels.max(1) >> index & 1 == 1);
+        let names: Vec<&str> = used.map(|(name, _)| name.as_str()).collect();
+        let whole = [&self.fingerprint, "-", &names.join("+")].concat();
+        whole.trim_end_matches('-').to_owned()
+    }
+
     fn no_model(&self, name: &str) -> Refusal {
         let message =
             format!("there is no model {name:?}; this server has {}", self.names.join(", "));
@@ -174,7 +197,7 @@ impl Served {
             id: format!("{kind}{:x}-{number}", self.began),
             created: seconds(),
             model: self.name().to_owned(),
-            fingerprint: self.fingerprint.clone(),
+            fingerprint: self.fingerprint(0),
             scored: request.scored,
             include_usage: request.include_usage,
             settings: request.settings.clone(),
@@ -213,7 +236,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
         return Err(Failure::usage(message));
     }
-    let (sequences, positions) = (places as u64, u64::from(context.kv_capacity));
+    // The pages that sequences share are beside their own caches.
+    let copies = if shares(args) { 2 } else { 1 };
+    let (sequences, positions) = (copies * places as u64, u64::from(context.kv_capacity));
     let host = Use::Host { sequences, positions };
     memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
     let lowered = match device {
@@ -232,9 +257,11 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     }
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
+    let all = lowered.iter().chain(lowered.iter().filter_map(|lowered| lowered.lone.as_deref()));
+    let kernels: Vec<String> = all.map(Lowered::name).collect();
     let page = observer.publisher().reader();
     let (loaded, loading) = watch::channel(false);
-    let served = serving(&context, args, (device, seqs, schedule), (jobs, page, loading))?;
+    let served = serving(&context, args, (device, seqs, schedule, kernels), (jobs, page, loading))?;
     let served = Arc::new(served);
     let access = access(args)?;
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
@@ -262,17 +289,32 @@ fn engine<'a>(
     (gpu, lowered): (Option<Gpu<'a>>, Option<&'a Lowered>),
     (places, kv_pool): (usize, KvPool),
 ) -> Result<Box<dyn Engine + 'a>, Failure> {
+    let (capacity, layers) = (context.kv_capacity, context.graph().layers.len());
+    let shared = shares(args).then(|| SharedPages::new(places, capacity, layers));
     Ok(match (gpu, lowered) {
-        (Some(mut gpu), Some(Lowered { config, program, seqs, .. })) => {
+        (Some(mut gpu), Some(Lowered { config, program, seqs, lone, .. })) => {
             gpu.set_prefill(args.prefill.prefill)?;
+            gpu.set_seqs(1);
+            let lone = lone
+                .as_ref()
+                .map(|lone| remote::Served::prepare(&mut gpu, &lone.program, &lone.config.kernel));
+            let lone = lone.transpose()?;
+            // Last, and booted: the memory is for the wider kernel.
             gpu.set_seqs(*seqs);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
-            Box::new(Megakernel::new(gpu, handle, places))
+            let engine = Megakernel::new(gpu, handle, places).switching(lone);
+            Box::new(if shares(args) { engine.sharing() } else { engine })
         }
-        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program)),
-        (_, None) => Box::new(engine::graph(context)),
+        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program, shared)),
+        (_, None) => Box::new(engine::graph(context, shared)),
     })
+}
+
+/// Whether sequences with equal beginnings share pages of the cache.
+fn shares(args: &ServeArgs) -> bool {
+    // On a GPU keys and values of a prompt in chunks have other bits than those of steps.
+    !args.no_prefix_cache && !args.deterministic
 }
 
 /// The failure of a server whose device is lost.
@@ -309,7 +351,7 @@ fn lowered(
         };
         let program = Arc::new(context.lowered(&config)?);
         let source = source.clone();
-        Ok::<_, Failure>(Lowered { config, program, seqs, source })
+        Ok::<_, Failure>(Lowered { config, program, seqs, source, lone: None })
     };
     match args.seqs {
         Some(seqs) => return lower(seqs),
@@ -318,7 +360,8 @@ fn lowered(
     }
     let several = lower(widest(places))?;
     match shared(&several) {
-        Ok(()) => Ok(several),
+        Ok(()) if several.seqs == 1 || args.deterministic => Ok(several),
+        Ok(()) => Ok(Lowered { lone: Some(Box::new(lower(1)?)), ..several }),
         Err(why) => {
             report::say(&format!("note: sequences take turns, a command for each: {why}"));
             lower(1)
@@ -339,7 +382,7 @@ fn shared(lowered: &Lowered) -> Result<(), String> {
 fn serving(
     context: &Context,
     args: &ServeArgs,
-    (device, seqs, schedule): (&'static str, u32, Option<ScheduleSource>),
+    (device, seqs, schedule, kernels): (&'static str, u32, Option<ScheduleSource>, Vec<String>),
     (jobs, page, loaded): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>),
 ) -> Result<Served, Failure> {
     let graph = context.graph();
@@ -353,9 +396,11 @@ fn serving(
         device,
         schedule,
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
+        kernels,
         vocab: graph.vocab,
         capacity: context.kv_capacity,
         seqs,
+        shares: shares(args),
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         grammars: OnceLock::new(),
@@ -497,6 +542,8 @@ fn announce(
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "batch": served.seqs,
+        "kernels": served.kernels,
+        "prefix_cache": served.shares,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

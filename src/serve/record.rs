@@ -30,12 +30,13 @@ pub(super) struct Record {
     began: Instant,
     status: AtomicU16,
     prompt: AtomicUsize,
+    cached: AtomicUsize,
     tokens: AtomicUsize,
     first_us: AtomicU64,
 }
 
 impl Record {
-    fn new(request: &Request) -> Self {
+    pub(super) fn new(request: &Request) -> Self {
         let path = request.uri().path();
         Self {
             id: given(request.headers())
@@ -45,6 +46,7 @@ impl Record {
             began: Instant::now(),
             status: AtomicU16::new(0),
             prompt: AtomicUsize::new(0),
+            cached: AtomicUsize::new(0),
             tokens: AtomicUsize::new(0),
             first_us: AtomicU64::new(UNKNOWN),
         }
@@ -52,6 +54,11 @@ impl Record {
 
     pub(super) fn prompt(&self, tokens: usize) {
         self.prompt.store(tokens, Ordering::Relaxed);
+    }
+
+    /// These tokens of the prompt were in the cache.
+    pub(super) fn cached(&self, tokens: usize) {
+        self.cached.fetch_add(tokens, Ordering::Relaxed);
     }
 
     /// A token has come. Returns the time since the request, if it is the first.
@@ -80,10 +87,11 @@ impl Record {
             us => format!("{:.1}", us as f64 / 1e3),
         };
         format!(
-            "{} {} {status} prompt_tokens={} tokens={} first_ms={first} ms={:.1} id={}",
+            "{} {} {status} prompt_tokens={} cached={} tokens={} first_ms={first} ms={:.1} id={}",
             self.method,
             self.path,
             self.prompt.load(Ordering::Relaxed),
+            self.cached.load(Ordering::Relaxed),
             self.tokens.load(Ordering::Relaxed),
             self.began.elapsed().as_secs_f64() * 1e3,
             self.id,
@@ -150,18 +158,19 @@ mod tests {
     #[test]
     fn a_line_has_the_counts_and_no_query() {
         let record = record("a");
-        assert!(
-            record
-                .line()
-                .starts_with("POST /v1/completions - prompt_tokens=0 tokens=0 first_ms=- ms=")
-        );
+        assert!(record.line().starts_with(
+            "POST /v1/completions - prompt_tokens=0 cached=0 tokens=0 first_ms=- ms="
+        ));
         record.prompt(3);
+        record.cached(2);
         record.status.store(200, Ordering::Relaxed);
         assert!(record.token().is_some());
         assert!(record.token().is_none(), "only the first is timed");
         let line = record.line();
         assert!(
-            line.starts_with("POST /v1/completions 200 prompt_tokens=3 tokens=2 first_ms="),
+            line.starts_with(
+                "POST /v1/completions 200 prompt_tokens=3 cached=2 tokens=2 first_ms="
+            ),
             "{line}"
         );
         assert!(line.ends_with(" id=a"), "{line}");

@@ -56,6 +56,8 @@ pub(super) struct Asked {
     pub(super) echo: Option<Prompt>,
     /// The tools that it may call.
     pub(super) tools: Option<Arc<Tools>>,
+    /// Whether it is the first choice of its prompt.
+    pub(super) first: bool,
 }
 
 /// The most choices of a request, of all its prompts together.
@@ -135,7 +137,8 @@ impl Request {
                 let mut work = template.clone();
                 work.sampling.seed = sampling.seed.wrapping_add(choice.wrapping_mul(NEXT_SEED));
                 let echo = echo.then(|| prompt.clone());
-                Asked { work, least: host.min_tokens, echo, tools: tools.clone() }
+                let (least, tools) = (host.min_tokens, tools.clone());
+                Asked { work, least, echo, tools, first: choice == 0 }
             }));
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();

@@ -36,7 +36,7 @@ pub(super) fn whole(heading: &Heading, text: &str, ending: Option<&Ending>, usag
     let output = ending.map(|_| message(heading, status, &json!([content(text)])));
     let usage = ending.map(|_| {
         json!({
-            "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached},
             "output_tokens": usage.completion, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,
         })

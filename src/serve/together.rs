@@ -79,7 +79,7 @@ impl EngineLoop<'_> {
         let fed: Vec<(usize, u32)> = seqs.iter().map(|&(place, token, _)| (place, token)).collect();
         let began = Instant::now();
         let done = self.engine.together(&fed, generate as u32, &mut preempt);
-        let took = began.elapsed();
+        let (took, kernel) = (began.elapsed(), self.engine.kernel());
         if done.is_ok() {
             self.said.batch(turns.len());
         }
@@ -94,6 +94,7 @@ impl EngineLoop<'_> {
                 Ok(seq) => {
                     let (ran, chosen) = (seq.ran, seq.chosen.len() as u64);
                     let mut tell = |told| say(&running.to, told);
+                    running.sequence.ran_on(kernel, &mut tell);
                     (ran, chosen, Ok(running.sequence.took(seq, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),

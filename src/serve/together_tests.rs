@@ -176,3 +176,48 @@ fn a_sequence_under_a_rule_changes_none_beside_it() {
     }
     assert!(batches > 2, "the others still run together");
 }
+
+/// Prompts in chunks that wait at the same time run one after the other, and their last tokens in one batch.
+#[test]
+fn prompts_in_chunks_that_wait_end_in_one_batch() {
+    let admission = Admission::new(4);
+    let engine = Scripted { chooses: true, width: 8, chunks: true, ..Scripted::default() };
+    let commands = engine.commands.clone();
+    let prompts: Vec<Vec<u32>> = (1..5).map(|i| vec![i; 10]).collect();
+    let mut ends = Vec::new();
+    beside(engine, 4, |jobs| {
+        let asked: Vec<_> = prompts.iter().map(|prompt| job(prompt, 20, &admission)).collect();
+        let send = |(job, events)| {
+            jobs.send(job).unwrap();
+            events
+        };
+        let answers: Vec<_> = asked.into_iter().map(send).collect();
+        ends = answers.into_iter().map(heard).collect();
+    });
+    for (prompt, end) in prompts.iter().zip(ends) {
+        assert_eq!(end, (expected(prompt, 20), Some(Finish::Length)));
+    }
+    let commands = commands.lock().unwrap();
+    let sizes: Vec<usize> = commands.iter().map(Vec::len).collect();
+    // The first may run before the others have come.
+    let first = sizes.iter().position(|size| *size == 4).unwrap_or_else(|| panic!("{commands:?}"));
+    assert!(first <= 6 && sizes[..first].iter().all(|size| *size == 1), "{commands:?}");
+}
+
+/// A client learns which kernel its tokens are of, before they come.
+#[test]
+fn a_change_of_the_kernel_is_told_before_its_tokens() {
+    let admission = Admission::new(1);
+    let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
+    beside(engine, 1, |jobs| {
+        let (job, mut events) = job(&[1, 2, 3], 40, &admission);
+        jobs.send(job).unwrap();
+        assert_eq!(events.blocking_recv(), Some(Event::Kernel(1)));
+        let mut rest = Vec::new();
+        while let Some(event) = events.blocking_recv() {
+            rest.push(event);
+        }
+        assert_eq!(rest.len(), 41);
+        assert!(!rest.contains(&Event::Kernel(0)) && !rest.contains(&Event::Kernel(1)), "{rest:?}");
+    });
+}

@@ -224,9 +224,9 @@ def names_and_tokens(client, names):
 
 def logged(lines):
     """One line per request, with the id of the answer; probes that succeeded and keys are left out."""
-    served = re.compile(r"POST /v1/completions 200 prompt_tokens=1 tokens=2 first_ms=[0-9.]+ ms=[0-9.]+ id=req_[0-9a-f]{16}")
+    served = re.compile(r"POST /v1/completions 200 prompt_tokens=1 cached=0 tokens=2 first_ms=[0-9.]+ ms=[0-9.]+ id=req_[0-9a-f]{16}")
     assert len(served.findall(lines)) == 3, lines
-    assert re.search(r"^GET /v1/models 200 prompt_tokens=0 tokens=0 first_ms=- ms=[0-9.]+ id=mine-1$", lines, re.MULTILINE), lines
+    assert re.search(r"^GET /v1/models 200 prompt_tokens=0 cached=0 tokens=0 first_ms=- ms=[0-9.]+ id=mine-1$", lines, re.MULTILINE), lines
     assert len(re.findall(r"^GET /v1/models 401 ", lines, re.MULTILINE)) == 3, lines
     assert "/health" not in lines and "/ready" not in lines and "sesam" not in lines, lines
 

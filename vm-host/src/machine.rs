@@ -68,6 +68,9 @@ pub struct Loaded {
     serial: u64,
 }
 
+/// Kernels that stay loaded: a server runs one for a lone sequence, and one for batches.
+const KERNELS_MAX: usize = 2;
+
 /// Everything on the device that outlives a launch.
 struct Memory {
     residents: Residents,
@@ -95,8 +98,11 @@ pub struct Idle {
     weight_stream: Option<WeightStream>,
     memory: Memory,
     compute: Stream,
-    /// The variant of the last launch: loading one takes longer than the rest of a launch. Freed with the memory, never while the kernel runs.
-    kernel: (Variant, Module),
+    /// The variants of the last launches, the last one first: loading one takes longer than the rest of a launch. Freed with the memory, or by
+    /// a launch, never while a kernel runs.
+    kernels: Vec<(Variant, Module)>,
+    /// Sequences that the memory is for; a kernel may run fewer.
+    seqs_max: u32,
     _context: Arc<Context>,
     info: DeviceInfo,
     options: BootOptions,
@@ -183,7 +189,8 @@ impl Idle {
             weight_stream,
             memory,
             compute,
-            kernel: (*variant, module),
+            kernels: vec![(*variant, module)],
+            seqs_max: variant.seqs,
             _context: context,
             info,
             options,
@@ -233,17 +240,23 @@ impl Idle {
         variant: &Variant,
         program: &Verified<Program>,
     ) -> Result<Loaded, HostError> {
-        let booted = self.memory.residents.seqs;
-        if variant.seqs != booted {
+        let booted = self.seqs_max;
+        if variant.seqs > booted {
             return Err(HostError::Request(format!(
-                "a kernel of {} sequences on a machine booted for {booted}: boot with the variant that is to run",
+                "a kernel of {} sequences on a machine booted for {booted}: boot with the widest variant that is to run",
                 variant.seqs
             )));
         }
-        if self.kernel.0 != *variant {
-            self.kernel = (*variant, load_module(variant, &self.info)?.0);
+        match self.kernels.iter().position(|(loaded, _)| loaded == variant) {
+            Some(index) => self.kernels[..=index].rotate_right(1),
+            None => {
+                self.kernels.truncate(KERNELS_MAX - 1);
+                self.kernels.insert(0, (*variant, load_module(variant, &self.info)?.0));
+            }
         }
-        let kernel = self.kernel.1.function(c"amk_megakernel")?;
+        // Programs are laid out for the sequences of the kernel that runs them.
+        self.memory.residents.seqs = variant.seqs;
+        let kernel = self.kernels[0].1.function(c"amk_megakernel")?;
         let shared = self.info.shared_bytes;
         kernel.allow_shared(shared)?;
         let per_sm = kernel.resident_blocks(THREADS, shared)?;
@@ -300,7 +313,7 @@ impl Idle {
     ) -> Result<Loaded, HostError> {
         let m = &mut self.memory;
         let (base, room) = (m.programs[place].address, m.programs[place].bytes);
-        check_variant(program, &self.kernel.0)?;
+        check_variant(program, &self.kernels[0].0)?;
         let Image { bytes, zeroed, poisoned } =
             image(program, &m.residents, self.info.shared_bytes, base)?;
         let needed = bytes.len() as u64 + zeroed + poisoned;

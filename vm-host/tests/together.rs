@@ -267,6 +267,53 @@ fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
     Some((machine, sessions, vocab))
 }
 
+/// A machine for 8 sequences stops, runs the kernel for one with the bits of a machine that has no other, and goes back: the caches stay.
+#[test]
+fn a_machine_for_batches_runs_the_kernel_for_one_and_goes_back() {
+    let Some(info) = device() else { return };
+    let model = golden("llama3-rope-bf16");
+    let (graph, vocab) = (&model.graph, model.graph.vocab);
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let config = read_config_over(neutral_config(graph, &target), SCHEDULES[1].1, graph, &target);
+    let config = config.expect("a schedule");
+    let options = lower::Options { kv_capacity: 256 };
+    let program = lower::lower(&config, graph, &target, options).expect("it lowers");
+    let shared = Together::new(program.clone(), 8).expect("it is proven");
+    let [one, eight] =
+        [1, 8].map(|seqs| Variant { seqs, ..vm_host::variant(&config.kernel, graph) });
+    let options = BootOptions { sessions: SESSIONS, logits_rows: ROWS, ..BootOptions::default() };
+    let boot = |variant: &Variant| {
+        Idle::boot(graph, &*model.weights, &program, variant, options.clone()).expect("it boots")
+    };
+    let launch =
+        |idle: Idle, variant| idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
+    let lengths = [1, 17, 33, 96, 2, 64, 5, 40];
+    let mut machine = launch(boot(&one), one);
+    let wanted = alone(&mut machine, &lengths, vocab);
+    let refused = machine.stop().expect("it stops").launch(eight, &program);
+    assert!(refused.is_err(), "its memory is for one");
+    let mut machine = launch(boot(&eight), eight);
+    for round in 0..3 {
+        machine = launch(machine.stop().expect("it stops"), one);
+        let got = alone(&mut machine, &lengths, vocab);
+        for (got, wanted) in got.iter().zip(&wanted) {
+            assert_eq!(got.tokens, wanted.tokens, "round {round}");
+            assert_eq!(got.logits, wanted.logits, "round {round}");
+        }
+        (0..).zip(&got).for_each(|(session, of)| fill(&mut machine, session, &of.prompt));
+        machine = launch(machine.stop().expect("it stops"), eight);
+        let loaded = machine.load_together(&shared).expect("it loads");
+        machine.switch(loaded).expect("it switches");
+        // On the caches that the other kernel filled.
+        let seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &got[s as usize])).collect();
+        let done = together(&mut machine, &seqs, false);
+        for (seq, of) in done.seqs.iter().zip(&got) {
+            assert_eq!(seq.tokens, of.tokens, "round {round}");
+        }
+    }
+    machine.stop().expect("it stops");
+}
+
 #[test]
 fn a_batch_that_cannot_be_is_refused_and_the_next_one_runs() {
     let Some((mut machine, sessions, _)) = prepared() else { return };

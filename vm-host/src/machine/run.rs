@@ -148,16 +148,25 @@ impl Resident {
         Ok((done, host_us, done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0))
     }
 
+    /// As [`Idle::set_sampling`].
+    ///
+    /// # Errors
+    /// The same.
+    pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
+        self.idle().set_sampling(session, sampling)
+    }
+}
+
+impl Idle {
     /// Sets how tokens of a session are sampled from now on; the session's next sampled request begins with its tokens so far.
     ///
     /// # Errors
     /// If the settings have no meaning, there is no such session, or a copy fails.
     pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
-        let vocab = self.idle().vocab;
-        if let Some(problem) = sampling.problems(vocab).first() {
+        if let Some(problem) = sampling.problems(self.vocab).first() {
             return Err(HostError::Request(problem.to_string()));
         }
-        let memory = &mut self.idle().memory;
+        let memory = &mut self.memory;
         if memory.residents.workers < 2 {
             return Err(HostError::Request(
                 "one worker alone does not choose: the others go through the row".into(),

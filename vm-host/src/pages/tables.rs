@@ -108,6 +108,11 @@ impl PageTables {
         let first = (positions.start / abi::KV_PAGE) as usize;
         let last = super::pages_of(positions.end) as usize;
         for &page in self.pool.held(session).get(first..last).unwrap_or_default() {
+            if !self.pool.is_own(page) {
+                return Err(HostError::Request(format!(
+                    "positions {positions:?} of session {session} lie in a page that other sessions may have; end the session first"
+                )));
+            }
             self.used[page as usize] = true;
         }
         Ok(())
@@ -144,7 +149,10 @@ impl PageTables {
 
     /// Poisons a session's pages from its `first` on that hold something else.
     fn fill(&mut self, copier: &mut Copier, session: u32, first: usize) -> Result<(), HostError> {
-        for run in runs(unpoisoned(self.pool.held(session), first, &self.used)) {
+        let mut pages = unpoisoned(self.pool.held(session), first, &self.used);
+        // Others' keys and values stay.
+        pages.retain(|&page| self.pool.is_own(page));
+        for run in runs(pages) {
             let bytes = u64::from(run.end - run.start) * self.page_bytes;
             let targets = (0..self.caches.len() as u32).map(|layer| self.place(layer, run.start));
             copier.fill_all(targets, bytes, CACHE_POISON)?;

@@ -24,23 +24,26 @@ fn calls(sessions: u32) -> impl Strategy<Value = Vec<Call>> {
     proptest::collection::vec(call, 0..120)
 }
 
-/// Free pages and those of all sessions are all pages, each once, and promises hold.
+/// Every page is free, idle, or held by as many sessions as it says, and promises hold.
 fn check(pool: &PagePool, sessions: u32) {
-    let mut owners = BTreeMap::new();
+    let mut holders = vec![0; pool.pages as usize + 1];
     for session in 0..sessions {
-        for &page in pool.held(session) {
-            assert!(owners.insert(page, Some(session)).is_none(), "page {page} twice: {pool:?}");
-        }
+        let held = pool.held(session);
+        held.iter().for_each(|&page| holders[page as usize] += 1);
+        let once: std::collections::BTreeSet<_> = held.iter().collect();
+        assert_eq!(once.len(), held.len(), "a page twice: {pool:?}");
     }
-    for &page in &pool.free {
-        assert!(owners.insert(page, None).is_none(), "page {page} is free and held: {pool:?}");
-    }
-    assert!(owners.keys().copied().eq(1..=pool.pages), "a page is lost or made: {pool:?}");
-    let promised: u32 = pool.shares.iter().map(|share| share.promised).sum();
+    assert_eq!(holders, pool.holders, "{pool:?}");
+    let held = holders.iter().filter(|holders| **holders > 0).count() as u32;
+    let unheld = pool.free.iter().copied().chain(pool.prefixes.idle_pages());
+    let mut all: Vec<u32> =
+        unheld.chain((1..=pool.pages).filter(|page| holders[*page as usize] > 0)).collect();
+    all.sort_unstable();
+    assert!(all.into_iter().eq(1..=pool.pages), "a page is lost or made: {pool:?}");
     assert!(pool.shares.iter().all(|share| share.held.len() <= share.promised as usize));
-    assert!(promised == pool.promised && promised <= pool.pages, "{pool:?}");
-    let held = owners.values().flatten().count() as u32;
-    let told = Occupancy { pages: pool.pages, held, promised };
+    let owed: u32 = pool.shares.iter().map(|share| share.promised - share.held.len() as u32).sum();
+    assert!(owed == pool.owed && held == pool.held && held + owed <= pool.pages, "{pool:?}");
+    let told = Occupancy { pages: pool.pages, held, promised: held + owed };
     assert_eq!(pool.occupancy(), told);
 }
 
@@ -81,6 +84,183 @@ proptest! {
         (0..sessions).for_each(|session| pool.release(session));
         prop_assert_eq!(pool.occupancy(), Occupancy { pages, ..Occupancy::default() });
     }
+}
+
+/// A step of a random history of sessions with prompts.
+#[derive(Clone, Debug)]
+enum Step {
+    /// A prompt of whole and partial blocks, and positions for an answer.
+    Begin(u32, Vec<u32>, u32),
+    Run(u32, u32),
+    End(u32),
+    Forget,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let session = || 0_u32..4;
+    // Few different blocks, so that beginnings meet; the last is cut.
+    let prompt = (proptest::collection::vec(0_u32..2, 1..5), 1..=KV_PAGE);
+    let prompt = prompt.prop_map(|(blocks, last)| {
+        let mut tokens: Vec<u32> = blocks.iter().flat_map(|b| [*b; KV_PAGE as usize]).collect();
+        tokens.truncate(tokens.len() - (KV_PAGE - last) as usize);
+        tokens
+    });
+    let begin = (session(), prompt, 0_u32..300).prop_map(|(s, p, n)| Step::Begin(s, p, n));
+    let run = (session(), prop_oneof![Just(KV_PAGE), 1_u32..300]);
+    let step = prop_oneof![
+        4 => begin,
+        10 => run.prop_map(|(s, n)| Step::Run(s, n)),
+        4 => session().prop_map(Step::End),
+        1 => Just(Step::Forget),
+    ];
+    proptest::collection::vec(step, 0..150)
+}
+
+/// A session's tokens, how many were prompt, how many have run, and the most that may.
+#[derive(Clone, Debug, Default)]
+struct Text {
+    tokens: Vec<u32>,
+    prompt: usize,
+    ran: u32,
+    most: u32,
+}
+
+/// What each page holds: the tokens from position zero to its end.
+type Contents = BTreeMap<u32, Vec<u32>>;
+
+/// Runs positions of a session as the engine does. Returns how many were taken from others.
+fn run(pool: &mut PagePool, contents: &mut Contents, (s, n): (u32, u32), text: &mut Text) -> u32 {
+    let before = text.ran;
+    text.ran = pool.reuse(s, before, &text.tokens[..text.prompt]);
+    let reused = text.ran - before;
+    let end = (text.ran + n).min(text.most);
+    // Answers differ from session to session.
+    text.tokens.resize(text.tokens.len().max(end as usize), 100 + s);
+    assert!(pool.grow(s, end).is_ok(), "promised: {pool:?}");
+    for position in text.ran..end {
+        let page = pool.held(s)[(position / KV_PAGE) as usize];
+        assert!(pool.is_own(page), "{page} is written while others may have it: {pool:?}");
+        contents.insert(page, text.tokens[..=position as usize].to_vec());
+    }
+    text.ran = end;
+    pool.publish(s, &text.tokens[..end as usize]);
+    reused
+}
+
+proptest! {
+    #[test]
+    fn shared_pages_hold_what_each_session_would_have_written(pages in 8_u32..30, steps in steps()) {
+        let (mut pool, mut contents) = (PagePool::new(4, pages), Contents::new());
+        let mut texts: BTreeMap<u32, Text> = BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Begin(s, tokens, answer) if !texts.contains_key(&s) => {
+                    let most = tokens.len() as u32 + answer;
+                    let (room, before) = (pool.has_room(most, &tokens), pool.occupancy());
+                    let begun = pool.begin(s, most, &tokens);
+                    prop_assert_eq!(room, begun.is_ok(), "{:?}", pool);
+                    match begun {
+                        Ok(ran) => {
+                            prop_assert!(ran < tokens.len() as u32, "its last token has to run");
+                            texts.insert(s, Text { prompt: tokens.len(), tokens, ran, most });
+                        }
+                        Err(_) => prop_assert_eq!(pool.occupancy(), before),
+                    }
+                }
+                Step::Run(s, n) => if let Some(text) = texts.get_mut(&s) {
+                    run(&mut pool, &mut contents, (s, n), text);
+                },
+                Step::End(s) => {
+                    pool.release(s);
+                    texts.remove(&s);
+                }
+                Step::Forget => {
+                    // What follows a lost machine: every session ends.
+                    pool.forget();
+                    texts.keys().for_each(|s| pool.release(*s));
+                    texts.clear();
+                    contents.clear();
+                }
+                Step::Begin(..) => {}
+            }
+            check(&pool, 4);
+            for (s, text) in &texts {
+                for (index, page) in (0..text.ran / KV_PAGE).zip(pool.held(*s)) {
+                    let end = ((index + 1) * KV_PAGE) as usize;
+                    prop_assert_eq!(&contents[page][..], &text.tokens[..end], "page {} of {}", page, s);
+                }
+            }
+        }
+    }
+}
+
+/// A pool in which a session has run and ended a prompt of this many pages and a token.
+fn with_prompt(pages: u32, prompt_pages: u32) -> (PagePool, Vec<u32>) {
+    let mut pool = PagePool::new(3, pages);
+    let tokens: Vec<u32> = (0..=prompt_pages * KV_PAGE).collect();
+    assert_eq!(pool.begin(0, tokens.len() as u32, &tokens), Ok(0), "nothing is known");
+    pool.grow(0, tokens.len() as u32).expect("it was promised");
+    assert_eq!(pool.publish(0, &tokens).len(), prompt_pages as usize);
+    assert!(pool.publish(0, &tokens).is_empty(), "once");
+    pool.release(0);
+    (pool, tokens)
+}
+
+#[test]
+fn a_prompt_that_was_there_is_there_again_and_takes_no_second_page() {
+    let (mut pool, tokens) = with_prompt(7, 4);
+    let all = tokens.len() as u32;
+    assert_eq!(pool.occupancy(), Occupancy { pages: 7, held: 0, promised: 0 });
+    for (session, held) in [(0, 4), (1, 4)] {
+        assert_eq!(pool.begin(session, all, &tokens), Ok(4 * KV_PAGE));
+        assert_eq!(pool.held(session).len(), held);
+    }
+    assert_eq!(pool.held(0), pool.held(1));
+    assert_eq!(pool.occupancy(), Occupancy { pages: 7, held: 4, promised: 6 });
+    // A third would need one page, as the others; one that shares nothing needs five.
+    assert!(pool.has_room(all, &tokens) && !pool.has_room(all, &tokens[1..]));
+    // Another first token is another beginning.
+    assert_eq!(pool.begin(2, KV_PAGE, &[9; 300]), Ok(0));
+    pool.release(0);
+    assert_eq!(pool.held(1).len(), 4, "another's end takes nothing");
+}
+
+#[test]
+fn the_last_token_of_a_prompt_runs_even_if_its_page_is_known() {
+    let (mut pool, tokens) = with_prompt(9, 2);
+    assert_eq!(pool.begin(0, 400, &tokens[..2 * KV_PAGE as usize]), Ok(KV_PAGE));
+}
+
+#[test]
+fn idle_pages_are_evicted_when_they_are_needed_the_ends_of_beginnings_first() {
+    let (mut pool, tokens) = with_prompt(5, 4);
+    let prefix = |pool: &PagePool| pool.prefixes.find(&tokens).len();
+    assert_eq!(prefix(&pool), 4);
+    pool.grow(1, 3 * KV_PAGE).expect("one is free, two are evicted");
+    assert_eq!(prefix(&pool), 2);
+    assert_eq!(pool.begin(0, 2 * KV_PAGE + 1, &tokens), Err(pool.refuse(0, 3)), "two are idle");
+    pool.release(1);
+    assert_eq!(pool.begin(0, 2 * KV_PAGE + 1, &tokens), Ok(2 * KV_PAGE));
+}
+
+#[test]
+fn sessions_that_run_side_by_side_take_over_what_the_first_has_filled() {
+    let (tokens, all) = ((0..1000).collect::<Vec<u32>>(), 1000);
+    let mut pool = PagePool::new(2, 20);
+    for session in [0, 1] {
+        assert_eq!(pool.begin(session, all, &tokens), Ok(0));
+    }
+    pool.grow(0, 3 * KV_PAGE + 5).expect("promised");
+    pool.publish(0, &tokens[..3 * KV_PAGE as usize + 5]);
+    assert_eq!(pool.reuse(1, 0, &tokens), 3 * KV_PAGE);
+    assert_eq!(pool.held(1), &pool.held(0)[..3]);
+    assert_eq!(pool.reuse(1, 3 * KV_PAGE, &tokens), 3 * KV_PAGE, "no more is there");
+    pool.grow(1, 3 * KV_PAGE + 1).expect("promised");
+    assert_eq!(pool.reuse(1, 3 * KV_PAGE + 1, &tokens), 3 * KV_PAGE + 1, "in the middle of a page");
+    pool.forget();
+    assert_eq!(pool.prefixes.find(&tokens).len(), 0);
+    pool.publish(0, &tokens[..4 * KV_PAGE as usize]);
+    assert_eq!(pool.prefixes.find(&tokens).len(), 0, "what was lost is not known again");
 }
 
 #[test]

@@ -1,10 +1,13 @@
 //! Sessions on pages: a session's results do not depend on which pages it has, their order, or who had them before.
 
 use ir::Target;
+use ir::sampling::Sampling;
 use model::Model;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
-use vm_host::{BootOptions, DeviceInfo, HostError, Idle, KvPool, PrefillOptions, Resident};
+use vm_host::{
+    BootOptions, DeviceInfo, HostError, Idle, KvPool, PrefillOptions, Request, Resident,
+};
 
 use super::{CAPACITY, device};
 
@@ -163,6 +166,43 @@ fn pages_that_were_anothers_leave_no_trace() {
         "{:?}",
         machine.session_pages(0)
     );
+    machine.stop().expect("it stops");
+}
+
+/// A session that begins as another did has its pages: its logits have the same bits, sampling knows its tokens, and nobody writes to them.
+#[test]
+fn sessions_that_begin_alike_share_pages() {
+    let Some(info) = device() else { return };
+    let model = model::preset("smollm2-135m").expect("a preset");
+    let mut machine = machine(&info, &model, "{}", (CAPACITY, 3, KvPool::Full));
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(9);
+    let long = tokens(&mut random, model.graph.vocab, LENGTH);
+    let (positions, shared) = (LENGTH as u32 + 8, 3 * abi::KV_PAGE);
+    let penalty = Sampling { repetition_penalty: 1.5, ..Sampling::default() };
+    let answer = |machine: &mut Resident, session| {
+        machine.set_sampling(session, &penalty).expect("settings");
+        let (position, tokens) = (LENGTH as u32 - 1, &long[LENGTH - 1..]);
+        let request =
+            Request { session, position, tokens, generate: 8, sampled: true, ..Request::default() };
+        machine.run(&request, &mut || false).expect("it runs").tokens
+    };
+    assert_eq!(machine.begin_session(0, positions, &long).expect("it begins"), 0);
+    let rows = feed(&mut machine, 0, 0, &long);
+    machine.publish_pages(0, &long);
+    let said = answer(&mut machine, 0);
+    let pages = machine.session_pages(0)[..3].to_vec();
+    for session in [1, 2] {
+        let has = machine.begin_session(session, positions, &long).expect("it begins");
+        assert_eq!(has, shared);
+        assert_eq!(&machine.session_pages(session)[..3], pages);
+        let more = feed(&mut machine, session, has as usize, &long[has as usize..]);
+        assert_eq!(differs(&more, &rows[has as usize..]), None, "session {session}");
+        assert_eq!(answer(&mut machine, session), said, "session {session}");
+        machine.end_session(0).expect("it may end first");
+    }
+    let refused = machine.decode(1, shared - 1, &long[..4], 1, &[], false);
+    let Err(HostError::Request(said)) = refused else { panic!("{refused:?}") };
+    assert!(said.contains("other sessions may have"), "{said}");
     machine.stop().expect("it stops");
 }
 

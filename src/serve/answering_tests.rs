@@ -1,0 +1,123 @@
+//! Streams of events that come together, from a channel.
+
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
+
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use super::*;
+use crate::host_rules::HostRules;
+use crate::sequence::Work;
+use crate::serve::decode::Admission;
+use crate::serve::request::Api;
+use crate::serve::{Served, Taking};
+
+fn served() -> Served {
+    let home = tempfile::tempdir().unwrap();
+    let folder = telemetry::Folder::at(&home.path().join("amk"));
+    let start = |edit: &mut telemetry::Edit<'_>| edit.head().places = 1;
+    let (page, _) = telemetry::Publisher::new(&folder, start).unwrap();
+    let (_, loaded) = tokio::sync::watch::channel(true);
+    Served {
+        names: vec!["m".into()],
+        device: "cuda",
+        schedule: None,
+        fingerprint: "amk-cuda".into(),
+        kernels: vec!["b8-x".into(), "b1-y".into()],
+        vocab: 100,
+        capacity: 100,
+        seqs: 8,
+        shares: true,
+        eos: Vec::new(),
+        tokenizer: None,
+        grammars: OnceLock::new(),
+        admission: Admission::new(1),
+        jobs: std::sync::mpsc::channel().0,
+        began: 0,
+        answers: 0.into(),
+        taking: Taking { loaded, leaving: AtomicBool::new(false) },
+        page: page.reader(),
+        figures: Figures::new("m"),
+    }
+}
+
+fn answering() -> (UnboundedSender<Event>, Answering) {
+    let work = Work {
+        prompt: vec![1],
+        limit: 50,
+        sampling: ir::sampling::Sampling::default(),
+        host: HostRules::default(),
+        constraint: None,
+        stop: Vec::new(),
+        logprobs: None,
+        priority: sessions::Priority::Normal,
+    };
+    let asked = Asked { work, least: 0, echo: None, tools: None, first: true };
+    let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::empty());
+    let record = Arc::new(Record::new(&request.unwrap()));
+    let mut answering = Answering::new(Arc::new(served()), record, 1);
+    let (to, events) = unbounded_channel();
+    answering.add(events, &asked, &[]);
+    (to, answering)
+}
+
+fn token(id: u32) -> Event {
+    Event::Token { id, logprobs: None }
+}
+
+fn next(answering: &mut Answering) -> Next {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let next = runtime.block_on(answering.next());
+    next.unwrap_or_else(|refusal| panic!("{}", refusal.message)).expect("a piece")
+}
+
+#[test]
+fn tokens_that_came_together_are_one_piece() {
+    let (to, mut answering) = answering();
+    (0..3).for_each(|id| to.send(token(id)).unwrap());
+    let piece = next(&mut answering);
+    assert_eq!((piece.piece.text.as_str(), &piece.ending), ("0 1 2 ", &None));
+    to.send(token(3)).unwrap();
+    assert_eq!(next(&mut answering).piece.text, "3 ");
+    // No more than a bound at once, and the ending with the last of them.
+    (0..40).for_each(|_| to.send(token(7)).unwrap());
+    to.send(Event::End(Finish::Length)).unwrap();
+    assert_eq!(next(&mut answering).piece.text.len(), 2 * TOGETHER_MAX);
+    let last = next(&mut answering);
+    assert_eq!(last.piece.text.len(), 2 * (40 - TOGETHER_MAX));
+    assert_eq!(last.ending.expect("the end").reason, "length");
+    assert_eq!(answering.usage.completion, 44);
+}
+
+#[test]
+fn answers_name_the_kernels_that_ran_them_and_count_what_was_cached() {
+    let (to, mut answering) = answering();
+    let print = |answering: &Answering| answering.served.fingerprint(answering.kernels);
+    assert_eq!(print(&answering), "amk-cuda-b8-x", "before there is a token");
+    for event in [Event::Reused(128), Event::Kernel(1), token(1)] {
+        to.send(event).unwrap();
+    }
+    next(&mut answering);
+    assert_eq!(print(&answering), "amk-cuda-b1-y");
+    to.send(Event::Kernel(0)).unwrap();
+    to.send(token(2)).unwrap();
+    next(&mut answering);
+    assert_eq!((print(&answering).as_str(), answering.usage.cached), ("amk-cuda-b8-x+b1-y", 128));
+    let (id, model) = ("id".to_owned(), "m".to_owned());
+    let heading = Heading {
+        api: Api::Completions,
+        id,
+        created: 0,
+        model,
+        fingerprint: String::new(),
+        scored: false,
+        include_usage: false,
+        settings: Value::Null,
+    };
+    to.send(Event::End(Finish::Length)).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let whole =
+        runtime.block_on(answering.whole(&heading)).unwrap_or_else(|r| panic!("{}", r.message));
+    assert_eq!(whole["system_fingerprint"], "amk-cuda-b8-x+b1-y");
+    assert_eq!(whole["usage"]["prompt_tokens_details"]["cached_tokens"], 128);
+}

@@ -101,8 +101,8 @@ fn now() -> Millis {
 /// Random requests, with leases of the past among them: states and answers are those of the protocol.
 #[test]
 fn the_board_executes_the_protocol() {
-    let (_folder, _, board) = board();
-    let mut board = board.with_clock(now);
+    let (_folder, path, _) = board();
+    let mut board = Board::open_with_clock(&path, now).unwrap();
     let specs: Vec<Spec> = (0..4).map(spec).collect();
     board.submit(&specs).unwrap();
     let who = worker("w", "h200", "a");
@@ -244,7 +244,9 @@ fn jobs_go_to_those_who_can_do_them() {
     assert!(matches!(board.claim(&cpu).unwrap(), Claim::Drained), "not joined");
     board.join(&cpu).unwrap();
     board.join(&gpu).unwrap();
-    assert!(board.join(&cpu).is_err(), "two workers with one name");
+    board.join(&cpu).expect("the answer to the first request was lost");
+    let other = Worker { host: "other".to_owned(), ..cpu.clone() };
+    assert!(board.join(&other).is_err(), "two workers with one name");
     assert_eq!(leased(board.claim(&gpu).unwrap()).id, 2, "what needs its card comes first");
     assert_eq!(leased(board.claim(&cpu).unwrap()).spec, on_cpu);
     assert_eq!(
@@ -394,7 +396,7 @@ fn submitting_again_changes_nothing_and_other_files_are_refused() {
     let mode = rusqlite::Connection::open(&foreign).unwrap();
     let mode: String = mode.query_row("PRAGMA journal_mode", [], |row| row.get(0)).unwrap();
     assert_eq!(mode, "delete", "another program's file is left as it was");
-    edit(&path, "PRAGMA user_version = 2");
+    edit(&path, "PRAGMA user_version = 9");
     assert!(refused(Board::open(&path)).contains("one version"));
     edit(&path, "PRAGMA application_id = 7");
     assert!(refused(Board::open(&path)).contains("no board"));

@@ -90,6 +90,8 @@ pub struct Worker {
     pub id: String,
     /// The host's name.
     pub host: String,
+    /// What the host's kernel calls this boot: the same for all containers of a machine. Empty if unknown.
+    pub boot: String,
     /// The version of `amk`.
     pub version: String,
     /// The target that its GPU is; empty without one.
@@ -153,8 +155,11 @@ pub struct Entry {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recorded {
-    /// The host of the worker.
+    /// The name of the worker's host.
     pub host: String,
+    /// The boot of that host, as in [`Worker`].
+    #[serde(default)]
+    pub boot: String,
     /// The card that measured it; empty if it was predicted.
     pub card: String,
     /// The verdict.

@@ -125,16 +125,27 @@ fn races_of_a_champion_go_to_cards_of_their_own() {
 
 /// The champion's status after its leg on card a of host 1, and races on other cards.
 fn judged(races: &[(&str, &str, &str)]) -> (Status, usize, usize) {
+    judged_at(
+        "",
+        &races.iter().map(|&(host, card, said)| (host, "", card, said)).collect::<Vec<_>>(),
+    )
+}
+
+/// The same with the boots of the hosts.
+fn judged_at(boot: &str, races: &[(&str, &str, &str, &str)]) -> (Status, usize, usize) {
     let (_folder, _, mut board) = board();
     board.submit(&[spec(0)]).unwrap();
     board.submit(&(0..races.len() as u32).map(|n| race(1, n)).collect::<Vec<_>>()).unwrap();
     let cpu = worker("w", "h200", "");
     board.join(&cpu).unwrap();
     let leg = leased(board.claim(&cpu).unwrap());
-    board.finish(leg.id, leg.fence, &result("1", "a", "kept")).unwrap().unwrap();
-    for (host, card, decision) in races {
+    let at = |boot: &str, result| Recorded { boot: boot.to_owned(), ..result };
+    let found = at(boot, result("1", "a", "kept"));
+    board.finish(leg.id, leg.fence, &found).unwrap().unwrap();
+    for (host, boot, card, decision) in races {
         let race = leased(board.claim(&cpu).unwrap());
-        board.finish(race.id, race.fence, &result(host, card, decision)).unwrap().unwrap();
+        let found = at(boot, result(host, card, decision));
+        board.finish(race.id, race.fence, &found).unwrap().unwrap();
     }
     let done: Vec<_> = board.jobs().unwrap().into_iter().zip(board.results().unwrap()).collect();
     let done: Vec<_> = done.into_iter().map(|(entry, (_, result))| (entry, result)).collect();
@@ -154,6 +165,22 @@ fn a_champion_is_confirmed_by_three_cards_of_two_hosts() {
     assert_eq!(judged(&one_reverts), (Candidate, 3, 2));
     let unknown = [("1", "", "kept"), ("2", "c", "kept")];
     assert_eq!(judged(&unknown).0, Candidate, "a card without an identity does not count");
+}
+
+#[test]
+fn a_host_is_more_than_its_name() {
+    let pods = [("2", "x", "b", "kept"), ("3", "x", "c", "kept")];
+    assert_eq!(judged_at("x", &pods), (Status::Candidate, 3, 1), "three containers of one machine");
+    let restarted = [("1", "y", "b", "kept"), ("1", "z", "c", "kept")];
+    assert_eq!(judged_at("x", &restarted), (Status::Candidate, 3, 1), "one machine, restarted");
+    let linked = [("2", "y", "b", "kept"), ("2", "x", "c", "kept")];
+    assert_eq!(
+        judged_at("x", &linked),
+        (Status::Candidate, 3, 1),
+        "the last one links the first two"
+    );
+    let two = [("2", "y", "b", "kept"), ("1", "x", "c", "kept")];
+    assert_eq!(judged_at("x", &two), (Status::Confirmed, 3, 2));
 }
 
 #[test]

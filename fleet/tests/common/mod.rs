@@ -35,6 +35,7 @@ pub(crate) fn worker(id: &str, target: &str, card: &str) -> Worker {
     Worker {
         id: id.to_owned(),
         host: "host".to_owned(),
+        boot: String::new(),
         version: "0".to_owned(),
         target: target.to_owned(),
         card: card.to_owned(),
@@ -61,6 +62,7 @@ pub(crate) fn finding(decision: &str, us: f64) -> Finding {
 pub(crate) fn result(host: &str, card: &str, decision: &str) -> Recorded {
     Recorded {
         host: host.to_owned(),
+        boot: String::new(),
         card: card.to_owned(),
         finding: finding(decision, 10.0),
         ledger: "rows\n".to_owned(),

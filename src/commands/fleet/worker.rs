@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use fleet::protocol::Terms;
 use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Worker};
@@ -142,8 +142,11 @@ fn named(spec: &Spec) -> String {
 
 /// This worker's name, and what it can do.
 fn identity(args: &FleetWorkerArgs) -> Result<Worker, Failure> {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = host.trim().to_owned();
+    let kernel = |name: &str| {
+        let text = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default();
+        text.trim().to_owned()
+    };
+    let (host, boot) = (kernel("hostname"), kernel("random/boot_id"));
     let gpu = match args.device {
         DeviceChoice::Cpu => None,
         DeviceChoice::Auto => probe::live_card(),
@@ -156,10 +159,12 @@ fn identity(args: &FleetWorkerArgs) -> Result<Worker, Failure> {
     };
     let [target, card, card_name] =
         gpu.map_or_else(Default::default, |(target, info)| [target.name, info.uuid, info.name]);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    // Process ids repeat between containers.
+    let unique: u32 = rand::rng().random();
     Ok(Worker {
-        id: format!("{host}-{}-{}", std::process::id(), now.as_millis()),
+        id: format!("{host}-{}-{unique:08x}", std::process::id()),
         host,
+        boot,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         target,
         card,
@@ -334,7 +339,8 @@ fn result(worker: &Worker, spec: &Spec, ledger: &Path) -> Result<Recorded, Failu
         std::fs::read_to_string(path).map_err(Failure::cannot("read", path, remedy))
     };
     let (ledger, head) = (text(ledger)?, text(&ledger.with_extension("head"))?);
-    Ok(Recorded { host: worker.host.clone(), card, finding, ledger, head })
+    let (host, boot) = (worker.host.clone(), worker.boot.clone());
+    Ok(Recorded { host, boot, card, finding, ledger, head })
 }
 
 /// The arguments of the search that a job is.

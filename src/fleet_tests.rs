@@ -370,7 +370,8 @@ fn a_leg_is_repeated_from_its_snapshot_and_seed() {
 fn what_makes_no_sense_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    refuses(at, "fleet status --board postgres://host/b", 2, "SQLite files only");
+    refuses(at, "fleet status --board postgres://me:hidden@127.0.0.1/b", 2, "PGPASSWORD");
+    refuses(at, "fleet init --board b.sqlite --worker-role w", 2, "which has no roles");
     refuses(at, "fleet status --board b.sqlite", 2, "amk fleet init");
     refuses(at, "fleet worker --board b.sqlite --for 3", 2, "--for takes a time");
     refuses(at, "fleet init --board b.sqlite --lease 1 --heartbeat 0.6", 2, "half of the lease");
@@ -402,6 +403,7 @@ fn a_verdict_that_does_not_follow_from_its_ledger_is_found() {
     let liar = fleet::Worker {
         id: "liar".to_owned(),
         host: String::new(),
+        boot: String::new(),
         version: String::new(),
         target: String::new(),
         card: String::new(),

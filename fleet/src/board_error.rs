@@ -13,6 +13,16 @@ pub enum BoardError {
         /// SQLite's reason.
         source: rusqlite::Error,
     },
+    /// A server refused a request or could not be reached.
+    #[error("cannot use the board {}: {reason}", .path.display())]
+    Server {
+        /// The board.
+        path: PathBuf,
+        /// The reason.
+        reason: String,
+        /// It may pass: the request can be repeated.
+        passing: bool,
+    },
     /// The file is something else.
     #[error("{} is no board of a fleet; name another file with --board", .0.display())]
     NoBoard(PathBuf),
@@ -62,6 +72,14 @@ pub enum BoardError {
     /// A request that makes no sense.
     #[error("{0}")]
     Refused(String),
+}
+
+impl BoardError {
+    /// Whether the same request may succeed later: another process holds the board, or the server is away.
+    #[must_use]
+    pub fn is_passing(&self) -> bool {
+        matches!(self, Self::Sqlite { .. } | Self::Server { passing: true, .. })
+    }
 }
 
 fn hint(error: &rusqlite::Error) -> &'static str {

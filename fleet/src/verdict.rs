@@ -84,10 +84,29 @@ pub fn status(results: &[&Recorded]) -> Status {
 /// The number of cards that kept a champion, and of their hosts. A card without an identity cannot be told from another
 /// one and does not count.
 fn kept_on(results: &[&Recorded]) -> (usize, usize) {
-    let kept = || results.iter().filter(|r| r.finding.is_kept() && !r.card.is_empty());
-    let cards: BTreeSet<&str> = kept().map(|result| &*result.card).collect();
-    let hosts: BTreeSet<&str> = kept().map(|result| &*result.host).collect();
-    (cards.len(), hosts.len())
+    let kept: Vec<&Recorded> =
+        (results.iter().copied()).filter(|r| r.finding.is_kept() && !r.card.is_empty()).collect();
+    let cards: BTreeSet<&str> = kept.iter().map(|result| &*result.card).collect();
+    (cards.len(), hosts(&kept))
+}
+
+/// The number of hosts that are surely different. Two results with one host name, one boot or one card are of one host:
+/// containers of a machine have names of their own, and a machine that was restarted has another boot.
+fn hosts(results: &[&Recorded]) -> usize {
+    let mut groups: Vec<Vec<&Recorded>> = Vec::new();
+    for result in results {
+        let one = |other: &&Recorded| {
+            let boots = !result.boot.is_empty() && result.boot == other.boot;
+            result.host == other.host || boots || result.card == other.card
+        };
+        let (same, mut rest): (Vec<_>, Vec<_>) =
+            groups.into_iter().partition(|group| group.iter().any(one));
+        let mut joined: Vec<&Recorded> = same.into_iter().flatten().collect();
+        joined.push(result);
+        rest.push(joined);
+        groups = rest;
+    }
+    groups.len()
 }
 
 /// The best schedule for a model on a card at a context.

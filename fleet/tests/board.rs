@@ -1,18 +1,13 @@
 //! The board in SQLite: it does what the protocol says, offers jobs by capability, and notices edits.
 
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fleet::protocol::{Claimed, Finish, Job, Late, Millis, State, Terms};
-use fleet::{
-    Board, BoardError, Claim, Device, Finding, Kind, Leased, Raced, Recorded, Spec, Status, Worker,
-    champions,
-};
-use rand::rngs::Xoshiro256PlusPlus;
-use rand::{RngExt, SeedableRng};
-use serde_json::json;
-
-const TERMS: Terms = Terms { lease_ms: 60_000, heartbeat_ms: 10_000, attempts_max: 3 };
+use common::{TERMS, finding, leased, open, race, result, spec, worker};
+use fleet::protocol::{Late, Millis, Terms};
+use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Status, Worker, champions};
 
 fn board() -> (tempfile::TempDir, PathBuf, Board) {
     let folder = tempfile::tempdir().unwrap();
@@ -21,166 +16,17 @@ fn board() -> (tempfile::TempDir, PathBuf, Board) {
     (folder, path, board)
 }
 
-fn spec(seed: u64) -> Spec {
-    Spec {
-        kind: Kind::Leg,
-        model: "toy".to_owned(),
-        target: "h200".to_owned(),
-        device: Device::Cuda,
-        contexts: Vec::new(),
-        seed,
-        budget: "8".to_owned(),
-        strategy: "residual".to_owned(),
-        protocol: 1,
-        priors: String::new(),
-        race: None,
-    }
-}
-
-fn race(leg: u64, number: u32) -> Spec {
-    let raced =
-        Raced { leg, card: "a".to_owned(), start: json!({}), champion: json!({"x": 1}), number };
-    Spec { kind: Kind::Race, race: Some(raced), ..spec(0) }
-}
-
-fn worker(id: &str, target: &str, card: &str) -> Worker {
-    Worker {
-        id: id.to_owned(),
-        host: "host".to_owned(),
-        version: "0".to_owned(),
-        target: target.to_owned(),
-        card: card.to_owned(),
-        card_name: String::new(),
-    }
-}
-
-fn finding(decision: &str, us: f64) -> Finding {
-    Finding {
-        decision: Some(decision.to_owned()),
-        why: String::new(),
-        latency_kind: "measured-gpu".to_owned(),
-        latency_us: Some(us),
-        saved: Some([0.1, 0.2]),
-        schedule_id: None,
-        program_id: None,
-        kernel_id: None,
-        config: json!({"x": 1}),
-        start_config: json!({}),
-        trials: 8,
-    }
-}
-
-fn result(host: &str, card: &str, decision: &str) -> Recorded {
-    Recorded {
-        host: host.to_owned(),
-        card: card.to_owned(),
-        finding: finding(decision, 10.0),
-        ledger: "rows\n".to_owned(),
-        head: "tip\n".to_owned(),
-    }
-}
-
-#[track_caller]
-fn leased(claim: Claim) -> Leased {
-    let Claim::Leased(leased) = claim else { panic!("{claim:?}") };
-    *leased
-}
-
-#[track_caller]
-fn open(claim: Claim) -> u64 {
-    let Claim::Nothing { open } = claim else { panic!("{claim:?}") };
-    open
-}
-
 static NOW: AtomicU64 = AtomicU64::new(0);
 
 fn now() -> Millis {
     NOW.load(Ordering::SeqCst)
 }
 
-/// Random requests, with leases of the past among them: states and answers are those of the protocol.
 #[test]
 fn the_board_executes_the_protocol() {
-    let (_folder, _, board) = board();
-    let mut board = board.with_clock(now);
-    let specs: Vec<Spec> = (0..4).map(spec).collect();
-    board.submit(&specs).unwrap();
-    let who = worker("w", "h200", "a");
-    board.join(&who).unwrap();
-    let mut jobs = vec![Job::new(); specs.len()];
-    let mut leases: Vec<(usize, u64)> = Vec::new();
-    let mut rng = Xoshiro256PlusPlus::seed_from_u64(3);
-    let (mut late, mut done) = (0, 0);
-    for _ in 0..600 {
-        NOW.fetch_add(rng.random_range(0..24_000), Ordering::SeqCst);
-        let what = rng.random_range(0..8);
-        if what < 3 || leases.is_empty() {
-            claims(&mut board, &who, &mut jobs, &mut leases);
-        } else {
-            let (at, fence) = leases[rng.random_range(0..leases.len())];
-            let (id, job) = (at as u64 + 1, &mut jobs[at]);
-            let (answer, wanted) = match what {
-                3 | 4 => (board.beat(id, fence), job.beat(now(), fence, &TERMS)),
-                5 => (board.give_back(id, fence), job.give_back(fence)),
-                6 => (board.fail(id, fence, "why"), job.fail(fence, &TERMS)),
-                _ => {
-                    let answer = board.finish(id, fence, &result("host", "a", "kept"));
-                    let hash = board.jobs().unwrap()[at].job.clone();
-                    let hash = if let State::Done { hash, .. } = hash.state {
-                        hash
-                    } else {
-                        String::new()
-                    };
-                    let wanted = match job.finish(fence, &hash) {
-                        Ok(Finish::Now(next)) => Ok(next),
-                        Ok(Finish::Already) => Ok(job.clone()),
-                        Err(why) => Err(why),
-                    };
-                    done += u64::from(wanted.is_ok());
-                    (answer, wanted)
-                }
-            };
-            assert_eq!(answer.unwrap(), wanted.clone().map(|_| ()));
-            late += u64::from(wanted.is_err());
-            *job = wanted.unwrap_or_else(|_| job.clone());
-        }
-        let held: Vec<Job> = board.jobs().unwrap().into_iter().map(|entry| entry.job).collect();
-        assert_eq!(held, jobs);
-        let closed = jobs.iter().filter(|job| matches!(job.state, State::Done { .. })).count();
-        assert_eq!(
-            board.results().unwrap().len(),
-            closed,
-            "a result for each done job, and no other"
-        );
-        if jobs.iter().all(|job| matches!(job.state, State::Done { .. } | State::Dead)) {
-            let more: Vec<Spec> = (0..4).map(|n| spec(jobs.len() as u64 + n)).collect();
-            board.submit(&more).unwrap();
-            jobs.extend(vec![Job::new(); 4]);
-        }
-    }
-    assert!(late > 20 && done > 5, "{late} late, {done} done");
-    let open = board.attempts().unwrap().iter().filter(|a| a.how == "running").count();
-    let leased = jobs.iter().filter(|job| matches!(job.state, State::Leased { .. })).count();
-    assert_eq!(open, leased, "every other attempt has an end");
-}
-
-/// The board's claim is the protocol's on the first free job, after those that its look found dead.
-fn claims(board: &mut Board, who: &Worker, jobs: &mut [Job], leases: &mut Vec<(usize, u64)>) {
-    let claim = board.claim(who).unwrap();
-    let fence = if let Claim::Leased(leased) = &claim { leased.fence } else { 0 };
-    for (at, job) in jobs.iter_mut().enumerate() {
-        match job.claim(now(), fence, &TERMS) {
-            Claimed::No => {}
-            Claimed::Dead(next) => *job = next,
-            Claimed::Granted(next) => {
-                assert_eq!(leased(claim).id, at as u64 + 1);
-                assert!(leases.iter().all(|(_, older)| *older < fence), "a fence is new");
-                *job = next;
-                return leases.push((at, fence));
-            }
-        }
-    }
-    assert!(matches!(claim, Claim::Nothing { .. }), "{claim:?}");
+    let (_folder, path, _) = board();
+    let board = Board::open_with_clock(&path, now).unwrap();
+    common::executes_the_protocol(board, 600, |time| NOW.store(time, Ordering::SeqCst));
 }
 
 #[test]
@@ -244,7 +90,9 @@ fn jobs_go_to_those_who_can_do_them() {
     assert!(matches!(board.claim(&cpu).unwrap(), Claim::Drained), "not joined");
     board.join(&cpu).unwrap();
     board.join(&gpu).unwrap();
-    assert!(board.join(&cpu).is_err(), "two workers with one name");
+    board.join(&cpu).expect("the answer to the first request was lost");
+    let other = Worker { host: "other".to_owned(), ..cpu.clone() };
+    assert!(board.join(&other).is_err(), "two workers with one name");
     assert_eq!(leased(board.claim(&gpu).unwrap()).id, 2, "what needs its card comes first");
     assert_eq!(leased(board.claim(&cpu).unwrap()).spec, on_cpu);
     assert_eq!(
@@ -277,16 +125,27 @@ fn races_of_a_champion_go_to_cards_of_their_own() {
 
 /// The champion's status after its leg on card a of host 1, and races on other cards.
 fn judged(races: &[(&str, &str, &str)]) -> (Status, usize, usize) {
+    judged_at(
+        "",
+        &races.iter().map(|&(host, card, said)| (host, "", card, said)).collect::<Vec<_>>(),
+    )
+}
+
+/// The same with the boots of the hosts.
+fn judged_at(boot: &str, races: &[(&str, &str, &str, &str)]) -> (Status, usize, usize) {
     let (_folder, _, mut board) = board();
     board.submit(&[spec(0)]).unwrap();
     board.submit(&(0..races.len() as u32).map(|n| race(1, n)).collect::<Vec<_>>()).unwrap();
     let cpu = worker("w", "h200", "");
     board.join(&cpu).unwrap();
     let leg = leased(board.claim(&cpu).unwrap());
-    board.finish(leg.id, leg.fence, &result("1", "a", "kept")).unwrap().unwrap();
-    for (host, card, decision) in races {
+    let at = |boot: &str, result| Recorded { boot: boot.to_owned(), ..result };
+    let found = at(boot, result("1", "a", "kept"));
+    board.finish(leg.id, leg.fence, &found).unwrap().unwrap();
+    for (host, boot, card, decision) in races {
         let race = leased(board.claim(&cpu).unwrap());
-        board.finish(race.id, race.fence, &result(host, card, decision)).unwrap().unwrap();
+        let found = at(boot, result(host, card, decision));
+        board.finish(race.id, race.fence, &found).unwrap().unwrap();
     }
     let done: Vec<_> = board.jobs().unwrap().into_iter().zip(board.results().unwrap()).collect();
     let done: Vec<_> = done.into_iter().map(|(entry, (_, result))| (entry, result)).collect();
@@ -306,6 +165,22 @@ fn a_champion_is_confirmed_by_three_cards_of_two_hosts() {
     assert_eq!(judged(&one_reverts), (Candidate, 3, 2));
     let unknown = [("1", "", "kept"), ("2", "c", "kept")];
     assert_eq!(judged(&unknown).0, Candidate, "a card without an identity does not count");
+}
+
+#[test]
+fn a_host_is_more_than_its_name() {
+    let pods = [("2", "x", "b", "kept"), ("3", "x", "c", "kept")];
+    assert_eq!(judged_at("x", &pods), (Status::Candidate, 3, 1), "three containers of one machine");
+    let restarted = [("1", "y", "b", "kept"), ("1", "z", "c", "kept")];
+    assert_eq!(judged_at("x", &restarted), (Status::Candidate, 3, 1), "one machine, restarted");
+    let linked = [("2", "y", "b", "kept"), ("2", "x", "c", "kept")];
+    assert_eq!(
+        judged_at("x", &linked),
+        (Status::Candidate, 3, 1),
+        "the last one links the first two"
+    );
+    let two = [("2", "y", "b", "kept"), ("1", "x", "c", "kept")];
+    assert_eq!(judged_at("x", &two), (Status::Confirmed, 3, 2));
 }
 
 #[test]
@@ -394,7 +269,7 @@ fn submitting_again_changes_nothing_and_other_files_are_refused() {
     let mode = rusqlite::Connection::open(&foreign).unwrap();
     let mode: String = mode.query_row("PRAGMA journal_mode", [], |row| row.get(0)).unwrap();
     assert_eq!(mode, "delete", "another program's file is left as it was");
-    edit(&path, "PRAGMA user_version = 2");
+    edit(&path, "PRAGMA user_version = 9");
     assert!(refused(Board::open(&path)).contains("one version"));
     edit(&path, "PRAGMA application_id = 7");
     assert!(refused(Board::open(&path)).contains("no board"));

@@ -13,7 +13,8 @@ use super::{DeviceChoice, SharingArgs};
 pub(crate) enum FleetCommand {
     /// Makes a board with the terms of its leases. `submit` makes one with the default terms.
     #[command(
-        after_help = "Examples:\n  amk fleet init --board b.sqlite --lease 120 --heartbeat 20"
+        after_help = "Examples:\n  amk fleet init --board b.sqlite --lease 120 --heartbeat 20\n  \
+        PGPASSWORD=... amk fleet init --board postgres://owner@db.example/amk --worker-role amk_worker"
     )]
     Init(FleetInitArgs),
     /// Adds a job for each model, card and context; or races of the champions found so far.
@@ -51,8 +52,8 @@ pub(crate) enum FleetCommand {
 /// A board.
 #[derive(Debug, Args)]
 pub(crate) struct FleetBoardArgs {
-    /// The board: an SQLite file on a local disk.
-    #[arg(long, value_name = "FILE")]
+    /// The board: an SQLite file on a local disk, or postgres://USER@HOST/DATABASE with the password in PGPASSWORD.
+    #[arg(long, value_name = "FILE|URL")]
     pub(crate) board: PathBuf,
 }
 
@@ -69,6 +70,9 @@ pub(crate) struct FleetInitArgs {
     /// Attempts of a job that may fail or fall silent before it is dead.
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub(crate) attempts: u32,
+    /// On a server: the role that workers connect as. It may call the five functions of a worker, and nothing else.
+    #[arg(long, value_name = "ROLE")]
+    pub(crate) worker_role: Option<String>,
 }
 
 #[derive(Debug, Args)]

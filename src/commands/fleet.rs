@@ -21,6 +21,7 @@ impl From<BoardError> for Failure {
         match error {
             BoardError::Damaged { .. } => Self::integrity(error.to_string()),
             BoardError::Sqlite { .. }
+            | BoardError::Server { .. }
             | BoardError::NoBoard(_)
             | BoardError::Missing(_)
             | BoardError::Version { .. }
@@ -31,30 +32,22 @@ impl From<BoardError> for Failure {
     }
 }
 
-/// Refuses the address of a server: boards of this build are files.
-fn file(board: &Path) -> Result<&Path, Failure> {
-    match board.to_str().filter(|text| text.contains("://")) {
-        None => Ok(board),
-        Some(url) => Err(Failure::usage(format!(
-            "--board {url}: this amk keeps boards in SQLite files only; name a file on a local disk"
-        ))),
-    }
-}
-
 fn open(board: &Path) -> Result<Board, Failure> {
-    Ok(Board::open(file(board)?)?)
+    Ok(Board::open(board)?)
 }
 
-fn create(board: &Path, terms: Option<Terms>) -> Result<Board, Failure> {
-    let board = file(board)?;
-    if let Some(folder) = board.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+/// Creates a board, or opens the one that is there. `role` is the role of its workers, on a server.
+fn create(board: &Path, terms: Option<Terms>, role: Option<&str>) -> Result<Board, Failure> {
+    let is_file = !board.to_string_lossy().contains("://");
+    let folder = board.parent().filter(|folder| is_file && !folder.as_os_str().is_empty());
+    if let Some(folder) = folder {
         std::fs::create_dir_all(folder).map_err(Failure::cannot(
             "create",
             folder,
             "name another file with --board",
         ))?;
     }
-    Ok(Board::create(board, terms)?)
+    Ok(Board::create_for(board, terms, role)?)
 }
 
 pub(crate) fn init(args: &FleetInitArgs) -> Outcome {
@@ -65,7 +58,7 @@ pub(crate) fn init(args: &FleetInitArgs) -> Outcome {
     };
     let (lease_ms, heartbeat_ms) = (ms("--lease", args.lease)?, ms("--heartbeat", args.heartbeat)?);
     let terms = Terms { lease_ms, heartbeat_ms, attempts_max: args.attempts };
-    let board = create(&args.board.board, Some(terms))?;
+    let board = create(&args.board.board, Some(terms), args.worker_role.as_deref())?;
     out::say(&format!("board {}", board.path().display()));
     out::document(
         &json!({"schema": "amk.fleet_init.v1", "board": board.path(), "terms": board.terms()}),

@@ -30,7 +30,7 @@ pub(crate) fn run(args: &FleetSubmitArgs) -> Outcome {
         None => {
             // Everything is checked before there is a board.
             let mut specs = legs(args)?;
-            let mut board = create(&args.board.board, None)?;
+            let mut board = create(&args.board.board, None, None)?;
             freeze(args, &mut board, &mut specs)?;
             (board, specs)
         }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use fleet::protocol::Terms;
 use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Worker};
@@ -29,8 +29,9 @@ const LOOK: Duration = Duration::from_millis(50);
 const GRACE: Duration = Duration::from_secs(1);
 /// Mean pause between two claims while nothing is free.
 const POLL_MS: u64 = 500;
-/// Tries of a request that the board does not take, a second apart.
-const TRIES: u32 = 10;
+/// How long a request that the board does not take is repeated; pauses grow to 5 s.
+const INSISTENCE: Duration = Duration::from_secs(600);
+const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// Longest wait of the second thread for the board: with [`GRACE`] less than the 5 s that a worker has after SIGTERM.
 const HOLDER_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -64,10 +65,11 @@ pub(crate) fn run(args: &FleetWorkerArgs) -> Outcome {
     let mut board = open(&args.board.board)?;
     let worker = identity(args)?;
     interrupt::catch_termination();
-    board.join(&worker)?;
+    insist(|| board.join(&worker))?;
     report::say(&format!("worker {} on {}", worker.id, board.path().display()));
     let mut counts = Counts::default();
     let ended = serve(args, &mut board, &worker, latest, &mut counts);
+    board.set_patience(HOLDER_PATIENCE)?;
     let left = board.leave(&worker.id);
     report::document(&document(board.path(), &worker, counts))?;
     ended?;
@@ -101,7 +103,7 @@ fn serve(
                 let pause = rng.random_range(POLL_MS / 2..POLL_MS * 3 / 2);
                 let until = asked + Duration::from_millis(pause);
                 while Instant::now() < until && !interrupt::terminated() {
-                    std::thread::sleep(LOOK);
+                    board.wait(LOOK);
                 }
                 continue;
             }
@@ -140,8 +142,11 @@ fn named(spec: &Spec) -> String {
 
 /// This worker's name, and what it can do.
 fn identity(args: &FleetWorkerArgs) -> Result<Worker, Failure> {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = host.trim().to_owned();
+    let kernel = |name: &str| {
+        let text = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default();
+        text.trim().to_owned()
+    };
+    let (host, boot) = (kernel("hostname"), kernel("random/boot_id"));
     let gpu = match args.device {
         DeviceChoice::Cpu => None,
         DeviceChoice::Auto => probe::live_card(),
@@ -154,10 +159,12 @@ fn identity(args: &FleetWorkerArgs) -> Result<Worker, Failure> {
     };
     let [target, card, card_name] =
         gpu.map_or_else(Default::default, |(target, info)| [target.name, info.uuid, info.name]);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    // Process ids repeat between containers.
+    let unique: u32 = rand::rng().random();
     Ok(Worker {
-        id: format!("{host}-{}-{}", std::process::id(), now.as_millis()),
+        id: format!("{host}-{}-{unique:08x}", std::process::id()),
         host,
+        boot,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         target,
         card,
@@ -193,7 +200,7 @@ fn attempt(
     asked: Instant,
     counts: Counts,
 ) -> Result<End, Failure> {
-    let own = open(board.path())?;
+    let own = insist(|| Board::open(board.path()))?;
     own.set_patience(HOLDER_PATIENCE)?;
     let mut holder =
         LeaseHolder { board: own, terms: board.terms(), leased, worker, asked, counts };
@@ -306,15 +313,20 @@ fn search(
 /// Repeats a request that the board could not take: another process may hold it. A commit whose answer was lost is
 /// read back, since a repeated request changes nothing.
 fn insist<T>(mut request: impl FnMut() -> Result<T, BoardError>) -> Result<T, BoardError> {
-    for _ in 1..TRIES {
-        match request() {
-            Err(BoardError::Sqlite { .. }) if !interrupt::terminated() => {
-                std::thread::sleep(Duration::from_secs(1));
-            }
-            answer => return answer,
+    let (latest, mut pause) = (Instant::now() + INSISTENCE, Duration::from_millis(100));
+    loop {
+        let answer = request();
+        let again = answer.as_ref().is_err_and(BoardError::is_passing);
+        if !again || interrupt::terminated() || Instant::now() >= latest {
+            return answer;
         }
+        // Jitter, so that the workers of a fleet do not all come back at once.
+        let wait = Instant::now() + pause.mul_f64(rand::rng().random_range(0.5..1.5));
+        while Instant::now() < wait && !interrupt::terminated() {
+            std::thread::sleep(LOOK);
+        }
+        pause = (2 * pause).min(PAUSE_MAX);
     }
-    request()
 }
 
 /// The result of a ledger that passes the audit.
@@ -327,7 +339,8 @@ fn result(worker: &Worker, spec: &Spec, ledger: &Path) -> Result<Recorded, Failu
         std::fs::read_to_string(path).map_err(Failure::cannot("read", path, remedy))
     };
     let (ledger, head) = (text(ledger)?, text(&ledger.with_extension("head"))?);
-    Ok(Recorded { host: worker.host.clone(), card, finding, ledger, head })
+    let (host, boot) = (worker.host.clone(), worker.boot.clone());
+    Ok(Recorded { host, boot, card, finding, ledger, head })
 }
 
 /// The arguments of the search that a job is.

@@ -19,7 +19,7 @@ mod violation;
 mod weights;
 
 pub use format::Format;
-pub use graph::{DType, Graph, Layer, Linear, Tensor};
+pub use graph::{Activation, DType, Graph, Layer, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 pub use nearest::nearest;
 pub use phase::PhaseClass;

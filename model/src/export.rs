@@ -14,11 +14,13 @@ use crate::model::{Model, Origin, import_dequantised};
 use crate::quantise::Format;
 use crate::random;
 use crate::rope::{Rope, Scaling};
-use crate::shape::{Family, Shape, Window};
+use crate::shape::{Family, Options, Shape, Window};
 use crate::store::{INDEX, SINGLE};
 
 /// Most bytes per file; a larger checkpoint is split.
 pub(crate) const SHARD_BYTES: u64 = 5_000_000_000;
+/// Families whose configurations are written.
+const EXPORTED: [Family; 4] = [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3];
 /// Files of an imported folder that are copied unchanged.
 const COMPANIONS: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
@@ -203,6 +205,12 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
             return Err("codes are no type of a configuration".to_owned());
         }
     };
+    if !EXPORTED.contains(&shape.family) || shape.options != Options::default() {
+        return Err(format!(
+            "models of type {} cannot be written; supported: llama, mistral, qwen2 and qwen3 without further options",
+            shape.family.model_type()
+        ));
+    }
     let fields = json!({
         "architectures": [shape.family.architecture()],
         "model_type": shape.family.model_type(),
@@ -238,7 +246,7 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
         Family::Qwen3 => {
             fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
         }
-        Family::Mistral | Family::Qwen2 => {}
+        _ => {}
     }
     insert_window(&mut fields, shape)?;
     Ok(fields)
@@ -264,6 +272,16 @@ fn rope_parameters(rope: Rope) -> Value {
         Scaling::Linear { factor } => {
             json!({ "rope_type": "linear", "rope_theta": theta, "factor": factor })
         }
+        Scaling::Yarn { factor, original, fast, slow, truncate, amplitude } => json!({
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": fast,
+            "beta_slow": slow,
+            "truncate": truncate,
+            "attention_factor": amplitude,
+        }),
         Scaling::Llama3 { factor, low, high, original } => json!({
             "rope_type": "llama3",
             "rope_theta": theta,
@@ -296,7 +314,6 @@ fn insert_window(fields: &mut Map<String, Value>, shape: &Shape) -> Result<(), S
                     .to_owned(),
             );
         }
-        Family::Llama => {}
         Family::Mistral if matches!(shape.window, Window::Layers { .. }) => {
             return Err("a mistral's sliding window is in every layer or in none".to_owned());
         }
@@ -312,6 +329,7 @@ fn insert_window(fields: &mut Map<String, Value>, shape: &Shape) -> Result<(), S
             fields.insert("sliding_window".to_owned(), json!(window));
             fields.insert("max_window_layers".to_owned(), json!(first));
         }
+        _ => {}
     }
     Ok(())
 }

@@ -398,7 +398,8 @@ fn source(cursor: &mut Cursor<'_>) -> Result<BufferSource, ParseError> {
     Ok(match word.text.as_str() {
         "rows" => BufferSource::Vector(cursor.map(false)?),
         "interleaved" => BufferSource::Vector(cursor.map(true)?),
-        "inv_freq" => BufferSource::InvFreq,
+        "inv_freq" => BufferSource::Rotary(0),
+        "rotary" => BufferSource::Rotary(cursor.number("a table")?),
         "cache" => BufferSource::KvCache { layer: cursor.number("a layer")? },
         "embedding" => {
             let word = cursor.next("a matrix")?;

@@ -107,7 +107,10 @@ fn print_buffer(out: &mut String, index: usize, buffer: &Buffer) {
     match &buffer.source {
         BufferSource::Scratch => {}
         BufferSource::Vector(map) => print_map(out, map),
-        BufferSource::InvFreq => *out += " inv_freq",
+        BufferSource::Rotary(0) => *out += " inv_freq",
+        BufferSource::Rotary(number) => {
+            let _ = write!(out, " rotary {number}");
+        }
         BufferSource::KvCache { layer } => {
             let _ = write!(out, " cache {layer}");
         }

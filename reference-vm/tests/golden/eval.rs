@@ -6,7 +6,7 @@ use reference_vm::InputError;
 use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
-use crate::{Golden, each, each_quantised};
+use crate::{Golden, each, each_family, each_quantised};
 
 fn evaluator(golden: &Golden) -> Evaluator<'_> {
     Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()
@@ -22,6 +22,7 @@ fn logits_are_those_of_transformers() {
     };
     each(check);
     each_quantised(check);
+    each_family(check);
 }
 
 #[test]
@@ -33,6 +34,7 @@ fn greedy_tokens_are_those_of_transformers() {
     };
     each(check);
     each_quantised(check);
+    each_family(check);
 }
 
 #[test]

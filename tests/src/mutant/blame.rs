@@ -144,7 +144,7 @@ pub(super) fn reads(program: &Program, task: &Task, tensors: &dyn Fn(TensorId) -
     let of_buffer = |buffer: BufferId| match &program.buffers[buffer.index()].source {
         BufferSource::Vector(map) => map.parts.iter().any(|part| part.0.is_some_and(tensors)),
         BufferSource::Embedding(matrix) => of_matrix(matrix.index()),
-        BufferSource::Scratch | BufferSource::InvFreq | BufferSource::KvCache { .. } => false,
+        BufferSource::Scratch | BufferSource::Rotary(_) | BufferSource::KvCache { .. } => false,
     };
     let multiplied =
         task.opcode == Opcode::Matvec && of_matrix(task.params::<MatvecParams>().matrix as usize);

@@ -121,6 +121,12 @@ fn parse_text(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Prob
     let max_positions = fields.whole("max_position_embeddings").unwrap_or(row.max_positions);
     let (rope, inside) = rope(&mut fields, row, max_positions);
     let partial = fields.number("partial_rotary_factor").or(inside.rotated);
+    if let Some(value) = fields.get("partial_rotary_factor")
+        && row.rotated.is_none()
+        && value.as_f64() != Some(1.0)
+    {
+        fields.expected("partial_rotary_factor", value, "1.0");
+    }
     let mut shape = Shape {
         name: name.to_owned(),
         family,
@@ -144,7 +150,7 @@ fn parse_text(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Prob
         window: window(&mut fields, row, layers),
         options: Options {
             activation,
-            rotated: partial.unwrap_or(row.rotated),
+            rotated: partial.or(row.rotated).unwrap_or(1.0),
             sliding_rope: inside.sliding,
             ..Options::default()
         },
@@ -278,6 +284,7 @@ fn rope(fields: &mut Fields<'_>, row: &Row, max_positions: u32) -> (Rope, Inside
         theta,
         original: outer_original.unwrap_or(max_positions),
         outer: outer_original.is_some(),
+        row,
     };
     let mut read = |field, prefix| {
         let object = fields.object(field)?;
@@ -296,7 +303,8 @@ fn rope(fields: &mut Fields<'_>, row: &Row, max_positions: u32) -> (Rope, Inside
 }
 
 /// Reads objects of rotary parameters.
-struct RopeReader {
+struct RopeReader<'a> {
+    row: &'a Row,
     /// Defaults from outside of the object.
     theta: f64,
     original: u32,
@@ -304,7 +312,7 @@ struct RopeReader {
     outer: bool,
 }
 
-impl RopeReader {
+impl RopeReader<'_> {
     fn read(
         &self,
         object: &Map<String, Value>,
@@ -336,6 +344,12 @@ impl RopeReader {
         let kind = fields.text(field).unwrap_or("default");
         let theta = fields.number("rope_theta").unwrap_or(self.theta);
         let rotated = fields.number("partial_rotary_factor");
+        if let Some(value) = fields.get("partial_rotary_factor")
+            && self.row.rotated.is_none()
+            && value.as_f64() != Some(1.0)
+        {
+            fields.expected("partial_rotary_factor", value, "1.0");
+        }
         if let Some((key, _)) = object.iter().find(|(_, value)| value.is_object()) {
             let reason = "is an object; supported: full_attention and sliding_attention";
             fields.complain(key, reason);
@@ -354,7 +368,8 @@ impl RopeReader {
         match kind {
             // Dynamic frequencies change beyond the longest sequence, which no program exceeds. Those of longrope are
             // the family's.
-            "default" | "dynamic" | "longrope" | "su" => Some(Scaling::Default),
+            "default" | "dynamic" => Some(Scaling::Default),
+            "longrope" | "su" if self.row.longrope => Some(Scaling::Default),
             "linear" => Some(Scaling::Linear { factor: fields.required_number("factor") }),
             "llama3" => Some(Scaling::Llama3 {
                 factor: fields.required_number("factor"),
@@ -365,8 +380,9 @@ impl RopeReader {
             "yarn" => Some(yarn(fields, original)),
             other => {
                 let reason = format!(
-                    "is {}; supported: default, linear, dynamic, llama3, yarn, and longrope in phi3",
-                    quoted(other)
+                    "is {}; supported: default, linear, dynamic, llama3, yarn{}",
+                    quoted(other),
+                    if self.row.longrope { ", longrope" } else { "" }
                 );
                 fields.complain(field, reason);
                 None

@@ -428,7 +428,8 @@ impl Shape {
                 found.push(Problem::new(field, format!("is {value}; supported: 1e-6 to 1e6")));
             }
         }
-        if !(options.rotated > 0.0 && options.rotated <= 1.0) || self.rotated_dims() == 0 {
+        let none = self.head_dim > 0 && self.rotated_dims() == 0;
+        if !(options.rotated > 0.0 && options.rotated <= 1.0) || none {
             let reason = format!("is {}; it must be above 0 and at most 1", options.rotated);
             found.push(Problem::new("partial_rotary_factor", reason));
         }

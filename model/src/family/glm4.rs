@@ -17,7 +17,7 @@ pub(super) const GLM4: Row = Row {
         mlp_post: Some("post_mlp_layernorm"),
     },
     fused_gate_up: true,
-    rotated: 0.5,
+    rotated: Some(0.5),
     neighbours: true,
     ..llama::LLAMA
 };

@@ -141,8 +141,10 @@ pub(crate) struct Row {
     pub(crate) fused_qkv: bool,
     /// Gate and up are stored as one matrix `gate_up_proj`.
     pub(crate) fused_gate_up: bool,
-    /// Default of `partial_rotary_factor`.
-    pub(crate) rotated: f64,
+    /// Default of `partial_rotary_factor`; `None` if heads are always rotated as a whole.
+    pub(crate) rotated: Option<f64>,
+    /// Whether `longrope` is read.
+    pub(crate) longrope: bool,
     /// Elements `2 i` and `2 i + 1` are rotated together, not `i` and `i + n / 2`.
     pub(crate) neighbours: bool,
     pub(crate) windows: WindowRule,

@@ -11,6 +11,8 @@ pub(super) const PHI3: Row = Row {
     qkv_bias: Bias::Never,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,
+    rotated: Some(1.0),
+    longrope: true,
     fused_qkv: true,
     fused_gate_up: true,
     windows: WindowRule::All { absent: None },

@@ -124,7 +124,7 @@ macro_rules! for_each_op {
                 /// Zero.
                 pub reserved: [u32; 15],
             }
-            /// Normalises a vector in one or two parts: `out = residual + x * weight / rms(part of x)`. What follows the parts is copied.
+            /// Normalises a vector in one or two parts: `out = residual + x * weight / rms(part)`. What follows them is copied.
             ///
             /// Reads `[x, norm weight, none, residual]` (the residual may be none), writes `[out]`.
             norm = Norm = 6 NormParams amk_norm_params { reads 4, writes 1 } {

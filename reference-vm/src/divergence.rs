@@ -497,7 +497,9 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
         Opcode::Matvec => {
             let p: MatvecParams = task.params();
             match Epilogue::new(p.epilogue)? {
-                Epilogue::Store => graph.layers.get(layer).map(|of| stored(program, of, &p, layer)),
+                Epilogue::Store => {
+                    graph.layers.get(layer).map(|of| stored(graph, program, of, &p, layer))
+                }
                 Epilogue::SiluMul => inside.then_some(Role::Hidden(layer)),
                 Epilogue::Residual if !inside => None,
                 Epilogue::Residual if ends_layer(graph, program, layer, &p) => {
@@ -528,14 +530,17 @@ fn multiplies(program: &Program, p: &MatvecParams, weight: TensorId) -> bool {
     matrix.is_some_and(|matrix| matrix.map.parts.iter().any(|part| part.0 == Some(weight)))
 }
 
-/// The role of products that are stored as they are.
-fn stored(program: &Program, of: &Layer, p: &MatvecParams, layer: usize) -> Role {
-    if multiplies(program, p, of.o.weight) {
+/// The role of products that are stored as they are. A wrong matrix is one of the same size: then the sizes decide.
+fn stored(graph: &Graph, program: &Program, of: &Layer, p: &MatvecParams, layer: usize) -> Role {
+    let is = |weight: TensorId| multiplies(program, p, weight);
+    if is(of.q.weight) || p.prologue == Prologue::Rms as u32 || p.rows != graph.hidden {
+        Role::Qkv(layer)
+    } else if is(of.o.weight) || p.prologue == Prologue::Merge as u32 {
         Role::AttentionSums(layer)
-    } else if multiplies(program, p, of.down.weight) {
+    } else if is(of.down.weight) || p.k_len == graph.ffn {
         Role::MlpSums(layer)
     } else {
-        Role::Qkv(layer)
+        Role::AttentionSums(layer)
     }
 }
 

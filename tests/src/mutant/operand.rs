@@ -267,7 +267,12 @@ impl Mutants<'_, '_, '_> {
             let word = self.task().params[first];
             if field.name == "reserved" {
                 self.push("reserved", "reserved word set", Change::Param(first, 1));
-            } else if matches!(field.name, "eps" | "scale") {
+            } else if matches!(field.name, "cap" | "scale") && word == 0 {
+                for value in [0.5_f32, 2.0] {
+                    let what = format!("{} {value} for none", field.name);
+                    self.push(field.name, &what, Change::Param(first, value.to_bits()));
+                }
+            } else if matches!(field.name, "eps" | "scale" | "cap") {
                 for factor in [0.0, 0.5, 0.99, 1.01, 2.0, 100.0, 1e4, 1e6] {
                     let value = f32::from_bits(word) * factor;
                     let what = format!("{} {value} for {}", field.name, f32::from_bits(word));

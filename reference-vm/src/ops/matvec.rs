@@ -5,7 +5,7 @@ use ir::MatrixId;
 use rayon::prelude::*;
 
 use super::attention_merge::Partials;
-use super::{Context, Effects, bits};
+use super::{Context, Effects, bits, reserved};
 use crate::defect::Defect;
 use crate::math::{TASK_MACS, argmax, capped, root_mean_square};
 use crate::memory::Span;
@@ -60,6 +60,12 @@ fn partials(p: &MatvecParams) -> Result<Partials, Fault> {
 }
 
 pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>, Fault> {
+    let unused = [(Epilogue::SiluMul, p.activation), (Epilogue::Logits, p.cap.to_bits())];
+    for (of, word) in unused {
+        if epilogue(p)? != of {
+            reserved(&[word])?;
+        }
+    }
     let mut spans = match prologue(p)? {
         Prologue::Copy | Prologue::Rms => vec![context.span(0, 0, p.k_len)?],
         Prologue::Merge => partials(p)?.spans(context, context.step)?,

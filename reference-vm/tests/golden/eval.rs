@@ -171,6 +171,19 @@ fn device_roundings_move_logits_as_far_as_the_device_does() {
     });
 }
 
+/// What roundings of the device move in other families: within what its test allows (vm-host/tests/differential.rs).
+#[test]
+fn device_roundings_leave_the_families_where_they_are() {
+    each_family(|name, golden| {
+        let mut rounded = evaluator(golden).with_device_roundings();
+        let got = rounded.run(&golden.tokens, Logits::All).unwrap();
+        let want = golden.logits.iter().map(Vec::as_slice);
+        let own = distance(want, got.iter().map(Vec::as_slice));
+        println!("{name}: {own:.2e}");
+        assert!(own < 5e-3, "{name}: {own}");
+    });
+}
+
 #[test]
 fn a_window_of_the_whole_sequence_is_full_attention_and_a_shorter_one_is_not() {
     each(|name, golden| {

@@ -348,6 +348,12 @@ impl<'a> Op<'a> {
 
     fn matvec(&mut self, p: &MatvecParams) {
         self.finite("cap", p.cap);
+        // They mean nothing elsewhere.
+        let (activation, cap) = (p.activation, p.cap.to_bits());
+        self.zero(&[
+            if p.epilogue == Epilogue::SiluMul as u32 { 0 } else { activation },
+            if p.epilogue == Epilogue::Logits as u32 { 0 } else { cap },
+        ]);
         if Activation::new(p.activation).is_none() {
             self.wrong(Rule::POpcode, format!("activation {} is not in the table", p.activation));
         }

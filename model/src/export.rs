@@ -238,15 +238,11 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
     let Value::Object(mut fields) = fields else {
         return Err("its configuration is no object".to_owned());
     };
-    match shape.family {
-        Family::Llama => {
-            fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
-            fields.insert("mlp_bias".to_owned(), json!(shape.mlp_bias));
-        }
-        Family::Qwen3 => {
-            fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
-        }
-        _ => {}
+    if matches!(shape.family, Family::Llama | Family::Qwen3) {
+        fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
+    }
+    if shape.family == Family::Llama {
+        fields.insert("mlp_bias".to_owned(), json!(shape.mlp_bias));
     }
     insert_window(&mut fields, shape)?;
     Ok(fields)
@@ -307,29 +303,23 @@ fn insert_window(fields: &mut Map<String, Value>, shape: &Shape) -> Result<(), S
         Window::None => None,
         Window::All(window) | Window::Layers { window, .. } => Some(window),
     };
-    match shape.family {
-        Family::Llama if window.is_some() => {
-            return Err(
-                "a llama with a sliding window fits no config.json; use the mistral family"
-                    .to_owned(),
-            );
-        }
-        Family::Mistral if matches!(shape.window, Window::Layers { .. }) => {
+    if shape.family == Family::Llama && window.is_some() {
+        let reason = "a llama with a sliding window fits no config.json; use the mistral family";
+        return Err(reason.to_owned());
+    }
+    if shape.family == Family::Mistral {
+        if matches!(shape.window, Window::Layers { .. }) {
             return Err("a mistral's sliding window is in every layer or in none".to_owned());
         }
-        Family::Mistral => {
-            fields.insert("sliding_window".to_owned(), json!(window));
-        }
-        Family::Qwen2 | Family::Qwen3 => {
-            let first = sliding.iter().position(|&s| s).unwrap_or(layers);
-            let types =
-                sliding.iter().map(|&s| if s { "sliding_attention" } else { "full_attention" });
-            fields.insert("layer_types".to_owned(), types.collect());
-            fields.insert("use_sliding_window".to_owned(), json!(window.is_some()));
-            fields.insert("sliding_window".to_owned(), json!(window));
-            fields.insert("max_window_layers".to_owned(), json!(first));
-        }
-        _ => {}
+        fields.insert("sliding_window".to_owned(), json!(window));
+    }
+    if matches!(shape.family, Family::Qwen2 | Family::Qwen3) {
+        let first = sliding.iter().position(|&s| s).unwrap_or(layers);
+        let types = sliding.iter().map(|&s| if s { "sliding_attention" } else { "full_attention" });
+        fields.insert("layer_types".to_owned(), types.collect());
+        fields.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+        fields.insert("sliding_window".to_owned(), json!(window));
+        fields.insert("max_window_layers".to_owned(), json!(first));
     }
     Ok(())
 }

@@ -77,7 +77,9 @@ impl Rope {
         });
         match self.scaling {
             Scaling::Yarn { .. } => self.yarn(waves.collect(), head_dim),
-            _ => waves.map(|wave| self.scaling.apply(1.0 / wave)).collect(),
+            Scaling::Default | Scaling::Linear { .. } | Scaling::Llama3 { .. } => {
+                waves.map(|wave| self.scaling.apply(1.0 / wave)).collect()
+            }
         }
     }
 

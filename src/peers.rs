@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use ir::Graph;
 use ir::program::Dims;
+use ir::{Activation, Graph};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -143,6 +143,19 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
 }
 
 fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
+    let graph = ask.graph;
+    let plain = |layer: &ir::Layer| {
+        layer.attn_norm.is_some()
+            && layer.mlp_norm.is_some()
+            && layer.attn_post_norm.or(layer.mlp_post_norm).is_none()
+            && layer.rotary == 0
+            && !graph.norms_all_heads(layer)
+    };
+    let scalars = graph.score_cap.or(graph.logit_cap).is_some() || graph.embed_scale != 1.0;
+    let table = graph.inv_freq.len() != graph.head_dim as usize / 2;
+    if scalars || table || graph.activation != Activation::Silu || !graph.layers.iter().all(plain) {
+        return Err(format!("its step is that of a llama; {} has other blocks", graph.name));
+    }
     let python = python();
     let mut command = Command::new(&python);
     command.args(["-c", TORCH_STEP]);

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::layout::{StructLayout, structs};
 use crate::limits::{LIMITS, NONE};
-use crate::op::{Epilogue, Opcode, Prologue};
+use crate::op::{Activation, Epilogue, Feature, Opcode, Prologue};
 use crate::ring::{Command, Ending};
 use crate::status::Trap;
 use crate::task::{Action, BufferKind, DType, LoadKind, Unpack};
@@ -35,6 +35,7 @@ fn language() -> String {
     enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
     enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "ACTIVATION", Activation::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     for layout in crate::op::param_layouts() {
         let _ = writeln!(out, "{} {}", layout.c_name, layout.size);
@@ -97,6 +98,8 @@ fn body() -> String {
     enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
     enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "ACTIVATION", Activation::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "FEATURE", Feature::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "COMMAND", Command::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ENDING", Ending::ALL.iter().map(|v| (v.name(), *v as u32)));

@@ -20,8 +20,8 @@ pub use header::{abi_hash, c_field_asserts, c_header, program_hash};
 pub use layout::{Field, StructLayout, WireType, structs};
 pub use limits::*;
 pub use op::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NopParams, OpInfo,
-    Opcode, Params, Prologue, SampleParams,
+    Activation, AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, Feature,
+    MatvecParams, NopParams, NormParams, OpInfo, Opcode, Params, Prologue, SampleParams,
 };
 pub use ring::{
     Bias, Command, Completion, Ending, EntryState, RingIndices, SessionSampling, Submission,

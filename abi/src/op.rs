@@ -22,8 +22,10 @@ macro_rules! for_each_op {
                 pub offset: u32,
                 /// Elements.
                 pub len: u32,
+                /// Factor of the elements; zero for none.
+                pub scale: f32,
                 /// Zero.
-                pub reserved: [u32; 14],
+                pub reserved: [u32; 13],
             }
             /// Multiplies rows of a streamed matrix with a vector: `out[row] = epilogue(W[row, ..] . prologue(x) + bias[row])`.
             ///
@@ -57,8 +59,10 @@ macro_rules! for_each_op {
                 pub window: u32,
                 /// Index of this task's entry in the candidates buffer, for `logits`.
                 pub candidate: u32,
-                /// Zero.
-                pub reserved: [u32; 2],
+                /// An `Activation`, for `silu_mul`.
+                pub activation: u32,
+                /// Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none.
+                pub cap: f32,
             }
             /// Attention of one key/value head's query group over one split of the keys. The task that owns the newest position also
             /// normalises, rotates and appends its key and value.
@@ -85,8 +89,10 @@ macro_rules! for_each_op {
                 pub scale: f32,
                 /// Epsilon of the q and k norms.
                 pub eps: f32,
+                /// Soft cap `c` of the scores, which become `c tanh(score / c)`, or zero for none.
+                pub cap: f32,
                 /// Zero.
-                pub reserved: [u32; 6],
+                pub reserved: [u32; 5],
             }
             /// Combines the partial results of the active splits of some heads.
             ///
@@ -117,6 +123,25 @@ macro_rules! for_each_op {
                 pub candidates: u32,
                 /// Zero.
                 pub reserved: [u32; 15],
+            }
+            /// Normalises a vector in one or two parts: `out = residual + x * weight / rms(part)`. What follows them is copied.
+            ///
+            /// Reads `[x, norm weight, none, residual]` (the residual may be none), writes `[out]`.
+            norm = Norm = 6 NormParams amk_norm_params { reads 4, writes 1 } {
+                /// First element written.
+                pub offset: u32,
+                /// Elements written.
+                pub len: u32,
+                /// Elements of `x`.
+                pub width: u32,
+                /// Elements of the first part.
+                pub first: u32,
+                /// Elements of the second part, after the first.
+                pub second: u32,
+                /// Epsilon of the norms.
+                pub eps: f32,
+                /// Zero.
+                pub reserved: [u32; 10],
             }
         }
     };
@@ -281,9 +306,35 @@ wire_enum! {
         Store = 0 "store",
         /// Adds the residual element of the same row, then stores.
         Residual = 1 "residual",
-        /// `silu(gate) * up`, gate and up tiles alternating; stores half as many rows.
+        /// `activation(gate) * up`, gate and up tiles alternating; stores half as many rows.
         SiluMul = 2 "silu_mul",
         /// Stores logits, and the best of them as a candidate.
         Logits = 3 "logits",
+    }
+}
+
+wire_enum! {
+    /// The function between the two halves of an MLP.
+    Activation {
+        /// `x * sigmoid(x)`.
+        Silu = 0 "silu",
+        /// GELU in its `tanh` form.
+        GeluTanh = 1 "gelu_tanh",
+    }
+}
+
+wire_enum! {
+    /// What some models need of a kernel; bit n of `AMK_FEATURES` is the feature of number n.
+    Feature {
+        /// `gelu_tanh` in place of `silu`.
+        GeluTanh = 0 "gelu_tanh",
+        /// A soft cap of scores.
+        ScoreCap = 1 "score_cap",
+        /// A soft cap of logits.
+        LogitCap = 2 "logit_cap",
+        /// A factor of the embedding.
+        EmbedScale = 3 "embed_scale",
+        /// The op `norm`.
+        Norm = 4 "norm",
     }
 }

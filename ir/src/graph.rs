@@ -1,13 +1,13 @@
 //! The model graph: a decoder-only transformer before any scheduling.
 //!
-//! A graph is structured rather than a bag of nodes: every family that `model` imports is one shape with options
-//! (biases, q/k norms, a sliding window). It holds everything that the arithmetic needs, including the rotary
+//! A graph is structured rather than a bag of nodes: a layer is an attention block and an MLP block, each with a norm
+//! before it, after it, or both; all else is an option. No family is known here. It holds everything that the arithmetic needs, including the rotary
 //! frequencies, so that both executors in `reference-vm` and the device read the same numbers. It holds no weights; see
 //! [`Weights`](crate::Weights).
 
 use serde::{Deserialize, Serialize};
 
-pub use abi::DType;
+pub use abi::{Activation, DType};
 
 use crate::format::Format;
 use crate::id::TensorId;
@@ -61,22 +61,28 @@ pub struct Linear {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Layer {
     /// RMSNorm before attention, `[hidden]`.
-    pub attn_norm: TensorId,
+    pub attn_norm: Option<TensorId>,
+    /// RMSNorm of what attention adds to the residual stream, `[hidden]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attn_post_norm: Option<TensorId>,
     /// `[heads * head_dim, hidden]`.
     pub q: Linear,
     /// `[kv_heads * head_dim, hidden]`.
     pub k: Linear,
     /// `[kv_heads * head_dim, hidden]`.
     pub v: Linear,
-    /// RMSNorm over each query head, `[head_dim]` (qwen3).
+    /// RMSNorm over each query head, `[head_dim]`, or over all of them, `[heads * head_dim]`.
     pub q_norm: Option<TensorId>,
-    /// RMSNorm over each key head, `[head_dim]` (qwen3).
+    /// RMSNorm over each key head, `[head_dim]`, or over all of them, `[kv_heads * head_dim]`.
     pub k_norm: Option<TensorId>,
     /// `[hidden, heads * head_dim]`.
     pub o: Linear,
     /// RMSNorm before the MLP, `[hidden]`.
-    pub mlp_norm: TensorId,
-    /// `[ffn, hidden]`; `silu(gate) * up` feeds `down`.
+    pub mlp_norm: Option<TensorId>,
+    /// RMSNorm of what the MLP adds to the residual stream, `[hidden]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mlp_post_norm: Option<TensorId>,
+    /// `[ffn, hidden]`; `activation(gate) * up` feeds `down`.
     pub gate: Linear,
     /// `[ffn, hidden]`.
     pub up: Linear,
@@ -84,6 +90,21 @@ pub struct Layer {
     pub down: Linear,
     /// Sliding window: position `p` attends to `p - window + 1 ..= p`. `None` is full attention.
     pub window: Option<u32>,
+    /// Rotary table: 0 is [`Graph::inv_freq`], `n` is `Graph::rotary[n - 1]`.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub rotary: u32,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+fn is_one(value: &f32) -> bool {
+    *value == 1.0
+}
+
+fn one() -> f32 {
+    1.0
 }
 
 /// A decoder-only transformer.
@@ -91,7 +112,7 @@ pub struct Layer {
 pub struct Graph {
     /// The model's display name: a preset's name or the folder's.
     pub name: String,
-    /// Hugging Face `model_type`: `llama`, `mistral`, `qwen2` or `qwen3`.
+    /// Hugging Face `model_type`, for display.
     pub family: String,
     /// Width of the residual stream.
     pub hidden: u32,
@@ -108,8 +129,23 @@ pub struct Graph {
     /// Epsilon of every RMSNorm.
     pub norm_eps: f32,
     /// Rotary inverse frequencies, `[head_dim / 2]`, scaling already applied: the angle at position `p` is `p * inv_freq[i]`.
-    /// Element `i` of a head is rotated with element `i + head_dim / 2`.
+    /// Element `i` of a head is rotated with element `i + head_dim / 2`. As many factors of cosine and sine may follow.
     pub inv_freq: Vec<f32>,
+    /// Rotary tables of other layers, in the form of `inv_freq`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rotary: Vec<Vec<f32>>,
+    /// Factor of the embedding.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub embed_scale: f32,
+    /// The function between the halves of the MLP.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub activation: Activation,
+    /// Soft cap of attention scores: `cap * tanh(score / cap)`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub score_cap: Option<f32>,
+    /// Soft cap of the logits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logit_cap: Option<f32>,
     /// Factor on q.k before the softmax, usually `head_dim ** -0.5`.
     pub attn_scale: f32,
     /// Longest sequence that the checkpoint was made for.
@@ -176,6 +212,20 @@ impl Graph {
         let units = self.tensors.iter().filter(|tensor| tensor.shape.len() == 2);
         let bytes = units.map(|tensor| Format::of(tensor.dtype, self.dtype).unit_bytes());
         bytes.max().unwrap_or(abi::UNIT_BYTES)
+    }
+
+    /// A layer's rotary table; empty if there is none of its number.
+    #[must_use]
+    pub fn rotary_of(&self, layer: &Layer) -> &[f32] {
+        let other = |n: u32| self.rotary.get(n as usize).map_or(&[][..], Vec::as_slice);
+        layer.rotary.checked_sub(1).map_or(&self.inv_freq, other)
+    }
+
+    /// Whether a layer's q and k norms are over all heads together.
+    #[must_use]
+    pub fn norms_all_heads(&self, layer: &Layer) -> bool {
+        let width = |norm: TensorId| self.tensors.get(norm.index()).map(Tensor::len);
+        layer.q_norm.and_then(width).is_some_and(|len| len != self.head_dim as usize)
     }
 
     /// Whether `lm_head` reuses the embedding table.

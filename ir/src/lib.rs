@@ -20,7 +20,7 @@ mod weights;
 
 pub use abi::CodeBlock;
 pub use format::{Format, TILE_ROWS};
-pub use graph::{DType, Graph, Layer, Linear, Tensor};
+pub use graph::{Activation, DType, Graph, Layer, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 pub use nearest::nearest;
 pub use phase::PhaseClass;

@@ -30,6 +30,7 @@ macro_rules! for_each_phase {
             down = Down, op Matvec "down", buffer "x.{next}",
                 sync SyncDown "How the residual after the MLP is handed over.",
                 rows TilingDownRows DownTiling "The second half of the MLP." "Rows of the down projection dealt at once.";
+            norm = Norm, op Norm, buffer "layers.{layer}.normed";
             lm_head = LmHead, op Matvec "lm_head", buffer "candidates",
                 rows TilingLmHeadRows LmHeadTiling "The logits." "Rows of the logits dealt at once.";
             sample = Sample, op Sample;

@@ -23,6 +23,7 @@ macro_rules! for_each_rule {
             Schedule SInFlight "S-IN-FLIGHT" "bytes in flight are whole stages, at least one and at most the ring";
             Schedule SBeforeWait "S-BEFORE-WAIT" "bytes in flight before a wait are at most those elsewhere";
             Schedule SThreads "S-THREADS" "the threads of a worker are within the target's limits, and its architecture has what the kernel uses";
+            Schedule SEmbed "S-EMBED" "the first layer reads the embedding itself only if it norms the row and the row has no factor";
             Schedule SSplit "S-SPLIT" "every split of the keys has work at some position";
             Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";
             Program POpcode "P-OPCODE" "enumerations hold values of their table and reserved words are zero";

@@ -106,10 +106,24 @@ mod tests {
     use crate::flow::{Value, ValueId};
 
     fn phase(items: u32, block: u32) -> Phase {
-        let (class, op, input) = (PhaseClass::Embed, Op::Embed, ValueId(0));
+        let (class, handoff, input) = (PhaseClass::Embed, None, ValueId(0));
+        let op = Op::Embed(abi::EmbedParams::default());
         let (reads, writes) = ([None; abi::READS_MAX], [None; abi::WRITES_MAX]);
         let (layer, residual, output, item_bytes) = (0, None, None, 10);
-        Phase { class, layer, op, input, residual, output, reads, writes, items, block, item_bytes }
+        Phase {
+            class,
+            layer,
+            op,
+            handoff,
+            input,
+            residual,
+            output,
+            reads,
+            writes,
+            items,
+            block,
+            item_bytes,
+        }
     }
 
     /// A flow in which each phase reads the output of the one before it.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use abi::{
-    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, Opcode,
+    AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, MatvecParams, NormParams, Opcode,
     SampleParams,
 };
 use ir::CounterId;
@@ -92,8 +92,8 @@ impl Plan<'_> {
             worker.tasks.push(Task { params: task.params, ..common.clone() });
         };
         match phase.op {
-            Op::Embed => {
-                let params = EmbedParams { offset: items.start, len, ..EmbedParams::default() };
+            Op::Embed(p) => {
+                let params = EmbedParams { offset: items.start, len, ..p };
                 push(Task::new(opcode, layer, params));
             }
             Op::Matvec(p) => {
@@ -109,6 +109,10 @@ impl Plan<'_> {
             }),
             Op::Merge(p) => {
                 let params = AttentionMergeParams { head0: items.start, heads: len, ..p };
+                push(Task::new(opcode, layer, params));
+            }
+            Op::Norm(p) => {
+                let params = NormParams { offset: items.start, len, ..p };
                 push(Task::new(opcode, layer, params));
             }
             Op::Sample => {

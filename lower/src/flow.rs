@@ -2,8 +2,8 @@
 //! values.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, BufferKind, Epilogue, MatvecParams, Prologue, READS_MAX,
-    UNIT_ROWS, WRITES_MAX,
+    AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams,
+    NormParams, Prologue, READS_MAX, UNIT_ROWS, WRITES_MAX,
 };
 use ir::program::{
     Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap,
@@ -14,13 +14,17 @@ use ir::{BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
 /// Least elements of the embedding row that one task copies: four per thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
 
+/// Least elements that one task norms: each reads the whole vector.
+const NORM_BLOCK: u32 = 64;
+
 /// The work of a phase's tasks, without their ranges.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    Embed,
+    Embed(EmbedParams),
     Matvec(MatvecParams),
     Attention(AttentionParams),
     Merge(AttentionMergeParams),
+    Norm(NormParams),
     Sample,
 }
 
@@ -31,6 +35,8 @@ pub(crate) struct Phase {
     /// The layer; the number of layers for phases after the last layer.
     pub(crate) layer: u32,
     pub(crate) op: Op,
+    /// How its output is handed over, if a knob decides.
+    pub(crate) handoff: Option<Handoff>,
     /// First input of its tasks.
     pub(crate) input: ValueId,
     /// The value that its products are added to.
@@ -83,7 +89,8 @@ impl Flow {
         kv_words: u32,
     ) -> Self {
         let flow = Self { values: vec![Value::default()], ..Self::default() };
-        let mut builder = Builder { config, graph, packed, kv_words, flow };
+        let rotary = Vec::new();
+        let mut builder = Builder { config, graph, packed, kv_words, rotary, flow };
         builder.model();
         builder.flow
     }
@@ -107,6 +114,8 @@ struct Builder<'a> {
     graph: &'a Graph,
     packed: &'a PackedModel,
     kv_words: u32,
+    /// The buffer of each of the graph's rotary tables.
+    rotary: Vec<BufferId>,
     flow: Flow,
 }
 
@@ -115,18 +124,23 @@ impl Builder<'_> {
         let (graph, packed) = (self.graph, self.packed);
         let source = BufferSource::Embedding(packed.embed.id);
         self.buffer("embedding".into(), BufferKind::Embedding, graph.hidden, source);
-        let half = graph.head_dim / 2;
-        let rope =
-            self.buffer("inv_freq".into(), BufferKind::Constant, half, BufferSource::InvFreq);
+        for (n, table) in (0..).zip(std::iter::once(&graph.inv_freq).chain(&graph.rotary)) {
+            let name = if n == 0 { "inv_freq".to_owned() } else { format!("rotary.{n}") };
+            let (words, source) = (table.len() as u32, BufferSource::Rotary(n));
+            let buffer = self.buffer(name, BufferKind::Constant, words, source);
+            self.rotary.push(buffer);
+        }
         let mut x = ValueId(0);
         if self.config.fusion_grouping.embed == EmbedGrouping::Separate {
             let item_bytes = graph.dtype.bytes() as u64;
-            let embed = self.phase(PhaseClass::Embed, 0, Op::Embed, x);
+            let scale = if graph.embed_scale == 1.0 { 0.0 } else { graph.embed_scale };
+            let params = EmbedParams { scale, ..EmbedParams::default() };
+            let embed = self.phase(PhaseClass::Embed, 0, Op::Embed(params), x);
             let embed = Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, ..embed };
             x = self.push(embed, graph.hidden.into());
         }
         for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
-            x = self.attention_block(n, layer, &packed.attention, rope, x);
+            x = self.attention_block(n, layer, &packed.attention, x);
             x = self.mlp_block(n, layer, &packed.mlp, x);
         }
         self.head(graph.layers.len() as u32, x);
@@ -137,17 +151,23 @@ impl Builder<'_> {
         n: u32,
         layer: &Layer,
         packed: &PackedAttention,
-        rope: BufferId,
         x: ValueId,
     ) -> ValueId {
         let (graph, tiling) = (self.graph, self.config.tiling.attention);
         let (head_dim, kv_block, splits) = (graph.head_dim, tiling.kv_block, tiling.kv_split);
         let window = layer.window.unwrap_or(0);
         let name = |part: &str| format!("layers.{n}.{part}");
-        let norm = self.vector(name("attn_norm"), layer.attn_norm, graph.hidden);
-        let params = product(Prologue::Rms, Epilogue::Store);
-        let qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, Some(norm));
-        let qkv = self.push(qkv, u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()));
+        let norm = layer.attn_norm.map(|norm| self.vector(name("attn_norm"), norm, graph.hidden));
+        let params = product(first_prologue(norm), Epilogue::Store);
+        let qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
+        let mut qkv = self.push(qkv, u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()));
+        let (mut q_norm, mut k_norm) = (None, None);
+        if graph.norms_all_heads(layer) {
+            qkv = self.norm_heads(n, layer, qkv);
+        } else {
+            q_norm = layer.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim));
+            k_norm = layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
+        }
         let params = AttentionParams {
             kv_heads: graph.kv_heads,
             group: graph.group(),
@@ -157,10 +177,10 @@ impl Builder<'_> {
             window,
             scale: graph.attn_scale,
             eps: graph.norm_eps,
+            cap: graph.score_cap.unwrap_or(0.0),
             ..AttentionParams::default()
         };
-        let q_norm = layer.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim));
-        let k_norm = layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
+        let rope = self.rotary[layer.rotary as usize];
         let source = BufferSource::KvCache { layer: n };
         let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
         // The sequence length is not known here: one block of keys stands for it.
@@ -177,15 +197,65 @@ impl Builder<'_> {
         let (attended, params) = match self.config.fusion_grouping.merge {
             MergeGrouping::Separate => {
                 let merged = self.merge(n, window, partials);
-                (merged, product(Prologue::Copy, Epilogue::Residual))
+                (merged, product(Prologue::Copy, Epilogue::Store))
             }
             MergeGrouping::OProj => {
-                let params = product(Prologue::Merge, Epilogue::Residual);
+                let params = product(Prologue::Merge, Epilogue::Store);
                 (partials, MatvecParams { splits, head_dim, kv_block, window, ..params })
             }
         };
         let o = self.matvec(PhaseClass::OProj, n, &packed.o, params, attended, None);
-        self.push(Phase { residual: Some(x), ..o }, graph.hidden.into())
+        self.end_block(o, layer.attn_post_norm, x)
+    }
+
+    /// Adds the product that ends a block, and what adds it to the residual stream `x`: the product itself, or a norm
+    /// of its result.
+    fn end_block(&mut self, last: Phase, post_norm: Option<TensorId>, x: ValueId) -> ValueId {
+        let hidden = self.graph.hidden;
+        let Op::Matvec(params) = last.op else { return x };
+        let Some(norm) = post_norm else {
+            let op = Op::Matvec(MatvecParams { epilogue: Epilogue::Residual as u32, ..params });
+            return self.push(Phase { op, residual: Some(x), ..last }, hidden.into());
+        };
+        let (class, layer) = (last.class, last.layer);
+        let Some(name) = class.buffer(layer) else { return x };
+        let sums = self.push_named(last, format!("{name}.sums"), hidden.into());
+        let weight = self.vector(format!("{name}.norm"), norm, hidden);
+        let params = NormParams { width: hidden, first: hidden, ..NormParams::default() };
+        let norm = self.norm(class, layer, params, sums, weight);
+        self.push_named(Phase { residual: Some(x), ..norm }, name, hidden.into())
+    }
+
+    /// Adds the norm of all queries and of all keys; values pass through.
+    fn norm_heads(&mut self, n: u32, layer: &Layer, qkv: ValueId) -> ValueId {
+        let (q, kv) = (self.graph.q_width(), self.graph.kv_width());
+        let parts = vec![(layer.q_norm, q), (layer.k_norm, kv)];
+        let map = RowMap { parts, interleaved: false };
+        let weight = self.constant(format!("layers.{n}.qk_norm"), map);
+        let width = q + 2 * kv;
+        let params = NormParams { width, first: q, second: kv, ..NormParams::default() };
+        let norm = self.norm(PhaseClass::Qkv, n, params, qkv, weight);
+        self.push_named(norm, format!("layers.{n}.qkv.normed"), width.into())
+    }
+
+    /// A norm after a product of this class; it is handed over like the product's result.
+    fn norm(
+        &self,
+        after: PhaseClass,
+        layer: u32,
+        params: NormParams,
+        input: ValueId,
+        weight: BufferId,
+    ) -> Phase {
+        let params = NormParams { eps: self.graph.norm_eps, ..params };
+        Phase {
+            handoff: after.handoff(self.config),
+            reads: [None, Some(weight), None, None],
+            items: params.width,
+            block: NORM_BLOCK,
+            item_bytes: 4,
+            ..self.phase(PhaseClass::Norm, layer, Op::Norm(params), input)
+        }
     }
 
     fn merge(&mut self, n: u32, window: u32, partials: ValueId) -> ValueId {
@@ -209,13 +279,18 @@ impl Builder<'_> {
 
     fn mlp_block(&mut self, n: u32, layer: &Layer, packed: &PackedMlp, x: ValueId) -> ValueId {
         let graph = self.graph;
-        let norm = self.vector(format!("layers.{n}.mlp_norm"), layer.mlp_norm, graph.hidden);
-        let params = product(Prologue::Rms, Epilogue::SiluMul);
-        let h = self.matvec(PhaseClass::GateUp, n, &packed.gate_up, params, x, Some(norm));
+        let norm = layer
+            .mlp_norm
+            .map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
+        let params = MatvecParams {
+            activation: graph.activation as u32,
+            ..product(first_prologue(norm), Epilogue::SiluMul)
+        };
+        let h = self.matvec(PhaseClass::GateUp, n, &packed.gate_up, params, x, norm);
         let h = self.push(h, graph.ffn.into());
-        let params = product(Prologue::Copy, Epilogue::Residual);
+        let params = product(Prologue::Copy, Epilogue::Store);
         let down = self.matvec(PhaseClass::Down, n, &packed.down, params, h, None);
-        self.push(Phase { residual: Some(x), ..down }, graph.hidden.into())
+        self.end_block(down, layer.mlp_post_norm, x)
     }
 
     /// Adds the logits and the sampling of a token; each product also writes the best of its rows as two words.
@@ -224,7 +299,8 @@ impl Builder<'_> {
         let norm = self.vector("final_norm".into(), graph.final_norm, graph.hidden);
         let logits =
             self.buffer("logits".into(), BufferKind::Logits, graph.vocab, BufferSource::Scratch);
-        let params = product(Prologue::Rms, Epilogue::Logits);
+        let cap = graph.logit_cap.unwrap_or(0.0);
+        let params = MatvecParams { cap, ..product(Prologue::Rms, Epilogue::Logits) };
         let lm_head = self.matvec(PhaseClass::LmHead, n, &packed.lm_head, params, x, Some(norm));
         let candidates = self.push(Phase { writes: [Some(logits), None], ..lm_head }, 2);
         self.flow.values[candidates.0].per_task = true;
@@ -270,6 +346,7 @@ impl Builder<'_> {
             class,
             layer,
             op,
+            handoff: class.handoff(self.config),
             input,
             residual: None,
             output: None,
@@ -283,15 +360,23 @@ impl Builder<'_> {
 
     /// Adds a phase whose output has this many words; returns the value that the next phase reads.
     fn push(&mut self, phase: Phase, words: u64) -> ValueId {
-        let output = phase.class.buffer(phase.layer).map(|name| {
-            // A candidate holds a row number, which leaves no bits for a tag: it has no knob.
-            let handoff = phase.class.handoff(self.config).unwrap_or(Handoff::Counter);
-            let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
-            self.flow.values.push(Value { writer, handoff, name, words, per_task: false });
-            ValueId(self.flow.values.len() - 1)
-        });
-        let next = output.unwrap_or(phase.input);
-        self.flow.phases.push(Phase { output, ..phase });
+        match phase.class.buffer(phase.layer) {
+            Some(name) => self.push_named(phase, name, words),
+            None => {
+                let next = phase.input;
+                self.flow.phases.push(phase);
+                next
+            }
+        }
+    }
+
+    fn push_named(&mut self, phase: Phase, name: String, words: u64) -> ValueId {
+        // A candidate holds a row number, which leaves no bits for a tag: it has no knob.
+        let handoff = phase.handoff.unwrap_or(Handoff::Counter);
+        let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
+        self.flow.values.push(Value { writer, handoff, name, words, per_task: false });
+        let next = ValueId(self.flow.values.len() - 1);
+        self.flow.phases.push(Phase { output: Some(next), ..phase });
         next
     }
 
@@ -313,6 +398,10 @@ impl Builder<'_> {
     fn constant(&mut self, name: String, map: RowMap) -> BufferId {
         self.buffer(name, BufferKind::Constant, map.rows(), BufferSource::Vector(map))
     }
+}
+
+fn first_prologue(norm: Option<BufferId>) -> Prologue {
+    if norm.is_some() { Prologue::Rms } else { Prologue::Copy }
 }
 
 fn product(prologue: Prologue, epilogue: Epilogue) -> MatvecParams {

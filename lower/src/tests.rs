@@ -6,7 +6,7 @@ use ir::schedule::{
     ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,
     legal_values, neutral_config,
 };
-use ir::{DType, Graph, Knob, PhaseClass, ScheduleConfig, Target};
+use ir::{DType, Graph, Knob, PhaseClass, Rule, ScheduleConfig, Target};
 use model::{Family, Shape, Window};
 use proptest::prelude::*;
 
@@ -132,15 +132,37 @@ fn a_step_has_the_phases_of_the_table_in_their_order() {
     let config = ScheduleConfig::default();
     let flow = flow::Flow::new(&config, &graph, &PackedModel::new(&graph), 64);
     let classes: Vec<_> = flow.phases.iter().map(|phase| phase.class).collect();
-    assert_eq!(classes, PhaseClass::ALL);
+    // Norms of their own are in models that norm the results of their blocks.
+    let plain: Vec<_> =
+        PhaseClass::ALL.iter().copied().filter(|&c| c != PhaseClass::Norm).collect();
+    assert_eq!(classes, plain);
     for (index, phase) in flow.phases.iter().enumerate() {
         assert!(flow.writer(phase.input) < Some(index), "{}", phase.class.name());
     }
     let program = lowered(config, &graph, &target("h200"));
-    for class in PhaseClass::ALL {
+    for class in plain {
         let mut tasks = tasks(&program, class.opcode());
         assert!(tasks.any(|task| program.phase_name(task) == class.name()), "{}", class.name());
     }
+}
+
+#[test]
+fn norms_of_results_are_phases_that_are_handed_over_like_their_products() {
+    let graph = preset("gemma-3-1b", 2);
+    let config = default_config(&graph, &target("h200"));
+    assert_eq!(config.fusion_grouping.embed, EmbedGrouping::Separate, "the embedding has a factor");
+    let flow = flow::Flow::new(&config, &graph, &PackedModel::new(&graph), 64);
+    let normed: Vec<_> = flow.phases.iter().filter(|p| p.class == PhaseClass::Norm).collect();
+    assert_eq!(normed.len(), 4, "two of each layer");
+    for norm in normed {
+        let product = flow.writer(norm.input).map(|writer| &flow.phases[writer]).unwrap();
+        assert!(norm.residual.is_some() && product.residual.is_none());
+        assert_eq!(norm.handoff, product.handoff);
+    }
+    let mut fused = config;
+    fused.fusion_grouping.embed = EmbedGrouping::Qkv;
+    let refused = validate(fused, &graph, &target("h200")).unwrap_err();
+    assert!(refused.has(Rule::SEmbed) && refused.to_string().contains("separate"), "{refused}");
 }
 
 #[test]

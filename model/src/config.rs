@@ -1,54 +1,164 @@
 //! Reads `config.json` and `generation_config.json` into a [`Shape`], in the spellings of transformers 4 and 5.
 
-use ir::DType;
+use ir::{Activation, DType};
 use serde_json::{Map, Value};
 
 use crate::error::{Problem, quoted, shown};
-use crate::fields::Fields;
+use crate::family::{Row, WindowRule};
+use crate::fields::{Fields, Neutral};
 use crate::rope::{Rope, Scaling};
-use crate::shape::{Family, HEAD_DIM_STEP, Shape, Window};
+use crate::shape::{Family, HEAD_DIM_STEP, LAYERS_MAX, Options, Shape, Window};
 
-/// Default base of the rotary frequencies, the same in all four families.
-const THETA_DEFAULT: f64 = 10_000.0;
-/// Default head width of Qwen 3.
-const QWEN3_HEAD_DIM: u32 = 128;
 /// Default window of Mistral, Qwen 2 and Qwen 3.
 const WINDOW_DEFAULT: u32 = 4096;
 /// Default first sliding layer of Qwen 2 and Qwen 3.
 const MAX_WINDOW_LAYERS_DEFAULT: u32 = 28;
 
+/// Fields of any model that change the arithmetic, and the values with which they do not. A family that does not read one
+/// of them refuses other values.
+const ARITHMETIC: [(&str, Neutral); 38] = [
+    ("alibi", Neutral::False),
+    ("attention_multiplier", Neutral::Null),
+    ("attn_logit_softcapping", Neutral::Null),
+    ("clip_qkv", Neutral::Null),
+    ("cross_attention_layers", Neutral::Zero),
+    ("dim_model_base", Neutral::Null),
+    ("embedding_multiplier", Neutral::One),
+    ("embedding_scale", Neutral::One),
+    ("final_logit_softcapping", Neutral::Null),
+    ("first_k_dense_replace", Neutral::Zero),
+    ("full_attention_interval", Neutral::Null),
+    ("kv_lora_rank", Neutral::Null),
+    ("layer_norm_eps", Neutral::Null),
+    ("layer_norm_epsilon", Neutral::Null),
+    ("linear_num_key_heads", Neutral::Zero),
+    ("logit_scale", Neutral::One),
+    ("logits_scaling", Neutral::One),
+    ("mlp_only_layers", Neutral::Zero),
+    ("moe_intermediate_size", Neutral::Null),
+    ("n_routed_experts", Neutral::Zero),
+    ("no_rope_layers", Neutral::Zero),
+    ("num_experts", Neutral::Zero),
+    ("num_experts_per_tok", Neutral::Zero),
+    ("num_kv_shared_layers", Neutral::Zero),
+    ("num_local_experts", Neutral::Zero),
+    ("parallel_attn", Neutral::False),
+    ("position_embedding_type", Neutral::Null),
+    ("q_lora_rank", Neutral::Null),
+    ("qk_layernorm", Neutral::False),
+    ("query_pre_attn_scalar", Neutral::Null),
+    ("residual_multiplier", Neutral::One),
+    ("rope_local_base_freq", Neutral::Null),
+    ("scale_depth", Neutral::One),
+    ("scale_emb", Neutral::One),
+    ("shared_expert_intermediate_size", Neutral::Zero),
+    ("sliding_window_pattern", Neutral::Null),
+    ("swiglu_limit", Neutral::Null),
+    ("use_bidirectional_attention", Neutral::False),
+];
+
+/// The part of a configuration that describes the language model, and whether it is that of a multimodal wrapper.
+pub(crate) fn text_part(config: &Map<String, Value>) -> (Map<String, Value>, Option<&'static Row>) {
+    let kind = config.get("model_type").and_then(Value::as_str);
+    let wraps = |row: &Row| row.wrapper.is_some_and(|(name, _)| Some(name) == kind);
+    let row = Family::ALL.iter().map(|family| family.row()).find(|row| wraps(row));
+    let (Some(row), Some(text)) = (row, config.get("text_config").and_then(Value::as_object))
+    else {
+        return (config.clone(), None);
+    };
+    let mut text = text.clone();
+    let kind = |text: &Map<String, Value>| {
+        text.get("model_type").and_then(Value::as_str) == Some(row.model_type)
+    };
+    if !text.contains_key("model_type") || kind(&text) {
+        text.insert("model_type".to_owned(), row.model_type.into());
+        text.remove("architectures");
+    }
+    // Some folders have these outside.
+    let outside = [
+        "torch_dtype",
+        "dtype",
+        "eos_token_id",
+        "bos_token_id",
+        "tie_word_embeddings",
+        "quantization_config",
+    ];
+    for field in outside {
+        if let Some(value) = config.get(field).filter(|_| !text.contains_key(field)) {
+            text.insert(field.to_owned(), value.clone());
+        }
+    }
+    (text, Some(row))
+}
+
 /// Reads a configuration. The shape's `dtype` is the configuration's; the stored tensors override it.
 pub(crate) fn parse(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Problem>> {
+    let (text, wrapper) = text_part(config);
+    let mut shape = parse_text(&text, name)?;
+    if wrapper.is_some() {
+        let note = "a multimodal model: its language model is loaded, and its other parts (a vision tower) are ignored";
+        shape.options.notes.push(note.to_owned());
+    }
+    Ok(shape)
+}
+
+fn parse_text(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Problem>> {
     let mut fields = Fields::new(config, "");
     let Some(family) = family(&mut fields) else {
-        // Every other field's meaning and default depends on the family.
+        // Every other field's meaning and default depends on the family; those that no family here reads do not.
+        fields.refuse_unread(&ARITHMETIC);
         return Err(fields.into_problems());
     };
-    refuse_unsupported(&mut fields, family);
-    let (hidden, heads) = (fields.required("hidden_size"), fields.required("num_attention_heads"));
+    let row = family.row();
+    let activation = check_class(&mut fields, row);
+    let required = |fields: &mut Fields<'_>, field, absent: Option<u32>| match absent {
+        Some(absent) => fields.whole(field).unwrap_or(absent),
+        None => fields.required(field),
+    };
+    let hidden = fields.required("hidden_size");
+    let heads = required(&mut fields, "num_attention_heads", row.heads);
     let layers = fields.required("num_hidden_layers");
-    let max_positions = max_positions(&mut fields, family);
-    let shape = Shape {
+    let max_positions = fields.whole("max_position_embeddings").unwrap_or(row.max_positions);
+    let (rope, inside) = rope(&mut fields, row, max_positions);
+    let partial = fields.number("partial_rotary_factor").or(inside.rotated);
+    if let Some(value) = fields.get("partial_rotary_factor")
+        && row.rotated.is_none()
+        && value.as_f64() != Some(1.0)
+    {
+        fields.expected("partial_rotary_factor", value, "1.0");
+    }
+    let mut shape = Shape {
         name: name.to_owned(),
         family,
         hidden,
         layers,
         heads,
-        kv_heads: kv_heads(&mut fields, family, heads),
-        head_dim: head_dim(&mut fields, family, hidden, heads),
+        kv_heads: kv_heads(&mut fields, row, heads),
+        head_dim: head_dim(&mut fields, row, hidden, heads),
         ffn: fields.required("intermediate_size"),
-        vocab: fields.required("vocab_size"),
-        tied: fields.flag("tie_word_embeddings"),
+        vocab: required(&mut fields, "vocab_size", row.vocab),
+        tied: match fields.get("tie_word_embeddings") {
+            Some(_) => fields.flag("tie_word_embeddings"),
+            None => row.tied,
+        },
         attention_bias: fields.flag("attention_bias"),
         mlp_bias: fields.flag("mlp_bias"),
         dtype: dtype(&mut fields),
         norm_eps: fields.number("rms_norm_eps").unwrap_or(1e-6) as f32,
-        rope: rope(&mut fields, max_positions),
+        rope,
         max_positions,
-        window: window(&mut fields, family, layers),
+        window: window(&mut fields, row, layers),
+        options: Options {
+            activation,
+            rotated: partial.or(row.rotated).unwrap_or(1.0),
+            sliding_rope: inside.sliding,
+            ..Options::default()
+        },
         eos: fields.ids("eos_token_id"),
         bos: fields.whole("bos_token_id"),
     };
+    (row.read)(&mut fields, &mut shape);
+    fields.refuse_unread(&ARITHMETIC);
     let unsound: Vec<Problem> =
         shape.problems().into_iter().filter(|p| !fields.complained(&p.subject)).collect();
     fields.adopt(unsound);
@@ -72,28 +182,23 @@ pub(crate) fn generation_eos(
 }
 
 fn family(fields: &mut Fields<'_>) -> Option<Family> {
-    let supported = Family::ALL.map(Family::model_type).join(", ");
+    let supported: Vec<_> = Family::ALL.iter().map(|family| family.model_type()).collect();
+    let supported = supported.join(", ");
     let Some(value) = fields.get("model_type") else {
         fields.complain("model_type", format!("is missing; supported: {supported}"));
         return None;
     };
-    let found =
-        value.as_str().and_then(|text| Family::ALL.into_iter().find(|f| f.model_type() == text));
+    let is = |family: &&Family| Some(family.model_type()) == value.as_str();
+    let found = Family::ALL.iter().find(is).copied();
     if found.is_none() {
         fields.expected("model_type", value, &supported);
     }
     found
 }
 
-/// Fields that change the arithmetic in ways that no graph expresses.
-fn refuse_unsupported(fields: &mut Fields<'_>, family: Family) {
-    if let Some(value) = fields.get("hidden_act").filter(|v| v.as_str() != Some("silu")) {
-        fields.expected("hidden_act", value, "\"silu\"");
-    }
-    if let Some(value) = fields.get("partial_rotary_factor").filter(|v| v.as_f64() != Some(1.0)) {
-        fields.expected("partial_rotary_factor", value, "1.0");
-    }
-    let class = family.architecture();
+/// Checks the class, and reads the activation.
+fn check_class(fields: &mut Fields<'_>, row: &Row) -> Activation {
+    let class = row.architecture;
     if let Some(value) = fields.get("architectures") {
         let named = value.as_array().is_some_and(|list| {
             list.is_empty() || list.iter().any(|entry| entry.as_str() == Some(class))
@@ -102,39 +207,35 @@ fn refuse_unsupported(fields: &mut Fields<'_>, family: Family) {
             fields.expected("architectures", value, &format!("[\"{class}\"]"));
         }
     }
-}
-
-fn max_positions(fields: &mut Fields<'_>, family: Family) -> u32 {
-    let default = match family {
-        Family::Llama => 2048,
-        Family::Mistral => 131_072,
-        Family::Qwen2 | Family::Qwen3 => 32_768,
-    };
-    fields.whole("max_position_embeddings").unwrap_or(default)
-}
-
-fn kv_heads(fields: &mut Fields<'_>, family: Family, heads: u32) -> u32 {
-    let absent = if fields.is_null("num_key_value_heads") {
-        heads
-    } else {
-        match family {
-            Family::Llama => heads,
-            Family::Mistral => 8,
-            Family::Qwen2 | Family::Qwen3 => 32,
+    let named = fields.get(row.activation_field);
+    match named.map_or(Some(row.activation), Value::as_str) {
+        Some("silu") => Activation::Silu,
+        Some("gelu_pytorch_tanh") => Activation::GeluTanh,
+        _ => {
+            if let Some(value) = named {
+                let supported = "\"silu\", \"gelu_pytorch_tanh\"";
+                fields.expected(row.activation_field, value, supported);
+            }
+            Activation::Silu
         }
-    };
-    fields.whole("num_key_value_heads").unwrap_or(absent)
+    }
 }
 
-fn head_dim(fields: &mut Fields<'_>, family: Family, hidden: u32, heads: u32) -> u32 {
+fn kv_heads(fields: &mut Fields<'_>, row: &Row, heads: u32) -> u32 {
+    let absent = row.kv_heads.filter(|_| !fields.is_null("num_key_value_heads"));
+    fields.whole("num_key_value_heads").unwrap_or(absent.unwrap_or(heads))
+}
+
+fn head_dim(fields: &mut Fields<'_>, row: &Row, hidden: u32, heads: u32) -> u32 {
     if let Some(given) = fields.whole("head_dim") {
         return given;
     }
-    if family == Family::Qwen3 {
+    if let Some(absent) = row.head_dim {
         if fields.is_null("head_dim") {
-            fields.complain("head_dim", "is null; qwen3 needs a whole number");
+            let reason = format!("is null; {} needs a whole number", row.model_type);
+            fields.complain("head_dim", reason);
         }
-        return QWEN3_HEAD_DIM;
+        return absent;
     }
     if hidden == 0 || heads == 0 {
         // Already reported; a valid width avoids further errors that follow from it.
@@ -165,16 +266,29 @@ fn dtype(fields: &mut Fields<'_>) -> DType {
     }
 }
 
+/// What the objects of rotary parameters say beside the embedding of most layers.
+#[derive(Clone, Copy, Default, PartialEq)]
+struct Inside {
+    /// The fraction of a head that is rotated.
+    rotated: Option<f64>,
+    /// The embedding of layers with a window, where each kind of layer has an object of its own.
+    sliding: Option<Rope>,
+}
+
 /// The rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). A file may
 /// have both if they agree.
-fn rope(fields: &mut Fields<'_>, max_positions: u32) -> Rope {
-    let theta = fields.number("rope_theta").unwrap_or(THETA_DEFAULT);
+fn rope(fields: &mut Fields<'_>, row: &Row, max_positions: u32) -> (Rope, Inside) {
+    let theta = fields.number("rope_theta").unwrap_or(row.theta);
     let outer_original = fields.whole("original_max_position_embeddings");
-    let original = outer_original.unwrap_or(max_positions);
+    let reader = RopeReader {
+        theta,
+        original: outer_original.unwrap_or(max_positions),
+        outer: outer_original.is_some(),
+        row,
+    };
     let mut read = |field, prefix| {
         let object = fields.object(field)?;
-        let (rope, problems) =
-            rope_object(object, prefix, theta, original, outer_original.is_some());
+        let (rope, problems) = reader.read(object, prefix);
         fields.adopt(problems);
         rope
     };
@@ -185,75 +299,150 @@ fn rope(fields: &mut Fields<'_>, max_positions: u32) -> Rope {
     {
         fields.complain("rope_scaling", "differs from rope_parameters; keep one of the two");
     }
-    new.or(old).unwrap_or(Rope::plain(theta))
+    new.or(old).unwrap_or((Rope::plain(theta), Inside::default()))
 }
 
-fn rope_object(
-    object: &Map<String, Value>,
-    prefix: &'static str,
+/// Reads objects of rotary parameters.
+struct RopeReader<'a> {
+    row: &'a Row,
+    /// Defaults from outside of the object.
     theta: f64,
     original: u32,
-    outer_wins: bool,
-) -> (Option<Rope>, Vec<Problem>) {
-    let mut fields = Fields::new(object, prefix);
-    let field = if fields.get("rope_type").is_some() { "rope_type" } else { "type" };
-    let kind = fields.text(field).unwrap_or("default");
-    let theta = fields.number("rope_theta").unwrap_or(theta);
-    if let Some(value) = fields.get("partial_rotary_factor").filter(|v| v.as_f64() != Some(1.0)) {
-        fields.expected("partial_rotary_factor", value, "1.0");
+    /// Whether the outer `original` was given: it wins.
+    outer: bool,
+}
+
+impl RopeReader<'_> {
+    fn read(
+        &self,
+        object: &Map<String, Value>,
+        prefix: &'static str,
+    ) -> (Option<(Rope, Inside)>, Vec<Problem>) {
+        let kind = |name: &str| object.get(name).and_then(Value::as_object);
+        let (Some(full), Some(sliding)) = (kind("full_attention"), kind("sliding_attention"))
+        else {
+            let (found, problems) = self.one(object, prefix.to_owned());
+            let inside = |rotated| Inside { rotated, sliding: None };
+            return (found.map(|(rope, rotated)| (rope, inside(rotated))), problems);
+        };
+        let (full, mut problems) = self.one(full, format!("{prefix}full_attention."));
+        let (sliding, more) = self.one(sliding, format!("{prefix}sliding_attention."));
+        problems.extend(more);
+        let both = full.zip(sliding).map(|((rope, rotated), (sliding, _))| {
+            (rope, Inside { rotated, sliding: Some(sliding) })
+        });
+        (both, problems)
     }
-    if let Some((key, _)) = object.iter().find(|(_, value)| value.is_object()) {
-        // One set of frequencies per kind of layer.
-        fields
-            .complain(key, "is an object; supported: one set of rotary parameters for all layers");
+
+    fn one(
+        &self,
+        object: &Map<String, Value>,
+        prefix: String,
+    ) -> (Option<(Rope, Option<f64>)>, Vec<Problem>) {
+        let mut fields = Fields::new(object, prefix);
+        let field = if fields.get("rope_type").is_some() { "rope_type" } else { "type" };
+        let kind = fields.text(field).unwrap_or("default");
+        let theta = fields.number("rope_theta").unwrap_or(self.theta);
+        let rotated = fields.number("partial_rotary_factor");
+        if let Some(value) = fields.get("partial_rotary_factor")
+            && self.row.rotated.is_none()
+            && value.as_f64() != Some(1.0)
+        {
+            fields.expected("partial_rotary_factor", value, "1.0");
+        }
+        if let Some((key, _)) = object.iter().find(|(_, value)| value.is_object()) {
+            let reason = "is an object; supported: full_attention and sliding_attention";
+            fields.complain(key, reason);
+        }
+        let scaling = self.scaling(&mut fields, field, kind);
+        let problems = fields.into_problems();
+        let rope = scaling.filter(|_| problems.is_empty()).map(|scaling| Rope { theta, scaling });
+        (rope.map(|rope| (rope, rotated)), problems)
     }
-    let scaling = match kind {
-        "default" => Some(Scaling::Default),
-        "linear" => Some(Scaling::Linear { factor: fields.required_number("factor") }),
-        "llama3" => {
-            let inner = fields.whole("original_max_position_embeddings").filter(|_| !outer_wins);
-            Some(Scaling::Llama3 {
+
+    fn scaling(&self, fields: &mut Fields<'_>, field: &str, kind: &str) -> Option<Scaling> {
+        let original = |fields: &mut Fields<'_>| {
+            let inner = fields.whole("original_max_position_embeddings").filter(|_| !self.outer);
+            inner.unwrap_or(self.original)
+        };
+        match kind {
+            // Dynamic frequencies change beyond the longest sequence, which no program exceeds. Those of longrope are
+            // the family's.
+            "default" | "dynamic" => Some(Scaling::Default),
+            "longrope" | "su" if self.row.longrope => Some(Scaling::Default),
+            "linear" => Some(Scaling::Linear { factor: fields.required_number("factor") }),
+            "llama3" => Some(Scaling::Llama3 {
                 factor: fields.required_number("factor"),
                 low: fields.required_number("low_freq_factor"),
                 high: fields.required_number("high_freq_factor"),
-                original: inner.unwrap_or(original),
-            })
+                original: original(fields),
+            }),
+            "yarn" => Some(yarn(fields, original)),
+            other => {
+                let reason = format!(
+                    "is {}; supported: default, linear, dynamic, llama3, yarn{}",
+                    quoted(other),
+                    if self.row.longrope { ", longrope" } else { "" }
+                );
+                fields.complain(field, reason);
+                None
+            }
         }
-        other => {
-            let reason = format!("is {}; supported: default, linear, llama3", quoted(other));
-            fields.complain(field, reason);
-            None
-        }
-    };
-    let problems = fields.into_problems();
-    let rope = scaling.filter(|_| problems.is_empty()).map(|scaling| Rope { theta, scaling });
-    (rope, problems)
+    }
 }
 
-/// The sliding windows. Llama has none, Mistral's is in every layer, Qwen's is off unless it is switched on and then
-/// follows `layer_types` or, without that, begins at layer `max_window_layers`.
-fn window(fields: &mut Fields<'_>, family: Family, layers: u32) -> Window {
+fn yarn(fields: &mut Fields<'_>, original: impl FnOnce(&mut Fields<'_>) -> u32) -> Scaling {
+    let factor = fields.required_number("factor");
+    let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
+    let (mscale, all) = (fields.number("mscale"), fields.number("mscale_all_dim"));
+    let amplitude = match (mscale, all) {
+        (Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => scale(mscale) / scale(all),
+        _ => scale(1.0),
+    };
+    let truncate = fields.get("truncate").is_none() || fields.flag("truncate");
+    Scaling::Yarn {
+        factor,
+        original: original(fields),
+        fast: fields.number("beta_fast").unwrap_or(32.0),
+        slow: fields.number("beta_slow").unwrap_or(1.0),
+        truncate,
+        amplitude: fields.number("attention_factor").unwrap_or(amplitude),
+    }
+}
+
+/// The sliding windows.
+fn window(fields: &mut Fields<'_>, row: &Row, layers: u32) -> Window {
     let types = layer_types(fields, layers);
     let absent = (!fields.is_null("sliding_window")).then_some(WINDOW_DEFAULT);
-    match family {
-        Family::Llama => {
+    // An absurd number of layers is reported elsewhere and must not become a long list here.
+    let count = layers.min(LAYERS_MAX);
+    let some = |window, sliding: Vec<bool>| match sliding.contains(&true) {
+        true => Window::Layers { window, sliding },
+        false => Window::None,
+    };
+    match row.windows {
+        WindowRule::None => {
             uniform(fields, types.as_deref(), false);
             Window::None
         }
-        Family::Mistral => {
-            let window = fields.whole("sliding_window").or(absent);
+        WindowRule::All { absent: default } => {
+            let window = fields.whole("sliding_window").or(absent.and(default));
             uniform(fields, types.as_deref(), window.is_some());
             window.map_or(Window::None, Window::All)
         }
-        Family::Qwen2 | Family::Qwen3 => {
+        WindowRule::Switched => {
             let on = fields.flag("use_sliding_window");
             let window = fields.whole("sliding_window").or(absent).filter(|_| on);
             let first = fields.whole("max_window_layers").unwrap_or(MAX_WINDOW_LAYERS_DEFAULT);
             let Some(window) = window else { return Window::None };
-            // An absurd number of layers is reported elsewhere and must not become a long list here.
-            let layers = layers.min(crate::shape::LAYERS_MAX);
-            let sliding = types.unwrap_or_else(|| (0..layers).map(|i| i >= first).collect());
-            if sliding.contains(&true) { Window::Layers { window, sliding } } else { Window::None }
+            some(window, types.unwrap_or_else(|| (0..count).map(|i| i >= first).collect()))
+        }
+        WindowRule::Pattern { window, full_every } => {
+            let every = fields.whole("sliding_window_pattern").unwrap_or(full_every);
+            let window = fields.whole("sliding_window").or(absent.and(Some(window)));
+            let Some(window) = window else { return Window::None };
+            let sliding = |i: u32| every == 0 || !(i + 1).is_multiple_of(every);
+            some(window, types.unwrap_or_else(|| (0..count).map(sliding).collect()))
         }
     }
 }

@@ -14,11 +14,13 @@ use crate::model::{Model, Origin, import_dequantised};
 use crate::quantise::Format;
 use crate::random;
 use crate::rope::{Rope, Scaling};
-use crate::shape::{Family, Shape, Window};
+use crate::shape::{Family, Options, Shape, Window};
 use crate::store::{INDEX, SINGLE};
 
 /// Most bytes per file; a larger checkpoint is split.
 pub(crate) const SHARD_BYTES: u64 = 5_000_000_000;
+/// Families whose configurations are written.
+const EXPORTED: [Family; 4] = [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3];
 /// Files of an imported folder that are copied unchanged.
 const COMPANIONS: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
@@ -201,6 +203,12 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
         DType::Bf16 => "bfloat16",
         _ => return Err("codes are no type of a configuration".to_owned()),
     };
+    if !EXPORTED.contains(&shape.family) || shape.options != Options::default() {
+        return Err(format!(
+            "models of type {} cannot be written; supported: llama, mistral, qwen2 and qwen3 without further options",
+            shape.family.model_type()
+        ));
+    }
     let fields = json!({
         "architectures": [shape.family.architecture()],
         "model_type": shape.family.model_type(),
@@ -228,15 +236,11 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
     let Value::Object(mut fields) = fields else {
         return Err("its configuration is no object".to_owned());
     };
-    match shape.family {
-        Family::Llama => {
-            fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
-            fields.insert("mlp_bias".to_owned(), json!(shape.mlp_bias));
-        }
-        Family::Qwen3 => {
-            fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
-        }
-        Family::Mistral | Family::Qwen2 => {}
+    if matches!(shape.family, Family::Llama | Family::Qwen3) {
+        fields.insert("attention_bias".to_owned(), json!(shape.attention_bias));
+    }
+    if shape.family == Family::Llama {
+        fields.insert("mlp_bias".to_owned(), json!(shape.mlp_bias));
     }
     insert_window(&mut fields, shape)?;
     Ok(fields)
@@ -262,6 +266,16 @@ fn rope_parameters(rope: Rope) -> Value {
         Scaling::Linear { factor } => {
             json!({ "rope_type": "linear", "rope_theta": theta, "factor": factor })
         }
+        Scaling::Yarn { factor, original, fast, slow, truncate, amplitude } => json!({
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": fast,
+            "beta_slow": slow,
+            "truncate": truncate,
+            "attention_factor": amplitude,
+        }),
         Scaling::Llama3 { factor, low, high, original } => json!({
             "rope_type": "llama3",
             "rope_theta": theta,
@@ -287,29 +301,23 @@ fn insert_window(fields: &mut Map<String, Value>, shape: &Shape) -> Result<(), S
         Window::None => None,
         Window::All(window) | Window::Layers { window, .. } => Some(window),
     };
-    match shape.family {
-        Family::Llama if window.is_some() => {
-            return Err(
-                "a llama with a sliding window fits no config.json; use the mistral family"
-                    .to_owned(),
-            );
-        }
-        Family::Llama => {}
-        Family::Mistral if matches!(shape.window, Window::Layers { .. }) => {
+    if shape.family == Family::Llama && window.is_some() {
+        let reason = "a llama with a sliding window fits no config.json; use the mistral family";
+        return Err(reason.to_owned());
+    }
+    if shape.family == Family::Mistral {
+        if matches!(shape.window, Window::Layers { .. }) {
             return Err("a mistral's sliding window is in every layer or in none".to_owned());
         }
-        Family::Mistral => {
-            fields.insert("sliding_window".to_owned(), json!(window));
-        }
-        Family::Qwen2 | Family::Qwen3 => {
-            let first = sliding.iter().position(|&s| s).unwrap_or(layers);
-            let types =
-                sliding.iter().map(|&s| if s { "sliding_attention" } else { "full_attention" });
-            fields.insert("layer_types".to_owned(), types.collect());
-            fields.insert("use_sliding_window".to_owned(), json!(window.is_some()));
-            fields.insert("sliding_window".to_owned(), json!(window));
-            fields.insert("max_window_layers".to_owned(), json!(first));
-        }
+        fields.insert("sliding_window".to_owned(), json!(window));
+    }
+    if matches!(shape.family, Family::Qwen2 | Family::Qwen3) {
+        let first = sliding.iter().position(|&s| s).unwrap_or(layers);
+        let types = sliding.iter().map(|&s| if s { "sliding_attention" } else { "full_attention" });
+        fields.insert("layer_types".to_owned(), types.collect());
+        fields.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+        fields.insert("sliding_window".to_owned(), json!(window));
+        fields.insert("max_window_layers".to_owned(), json!(first));
     }
     Ok(())
 }

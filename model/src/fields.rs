@@ -1,5 +1,8 @@
 //! Reads typed fields from a JSON object and collects all errors.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
 use crate::error::{Problem, shown};
@@ -7,17 +10,55 @@ use crate::error::{Problem, shown};
 /// Most token ids in a list.
 const IDS_MAX: usize = 1024;
 
+/// The value with which a field changes nothing. Null is one of any field.
+#[derive(Clone, Copy)]
+pub(crate) enum Neutral {
+    /// Null or absent.
+    Null,
+    /// False.
+    False,
+    /// Zero, or an empty list.
+    Zero,
+    /// One.
+    One,
+}
+
+impl Neutral {
+    fn holds(self, value: &Value) -> bool {
+        value.is_null()
+            || match self {
+                Self::Null => false,
+                Self::False => value == &Value::Bool(false),
+                Self::Zero => {
+                    value.as_f64() == Some(0.0) || value.as_array().is_some_and(Vec::is_empty)
+                }
+                Self::One => value.as_f64() == Some(1.0),
+            }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::False => "false",
+            Self::Zero => "0",
+            Self::One => "1.0",
+        }
+    }
+}
+
 /// A JSON object being read; wrong fields are recorded, not fatal, so that one answer lists them all.
 pub(crate) struct Fields<'a> {
     object: &'a Map<String, Value>,
     /// Prefix of field names in errors: empty, or `rope_scaling.`.
     prefix: String,
     problems: Vec<Problem>,
+    /// Fields that were read.
+    read: RefCell<BTreeSet<String>>,
 }
 
 impl<'a> Fields<'a> {
     pub(crate) fn new(object: &'a Map<String, Value>, prefix: impl Into<String>) -> Self {
-        Self { object, prefix: prefix.into(), problems: Vec::new() }
+        Self { object, prefix: prefix.into(), problems: Vec::new(), read: RefCell::default() }
     }
 
     /// The name of a field with this object's prefix.
@@ -31,7 +72,18 @@ impl<'a> Fields<'a> {
 
     /// The value of a field; `null` counts as absent.
     pub(crate) fn get(&self, field: &str) -> Option<&'a Value> {
+        self.read.borrow_mut().insert(field.to_owned());
         self.object.get(field).filter(|value| !value.is_null())
+    }
+
+    /// Complains about each of these fields that was not read and has a value that changes the arithmetic.
+    pub(crate) fn refuse_unread(&mut self, neutral: &[(&str, Neutral)]) {
+        for (field, neutral) in neutral {
+            let value = self.object.get(*field).filter(|value| !neutral.holds(value));
+            if let Some(value) = value.filter(|_| !self.read.borrow().contains(*field)) {
+                self.expected(field, value, neutral.name());
+            }
+        }
     }
 
     pub(crate) fn is_null(&self, field: &str) -> bool {
@@ -99,6 +151,12 @@ impl<'a> Fields<'a> {
 
     pub(crate) fn object(&mut self, field: &str) -> Option<&'a Map<String, Value>> {
         self.typed(field, "an object or null", Value::as_object)
+    }
+
+    /// A list of numbers; absent is empty.
+    pub(crate) fn numbers(&mut self, field: &str) -> Vec<f64> {
+        let list = |value: &Value| value.as_array()?.iter().map(Value::as_f64).collect();
+        self.typed(field, "a list of numbers", list).unwrap_or_default()
     }
 
     /// Token ids: one, a list, or none.

@@ -20,6 +20,7 @@ mod chat;
 mod config;
 mod error;
 mod export;
+mod family;
 mod fields;
 mod files;
 mod gguf;
@@ -27,6 +28,7 @@ mod growth;
 mod header;
 mod model;
 mod parallel;
+mod pieces;
 mod preset;
 mod quantise;
 mod quantised;
@@ -45,8 +47,8 @@ pub use preset::{PRESETS, Preset, preset};
 pub use quantise::{Format, Quantisation, Written, quantise};
 pub use rope::{Rope, Scaling};
 pub use shape::{
-    FFN_MAX, Family, HEAD_DIM_MAX, HEAD_DIM_STEP, HEADS_MAX, HIDDEN_MAX, LAYERS_MAX, POSITIONS_MAX,
-    Shape, VOCAB_MAX, Window,
+    FFN_MAX, Family, HEAD_DIM_MAX, HEAD_DIM_STEP, HEADS_MAX, HIDDEN_MAX, LAYERS_MAX, Options,
+    POSITIONS_MAX, Shape, VOCAB_MAX, Window,
 };
 pub use store::{INDEX as WEIGHTS_INDEX, SINGLE as WEIGHTS, missing_weights};
 pub use template_process::{template_process, templates_run_in};

@@ -132,8 +132,10 @@ fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
         let hint = if has_gguf(dir) { "; of a GGUF model, give the .gguf file" } else { "" };
         return Err(not_a_folder(&format!("it has no config.json{hint}")));
     };
-    let (mut shape, mut graph, declared) = described(&path, &object)?;
-    let (weights, notes) = store::open(dir, &mut graph, declared.as_ref(), form)?;
+    let (mut shape, declared) = described(&path, &object)?;
+    let (mut graph, pieces) = shape.described();
+    let (weights, mut notes) = store::open(dir, &mut graph, &pieces, declared.as_ref(), form)?;
+    notes.extend(shape.options.notes.iter().cloned());
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
 }
@@ -152,7 +154,8 @@ fn configured(
     object: &Map<String, Value>,
     dir: &Path,
 ) -> Result<(Shape, Option<Declared>), Vec<Problem>> {
-    match (config::parse(object, &folder_name(dir)), Declared::parse(object)) {
+    let (text, _) = config::text_part(object);
+    match (config::parse(object, &folder_name(dir)), Declared::parse(&text)) {
         (Ok(shape), Ok(declared)) => Ok((shape, declared)),
         (shape, declared) => Err(shape.err().into_iter().chain(declared.err()).flatten().collect()),
     }
@@ -169,7 +172,7 @@ pub fn import_shape(path: &Path) -> Result<(Shape, bool), ModelError> {
         let reason = "it has no config.json".to_owned();
         return Err(ModelError::NotAFolder { path: path.to_path_buf(), reason });
     };
-    let (mut shape, _, declared) = described(&file, &object)?;
+    let (mut shape, declared) = described(&file, &object)?;
     if declared.is_some() {
         shape.dtype = DType::F32;
     }
@@ -180,13 +183,12 @@ pub fn import_shape(path: &Path) -> Result<(Shape, bool), ModelError> {
 fn described(
     path: &Path,
     object: &Map<String, Value>,
-) -> Result<(Shape, Graph, Option<Declared>), ModelError> {
+) -> Result<(Shape, Option<Declared>), ModelError> {
     let dir = path.parent().unwrap_or(Path::new("."));
     let (mut shape, declared) = configured(object, dir)
         .map_err(|problems| ModelError::Config { path: path.to_path_buf(), problems })?;
     add_generation_eos(dir, &mut shape)?;
-    let graph = shape.graph();
-    Ok((shape, graph, declared))
+    Ok((shape, declared))
 }
 
 /// A preset by name, or else a folder by path. A folder with the name of a preset is reached by `./name`.

@@ -1,8 +1,10 @@
 //! Models that need no download: real shapes with seeded random weights.
 
+use ir::Activation;
+
 use crate::model::Model;
 use crate::rope::{Rope, Scaling};
-use crate::shape::{Family, Shape};
+use crate::shape::{Family, Options, Shape, Window};
 
 /// Seed of the presets' weights.
 const SEED: u64 = 0x616d_6b00;
@@ -68,6 +70,58 @@ fn smollm2() -> Shape {
     }
 }
 
+fn gemma3() -> Shape {
+    Shape {
+        family: Family::Gemma3,
+        hidden: 1152,
+        layers: 26,
+        heads: 4,
+        kv_heads: 1,
+        head_dim: 256,
+        ffn: 6912,
+        vocab: 262_144,
+        tied: true,
+        norm_eps: 1e-6,
+        max_positions: 32_768,
+        rope: Rope::plain(1_000_000.0),
+        ..Shape::default()
+    }
+    .with_gemma3_options(512)
+}
+
+impl Shape {
+    /// Five layers with a window, then one without, and so on; and what follows from the width.
+    fn with_gemma3_options(self, window: u32) -> Self {
+        let sliding = (1..=self.layers).map(|n| n % 6 != 0).collect();
+        let options = Options {
+            activation: Activation::GeluTanh,
+            embed_scale: f64::from(self.hidden).sqrt() as f32,
+            attn_scale: Some(0.0625),
+            sliding_rope: Some(Rope::plain(10_000.0)),
+            ..Options::default()
+        };
+        Self { window: Window::Layers { window, sliding }, options, ..self }
+    }
+}
+
+/// Without the divisors of its frequencies, which cost no time.
+fn phi4_mini() -> Shape {
+    Shape {
+        family: Family::Phi3,
+        hidden: 3072,
+        layers: 32,
+        heads: 24,
+        kv_heads: 8,
+        head_dim: 128,
+        ffn: 8192,
+        vocab: 200_064,
+        tied: true,
+        max_positions: 4096,
+        options: Options { rotated: 0.75, rotary_factor: 1.190_238, ..Options::default() },
+        ..Shape::default()
+    }
+}
+
 const fn llama3(factor: f64) -> Rope {
     Rope {
         theta: 500_000.0,
@@ -107,6 +161,11 @@ pub const PRESETS: &[Preset] = &[
         },
     },
     Preset {
+        name: "gemma-3-1b",
+        about: "Gemma 3 1B: 26 layers of 1152, windows of 512, tied",
+        shape: gemma3,
+    },
+    Preset {
         name: "qwen3-1.7b",
         about: "Qwen3 1.7B: 28 layers of 2048, q/k norms, tied",
         shape: || Shape { hidden: 2048, ffn: 6144, ..qwen3() },
@@ -115,6 +174,21 @@ pub const PRESETS: &[Preset] = &[
         name: "qwen3-4b",
         about: "Qwen3 4B: 36 layers of 2560, q/k norms, tied",
         shape: || Shape { hidden: 2560, layers: 36, heads: 32, ffn: 9728, ..qwen3() },
+    },
+    Preset {
+        name: "gemma-3-4b",
+        about: "Gemma 3 4B, its language model: 34 layers of 2560, windows of 1024, tied",
+        shape: || {
+            let rope = Rope { theta: 1_000_000.0, scaling: Scaling::Linear { factor: 8.0 } };
+            let (hidden, ffn, max_positions) = (2560, 10_240, 131_072);
+            let shape = Shape { hidden, ffn, max_positions, rope, vocab: 262_208, ..gemma3() };
+            Shape { layers: 34, heads: 8, kv_heads: 4, ..shape }.with_gemma3_options(1024)
+        },
+    },
+    Preset {
+        name: "phi-4-mini",
+        about: "Phi 4 mini: 32 layers of 3072, three quarters of each head rotated, tied",
+        shape: phi4_mini,
     },
     Preset { name: "llama-3.1-8b", about: "Llama 3.1 8B: 32 layers of 4096", shape: llama },
     Preset {

@@ -1,8 +1,11 @@
 //! The dimensions of a model, and the graph built from them.
 
-use ir::{DType, Graph, Layer, Linear, Tensor, TensorId};
+use ir::{Activation, DType, Graph, Layer};
 
 use crate::error::Problem;
+pub use crate::family::Family;
+use crate::family::{Bias, QkNorm};
+use crate::pieces::{HeadOrder, Piece, Tensors};
 use crate::rope::{Rope, Scaling};
 
 /// Widest residual stream.
@@ -23,46 +26,6 @@ pub const FFN_MAX: u32 = 1 << 20;
 pub const VOCAB_MAX: u32 = 1 << 22;
 /// Longest sequence.
 pub const POSITIONS_MAX: u32 = 1 << 27;
-
-/// A model family: one `model_type` of Hugging Face's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Family {
-    /// Llama 1, 2, 3, 3.1, 3.2, and the many models with their layout.
-    Llama,
-    /// Mistral: Llama with an optional sliding window in every layer.
-    Mistral,
-    /// Qwen 2 and 2.5: biases on q, k and v.
-    Qwen2,
-    /// Qwen 3: RMSNorm over each query and key head.
-    Qwen3,
-}
-
-impl Family {
-    /// Every family.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
-
-    /// The `model_type` of `config.json`.
-    #[must_use]
-    pub const fn model_type(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-        }
-    }
-
-    /// The class in `architectures` of `config.json`.
-    #[must_use]
-    pub const fn architecture(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Mistral => "MistralForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-            Self::Qwen3 => "Qwen3ForCausalLM",
-        }
-    }
-}
 
 /// The layers with a sliding window.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -95,12 +58,63 @@ impl Window {
     }
 }
 
+/// What few families need. [`Options::default`] is a llama's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// The function between the halves of the MLP.
+    pub activation: Activation,
+    /// Factor of the embedding.
+    pub embed_scale: f32,
+    /// Factor of what a block adds to the residual stream.
+    pub residual_scale: f32,
+    /// Divisor of the logits.
+    pub logit_divisor: f32,
+    /// Factor of scores, if not `head_dim ** -0.5`.
+    pub attn_scale: Option<f32>,
+    /// Soft cap of scores.
+    pub score_cap: Option<f32>,
+    /// Soft cap of logits.
+    pub logit_cap: Option<f32>,
+    /// Fraction of a head that is rotated.
+    pub rotated: f64,
+    /// Factor of cosines and sines.
+    pub rotary_factor: f64,
+    /// Divisors of the rotary frequencies; empty for none.
+    pub rotary_divisors: Vec<f32>,
+    /// Rotary embedding of layers with a sliding window, if it is another.
+    pub sliding_rope: Option<Rope>,
+    /// Layers that do not rotate: `true` for each of them; empty for none.
+    pub unrotated: Vec<bool>,
+    /// What the user should know.
+    pub notes: Vec<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            activation: Activation::Silu,
+            embed_scale: 1.0,
+            residual_scale: 1.0,
+            logit_divisor: 1.0,
+            attn_scale: None,
+            score_cap: None,
+            logit_cap: None,
+            rotated: 1.0,
+            rotary_factor: 1.0,
+            rotary_divisors: Vec::new(),
+            sliding_rope: None,
+            unrotated: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+}
+
 /// All parameters of a model except its weights. [`Shape::default`] is the `toy` preset.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
     /// The model's display name.
     pub name: String,
-    /// The family; `Qwen2` implies biases on q, k and v, `Qwen3` implies q and k norms.
+    /// The family: its norms, biases and tensors' names.
     pub family: Family,
     /// Width of the residual stream.
     pub hidden: u32,
@@ -118,9 +132,9 @@ pub struct Shape {
     pub vocab: u32,
     /// Whether `lm_head` reuses the embedding table.
     pub tied: bool,
-    /// Biases on q, k, v and o (Llama, Qwen 3).
+    /// Biases on q, k, v and perhaps o, where the family has the choice.
     pub attention_bias: bool,
-    /// Biases on gate, up and down (Llama).
+    /// Biases on gate, up and down, where the family has the choice.
     pub mlp_bias: bool,
     /// Element type of every tensor.
     pub dtype: DType,
@@ -132,6 +146,8 @@ pub struct Shape {
     pub max_positions: u32,
     /// Sliding windows.
     pub window: Window,
+    /// What few families need.
+    pub options: Options,
     /// Ids that end a generation.
     pub eos: Vec<u32>,
     /// Id that begins a sequence.
@@ -158,6 +174,7 @@ impl Default for Shape {
             rope: Rope::plain(10_000.0),
             max_positions: 2048,
             window: Window::None,
+            options: Options::default(),
             eos: Vec::new(),
             bos: None,
         }
@@ -170,16 +187,28 @@ impl Shape {
     /// It does not check anything: a shape with [`Shape::problems`] gives a graph that cannot be run.
     #[must_use]
     pub fn graph(&self) -> Graph {
-        let mut tensors = Tensors { dtype: self.dtype, list: Vec::new() };
+        self.described().0
+    }
+
+    /// The graph, and for each tensor how it is made of what is stored; `None` if it is stored so, under its name.
+    pub(crate) fn described(&self) -> (Graph, Vec<Option<Piece>>) {
+        let (options, norm_add) = (&self.options, self.family.row().norm_add);
+        let mut tensors = Tensors::new(self.dtype);
         let embed = tensors.add("model.embed_tokens.weight", &[self.vocab, self.hidden]);
         let layers = (0..self.layers).map(|i| self.layer(i, &mut tensors)).collect();
-        let final_norm = tensors.add("model.norm.weight", &[self.hidden]);
+        let final_norm =
+            tensors.norm("model.norm.weight", self.hidden, norm_add, 1.0 / options.logit_divisor);
         let lm_head = if self.tied {
             embed
         } else {
             tensors.add("lm_head.weight", &[self.vocab, self.hidden])
         };
-        Graph {
+        let sliding = options.sliding_rope.map(|rope| self.rotary_table(rope));
+        let unrotated = options.unrotated.contains(&true);
+        let still = unrotated.then(|| vec![0.0; self.head_dim as usize / 2]);
+        // A residual stream divided by its factor has the same norms, if epsilon is divided by the square.
+        let scale = options.residual_scale;
+        let graph = Graph {
             name: self.name.clone(),
             family: self.family.model_type().to_owned(),
             hidden: self.hidden,
@@ -188,9 +217,16 @@ impl Shape {
             head_dim: self.head_dim,
             ffn: self.ffn,
             vocab: self.vocab,
-            norm_eps: self.norm_eps,
-            inv_freq: self.rope.inv_freq(self.head_dim),
-            attn_scale: (1.0 / f64::from(self.head_dim).sqrt()) as f32,
+            norm_eps: self.norm_eps / (scale * scale),
+            inv_freq: self.rotary_table(self.rope),
+            rotary: sliding.into_iter().chain(still).collect(),
+            embed_scale: options.embed_scale / scale,
+            activation: options.activation,
+            score_cap: options.score_cap,
+            logit_cap: options.logit_cap,
+            attn_scale: options
+                .attn_scale
+                .unwrap_or((1.0 / f64::from(self.head_dim).sqrt()) as f32),
             max_positions: self.max_positions,
             dtype: self.dtype,
             tensors: tensors.list,
@@ -201,44 +237,102 @@ impl Shape {
             lm_head_scale: None,
             eos: self.eos.clone(),
             bos: self.bos,
+        };
+        (graph, tensors.pieces)
+    }
+
+    /// Elements of a head that are rotated.
+    pub(crate) fn rotated_dims(&self) -> u32 {
+        (f64::from(self.head_dim) * self.options.rotated) as u32 / 2 * 2
+    }
+
+    /// Frequencies of a head's pairs, and their factors if there are any. Pairs that are not rotated have frequency zero.
+    fn rotary_table(&self, rope: Rope) -> Vec<f32> {
+        let (options, half) = (&self.options, self.head_dim as usize / 2);
+        let mut table = rope.inv_freq_divided(self.rotated_dims(), &options.rotary_divisors);
+        let (pairs, factor) = (table.len(), options.rotary_factor * rope.scaling.factor());
+        table.resize(half, 0.0);
+        if factor != 1.0 {
+            table.extend((0..half).map(|i| if i < pairs { factor as f32 } else { 1.0 }));
+        }
+        table
+    }
+
+    /// The number of a layer's rotary table.
+    fn rotary(&self, index: usize) -> u32 {
+        let sliding = u32::from(self.options.sliding_rope.is_some());
+        if self.options.unrotated.get(index) == Some(&true) {
+            1 + sliding
+        } else if self.window.of(index).is_some() {
+            sliding
+        } else {
+            0
         }
     }
 
     fn layer(&self, index: u32, tensors: &mut Tensors) -> Layer {
         let at = format!("model.layers.{index}.");
-        let q_width = self.heads * self.head_dim;
-        let kv_width = self.kv_heads * self.head_dim;
-        let o_bias = self.attention_bias && matches!(self.family, Family::Llama | Family::Qwen3);
-        let qkv_bias = o_bias || self.family == Family::Qwen2;
-        let mlp_bias = self.mlp_bias && self.family == Family::Llama;
-        let qk_norm = self.family == Family::Qwen3;
-        let attn_norm = tensors.add(&format!("{at}input_layernorm.weight"), &[self.hidden]);
-        let mut linear = |name: &str, rows: u32, cols: u32, bias: bool| Linear {
-            weight: tensors.add(&format!("{at}{name}.weight"), &[rows, cols]),
-            scale: None,
-            bias: bias.then(|| tensors.add(&format!("{at}{name}.bias"), &[rows])),
+        let (row, hidden, ffn) = (self.family.row(), self.hidden, self.ffn);
+        let (q_width, kv_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let asked = |bias: Bias, flag| bias == Bias::Always || bias == Bias::Asked && flag;
+        let mlp_bias = asked(row.mlp_bias, self.mlp_bias);
+        let qkv_bias = asked(row.qkv_bias, self.attention_bias);
+        let o_bias = asked(row.o_bias, self.attention_bias);
+        let norm = |tensors: &mut Tensors, name: Option<&str>| {
+            let name = name.map(|name| format!("{at}{name}.weight"));
+            name.map(|name| tensors.norm(&name, hidden, row.norm_add, 1.0))
         };
-        let q = linear("self_attn.q_proj", q_width, self.hidden, qkv_bias);
-        let k = linear("self_attn.k_proj", kv_width, self.hidden, qkv_bias);
-        let v = linear("self_attn.v_proj", kv_width, self.hidden, qkv_bias);
-        let o = linear("self_attn.o_proj", self.hidden, q_width, o_bias);
-        let gate = linear("mlp.gate_proj", self.ffn, self.hidden, mlp_bias);
-        let up = linear("mlp.up_proj", self.ffn, self.hidden, mlp_bias);
-        let down = linear("mlp.down_proj", self.hidden, self.ffn, mlp_bias);
-        let mut norm = |name: &str, len: u32| tensors.add(&format!("{at}{name}.weight"), &[len]);
+        let attn_norm = norm(tensors, row.norms.attn);
+        let order = HeadOrder::new(self.head_dim, self.rotated_dims(), row.neighbours);
+        let fused_rows = q_width + 2 * kv_width;
+        let (fused, turned) =
+            (row.fused_qkv.then_some(("self_attn.qkv_proj", fused_rows)), order.as_ref());
+        let mut linear =
+            |name: &str, (rows, cols), bias, fused: Option<(&str, u32)>, first, turned| {
+                let fused = fused.map(|(name, of)| (format!("{at}{name}"), first, of));
+                tensors.linear(&format!("{at}{name}"), (rows, cols), bias, fused, turned)
+            };
+        let q = linear("self_attn.q_proj", (q_width, hidden), qkv_bias, fused, 0, turned);
+        let k = linear("self_attn.k_proj", (kv_width, hidden), qkv_bias, fused, q_width, turned);
+        let v = linear(
+            "self_attn.v_proj",
+            (kv_width, hidden),
+            qkv_bias,
+            fused,
+            q_width + kv_width,
+            None,
+        );
+        let o = linear("self_attn.o_proj", (hidden, q_width), o_bias, None, 0, None);
+        let fused = row.fused_gate_up.then_some(("mlp.gate_up_proj", 2 * ffn));
+        let gate = linear("mlp.gate_proj", (ffn, hidden), mlp_bias, fused, 0, None);
+        let up = linear("mlp.up_proj", (ffn, hidden), mlp_bias, fused, ffn, None);
+        let down = linear("mlp.down_proj", (hidden, ffn), mlp_bias, None, 0, None);
+        let of_heads = |all| match row.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Head => Some(self.head_dim),
+            QkNorm::All => Some(all),
+        };
+        let mut head_norm = |name: &str, all| {
+            let name = format!("{at}self_attn.{name}.weight");
+            of_heads(all).map(|len| tensors.norm(&name, len, row.norm_add, 1.0))
+        };
+        let (q_norm, k_norm) = (head_norm("q_norm", q_width), head_norm("k_norm", kv_width));
         Layer {
             attn_norm,
             q,
             k,
             v,
-            q_norm: qk_norm.then(|| norm("self_attn.q_norm", self.head_dim)),
-            k_norm: qk_norm.then(|| norm("self_attn.k_norm", self.head_dim)),
+            q_norm,
+            k_norm,
             o,
-            mlp_norm: norm("post_attention_layernorm", self.hidden),
+            mlp_norm: norm(tensors, row.norms.mlp),
+            attn_post_norm: norm(tensors, row.norms.attn_post),
+            mlp_post_norm: norm(tensors, row.norms.mlp_post),
             gate,
             up,
             down,
             window: self.window.of(index as usize),
+            rotary: self.rotary(index as usize),
         }
     }
 
@@ -305,6 +399,7 @@ impl Shape {
             found.push(Problem::new("rope_theta", format!("is {theta}; supported: 1 to 1e15")));
         }
         check_scaling(self.rope.scaling, found);
+        self.check_options(found);
         if let Window::All(0) | Window::Layers { window: 0, .. } = self.window {
             found.push(Problem::new("sliding_window", "is 0; use null for full attention"));
         }
@@ -313,6 +408,30 @@ impl Shape {
         {
             let reason = format!("has {} entries for {} layers", sliding.len(), self.layers);
             found.push(Problem::new("layer_types", reason));
+        }
+    }
+
+    fn check_options(&self, found: &mut Vec<Problem>) {
+        let options = &self.options;
+        let factors = [
+            ("embedding_multiplier", Some(options.embed_scale)),
+            ("residual_multiplier", Some(options.residual_scale)),
+            ("logits_scaling", Some(options.logit_divisor)),
+            ("attention_multiplier", options.attn_scale),
+            ("attn_logit_softcapping", options.score_cap),
+            ("final_logit_softcapping", options.logit_cap),
+            ("attention_factor", Some((options.rotary_factor * self.rope.scaling.factor()) as f32)),
+        ];
+        for (field, value) in factors {
+            if value.is_some_and(|value| !(1e-6..=1e6).contains(&value)) {
+                let value = value.unwrap_or(f32::NAN);
+                found.push(Problem::new(field, format!("is {value}; supported: 1e-6 to 1e6")));
+            }
+        }
+        let none = self.head_dim > 0 && self.rotated_dims() == 0;
+        if !(options.rotated > 0.0 && options.rotated <= 1.0) || none {
+            let reason = format!("is {}; it must be above 0 and at most 1", options.rotated);
+            found.push(Problem::new("partial_rotary_factor", reason));
         }
     }
 
@@ -342,6 +461,15 @@ fn check_scaling(scaling: Scaling, found: &mut Vec<Problem>) {
         Scaling::Linear { factor } => {
             positive("rope factor", factor);
         }
+        Scaling::Yarn { factor, original, fast, slow, .. } => {
+            positive("rope factor", factor);
+            positive("beta_fast", fast);
+            positive("beta_slow", slow);
+            if original == 0 || original > POSITIONS_MAX {
+                let reason = format!("is {original}; supported: 1 to {POSITIONS_MAX}");
+                found.push(Problem::new("original_max_position_embeddings", reason));
+            }
+        }
         Scaling::Llama3 { factor, low, high, original } => {
             positive("rope factor", factor);
             let bounded = positive("low_freq_factor", low) & positive("high_freq_factor", high);
@@ -354,19 +482,5 @@ fn check_scaling(scaling: Scaling, found: &mut Vec<Problem>) {
                 found.push(Problem::new("original_max_position_embeddings", reason));
             }
         }
-    }
-}
-
-/// The graph's tensor list during construction.
-struct Tensors {
-    dtype: DType,
-    list: Vec<Tensor>,
-}
-
-impl Tensors {
-    fn add(&mut self, name: &str, shape: &[u32]) -> TensorId {
-        let id = TensorId(self.list.len() as u32);
-        self.list.push(Tensor { name: name.to_owned(), dtype: self.dtype, shape: shape.to_vec() });
-        id
     }
 }

@@ -3,14 +3,16 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::path::{Component, Path, PathBuf};
+use std::sync::OnceLock;
 
-use ir::{FileRange, Graph, Tensor, TensorId, Weights};
+use ir::{DType, FileRange, Graph, Tensor, TensorId, Weights};
 use memmap2::Mmap;
 use serde_json::Value;
 
 use crate::error::{ModelError, Problem, quoted, shown};
 use crate::files;
 use crate::header::{self, Entry};
+use crate::pieces::{Change, Piece};
 use crate::quantised::{self, Declared, Form, checkpoint};
 
 /// The file of an unsharded checkpoint.
@@ -65,16 +67,35 @@ impl Files {
 struct Mapped {
     files: Files,
     /// By [`TensorId`].
-    places: Vec<Place>,
+    sources: Vec<Source>,
+}
+
+/// Where a tensor comes from.
+struct Source {
+    place: Place,
+    made: Option<Made>,
+}
+
+/// A tensor that is made of a stored one when it is first read.
+struct Made {
+    tensor: Tensor,
+    /// The type of the stored one.
+    dtype: DType,
+    change: Change,
+    bytes: OnceLock<Vec<u8>>,
 }
 
 impl Weights for Mapped {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
-        self.files.slice(self.places[tensor.index()])
+        let Source { place, made } = &self.sources[tensor.index()];
+        let stored = self.files.slice(*place);
+        let Some(made) = made else { return stored };
+        made.bytes.get_or_init(|| made.change.apply(&made.tensor, made.dtype, stored))
     }
 
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
-        Some(self.files.range(self.places[tensor.index()]))
+        let Source { place, made } = &self.sources[tensor.index()];
+        made.is_none().then(|| self.files.range(*place))
     }
 }
 
@@ -99,10 +120,11 @@ pub(crate) type Opening = (Box<dyn Weights + Send + Sync>, Vec<String>);
 pub(crate) fn open(
     dir: &Path,
     graph: &mut Graph,
+    pieces: &[Option<Piece>],
     declared: Option<&Declared>,
     form: Form,
 ) -> Result<Opening, ModelError> {
-    let (files, found) = if exists(&dir.join(SINGLE)) {
+    let (files, mut found) = if exists(&dir.join(SINGLE)) {
         open_single(dir)?
     } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
         open_shards(dir, &index)?
@@ -111,6 +133,18 @@ pub(crate) fn open(
         return Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason });
     };
     let wrong = |problems| ModelError::Tensors { path: dir.to_path_buf(), problems };
+    let ignored = language_model(&mut found);
+    let mut notes = Vec::new();
+    if ignored > 0 {
+        notes.push(format!("{ignored} tensors are not of the language model and are ignored"));
+    }
+    if let (Some(declared), Some(piece)) = (declared, pieces.iter().flatten().next()) {
+        let reason = format!(
+            "is {:?}; quantised weights of {} are not supported: {} is not used as it is stored",
+            declared.method, graph.family, piece.name
+        );
+        return Err(wrong(vec![Problem::new("quantization_config.quant_method", reason)]));
+    }
     if let Some(declared) = declared {
         return quantised::open(files, found, graph, declared, form).map_err(wrong);
     }
@@ -121,8 +155,29 @@ pub(crate) fn open(
         );
         return Err(wrong(vec![Problem::new("quantization_config", reason)]));
     }
-    let places = matched(found, graph).map_err(wrong)?;
-    Ok((Box::new(Mapped { files, places }), Vec::new()))
+    let sources = matched(found, graph, pieces).map_err(wrong)?;
+    Ok((Box::new(Mapped { files, sources }), notes))
+}
+
+/// Names the tensors of a multimodal folder's language model as those of a model of text, and drops all others. Returns
+/// the number of dropped ones: zero for a model of text.
+fn language_model(found: &mut HashMap<String, Found>) -> usize {
+    let prefixes = [("language_model.model.", "model."), ("model.language_model.", "model.")];
+    let inside = |name: &str| {
+        let (prefix, new) = prefixes.iter().find(|(prefix, _)| name.starts_with(prefix))?;
+        Some(format!("{new}{}", &name[prefix.len()..]))
+    };
+    if !found.keys().any(|name| inside(name).is_some()) {
+        return 0;
+    }
+    let all = std::mem::take(found);
+    let before = all.len();
+    found.extend(all.into_iter().filter_map(|(name, tensor)| {
+        let head = name.strip_prefix("language_model.").unwrap_or(&name);
+        let is_head = head == "lm_head.weight";
+        inside(&name).or(is_head.then(|| head.to_owned())).map(|name| (name, tensor))
+    }));
+    before - found.len()
 }
 
 /// The files of weights that a folder lacks: none if it can be imported, [`SINGLE`] if it has no weights at all.
@@ -255,13 +310,30 @@ fn is_buffer(name: &str) -> bool {
 fn matched(
     mut found: HashMap<String, Found>,
     graph: &mut Graph,
-) -> Result<Vec<Place>, Vec<Problem>> {
+    pieces: &[Option<Piece>],
+) -> Result<Vec<Source>, Vec<Problem>> {
     let tied = graph.tied();
     let mut problems = Vec::new();
-    let mut places = Vec::with_capacity(graph.tensors.len());
+    let mut sources = Vec::with_capacity(graph.tensors.len());
     let mut first_matrix = None;
-    for tensor in &mut graph.tensors {
-        let Some(place) = take(tensor, &mut found, &mut problems) else { continue };
+    let mut fused: HashMap<&str, Option<Found>> = HashMap::new();
+    for (tensor, piece) in graph.tensors.iter_mut().zip(pieces) {
+        let source = match piece {
+            None => {
+                take(tensor, &mut found, &mut problems).map(|place| Source { place, made: None })
+            }
+            Some(piece) => {
+                let stored = fused.entry(&piece.name).or_insert_with(|| {
+                    let stored = found.remove(&piece.name);
+                    if stored.is_none() {
+                        problems.push(Problem::new(&piece.name, missing(&piece.name)));
+                    }
+                    stored
+                });
+                stored.as_ref().and_then(|stored| cut(tensor, piece, stored, &mut problems))
+            }
+        };
+        let Some(source) = source else { continue };
         if tensor.shape.len() == 2 {
             let (name, dtype) =
                 first_matrix.get_or_insert_with(|| (tensor.name.clone(), tensor.dtype));
@@ -272,13 +344,40 @@ fn matched(
                 problems.push(Problem::new(&tensor.name, reason));
             }
         }
-        places.push(place);
+        sources.push(source);
     }
     problems.extend(extra(found, tied));
     if let Some((_, dtype)) = first_matrix {
         graph.dtype = dtype;
     }
-    if problems.is_empty() { Ok(places) } else { Err(problems) }
+    if problems.is_empty() { Ok(sources) } else { Err(problems) }
+}
+
+/// A tensor that is a piece of a stored one.
+fn cut(
+    tensor: &mut Tensor,
+    piece: &Piece,
+    stored: &Found,
+    problems: &mut Vec<Problem>,
+) -> Option<Source> {
+    let mut whole = Tensor { name: piece.name.clone(), ..tensor.clone() };
+    whole.shape[0] = piece.of;
+    // Every piece of it has the same problems: the first reports them.
+    let mut found = HashMap::from([(piece.name.clone(), stored.clone())]);
+    let mut wrong = Vec::new();
+    let place = take(&mut whole, &mut found, &mut wrong);
+    let new = wrong.into_iter().filter(|p| problems.iter().all(|known| known.subject != p.subject));
+    let new: Vec<Problem> = new.collect();
+    let fits = place.is_some_and(|place| place.bytes == whole.bytes() as u64);
+    problems.extend(new);
+    let place = place.filter(|_| fits)?;
+    let row = whole.bytes() as u64 / u64::from(piece.of.max(1));
+    let (offset, bytes) = (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row);
+    let place = Place { offset: place.offset + offset, bytes, ..place };
+    tensor.dtype = piece.change.dtype(whole.dtype);
+    let (dtype, change) = (whole.dtype, piece.change.clone());
+    let made = Made { tensor: tensor.clone(), dtype, change, bytes: OnceLock::new() };
+    Some(Source { place, made: (piece.change != Change::None).then_some(made) })
 }
 
 /// Takes a tensor that is used as it is stored and sets its type to the stored one; `None` if it has none.

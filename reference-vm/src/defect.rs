@@ -4,7 +4,9 @@
 //! the pairing of rotated elements. Each defect is one such mistake, requested by
 //! [`Machine::with_defect`](crate::machine::Machine::with_defect); by default a machine has none.
 
-use crate::math::{rotate, rotations, silu};
+use abi::Activation;
+
+use crate::math::{activate, rotate, rotations};
 use crate::memory::Append;
 
 macro_rules! defects {
@@ -61,8 +63,8 @@ defects! {
     TwiceResidual "adds the residual twice"
     /// `relu(gate) * up`.
     Relu "relu for silu"
-    /// `gelu(gate) * up`, in its `tanh` form.
-    Gelu "gelu for silu"
+    /// `gelu(gate) * up`, in its `tanh` form, for `silu`, or the reverse.
+    Gelu "gelu for silu, or silu for gelu"
     /// `gate * up`.
     Linear "no activation"
     /// The least likely candidate chosen.
@@ -118,13 +120,13 @@ impl Defect {
         defect: Option<Self>,
         which: Rotated,
         position: u32,
-        frequencies: &[f32],
+        (table, head_dim): (&[f32], u32),
     ) -> Rotation {
         let late = match which {
             Rotated::Queries => defect == Some(Self::LateQueries),
             Rotated::Keys => defect == Some(Self::LateKeys),
         } || defect == Some(Self::LateBoth);
-        let mut by = rotations(position + u32::from(late), frequencies);
+        let mut by = rotations(position + u32::from(late), table, head_dim);
         if defect == Some(Self::Backwards) {
             by.iter_mut().for_each(|(_, sin)| *sin = -*sin);
         }
@@ -176,15 +178,15 @@ impl Defect {
         }
     }
 
-    pub(crate) fn activation(defect: Option<Self>, gate: f32) -> f32 {
+    pub(crate) fn activation(defect: Option<Self>, right: Activation, gate: f32) -> f32 {
         match defect {
             Some(Self::Relu) => gate.max(0.0),
-            Some(Self::Gelu) => {
-                let inner = 0.797_884_6 * (gate + 0.044_715 * gate * gate * gate);
-                0.5 * gate * (1.0 + inner.tanh())
-            }
+            Some(Self::Gelu) => match right {
+                Activation::Silu => activate(Activation::GeluTanh, gate),
+                Activation::GeluTanh => activate(Activation::Silu, gate),
+            },
             Some(Self::Linear) => gate,
-            _ => silu(gate),
+            _ => activate(right, gate),
         }
     }
 

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue};
-use ir::program::{Program, Task, active_splits, attended, split_range};
-use ir::{BufferId, Graph, Weights, WorkerId};
+use ir::program::{BufferSource, Program, Task, active_splits, attended, split_range};
+use ir::{BufferId, Graph, Layer, TensorId, Weights, WorkerId};
 
 use crate::eval::{Belongs, EvalError, Evaluator, greatest};
 use crate::machine::Machine;
@@ -95,10 +95,15 @@ impl Allowance {
 enum Role {
     Embedded,
     Qkv(usize),
+    /// The same with queries and keys normed over all heads.
+    NormedQkv(usize),
     Partials(usize),
     Mixed(usize),
+    /// What is normed before it is added to the residual stream.
+    AttentionSums(usize),
     AfterAttention(usize),
     Hidden(usize),
+    MlpSums(usize),
     AfterMlp(usize),
     Logits,
     Candidates,
@@ -243,8 +248,12 @@ impl<'s, 'a> Step<'s, 'a> {
         let graph = self.examiner.graph;
         let Some(role) = role(graph, self.program, task, index) else { return };
         let words = match role {
-            Role::Embedded | Role::AfterAttention(_) | Role::AfterMlp(_) => graph.hidden,
-            Role::Qkv(_) => graph.q_width() + 2 * graph.kv_width(),
+            Role::Embedded
+            | Role::AttentionSums(_)
+            | Role::AfterAttention(_)
+            | Role::MlpSums(_)
+            | Role::AfterMlp(_) => graph.hidden,
+            Role::Qkv(_) | Role::NormedQkv(_) => graph.q_width() + 2 * graph.kv_width(),
             Role::Mixed(_) => graph.q_width(),
             Role::Hidden(_) => graph.ffn,
             Role::Logits => graph.vocab,
@@ -269,7 +278,7 @@ impl<'s, 'a> Step<'s, 'a> {
 
     fn heads(&mut self, layer: usize) -> Option<&[Vec<f32>; 3]> {
         if !self.heads.contains_key(&layer) {
-            let qkv = self.had.get(&Role::Qkv(layer))?;
+            let qkv = self.had.get(&Role::NormedQkv(layer)).or(self.had.get(&Role::Qkv(layer)))?;
             let heads = self.examiner.ops.heads(layer, qkv, self.position as u32);
             self.heads.insert(layer, heads);
         }
@@ -308,7 +317,19 @@ impl<'s, 'a> Step<'s, 'a> {
         match role {
             Role::Embedded => Some(ops.embedded(self.token)),
             Role::Qkv(layer) => Some(ops.qkv(layer, &self.before(layer)?)),
+            Role::NormedQkv(layer) => Some(ops.normed_qkv(layer, self.had.get(&Role::Qkv(layer))?)),
             Role::Mixed(layer) => self.mixed(layer),
+            Role::AttentionSums(layer) => {
+                let mixed = match self.had.get(&Role::Mixed(layer)) {
+                    Some(mixed) => mixed.clone(),
+                    None => self.mixed(layer)?.values,
+                };
+                Some(ops.attention_sums(layer, mixed))
+            }
+            Role::AfterAttention(layer) if self.had.contains_key(&Role::AttentionSums(layer)) => {
+                let sums = self.had.get(&Role::AttentionSums(layer))?;
+                Some(ops.after_norm(layer, false, &self.before(layer)?, sums))
+            }
             Role::AfterAttention(layer) => {
                 let mixed = match self.had.get(&Role::Mixed(layer)) {
                     Some(mixed) => mixed.clone(),
@@ -318,6 +339,13 @@ impl<'s, 'a> Step<'s, 'a> {
             }
             Role::Hidden(layer) => {
                 Some(ops.hidden(layer, self.had.get(&Role::AfterAttention(layer))?))
+            }
+            Role::MlpSums(layer) => {
+                Some(ops.mlp_sums(layer, self.had.get(&Role::Hidden(layer))?.clone()))
+            }
+            Role::AfterMlp(layer) if self.had.contains_key(&Role::MlpSums(layer)) => {
+                let x = self.had.get(&Role::AfterAttention(layer))?;
+                Some(ops.after_norm(layer, true, x, self.had.get(&Role::MlpSums(layer))?))
             }
             Role::AfterMlp(layer) => {
                 let x = self.had.get(&Role::AfterAttention(layer))?;
@@ -381,7 +409,8 @@ impl<'s, 'a> Step<'s, 'a> {
         let of_group = queries.chunks_exact(head_dim).skip(p.kv_head as usize * group).take(group);
         let mut belongs = Belongs::default();
         for query in of_group {
-            partial(query, &keys, &values, graph.attn_scale, allowance, &mut belongs);
+            let scoring = (graph.attn_scale, graph.score_cap);
+            partial(query, &keys, &values, scoring, allowance, &mut belongs);
         }
         Some(belongs)
     }
@@ -464,10 +493,13 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
         Opcode::Embed => Some(Role::Embedded),
         Opcode::Attention => inside.then_some(Role::Partials(layer)),
         Opcode::AttentionMerge => inside.then_some(Role::Mixed(layer)),
+        Opcode::Norm => graph.layers.get(layer).map(|of| normed(program, of, task, layer)),
         Opcode::Matvec => {
             let p: MatvecParams = task.params();
             match Epilogue::new(p.epilogue)? {
-                Epilogue::Store => inside.then_some(Role::Qkv(layer)),
+                Epilogue::Store => {
+                    graph.layers.get(layer).map(|of| stored(graph, program, of, &p, layer))
+                }
                 Epilogue::SiluMul => inside.then_some(Role::Hidden(layer)),
                 Epilogue::Residual if !inside => None,
                 Epilogue::Residual if ends_layer(graph, program, layer, &p) => {
@@ -490,9 +522,44 @@ fn ends_layer(graph: &Graph, program: &Program, layer: usize, p: &MatvecParams) 
     if graph.ffn != graph.q_width() {
         return p.k_len == graph.ffn;
     }
-    let down = graph.layers[layer].down.weight;
+    multiplies(program, p, graph.layers[layer].down.weight)
+}
+
+fn multiplies(program: &Program, p: &MatvecParams, weight: TensorId) -> bool {
     let matrix = program.matrices.get(p.matrix as usize);
-    matrix.is_some_and(|matrix| matrix.map.parts.iter().any(|part| part.0 == Some(down)))
+    matrix.is_some_and(|matrix| matrix.map.parts.iter().any(|part| part.0 == Some(weight)))
+}
+
+/// The role of products that are stored as they are. A wrong matrix is one of the same size: then the sizes decide.
+fn stored(graph: &Graph, program: &Program, of: &Layer, p: &MatvecParams, layer: usize) -> Role {
+    let is = |weight: TensorId| multiplies(program, p, weight);
+    if is(of.q.weight) || p.prologue == Prologue::Rms as u32 || p.rows != graph.hidden {
+        Role::Qkv(layer)
+    } else if is(of.o.weight) || p.prologue == Prologue::Merge as u32 {
+        Role::AttentionSums(layer)
+    } else if is(of.down.weight) || p.k_len == graph.ffn {
+        Role::MlpSums(layer)
+    } else {
+        Role::AttentionSums(layer)
+    }
+}
+
+/// The role of a norm's result.
+fn normed(program: &Program, of: &Layer, task: &Task, layer: usize) -> Role {
+    let weight = task.reads[1].and_then(|buffer| program.buffers.get(buffer.index()));
+    let is = |norm: Option<TensorId>| match weight.map(|buffer| &buffer.source) {
+        Some(BufferSource::Vector(map)) => {
+            norm.is_some() && map.parts.iter().any(|part| part.0 == norm)
+        }
+        _ => false,
+    };
+    if is(of.mlp_post_norm) {
+        Role::AfterMlp(layer)
+    } else if is(of.attn_post_norm) {
+        Role::AfterAttention(layer)
+    } else {
+        Role::NormedQkv(layer)
+    }
 }
 
 /// The partial result of one query over some keys.
@@ -500,7 +567,7 @@ fn partial(
     query: &[f32],
     keys: &[Vec<f32>],
     values: &[Vec<f32>],
-    scale: f32,
+    (scale, cap): (f32, Option<f32>),
     allowance: Allowance,
     belongs: &mut Belongs,
 ) {
@@ -509,7 +576,8 @@ fn partial(
     let query_wide = wide(query);
     let score = |key: &Vec<f32>| {
         let product: f64 = query_wide.iter().zip(key).map(|(q, &k)| q * f64::from(k)).sum();
-        product * f64::from(scale)
+        let score = product * f64::from(scale);
+        cap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
     };
     let scores: Vec<f64> = keys.iter().map(score).collect();
     let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);

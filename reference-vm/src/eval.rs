@@ -17,7 +17,9 @@ use attention::{Cache, attend};
 
 pub(crate) use ops::{Belongs, greatest};
 
-use crate::math::{Matrix, argmax, make_room, rms_norm, rotate, rotations, silu, stored_bytes};
+use crate::math::{
+    Matrix, activate, argmax, capped, make_room, rms_norm, rotate, rotations, stored_bytes,
+};
 use crate::trap::InputError;
 
 /// Positions per pass over the weights; bounds the memory of a long prompt.
@@ -109,18 +111,21 @@ struct BoundLinear<'a> {
 }
 
 struct BoundLayer<'a> {
-    attn_norm: Vec<f32>,
+    attn_norm: Option<Vec<f32>>,
+    attn_post_norm: Option<Vec<f32>>,
     q: BoundLinear<'a>,
     k: BoundLinear<'a>,
     v: BoundLinear<'a>,
     q_norm: Option<Vec<f32>>,
     k_norm: Option<Vec<f32>>,
     o: BoundLinear<'a>,
-    mlp_norm: Vec<f32>,
+    mlp_norm: Option<Vec<f32>>,
+    mlp_post_norm: Option<Vec<f32>>,
     gate: BoundLinear<'a>,
     up: BoundLinear<'a>,
     down: BoundLinear<'a>,
     window: Option<u32>,
+    rotary: u32,
 }
 
 impl<'a> Evaluator<'a> {
@@ -284,7 +289,7 @@ impl<'a> Evaluator<'a> {
                 .flat_map(|(x, _)| x.iter().copied())
                 .collect();
             if !asked.is_empty() {
-                let logits = self.lm_head.apply(&asked);
+                let logits = self.logits(&asked);
                 rows.extend(logits.chunks_exact(vocab as usize).map(<[f32]>::to_vec));
             }
         }
@@ -308,13 +313,21 @@ impl<'a> Evaluator<'a> {
             if let Some(&token) = tokens.last() {
                 self.run(&[token], Logits::Skip)?;
             }
-            let token = argmax(&self.lm_head.apply(&self.last));
+            let token = argmax(&self.logits(&self.last));
             tokens.push(token);
             if stop.contains(&token) {
                 break;
             }
         }
         Ok(tokens)
+    }
+
+    /// The logits of normed positions.
+    fn logits(&self, normed: &[f32]) -> Vec<f32> {
+        let mut logits = self.lm_head.apply(normed);
+        let cap = self.graph.logit_cap;
+        logits.iter_mut().for_each(|logit| *logit = capped(cap, *logit));
+        logits
     }
 
     /// One pass over the weights for checked tokens; returns the inputs to `lm_head`, `[tokens, hidden]`.
@@ -324,18 +337,22 @@ impl<'a> Evaluator<'a> {
         let mut x = vec![0f32; tokens.len() * hidden];
         for (&token, x) in tokens.iter().zip(x.chunks_exact_mut(hidden)) {
             self.embed.decode_row(token as usize, 0, x);
+            x.iter_mut().for_each(|x| *x *= graph.embed_scale);
         }
-        let rotations: Vec<_> = (0..tokens.len())
-            .into_par_iter()
-            .map(|i| rotations((self.positions + i) as u32, &graph.inv_freq))
-            .collect();
+        let of_table = |table: &Vec<f32>| -> Vec<_> {
+            let rotation = |i| rotations((self.positions + i) as u32, table, graph.head_dim);
+            (0..tokens.len()).into_par_iter().map(rotation).collect()
+        };
+        let rotations: Vec<_> =
+            std::iter::once(&graph.inv_freq).chain(&graph.rotary).map(of_table).collect();
         self.rounding.handoff(&mut x);
         for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
-            layer.attend(graph, cache, &rotations, self.rounding, &mut x);
+            let rotations = &rotations[layer.rotary as usize];
+            layer.attend(graph, cache, rotations, self.rounding, &mut x);
             layer.feed_forward(graph, self.rounding, &mut x);
         }
         self.positions += tokens.len();
-        let mut last = norm_rows(&x, &self.final_norm, graph.norm_eps);
+        let mut last = norm_rows(&x, Some(&self.final_norm), graph.norm_eps, hidden);
         self.rounding.factor(&mut last);
         last
     }
@@ -429,25 +446,55 @@ impl BoundLayer<'_> {
         for qkv in [&mut q, &mut k, &mut v] {
             rounding.handoff(qkv);
         }
-        shape_heads(graph, &mut q, graph.q_width(), self.q_norm.as_deref(), rotations);
-        shape_heads(graph, &mut k, graph.kv_width(), self.k_norm.as_deref(), rotations);
+        if self.norms_all_heads(graph) {
+            (q, k) = self.norm_heads(graph, &q, &k);
+            rounding.handoff(&mut q);
+            rounding.handoff(&mut k);
+        }
+        self.shape_heads(graph, &mut q, &mut k, rotations);
         rounding.cache(&mut k);
         rounding.cache(&mut v);
         cache.extend(&k, &v, graph.kv_width() as usize);
         let mut mixed = attend(graph, cache, &q, self.window);
         rounding.handoff(&mut mixed);
-        add(x, &self.project(rounding, mixed));
-        rounding.handoff(x);
+        let sums = self.project(rounding, mixed);
+        add_block(graph, rounding, x, sums, self.attn_post_norm.as_deref());
+    }
+
+    /// Whether the norms of queries and keys are over all heads together, before heads are shaped.
+    fn norms_all_heads(&self, graph: &Graph) -> bool {
+        self.q_norm.as_ref().is_some_and(|norm| norm.len() != graph.head_dim as usize)
+    }
+
+    fn norm_heads(&self, graph: &Graph, q: &[f32], k: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let norm = |x: &[f32], weight: &Option<Vec<f32>>| {
+            norm_rows(x, weight.as_deref(), graph.norm_eps, weight.as_ref().map_or(1, Vec::len))
+        };
+        (norm(q, &self.q_norm), norm(k, &self.k_norm))
+    }
+
+    /// Norms (if the model has norms of each head) and rotates the heads.
+    fn shape_heads(
+        &self,
+        graph: &Graph,
+        q: &mut [f32],
+        k: &mut [f32],
+        rotations: &[Vec<(f32, f32)>],
+    ) {
+        let each = !self.norms_all_heads(graph);
+        let norm = |norm: &'_ Option<Vec<f32>>| norm.clone().filter(|_| each);
+        shape_heads(graph, q, graph.q_width(), norm(&self.q_norm).as_deref(), rotations);
+        shape_heads(graph, k, graph.kv_width(), norm(&self.k_norm).as_deref(), rotations);
     }
 
     /// Queries, keys and values before the norms of heads and rotation.
     fn qkv(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> [Vec<f32>; 3] {
-        let mut h = norm_rows(x, &self.attn_norm, graph.norm_eps);
+        let mut h = norm_rows(x, self.attn_norm.as_deref(), graph.norm_eps, graph.hidden as usize);
         rounding.factor(&mut h);
         [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h))
     }
 
-    /// The output projection, which is added to the residual.
+    /// The output projection.
     fn project(&self, rounding: Rounding, mut mixed: Vec<f32>) -> Vec<f32> {
         rounding.factor(&mut mixed);
         self.o.apply(&mixed)
@@ -458,22 +505,22 @@ impl BoundLayer<'_> {
         let ffn = graph.ffn as usize;
         gate.par_chunks_mut(ffn).zip(up.par_chunks(ffn)).for_each(|(gate, up)| {
             for (gate, up) in gate.iter_mut().zip(up) {
-                *gate = silu(*gate) * up;
+                *gate = activate(graph.activation, *gate) * up;
             }
         });
         rounding.handoff(&mut gate);
-        add(x, &self.contract(rounding, gate));
-        rounding.handoff(x);
+        let sums = self.contract(rounding, gate);
+        add_block(graph, rounding, x, sums, self.mlp_post_norm.as_deref());
     }
 
     /// Both products of the MLP's first half.
     fn gate_up(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> [Vec<f32>; 2] {
-        let mut h = norm_rows(x, &self.mlp_norm, graph.norm_eps);
+        let mut h = norm_rows(x, self.mlp_norm.as_deref(), graph.norm_eps, graph.hidden as usize);
         rounding.factor(&mut h);
         [&self.gate, &self.up].map(|linear| linear.apply(&h))
     }
 
-    /// The down projection, which is added to the residual.
+    /// The down projection.
     fn contract(&self, rounding: Rounding, mut hidden: Vec<f32>) -> Vec<f32> {
         rounding.factor(&mut hidden);
         self.down.apply(&hidden)
@@ -500,11 +547,28 @@ fn shape_heads(
     });
 }
 
-fn norm_rows(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+/// Norms rows of `width` elements; without weights it copies them.
+fn norm_rows(x: &[f32], weight: Option<&[f32]>, eps: f32, width: usize) -> Vec<f32> {
+    let Some(weight) = weight else { return x.to_vec() };
     let mut out = vec![0f32; x.len()];
-    let rows = x.par_chunks(weight.len()).zip(out.par_chunks_mut(weight.len()));
+    let rows = x.par_chunks(width).zip(out.par_chunks_mut(width));
     rows.for_each(|(x, out)| rms_norm(x, weight, eps, out));
     out
+}
+
+/// Adds a block's result, normed if it has a norm, to the residual stream.
+fn add_block(
+    graph: &Graph,
+    rounding: Rounding,
+    x: &mut [f32],
+    mut sums: Vec<f32>,
+    norm: Option<&[f32]>,
+) {
+    if norm.is_some() {
+        rounding.handoff(&mut sums);
+    }
+    add(x, &norm_rows(&sums, norm, graph.norm_eps, graph.hidden as usize));
+    rounding.handoff(x);
 }
 
 fn add(x: &mut [f32], y: &[f32]) {
@@ -515,10 +579,14 @@ fn add(x: &mut [f32], y: &[f32]) {
 
 fn check_heads(graph: &Graph) -> Result<(), EvalError> {
     let Graph { heads, kv_heads, head_dim, .. } = *graph;
-    let frequencies = graph.inv_freq.len();
+    let half = head_dim as usize / 2;
+    let wrong = |table: &&[f32]| ![half, 2 * half].contains(&table.len()) || table.is_empty();
+    let mut tables = graph.layers.iter().map(|layer| graph.rotary_of(layer));
+    let wrong = tables.find(wrong).or_else(|| Some(&graph.inv_freq[..]).filter(|t| wrong(t)));
+    let frequencies = wrong.map_or(half, <[f32]>::len);
     let divides = kv_heads > 0 && heads > 0 && heads % kv_heads == 0;
     let widths_fit = heads.checked_mul(head_dim).is_some_and(|width| width > 0);
-    if divides && widths_fit && frequencies * 2 == head_dim as usize {
+    if divides && widths_fit && wrong.is_none() && head_dim.is_multiple_of(2) {
         return Ok(());
     }
     Err(EvalError::Heads { heads, kv_heads, head_dim, frequencies })
@@ -533,21 +601,25 @@ impl<'a> Binder<'a> {
     fn layer(&self, layer: &Layer) -> Result<BoundLayer<'a>, EvalError> {
         let graph = self.graph;
         let (hidden, ffn) = (graph.hidden, graph.ffn);
-        let head_norm =
-            |norm: Option<TensorId>| norm.map(|id| self.vector(id, graph.head_dim)).transpose();
+        let norm = |id: Option<TensorId>, len| id.map(|id| self.vector(id, len)).transpose();
+        let whole = graph.norms_all_heads(layer);
+        let of_heads = |width: u32| if whole { width } else { graph.head_dim };
         Ok(BoundLayer {
-            attn_norm: self.vector(layer.attn_norm, hidden)?,
+            attn_norm: norm(layer.attn_norm, hidden)?,
+            attn_post_norm: norm(layer.attn_post_norm, hidden)?,
             q: self.linear(layer.q, graph.q_width(), hidden)?,
             k: self.linear(layer.k, graph.kv_width(), hidden)?,
             v: self.linear(layer.v, graph.kv_width(), hidden)?,
-            q_norm: head_norm(layer.q_norm)?,
-            k_norm: head_norm(layer.k_norm)?,
+            q_norm: norm(layer.q_norm, of_heads(graph.q_width()))?,
+            k_norm: norm(layer.k_norm, of_heads(graph.kv_width()))?,
             o: self.linear(layer.o, hidden, graph.q_width())?,
-            mlp_norm: self.vector(layer.mlp_norm, hidden)?,
+            mlp_norm: norm(layer.mlp_norm, hidden)?,
+            mlp_post_norm: norm(layer.mlp_post_norm, hidden)?,
             gate: self.linear(layer.gate, ffn, hidden)?,
             up: self.linear(layer.up, ffn, hidden)?,
             down: self.linear(layer.down, hidden, ffn)?,
             window: layer.window,
+            rotary: layer.rotary,
         })
     }
 

@@ -6,7 +6,7 @@
 //! is one such dot product: neither the distribution of rows over threads nor the number of positions per pass can
 //! change a result.
 
-use ir::{DType, Tensor};
+use ir::{Activation, DType, Tensor};
 use rayon::prelude::*;
 
 mod blend;
@@ -348,16 +348,39 @@ pub(crate) fn silu(x: f32) -> f32 {
     (x / (1.0 + (-x).exp())) as f32
 }
 
-/// Cosine and sine of each rotary angle at a position.
+/// `x * Phi(x)`, the normal distribution in its `tanh` form.
+fn gelu_tanh(x: f32) -> f32 {
+    let x = f64::from(x);
+    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
+    (0.5 * x * (1.0 + inner.tanh())) as f32
+}
+
+/// The function between the halves of an MLP.
+pub(crate) fn activate(activation: Activation, x: f32) -> f32 {
+    match activation {
+        Activation::Silu => silu(x),
+        Activation::GeluTanh => gelu_tanh(x),
+    }
+}
+
+/// `cap * tanh(x / cap)`, or `x` without a cap.
+pub(crate) fn capped(cap: Option<f32>, x: f32) -> f32 {
+    let cap = cap.map(f64::from);
+    cap.map_or(x, |cap| (cap * (f64::from(x) / cap).tanh()) as f32)
+}
+
+/// Cosine and sine of each rotary angle at a position, times the factors that may follow the frequencies in a table.
 ///
 /// The angle is the `f32` product, as every implementation has it; at large positions a wider
 /// product is a different rotation.
-pub(crate) fn rotations(position: u32, inv_freq: &[f32]) -> Vec<(f32, f32)> {
-    let rotation = |&frequency: &f32| {
+pub(crate) fn rotations(position: u32, table: &[f32], head_dim: u32) -> Vec<(f32, f32)> {
+    let (inv_freq, factors) = table.split_at(table.len().min(head_dim as usize / 2));
+    let factors = factors.iter().copied().chain(std::iter::repeat(1.0));
+    let rotation = |(&frequency, factor): (&f32, f32)| {
         let angle = f64::from(position as f32 * frequency);
-        (angle.cos() as f32, angle.sin() as f32)
+        (angle.cos() as f32 * factor, angle.sin() as f32 * factor)
     };
-    inv_freq.iter().map(rotation).collect()
+    inv_freq.iter().zip(factors).map(rotation).collect()
 }
 
 /// Rotates element `i` of a head with element `i + head_dim / 2`.

@@ -385,8 +385,11 @@ fn place(
         (BufferKind::Logits, BufferSource::Scratch) => {
             when(buffer.words == program.dims.vocab, Place::Logits)
         }
-        (BufferKind::Constant, BufferSource::InvFreq) => {
-            when(graph.inv_freq.len() == words, Place::Constant(graph.inv_freq.clone()))
+        (BufferKind::Constant, BufferSource::Rotary(number)) => {
+            let other = |n: u32| graph.rotary.get(n as usize);
+            let table = number.checked_sub(1).map_or(Some(&graph.inv_freq), other);
+            let table = table.filter(|table| table.len() == words).ok_or(misfit)?;
+            Ok(Place::Constant(table.clone()))
         }
         (BufferKind::Constant, BufferSource::Vector(map)) => {
             let values = vector(map, graph, weights)?.ok_or(misfit)?;

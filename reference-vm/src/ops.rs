@@ -7,6 +7,7 @@
 mod attention;
 mod attention_merge;
 mod matvec;
+mod norm;
 mod sample;
 
 use abi::Params;
@@ -57,6 +58,7 @@ pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
         Params::Attention(p) => attention::inputs(context, p),
         Params::AttentionMerge(p) => attention_merge::inputs(context, p),
         Params::Sample(p) => sample::inputs(context, p),
+        Params::Norm(p) => norm::inputs(context, p),
     }
 }
 
@@ -65,13 +67,17 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
         Params::Nop(_) => Ok(Effects::default()),
         // A part of the token's embedding row.
         Params::Embed(p) => {
-            let row = context.read(0, p.offset, p.len)?;
+            let mut row = context.read(0, p.offset, p.len)?;
+            if p.scale != 0.0 {
+                row.iter_mut().for_each(|x| *x *= p.scale);
+            }
             Ok(Effects::store(context.writes(0)?, p.offset, &row))
         }
         Params::Matvec(p) => matvec::fire(context, p),
         Params::Attention(p) => attention::fire(context, p),
         Params::AttentionMerge(p) => attention_merge::fire(context, p),
         Params::Sample(p) => sample::fire(context, p),
+        Params::Norm(p) => norm::fire(context, p),
     }
 }
 

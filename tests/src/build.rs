@@ -107,7 +107,7 @@ pub fn build(graph: &Graph, plan: &Plan) -> Program {
     let mut b = Builder { graph, plan, program: empty(graph, plan), phases: 0 };
     let embedding = b.matrix("embed", RowMap::single(graph.embed, graph.vocab), graph.hidden);
     let inv_freq =
-        b.buffer("inv_freq", BufferKind::Constant, graph.head_dim / 2, BufferSource::InvFreq);
+        b.buffer("inv_freq", BufferKind::Constant, graph.head_dim / 2, BufferSource::Rotary(0));
     let mut x = b.embed(embedding);
     for layer in 0..graph.layers.len() as u32 {
         x = b.layer(layer, x, inv_freq);
@@ -249,7 +249,8 @@ impl Builder<'_> {
                 kv_block: if merge { self.plan.kv_block } else { 0 },
                 window: if merge { window } else { 0 },
                 candidate: if epilogue == Epilogue::Logits { candidate } else { 0 },
-                reserved: [0; 2],
+                activation: 0,
+                cap: 0.0,
             };
             Task::new(Opcode::Matvec, layer as u16, params)
         };
@@ -273,7 +274,8 @@ impl Builder<'_> {
             let params = EmbedParams {
                 offset,
                 len: (len * 8).min(self.graph.hidden - offset),
-                reserved: [0; 14],
+                scale: 0.0,
+                reserved: [0; 13],
             };
             let mut task = Task::new(Opcode::Embed, 0, params);
             (task.reads[0], task.writes[0]) = (Some(embedding), Some(x));
@@ -322,7 +324,7 @@ impl Builder<'_> {
         let (q, kv) = (graph.q_width(), graph.kv_width());
         let parts = vec![(Some(l.q.weight), q), (Some(l.k.weight), kv), (Some(l.v.weight), kv)];
         let matrix = self.matrix(&name("qkv"), RowMap { parts, interleaved: false }, graph.hidden);
-        let norm = self.vector(name("attn_norm"), l.attn_norm);
+        let norm = l.attn_norm.map(|norm| self.vector(name("attn_norm"), norm));
         let bias = l.q.bias.is_some().then(|| {
             let map = RowMap {
                 parts: vec![(l.q.bias, q), (l.k.bias, kv), (l.v.bias, kv)],
@@ -337,7 +339,7 @@ impl Builder<'_> {
         });
         let out = self.activation(Phase::Qkv, layer, "qkv", q + 2 * kv);
         let tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::Store, layer);
-        let qkv = self.linear(Phase::Qkv, tasks, x, [Some(norm), bias, None], out);
+        let qkv = self.linear(Phase::Qkv, tasks, x, [norm, bias, None], out);
         let partials = self.attention(layer, qkv, inv_freq);
 
         let matrix = self.matrix(&name("o"), RowMap::single(l.o.weight, graph.hidden), q);
@@ -353,10 +355,10 @@ impl Builder<'_> {
         let parts = vec![(Some(l.gate.weight), graph.ffn), (Some(l.up.weight), graph.ffn)];
         let matrix =
             self.matrix(&name("gate_up"), RowMap { parts, interleaved: true }, graph.hidden);
-        let norm = self.vector(name("mlp_norm"), l.mlp_norm);
+        let norm = l.mlp_norm.map(|norm| self.vector(name("mlp_norm"), norm));
         let out = self.activation(Phase::GateUp, layer, "h", graph.ffn);
         let tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::SiluMul, layer);
-        let h = self.linear(Phase::GateUp, tasks, mid, [Some(norm), None, None], out);
+        let h = self.linear(Phase::GateUp, tasks, mid, [norm, None, None], out);
 
         let matrix =
             self.matrix(&name("down"), RowMap::single(l.down.weight, graph.hidden), graph.ffn);
@@ -398,7 +400,8 @@ impl Builder<'_> {
                 window: l.window.unwrap_or(0),
                 scale: graph.attn_scale,
                 eps: graph.norm_eps,
-                reserved: [0; 6],
+                cap: 0.0,
+                reserved: [0; 5],
             };
             let mut task = Task::new(Opcode::Attention, layer as u16, params);
             task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq)];

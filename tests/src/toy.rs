@@ -1,6 +1,6 @@
 //! Toy models: a graph of any small shape and seeded weights for it.
 
-use ir::{DType, Graph, Layer, Linear, Tensor, TensorId, Weights};
+use ir::{Activation, DType, Graph, Layer, Linear, Tensor, TensorId, Weights};
 
 /// The shape of a toy model.
 #[derive(Clone, Copy, Debug)]
@@ -50,18 +50,21 @@ impl Tensors {
         let name = |part: &str| format!("model.layers.{index}.{part}");
         let (q, kv) = (s.heads * s.head_dim, s.kv_heads * s.head_dim);
         Layer {
-            attn_norm: self.add(name("input_layernorm.weight"), &[s.hidden]),
+            attn_norm: Some(self.add(name("input_layernorm.weight"), &[s.hidden])),
+            attn_post_norm: None,
             q: self.linear(&name("self_attn.q_proj"), q, s.hidden, s.bias),
             k: self.linear(&name("self_attn.k_proj"), kv, s.hidden, s.bias),
             v: self.linear(&name("self_attn.v_proj"), kv, s.hidden, s.bias),
             q_norm: s.qk_norm.then(|| self.add(name("self_attn.q_norm.weight"), &[s.head_dim])),
             k_norm: s.qk_norm.then(|| self.add(name("self_attn.k_norm.weight"), &[s.head_dim])),
             o: self.linear(&name("self_attn.o_proj"), s.hidden, q, false),
-            mlp_norm: self.add(name("post_attention_layernorm.weight"), &[s.hidden]),
+            mlp_norm: Some(self.add(name("post_attention_layernorm.weight"), &[s.hidden])),
+            mlp_post_norm: None,
             gate: self.linear(&name("mlp.gate_proj"), s.ffn, s.hidden, false),
             up: self.linear(&name("mlp.up_proj"), s.ffn, s.hidden, false),
             down: self.linear(&name("mlp.down_proj"), s.hidden, s.ffn, false),
             window: s.window,
+            rotary: 0,
         }
     }
 }
@@ -88,6 +91,11 @@ pub fn graph(s: &Shape) -> Graph {
         inv_freq: (0..s.head_dim / 2)
             .map(|i| 10_000_f32.powf(-2.0 * i as f32 / s.head_dim as f32))
             .collect(),
+        rotary: Vec::new(),
+        embed_scale: 1.0,
+        activation: Activation::Silu,
+        score_cap: None,
+        logit_cap: None,
         attn_scale: (s.head_dim as f32).powf(-0.5),
         max_positions: 64,
         dtype: DType::F32,

@@ -30,9 +30,10 @@ fn with_everything() -> Model {
 
 #[test]
 fn verify_refuses_every_other_value_of_what_is_not_left_to_the_gate() {
-    let models = match std::env::var_os("AMK_OPERANDS") {
+    let models: Vec<Model> = match std::env::var_os("AMK_OPERANDS") {
         Some(_) => [Bf16, F16, F32].into_iter().flat_map(|dtype| families([dtype; 4])).collect(),
-        None => vec![with_everything()],
+        // The fifth and the sixth have ops and operands of their own.
+        None => families([F32; 4]).split_off(4).into_iter().chain([with_everything()]).collect(),
     };
     let mut classes: BTreeMap<String, Left> = BTreeMap::new();
     for model in models {

@@ -29,6 +29,11 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
   case AMK_OP_ATTENTION_MERGE:
     op_attention_merge(w, st);
     break;
+#if AMK_FEATURES >> AMK_FEATURE_NORM & 1
+  case AMK_OP_NORM:
+    op_norm(w, st);
+    break;
+#endif
   case AMK_OP_SAMPLE:
 #if AMK_SEQS > 1
     op_sample_batch(w, st);

@@ -1,17 +1,17 @@
 // Which keys a task attends to, and the layout of keys and values in the cache and in the ring. The loader and the attention op must agree.
 //
-// The cache holds rows of f16 in pages (pages.cuh). They stream through the ring as the weights do, in blocks of 128 keys, the keys of a block
-// before its values; a consumer warp takes a tile of 32 keys of every other block. The 16-byte chunks of a row are permuted by the key's
+// The cache holds rows of f16 in pages (pages.cuh). They stream through the ring as the weights do, in blocks of 128 keys (64 of wide heads), the keys of a block
+// before its values; a consumer warp takes a tile of 32 (16) keys of every other block. The 16-byte chunks of a row are permuted by the key's
 // number, so that neither the rows of a tile's keys nor those of its values conflict in shared-memory banks.
 #pragma once
 
-constexpr uint32_t TILE_KEYS = 32;
+constexpr uint32_t TILE_KEYS = AMK_HEAD_DIM > 128 ? 16 : 32; // wide keys take twice the registers
 constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
 constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads processed at once: columns of the B operand
 constexpr uint32_t ROUNDS = (AMK_GROUP + GROUP_BUF - 1) / GROUP_BUF; // passes of a task over its keys
-static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 128, "rows are whole chunks, a power of two of them");
+static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 256, "rows are whole chunks, a power of two of them");
 
 // a / b for a < 2^24, in a third of the time of an integer division.
 __device__ __forceinline__ uint32_t quotient(uint32_t a, uint32_t b) {

@@ -369,6 +369,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
     uint32_t row = out_row(w, o, turn);
     float v = batch_row_sum(w, buffer, tile, at) * scale + add[turn].bias;
     if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+      v = logit_capped(v, p.cap);
       best = better(best, Best{v, row});
       store_f32((float*)out.at + (size_t)seq_logits_row(w) * p.rows + row, v);
       continue;
@@ -379,7 +380,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
       if (row >= st.buffer[AMK_READS_MAX].units) { // words of the buffer: padding rows are dropped
         continue;
       }
-      input_write(out, row, __fdividef(v, 1.f + __expf(-v)) * up);
+      input_write(out, row, activated(v, p.activation) * up);
       continue;
     }
     if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {

@@ -103,6 +103,7 @@ __device__ __forceinline__ uint4* fresh_value(Worker const& w) { return fresh_ke
 constexpr uint32_t HEAD_LANES = AMK_HEAD_DIM / 8;
 constexpr uint32_t HEADS_ONCE = 32 / HEAD_LANES;
 constexpr uint32_t TURNS = (GROUP_BUF + HEADS_ONCE) / HEADS_ONCE; // for the queries and the new key
+constexpr uint32_t VALUE_TURNS = (AMK_HEAD_DIM + 127) / 128;       // for the new value, 4 elements per lane
 
 // Operands of the normalisation and rotation, loaded before the elements arrive: two cosines and sines each, and norms.
 struct Shapes {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void head_stage(char* to, float (&x)[4], float scale)
 
 // The requested words of the queries and, if `newest`, of the new key and value: where a lane's are, and their shapes.
 struct HeadsAsked {
-  static constexpr uint32_t N = 2 * TURNS + 1;
+  static constexpr uint32_t N = 2 * TURNS + VALUE_TURNS;
   uint32_t at[N];
   bool wanted[N];
   Shapes shapes;
@@ -175,8 +176,11 @@ __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask cons
     a.shapes.norm[2 * i] = load_constant(norm), a.shapes.norm[2 * i + 1] = load_constant(norm + AMK_HEAD_DIM / 2);
 #endif
   }
-  a.at[HeadsAsked::N - 1] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + lane * 4;
-  a.wanted[HeadsAsked::N - 1] = newest && lane < AMK_HEAD_DIM / 4;
+#pragma unroll
+  for (uint32_t i = 0; i < VALUE_TURNS; ++i) {
+    a.at[2 * TURNS + i] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + (i * 32 + lane) * 4;
+    a.wanted[2 * TURNS + i] = newest && i * 32 + lane < AMK_HEAD_DIM / 4;
+  }
   return a;
 }
 
@@ -205,9 +209,12 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
       key[HEAD_LANES] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
     }
   }
-  if (asked.wanted[N - 1]) {
-    float4 const f = vec4_value(in, v[N - 1]);
-    ((uint2*)fresh_value(w))[lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
+#pragma unroll
+  for (uint32_t i = 0; i < VALUE_TURNS; ++i) {
+    if (asked.wanted[2 * TURNS + i]) {
+      float4 const f = vec4_value(in, v[2 * TURNS + i]);
+      ((uint2*)fresh_value(w))[i * 32 + lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
+    }
   }
   __syncwarp();
   uint32_t const column = lane / 4, head = column % COLUMN_HEADS < GROUP_BUF ? column % COLUMN_HEADS : 0; // the result of other columns is never read
@@ -255,7 +262,7 @@ struct Running {
 };
 
 // Scores of 16 keys: keys lane / 4 and lane / 4 + 8, for this lane's two heads. Two independent chains of products.
-__device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& keys, float (&s)[2][2]) {
+__device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& keys, float cap, float (&s)[2][2]) {
   float even[4] = {}, odd[4] = {};
 #pragma unroll
   for (uint32_t b = 0; b < BLOCKS; ++b) {
@@ -266,7 +273,7 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     float const half = even[i] + odd[i];
-    s[i / 2][i % 2] = half + __shfl_xor_sync(~0u, half, 2); // high halves plus low halves
+    s[i / 2][i % 2] = score_capped(half + __shfl_xor_sync(~0u, half, 2), cap); // high halves plus low halves
   }
 }
 
@@ -441,7 +448,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
         if (fresh_here) {
           key_append(w, to, position, count - 1 - tile - half * 16, g0 == 0 && half == 0, k[half]);
         }
-        tile_scores(q, k[half], s[half]);
+        tile_scores(q, k[half], p.cap, s[half]);
       }
       cursor_pass(w, c, walk.passed, place.values_at);
       char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;

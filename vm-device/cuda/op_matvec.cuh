@@ -400,6 +400,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
   uint32_t const t = w.thread;
   float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+    v = logit_capped(v, p.cap);
     best = better(best, Best{v, row});
     store_f32((float*)out.at + (size_t)w.shared->step.logits_row * p.rows + row, v);
     return;
@@ -413,7 +414,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     if (row >= st.buffer[AMK_READS_MAX].units) { // words in the buffer: padding rows are dropped
       return;
     }
-    v = __fdividef(v, 1.f + __expf(-v)) * up;
+    v = activated(v, p.activation) * up;
   }
   if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
     v += residual_value(w, st, row, add.residual);

@@ -6,7 +6,7 @@ __device__ __forceinline__ void op_embed(Worker& w, StagedTask const& st) {
   for_seqs(w, [&] {
     Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
     for (uint32_t i = threadIdx.x; i < p.len; i += CONSUMERS) {
-      word_write(out, p.offset + i, buffer_read(w, st.buffer[0], p.offset + i));
+      word_write(out, p.offset + i, embed_scaled(buffer_read(w, st.buffer[0], p.offset + i), p.scale));
     }
   });
   task_barrier(w);

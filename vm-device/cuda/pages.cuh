@@ -1,13 +1,13 @@
 // Page tables of the sessions' keys and values. Only this file turns a session into addresses.
 //
-// A layer's cache is [pages][2][kv_heads][AMK_KV_PAGE][head_dim]. A page has as many positions as a block of keys, so a copy by the loader
-// that starts at a page never leaves it. amk_launch.pages lists the pages of each session in the order of its positions, as 16-bit words. The
+// A layer's cache is [pages][2][kv_heads][AMK_KV_PAGE][head_dim]. A page has as many positions as one block of keys, or two of wide heads, so a
+// copy by the loader that starts at a page never leaves it. amk_launch.pages lists the pages of each session in the order of its positions, as 16-bit words. The
 // host writes a session's words between two of its commands, before it publishes the one that needs them; the device only reads them. Page
 // zero belongs to no session and holds zeros: table words without a page contain it. docs/decisions/021-paged-key-value-caches.md.
 #pragma once
 
 constexpr uint32_t PAGE_KEYS = AMK_KV_PAGE;
-static_assert(PAGE_KEYS == BLOCK_KEYS && PAGE_KEYS % TILE_KEYS == 0, "a block of keys lies in two pages at most");
+static_assert(PAGE_KEYS % BLOCK_KEYS == 0 && PAGE_KEYS % TILE_KEYS == 0, "a block of keys lies in two pages at most");
 
 // Index of a key among those of all sessions. `stride` is the table words per session: PAGE_KEYS indices per word.
 __device__ __forceinline__ uint32_t paged_key(uint32_t session, uint32_t stride, uint32_t key) { return session * stride * PAGE_KEYS + key; }

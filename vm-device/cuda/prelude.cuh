@@ -15,6 +15,9 @@
 #ifndef AMK_QK_NORM // 1: queries and keys are normalised
 #define AMK_QK_NORM 0
 #endif
+#ifndef AMK_FEATURES // bit n: the model needs the AMK_FEATURE of number n
+#define AMK_FEATURES 0
+#endif
 constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_CONSUMER_REGISTERS // registers per thread; set from the architecture's row (vm-device/src/lib.rs)
 #define AMK_CONSUMER_REGISTERS 224

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xa485d402db61533full
+#define AMK_ABI_HASH 0xa9d1473574d1c836ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -71,6 +71,7 @@ typedef long long int64_t;
 #define AMK_OP_ATTENTION 3u
 #define AMK_OP_ATTENTION_MERGE 4u
 #define AMK_OP_SAMPLE 5u
+#define AMK_OP_NORM 6u
 
 #define AMK_PROLOGUE_COPY 0u
 #define AMK_PROLOGUE_RMS 1u
@@ -80,6 +81,15 @@ typedef long long int64_t;
 #define AMK_EPILOGUE_RESIDUAL 1u
 #define AMK_EPILOGUE_SILU_MUL 2u
 #define AMK_EPILOGUE_LOGITS 3u
+
+#define AMK_ACTIVATION_SILU 0u
+#define AMK_ACTIVATION_GELU_TANH 1u
+
+#define AMK_FEATURE_GELU_TANH 0u
+#define AMK_FEATURE_SCORE_CAP 1u
+#define AMK_FEATURE_LOGIT_CAP 2u
+#define AMK_FEATURE_EMBED_SCALE 3u
+#define AMK_FEATURE_NORM 4u
 
 #define AMK_BUFFER_PLAIN 0u
 #define AMK_BUFFER_FLAG_IN_DATA 1u
@@ -140,7 +150,7 @@ typedef long long int64_t;
 #define AMK_TRAP_WEIGHTS 9u
 #define AMK_TRAP_WEIGHTS_DEADLINE 10u
 
-#define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5)
+#define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5) X(norm, 6)
 
 struct alignas(16) amk_task {
   uint16_t opcode; // An `Opcode`.
@@ -434,7 +444,8 @@ static_assert(sizeof(amk_nop_params) == 64 && alignof(amk_nop_params) == 4, "lay
 struct alignas(4) amk_embed_params {
   uint32_t offset; // First element.
   uint32_t len; // Elements.
-  uint32_t reserved[14]; // Zero.
+  float scale; // Factor of the elements; zero for none.
+  uint32_t reserved[13]; // Zero.
 };
 static_assert(sizeof(amk_embed_params) == 64 && alignof(amk_embed_params) == 4, "layout of amk_embed_params");
 
@@ -453,7 +464,8 @@ struct alignas(4) amk_matvec_params {
   uint32_t kv_block; // Keys of a block, for `merge`.
   uint32_t window; // Sliding window or zero, for `merge`.
   uint32_t candidate; // Index of this task's entry in the candidates buffer, for `logits`.
-  uint32_t reserved[2]; // Zero.
+  uint32_t activation; // An `Activation`, for `silu_mul`.
+  float cap; // Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none.
 };
 static_assert(sizeof(amk_matvec_params) == 64 && alignof(amk_matvec_params) == 4, "layout of amk_matvec_params");
 
@@ -468,7 +480,8 @@ struct alignas(4) amk_attention_params {
   uint32_t window; // Sliding window, or zero for full attention.
   float scale; // Factor on q.k.
   float eps; // Epsilon of the q and k norms.
-  uint32_t reserved[6]; // Zero.
+  float cap; // Soft cap `c` of the scores, which become `c tanh(score / c)`, or zero for none.
+  uint32_t reserved[5]; // Zero.
 };
 static_assert(sizeof(amk_attention_params) == 64 && alignof(amk_attention_params) == 4, "layout of amk_attention_params");
 
@@ -489,3 +502,14 @@ struct alignas(4) amk_sample_params {
   uint32_t reserved[15]; // Zero.
 };
 static_assert(sizeof(amk_sample_params) == 64 && alignof(amk_sample_params) == 4, "layout of amk_sample_params");
+
+struct alignas(4) amk_norm_params {
+  uint32_t offset; // First element written.
+  uint32_t len; // Elements written.
+  uint32_t width; // Elements of `x`.
+  uint32_t first; // Elements of the first part.
+  uint32_t second; // Elements of the second part, after the first.
+  float eps; // Epsilon of the norms.
+  uint32_t reserved[10]; // Zero.
+};
+static_assert(sizeof(amk_norm_params) == 64 && alignof(amk_norm_params) == 4, "layout of amk_norm_params");

@@ -37,9 +37,11 @@ pub const SOURCES: &[Source] = sources![
     "cuda/buffer.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
+    "cuda/features.cuh",
     "cuda/unpack.cuh",
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
+    "cuda/op_norm.cuh",
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
@@ -69,6 +71,8 @@ pub struct Variant {
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
+    /// Bit n: the model needs the `Feature` of number n.
+    pub features: u32,
     /// Elements of the residual stream, of all query heads, of the hidden layer. Vectors of other lengths work too, more slowly.
     pub widths: [u32; 3],
     /// Bit n: some matrix of the model is taken in warp fragments of n units. Bit 0: some fragment is shorter for some warps.
@@ -106,6 +110,7 @@ impl Variant {
             head_dim,
             group,
             qk_norm,
+            features,
             widths,
             shares,
             poll_sleep_ns,
@@ -120,6 +125,7 @@ impl Variant {
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
+            format!("-DAMK_FEATURES={features}"),
             format!("-DAMK_HIDDEN={}", widths[0]),
             format!("-DAMK_Q_WIDTH={}", widths[1]),
             format!("-DAMK_FFN={}", widths[2]),

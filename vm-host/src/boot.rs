@@ -141,8 +141,11 @@ pub(crate) fn make_residents(
             constants.insert(constant_key(map), place(bytemuck::cast_slice(&values), owned)?);
         }
     }
-    let rope =
-        place(bytemuck::cast_slice(&rope_table(&graph.inv_freq, program.kv_capacity)), owned)?;
+    let mut rope = Vec::new();
+    for rotary in std::iter::once(&graph.inv_freq).chain(&graph.rotary) {
+        let table = rope_table(rotary, graph.head_dim, program.kv_capacity);
+        rope.push(place(bytemuck::cast_slice(&table), owned)?);
+    }
     let mut caches = vec![0; graph.layers.len()];
     let layout = PageLayout::new(graph.kv_heads, graph.head_dim);
     for buffer in &program.buffers {

@@ -16,6 +16,7 @@ const PROBE_VARIANT: Variant = Variant {
     head_dim: 64,
     group: 1,
     qk_norm: false,
+    features: 0,
     widths: [64; 3],
     shares: 0,
     poll_sleep_ns: 20,

@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Instant;
 
+use abi::Feature;
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::program::{Matrix, PackedModel};
 use ir::schedule::Evict;
-use ir::{Graph, KernelConfig};
+use ir::{Activation, Graph, KernelConfig};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -50,7 +51,8 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         unpack: unpack_mask(&packed),
         head_dim: graph.head_dim,
         group: graph.group(),
-        qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
+        qk_norm: graph.layers.iter().any(|l| l.q_norm.is_some() && !graph.norms_all_heads(l)),
+        features: features(graph),
         widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn],
         shares: share_mask(&packed),
         poll_sleep_ns: kernel.poll_sleep_ns,
@@ -59,6 +61,21 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         trace: vm_device::Trace::Off,
         first_task: 0,
     }
+}
+
+/// What the model needs beside what every kernel has. Bit n: the `Feature` of number n.
+pub(crate) fn features(graph: &Graph) -> u32 {
+    let normed = |layer: &ir::Layer| {
+        layer.attn_post_norm.or(layer.mlp_post_norm).is_some() || graph.norms_all_heads(layer)
+    };
+    let needed = [
+        (Feature::GeluTanh, graph.activation == Activation::GeluTanh),
+        (Feature::ScoreCap, graph.score_cap.is_some()),
+        (Feature::LogitCap, graph.logit_cap.is_some()),
+        (Feature::EmbedScale, graph.embed_scale != 1.0),
+        (Feature::Norm, graph.layers.iter().any(normed)),
+    ];
+    needed.iter().fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32)
 }
 
 /// What the kernel does to the elements of the model's matrices. Bit n: the `Unpack` of number n.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use abi::{BufferDesc, NONE, ProgramHeader, Queue};
+use abi::{Activation, BufferDesc, Feature, NONE, Params, ProgramHeader, Queue};
 use ir::program::staging::Staging;
 use ir::program::{Buffer, BufferSource, Load, Program, RowMap, Task, Verified, check_seqs, smem};
 use ir::{BufferId, Graph, MatrixId, Weights, decode};
@@ -24,8 +24,8 @@ pub(crate) struct Residents {
     pub(crate) matrix_table: Vec<ir::program::Matrix>,
     /// Constants by the tensors that they are made of.
     pub(crate) constants: BTreeMap<String, u64>,
-    /// Rotary cosines and sines, `[kv_capacity][head_dim / 2][2]`.
-    pub(crate) rope: u64,
+    /// By rotary table: cosines and sines, `[kv_capacity][head_dim / 2][2]`.
+    pub(crate) rope: Vec<u64>,
     /// Key/value caches by layer: address of page zero.
     pub(crate) caches: Vec<u64>,
     pub(crate) layout: PageLayout,
@@ -71,12 +71,15 @@ pub(crate) fn constant_values(map: &RowMap, graph: &Graph, weights: &dyn Weights
 }
 
 /// Cosines and sines of every position, from angles rounded to f32 as the reference has them.
-pub(crate) fn rope_table(inv_freq: &[f32], positions: u32) -> Vec<f32> {
+/// Factors may follow the frequencies.
+pub(crate) fn rope_table(rotary: &[f32], head_dim: u32, positions: u32) -> Vec<f32> {
+    let (inv_freq, factors) = rotary.split_at(rotary.len().min(head_dim as usize / 2));
     let mut table = Vec::with_capacity(positions as usize * inv_freq.len() * 2);
     for position in 0..positions {
-        for &frequency in inv_freq {
+        for (i, &frequency) in inv_freq.iter().enumerate() {
             let angle = f64::from(position as f32 * frequency);
-            table.extend([angle.cos() as f32, angle.sin() as f32]);
+            let factor = factors.get(i).copied().unwrap_or(1.0);
+            table.extend([angle.cos() as f32 * factor, angle.sin() as f32 * factor]);
         }
     }
     table
@@ -171,8 +174,18 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
             program.dims.head_dim, variant.head_dim, variant.group
         )));
     }
-    let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
-    for task in tasks.filter(|task| task.opcode == abi::Opcode::Attention) {
+    let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);
+    let needed = tasks().fold(0, |mask, task| mask | needed_by(task));
+    if needed & !variant.features != 0 {
+        let missing =
+            Feature::ALL.iter().filter(|&&f| (needed & !variant.features) >> f as u32 & 1 != 0);
+        let missing: Vec<_> = missing.map(|feature| feature.name()).collect();
+        return Err(HostError::Request(format!(
+            "the program needs {}, which the kernel was compiled without",
+            missing.join(", ")
+        )));
+    }
+    for task in tasks().filter(|task| task.opcode == abi::Opcode::Attention) {
         let normed = [task.reads[1].is_some(), task.reads[2].is_some()];
         if normed != [variant.qk_norm; 2] {
             return Err(HostError::Request(format!(
@@ -182,6 +195,19 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// The features that a task needs. Bit n: the `Feature` of number n.
+fn needed_by(task: &Task) -> u32 {
+    let (feature, needed) = match task.op() {
+        Params::Embed(p) => (Feature::EmbedScale, p.scale != 0.0),
+        Params::Matvec(p) if p.cap != 0.0 => (Feature::LogitCap, true),
+        Params::Matvec(p) => (Feature::GeluTanh, p.activation == Activation::GeluTanh as u32),
+        Params::Attention(p) => (Feature::ScoreCap, p.cap != 0.0),
+        Params::Norm(_) => (Feature::Norm, true),
+        Params::Nop(_) | Params::AttentionMerge(_) | Params::Sample(_) => return 0,
+    };
+    u32::from(needed) << feature as u32
 }
 
 fn header(
@@ -369,7 +395,7 @@ fn wire_buffer(
                 ))
             })?
         }
-        BufferSource::InvFreq => residents.rope,
+        BufferSource::Rotary(number) => residents.rope[*number as usize],
         BufferSource::KvCache { layer } => residents.caches[*layer as usize],
         BufferSource::Embedding(matrix) => {
             units = program.matrices[matrix.index()].units_per_tile();
@@ -444,6 +470,9 @@ mod tests {
         };
         let said = refused(&program, &Variant { qk_norm: false, ..variant });
         assert!(said.contains("[true, true]") && said.contains("false in every layer"), "{said}");
+        let (gemma, with_all) = lower("gemma-3-1b");
+        let plain = Variant { features: 0, ..with_all };
+        assert!(refused(&gemma, &plain).contains("needs gelu_tanh, embed_scale, norm"));
         let said = refused(&program, &Variant { head_dim: 64, ..variant });
         assert!(said.contains("heads of 128 elements") && said.contains("64"), "{said}");
         let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);

@@ -384,9 +384,10 @@ fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
             abi::SESSIONS_MAX
         )));
     }
-    if !graph.head_dim.is_power_of_two() || !(abi::HEAD_DIM_MIN..=128).contains(&graph.head_dim) {
+    let heads = abi::HEAD_DIM_MIN..=abi::HEAD_DIM_MAX;
+    if !graph.head_dim.is_power_of_two() || !heads.contains(&graph.head_dim) {
         return Err(HostError::Request(format!(
-            "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64 or 128",
+            "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64, 128 or 256",
             graph.head_dim, graph.name
         )));
     }

@@ -118,7 +118,7 @@ pub(super) fn place_weight_stream(
         BufferSource::Embedding(matrix) => Some(end(matrix.index())),
         BufferSource::Scratch
         | BufferSource::Vector(_)
-        | BufferSource::InvFreq
+        | BufferSource::Rotary(_)
         | BufferSource::KvCache { .. } => None,
     });
     let limit = options.streaming.map_or(Duration::ZERO, |streaming| streaming.limit);

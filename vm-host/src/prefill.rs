@@ -96,6 +96,16 @@ pub struct Prefilled {
 /// The reason why a model's prompts cannot be run in chunks, or `None` if they can.
 #[must_use]
 pub fn prefill_refused(graph: &Graph) -> Option<String> {
+    let same_blocks = |layer: &ir::Layer| {
+        layer.attn_norm.is_some() && layer.mlp_norm.is_some() && !graph.norms_all_heads(layer)
+    };
+    let narrow = graph.head_dim.is_power_of_two() && (16..=128).contains(&graph.head_dim);
+    if compile::features(graph) != 0 || !graph.layers.iter().all(same_blocks) || !narrow {
+        return Some(format!(
+            "{} has blocks that the kernels for prompt chunks lack: its prompts run token by token",
+            graph.name
+        ));
+    }
     let matrices = || graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2);
     let what = if graph.dtype == DType::F32 {
         "f32"
@@ -555,7 +565,7 @@ impl Run<'_> {
     }
 
     fn heads(&mut self, layer: &LayerPlan, start: u32, count: u32) -> Result<(), HostError> {
-        let Prefill { kernels, buffers, plan, variant, heads, kv_heads, .. } = self.prefill;
+        let Prefill { kernels, buffers, variant, heads, kv_heads, .. } = self.prefill;
         let threads =
             u64::from(count) * u64::from(heads + 2 * kv_heads) * u64::from(variant.head_dim / 8);
         let grid = threads.div_ceil(u64::from(PREFILL_THREADS)) as u32;
@@ -564,7 +574,7 @@ impl Run<'_> {
             layer.cache,
             self.pages,
             buffers.qkv.address,
-            plan.rope,
+            layer.rope,
             layer.q_norm,
             layer.k_norm,
             count.into(),

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use abi::{DType, Unpack};
+use abi::{DType, Feature, Unpack};
 use ir::schedule::{legal_values, validate};
 use ir::{Graph, Knob, ScheduleConfig, Target};
 use vm_device::{PrefillVariant, Trace, Variant};
@@ -24,7 +24,7 @@ const KNOBS: [Knob; 2] = [Knob::KernelPollSleepNs, Knob::KernelEvict];
 
 /// Shapes of heads beyond those of the models: elements, query heads of a group, whether they are normalised. The attention of wide
 /// heads spills a few registers outside its loop over the keys; nothing else may.
-const HEADS: [(u32, u32, bool, u32); 8] = [
+const HEADS: [(u32, u32, bool, u32); 9] = [
     (16, 2, false, 0),
     (32, 4, true, 0),
     (64, 1, false, 0),
@@ -33,6 +33,7 @@ const HEADS: [(u32, u32, bool, u32); 8] = [
     (64, 8, false, 0),
     (128, 2, true, WIDE_SPILLS),
     (128, 4, false, WIDE_SPILLS),
+    (256, 4, true, GEMMA_SPILLS), // gemma-3-1b
 ];
 /// Matrices of real models: their heads above, the widths of their vectors, and their warp fragment sizes.
 const MATRICES: [(usize, [u32; 3], u32); 4] = [
@@ -57,6 +58,7 @@ const PREFILL_KERNELS: usize = 11;
 const WIDE_SPILLS: u32 = 192;
 /// Kernels of codes in groups, whose scales wait in registers beside the codes while the vector is staged. The cost was not measured.
 const GROUP_SPILLS: u32 = 400;
+const GEMMA_SPILLS: u32 = 448;
 const TRACE_SPILLS: u32 = 32;
 /// Kernels of several sequences, whose vectors take 64 registers per thread: the one of 8 sequences for llama-3.2-1b spills 652. The cost was not measured.
 const BATCH_SPILLS: u32 = 800;
@@ -135,8 +137,9 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
 fn name(variant: &Variant) -> String {
     let (dtype, unpack) = (variant.dtype.name(), variant.unpack);
     let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, trace, .. } = variant;
+    let features = variant.features;
     format!(
-        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace:?}"
+        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, features {features:05b}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace:?}"
     )
 }
 
@@ -213,11 +216,14 @@ fn every_shape_of_heads_compiles() {
     }
     let plain = vm_host::variant(&ScheduleConfig::default().kernel, &graph("qwen2-bias-bf16"));
     let shaped = |(head_dim, group, qk_norm, _)| Variant { head_dim, group, qk_norm, ..plain };
-    let mut variants: Vec<Variant> = HEADS.into_iter().map(shaped).collect();
+    let mut variants: Vec<Variant> = HEADS[..8].iter().copied().map(shaped).collect();
     variants.push(Variant { trace: Trace::Delays, ..shaped(HEADS[4]) });
     variants.push(Variant { seqs: 2, ..shaped(HEADS[0]) });
     let (heads, widths, shares) = MATRICES[1];
     variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });
+    let features = Feature::ALL.iter().fold(0, |mask, &feature| mask | 1 << feature as u32);
+    let (heads, widths, shares) = (HEADS[8], [1152, 1024, 6912], 1 << 4 | 1 << 5 | 1 << 7 | 1);
+    variants.push(Variant { widths, shares, features, ..shaped(heads) });
     for (heads, widths, shares) in MATRICES {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
     }

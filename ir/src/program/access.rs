@@ -44,6 +44,11 @@ pub fn accesses(program: &Program, task: &Task) -> Accesses {
             finder.write(0, start, len);
         }
         Params::Sample(p) => finder.read(0, 0, p.candidates.saturating_mul(2)),
+        Params::Norm(p) => {
+            finder.read(0, 0, p.width);
+            finder.read(3, p.offset, p.len);
+            finder.write(0, p.offset, p.len);
+        }
     }
     finder.found
 }

@@ -138,8 +138,8 @@ pub enum BufferSource {
     Scratch,
     /// Stored tensors, as f32.
     Vector(RowMap),
-    /// The graph's rotary inverse frequencies.
-    InvFreq,
+    /// A rotary table of the graph, by the number that layers name it by.
+    Rotary(u32),
     /// The key/value cache of a layer.
     KvCache {
         /// The layer.

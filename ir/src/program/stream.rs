@@ -53,9 +53,11 @@ impl Task {
                 let buffer = self.writes[1]?;
                 Some(Load::Cache { buffer, kv_head, kv_block, window, split, splits })
             }
-            Params::Nop(_) | Params::Embed(_) | Params::AttentionMerge(_) | Params::Sample(_) => {
-                None
-            }
+            Params::Nop(_)
+            | Params::Embed(_)
+            | Params::AttentionMerge(_)
+            | Params::Sample(_)
+            | Params::Norm(_) => None,
         }
     }
 }

@@ -6,6 +6,7 @@ use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
 use crate::phase::PhaseClass;
 use crate::target::Target;
+use crate::violation::Rule;
 
 /// Bytes in flight before a wait: one stage of the default ring.
 const NEAR_BYTES: u32 = 32 * 1024;
@@ -46,7 +47,7 @@ pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 /// Where four 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
 #[must_use]
 pub fn default_config_at(graph: &Graph, target: &Target, context: u32) -> ScheduleConfig {
-    let rule = ruled();
+    let rule = ruled(graph, target);
     let deep = STAGE_BYTES[..2].iter().find_map(|&bytes| {
         fitted(rule, &[bytes], u32::MAX, graph, target)
             .filter(|config| config.pipeline.stages >= STAGES_LEAST)
@@ -69,14 +70,17 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
     fitted(neutral, &sizes, stages, graph, target).unwrap_or(neutral)
 }
 
-/// The default's choices that depend on neither graph nor target.
-fn ruled() -> ScheduleConfig {
+/// The default's choices without the ring.
+fn ruled(graph: &Graph, target: &Target) -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     for knob in PhaseClass::ALL.iter().filter_map(|class| class.sync()) {
         // Every hand-off knob has this value.
         let _ = config.set(knob, Handoff::FlagInData.to_value());
     }
     config.fusion_grouping.embed = EmbedGrouping::Qkv;
+    if check(&config, graph, target).has(Rule::SEmbed) {
+        config.fusion_grouping.embed = EmbedGrouping::Separate;
+    }
     config.fusion_grouping.merge = MergeGrouping::OProj;
     config.tiling.lm_head.rows = 8;
     config.kernel.poll_sleep_ns = 0;

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::*;
-use crate::graph::{DType, Graph, Layer, Linear, Tensor};
+use crate::graph::{Activation, DType, Graph, Layer, Linear, Tensor};
 use crate::id::TensorId;
 use crate::target::Target;
 use crate::violation::{At, Rule, Violations};
@@ -22,18 +22,21 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
     ];
     let linear = |id: u32| Linear { weight: TensorId(id), scale: None, bias: None };
     let layer = Layer {
-        attn_norm: TensorId(1),
+        attn_norm: Some(TensorId(1)),
+        attn_post_norm: None,
         q: linear(2),
         k: linear(3),
         v: linear(3),
         q_norm: None,
         k_norm: None,
         o: linear(2),
-        mlp_norm: TensorId(1),
+        mlp_norm: Some(TensorId(1)),
+        mlp_post_norm: None,
         gate: linear(4),
         up: linear(4),
         down: linear(5),
         window: None,
+        rotary: 0,
     };
     Graph {
         name: "test".into(),
@@ -46,6 +49,11 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
         vocab: 128_256,
         norm_eps: 1e-5,
         inv_freq: vec![1.0; 64],
+        rotary: Vec::new(),
+        embed_scale: 1.0,
+        activation: Activation::Silu,
+        score_cap: None,
+        logit_cap: None,
         attn_scale: 0.088,
         max_positions: 8192,
         dtype,

@@ -1,13 +1,14 @@
 //! Checks a config against a graph and a target.
 //!
 //! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the
-//! rules between knobs (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`, `S-SPLIT`). A rule between knobs is
+//! rules between knobs (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`,
+//! `S-SPLIT`, `S-EMBED`). A rule between knobs is
 //! skipped if one of its knobs is outside its domain. **Not checked:** limits of the lowered program (`lower`), and
 //! that the kernel compiles (the build).
 //!
 //! **Rounding.** There is none. Bytes in flight must be whole stages, and the given value is the one that runs.
 
-use super::value::{Domain, Value};
+use super::value::{Domain, EmbedGrouping, Value};
 use super::{Knob, ScheduleConfig, Valid};
 use crate::graph::Graph;
 use crate::program::{Dims, attended, smem};
@@ -40,6 +41,7 @@ pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> 
     if fits(Rule::SRange) && fits(Rule::SGraph) {
         ring(config, graph, target, &mut found);
         splits(config, graph, &mut found);
+        embedding(config, graph, &mut found);
     }
     in_flight(config, &mut found);
     threads(target, &mut found);
@@ -213,6 +215,24 @@ fn threads(target: &Target, found: &mut Violations) {
         let detail = format!("{} is {}, which has no mma for 16 bits", target.name, target.arch);
         found.add(Violation::new(Rule::SThreads, At::Target, detail).legal("sm_80 or later"));
     }
+}
+
+fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
+    let normed = graph.layers.first().is_some_and(|layer| layer.attn_norm.is_some());
+    if config.fusion_grouping.embed == EmbedGrouping::Separate || normed && graph.embed_scale == 1.0
+    {
+        return;
+    }
+    let detail = match normed {
+        true => format!("{} multiplies the embedding by {}", graph.name, graph.embed_scale),
+        false => format!("{} has no norm before the first product", graph.name),
+    };
+    let knob = Knob::FusionGroupingEmbed;
+    found.add(
+        Violation::new(Rule::SEmbed, at(knob), detail)
+            .legal("separate")
+            .suggest(format!("{knob} = separate")),
+    );
 }
 
 /// Most keys that any layer attends to, at the last position.

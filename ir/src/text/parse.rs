@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use abi::{BufferKind, Epilogue, Opcode, Prologue, StructLayout, WireType};
+use abi::{Activation, BufferKind, Epilogue, Opcode, Prologue, StructLayout, WireType};
 
 use crate::format::Format;
 use crate::graph::DType;
@@ -348,6 +348,7 @@ impl Parser {
         let named = match name {
             "prologue" => Prologue::from_name(value).map(|v| v as u32),
             "epilogue" => Epilogue::from_name(value).map(|v| v as u32),
+            "activation" => Activation::from_name(value).map(|v| v as u32),
             "matrix" => Some(cursor.id(word, value, 'm')?),
             _ => None,
         };
@@ -398,7 +399,8 @@ fn source(cursor: &mut Cursor<'_>) -> Result<BufferSource, ParseError> {
     Ok(match word.text.as_str() {
         "rows" => BufferSource::Vector(cursor.map(false)?),
         "interleaved" => BufferSource::Vector(cursor.map(true)?),
-        "inv_freq" => BufferSource::InvFreq,
+        "inv_freq" => BufferSource::Rotary(0),
+        "rotary" => BufferSource::Rotary(cursor.number("a table")?),
         "cache" => BufferSource::KvCache { layer: cursor.number("a layer")? },
         "embedding" => {
             let word = cursor.next("a matrix")?;

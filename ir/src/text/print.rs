@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use abi::{Epilogue, Field, Prologue, StructLayout, WireType};
+use abi::{Activation, Epilogue, Field, Prologue, StructLayout, WireType};
 
 use crate::id::BufferId;
 use crate::program::{Buffer, BufferSource, Matrix, Program, RowMap, Task};
@@ -107,7 +107,10 @@ fn print_buffer(out: &mut String, index: usize, buffer: &Buffer) {
     match &buffer.source {
         BufferSource::Scratch => {}
         BufferSource::Vector(map) => print_map(out, map),
-        BufferSource::InvFreq => *out += " inv_freq",
+        BufferSource::Rotary(0) => *out += " inv_freq",
+        BufferSource::Rotary(number) => {
+            let _ = write!(out, " rotary {number}");
+        }
         BufferSource::KvCache { layer } => {
             let _ = write!(out, " cache {layer}");
         }
@@ -153,6 +156,7 @@ fn print_param(out: &mut String, field: &Field, params: &[u32; 16]) {
     let name = match field.name {
         "prologue" => Prologue::new(word).map(|v| v.name().to_owned()),
         "epilogue" => Epilogue::new(word).map(|v| v.name().to_owned()),
+        "activation" => Activation::new(word).map(|v| v.name().to_owned()),
         "matrix" => Some(format!("m{word}")),
         _ => None,
     };

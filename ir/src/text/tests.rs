@@ -33,7 +33,8 @@ fn buffer() -> impl Strategy<Value = Buffer> {
     let source = prop_oneof![
         Just(BufferSource::Scratch),
         row_map().prop_map(BufferSource::Vector),
-        Just(BufferSource::InvFreq),
+        Just(BufferSource::Rotary(0)),
+        (1..9_u32).prop_map(BufferSource::Rotary),
         any::<u32>().prop_map(|layer| BufferSource::KvCache { layer }),
         any::<u32>().prop_map(|id| BufferSource::Embedding(MatrixId(id))),
     ];

@@ -8,8 +8,10 @@ use rustc_hash::FxHashMap;
 
 use super::rates::Shape;
 
-/// Keys that all warps of a worker process at once: a tile of 32 each.
-const PASS_KEYS: u32 = 32 * abi::CONSUMER_WARPS;
+/// Keys that all warps of a worker process at once: a tile of 32 each, or of 16 wide ones (keys.cuh).
+fn pass_keys(head_dim: u32) -> u32 {
+    abi::CONSUMER_WARPS * if head_dim > 128 { 16 } else { 32 }
+}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Work {
@@ -261,7 +263,7 @@ impl<'a> Builder<'a> {
                 (Work::Merge { merged }, 0)
             }
             Opcode::Nop => (Work::Nothing, 0),
-            Opcode::Embed | Opcode::Sample => (Work::Small, 0),
+            Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Small, 0),
         }
     }
 
@@ -280,7 +282,7 @@ impl<'a> Builder<'a> {
         let mine = split_range(keys, p.kv_block, active, p.split).len() as u32;
         let bytes = u64::from(mine) * 2 * u64::from(p.head_dim) * abi::KV_ELEMENT_BYTES;
         self.kv_bytes += bytes;
-        Work::Attention { passes: mine.div_ceil(PASS_KEYS), bytes: bytes as f64 }
+        Work::Attention { passes: mine.div_ceil(pass_keys(p.head_dim)), bytes: bytes as f64 }
     }
 
     fn phase(&mut self, task: &Task, stream_bytes: u64) -> u32 {

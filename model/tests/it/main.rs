@@ -2,6 +2,7 @@
 
 mod config;
 mod export;
+mod families;
 mod folder;
 mod golden;
 mod hostile;

@@ -4,14 +4,17 @@ use ir::{DType, TensorId, decode};
 use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};
 
 /// Parameters of the published models, in the table's order; the toys' are sums by hand.
-const PARAMETERS: [(&str, usize); 11] = [
+const PARAMETERS: [(&str, usize); 14] = [
     ("toy", 69_824),
     ("toy-2l", 106_816),
     ("smollm2-135m", 134_515_008),
     ("qwen3-0.6b", 596_049_920),
     ("llama-3.2-1b", 1_235_814_400),
+    ("gemma-3-1b", 999_885_952),
     ("qwen3-1.7b", 1_720_574_976),
     ("qwen3-4b", 4_022_468_096),
+    ("gemma-3-4b", 3_880_263_168),
+    ("phi-4-mini", 3_836_021_760),
     ("llama-3.1-8b", 8_030_261_248),
     ("qwen3-8b", 8_190_735_360),
     ("qwen3-32b", 32_762_123_264),

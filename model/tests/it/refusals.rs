@@ -19,13 +19,15 @@ fn llama(fields: Value) -> String {
 
 #[test]
 fn other_families() {
+    let families = "llama, mistral, ministral, qwen2, qwen3, phi3, granite, smollm3, olmo2, olmo3, gemma2, \
+                    gemma3_text, glm4";
     assert_eq!(
         llama(json!({ "model_type": "gpt2" })),
-        r#""model_type" is "gpt2"; supported: llama, mistral, qwen2, qwen3"#
+        format!("\"model_type\" is \"gpt2\"; supported: {families}")
     );
     assert_eq!(
         llama(json!({ "model_type": null })),
-        r#""model_type" is missing; supported: llama, mistral, qwen2, qwen3"#
+        format!("\"model_type\" is missing; supported: {families}")
     );
     assert_eq!(
         llama(json!({ "architectures": ["LlamaForSequenceClassification"] })),
@@ -36,7 +38,10 @@ fn other_families() {
 #[test]
 fn other_arithmetic() {
     let cases = [
-        (json!({ "hidden_act": "gelu" }), r#""hidden_act" is "gelu"; supported: "silu""#),
+        (
+            json!({ "hidden_act": "gelu" }),
+            r#""hidden_act" is "gelu"; supported: "silu", "gelu_pytorch_tanh""#,
+        ),
         (
             json!({ "quantization_config": { "quant_method": "gptq", "bits": 3 } }),
             r#""quantization_config.bits" is 3; supported: 4"#,
@@ -68,14 +73,12 @@ fn other_arithmetic() {
 fn other_rope() {
     let rope = |value: Value| llama(json!({ "rope_parameters": value }));
     assert_eq!(
-        rope(json!({ "rope_type": "yarn", "factor": 4.0 })),
-        r#""rope_parameters.rope_type" is "yarn"; supported: default, linear, llama3"#
+        rope(json!({ "rope_type": "longrope", "factor": 4.0 })),
+        r#""rope_parameters.rope_type" is "longrope"; supported: default, linear, dynamic, llama3, yarn"#
     );
     assert_eq!(
-        llama(
-            json!({ "rope_parameters": null, "rope_scaling": { "type": "dynamic", "factor": 2.0 } })
-        ),
-        r#""rope_scaling.type" is "dynamic"; supported: default, linear, llama3"#
+        llama(json!({ "rope_parameters": null, "rope_scaling": { "type": "yarn" } })),
+        r#""rope_scaling.factor" is missing; it must be a number"#
     );
     assert_eq!(
         rope(json!({ "rope_type": "llama3", "factor": 8.0 })),
@@ -94,7 +97,7 @@ fn other_rope() {
     );
     assert_eq!(
         rope(json!({ "full_attention": { "rope_type": "default" } })),
-        r#""rope_parameters.full_attention" is an object; supported: one set of rotary parameters for all layers"#
+        r#""rope_parameters.full_attention" is an object; supported: full_attention and sliding_attention"#
     );
     assert_eq!(
         rope(json!({ "rope_type": "default", "partial_rotary_factor": 0.25 })),
@@ -187,6 +190,24 @@ fn all_problems_of_a_configuration_come_at_once() {
     ];
     for field in fields {
         assert_eq!(text.matches(&format!("{field}\" ")).count(), 1, "{field}: {text}");
+    }
+}
+
+#[test]
+fn every_unsupported_field_is_named_whatever_the_family() {
+    let mixture = json!({
+        "num_local_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [], "swiglu_limit": 7.0,
+        "embedding_multiplier": 12.0, "residual_multiplier": 1.0, "logits_scaling": null,
+    });
+    let wrong =
+        ["num_local_experts", "num_experts_per_tok", "swiglu_limit", "embedding_multiplier"];
+    let known = llama(mixture.clone());
+    let mut unknown = mixture;
+    unknown["model_type"] = "mixtral".into();
+    let unknown = llama(unknown);
+    assert!(known.starts_with("4 problems: ") && unknown.starts_with("5 problems: "), "{unknown}");
+    for field in wrong {
+        assert!(known.contains(field) && unknown.contains(field), "{known}\n{unknown}");
     }
 }
 
@@ -428,7 +449,7 @@ fn names_that_are_neither_preset_nor_folder() {
         text("llama-3.2-1B-instruct"),
         "\"llama-3.2-1B-instruct\" is neither a preset nor a folder; a model of the Hugging Face Hub is named ORG/NAME; \
          presets, all with random weights: toy, toy-2l, smollm2-135m, qwen3-0.6b, \
-         llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b, qwen3-32b, llama-3.1-70b"
+         llama-3.2-1b, gemma-3-1b, qwen3-1.7b, qwen3-4b, gemma-3-4b, phi-4-mini, llama-3.1-8b, qwen3-8b, qwen3-32b, llama-3.1-70b"
     );
     assert!(
         text("Llama3.2-1B").contains("(the preset llama-3.2-1b has this shape and random weights)")

@@ -8,7 +8,7 @@
 use ir::Graph;
 use rayon::prelude::*;
 
-use crate::math::{Blend, Width, blend, exp_below};
+use crate::math::{Blend, Width, blend, capped, exp_below};
 
 /// Positions of a block of keys.
 const BLOCK: usize = 64;
@@ -98,6 +98,7 @@ pub(super) fn attend(graph: &Graph, cache: &Cache, q: &[f32], window: Option<u32
 struct Walk<'a> {
     cache: &'a Cache,
     scale: f32,
+    cap: Option<f32>,
     head_dim: usize,
     /// Elements of all keys of a position.
     width: usize,
@@ -124,6 +125,7 @@ impl<'a> Walk<'a> {
         Self {
             cache,
             scale: graph.attn_scale,
+            cap: graph.score_cap,
             head_dim,
             width: graph.kv_width() as usize,
             kv_head,
@@ -185,7 +187,7 @@ impl<'a> Walk<'a> {
         }
         let scores = &mut weights[low..high];
         for score in scores.iter_mut() {
-            *score *= self.scale;
+            *score = capped(self.cap, *score * self.scale);
         }
         let before = self.greatest[row];
         let greatest = scores.iter().fold(before, |best, &s| if s > best { s } else { best });

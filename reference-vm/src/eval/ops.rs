@@ -1,7 +1,7 @@
 //! The graph's ops one at a time, for one position, on given inputs: the expected contents of a buffer, computed from
 //! the actual contents of the buffers before it.
 
-use super::{Cache, Evaluator, attend, norm_rows, rotations, shape_heads, silu};
+use super::{Cache, Evaluator, activate, attend, norm_rows, rotations};
 
 /// Expected values, and the magnitudes that rounding errors scale with.
 #[derive(Clone, Debug, Default)]
@@ -38,6 +38,7 @@ impl Evaluator<'_> {
     pub(crate) fn embedded(&self, token: u32) -> Belongs {
         let mut x = vec![0.0; self.graph.hidden as usize];
         self.embed.decode_row(token as usize, 0, &mut x);
+        x.iter_mut().for_each(|x| *x *= self.graph.embed_scale);
         Belongs::copied(x)
     }
 
@@ -53,9 +54,9 @@ impl Evaluator<'_> {
         let (q, rest) = qkv.split_at(graph.q_width() as usize);
         let (k, v) = rest.split_at(graph.kv_width() as usize);
         let [mut q, mut k, mut v] = [q, k, v].map(<[f32]>::to_vec);
-        let angles = [rotations(position, &graph.inv_freq)];
-        shape_heads(graph, &mut q, graph.q_width(), bound.q_norm.as_deref(), &angles);
-        shape_heads(graph, &mut k, graph.kv_width(), bound.k_norm.as_deref(), &angles);
+        let table = graph.rotary_of(&graph.layers[layer]);
+        let angles = [rotations(position, table, graph.head_dim)];
+        bound.shape_heads(graph, &mut q, &mut k, &angles);
         self.rounding.cache(&mut k);
         self.rounding.cache(&mut v);
         [q, k, v]
@@ -70,6 +71,32 @@ impl Evaluator<'_> {
         Belongs { scales: vec![greatest(values); mixed.len()], values: mixed }
     }
 
+    /// Queries and keys normed over all heads, and the values.
+    pub(crate) fn normed_qkv(&self, layer: usize, qkv: &[f32]) -> Belongs {
+        let graph = self.graph;
+        let (q, rest) = qkv.split_at(graph.q_width() as usize);
+        let (k, v) = rest.split_at(graph.kv_width() as usize);
+        let (q, k) = self.layers[layer].norm_heads(graph, q, k);
+        Belongs::sums(q).and(Belongs::sums(k)).and(Belongs::copied(v.to_vec()))
+    }
+
+    /// What attention adds to the residual stream, before its norm.
+    pub(crate) fn attention_sums(&self, layer: usize, mixed: Vec<f32>) -> Belongs {
+        Belongs::sums(self.layers[layer].project(self.rounding, mixed))
+    }
+
+    /// What the MLP adds to the residual stream, before its norm.
+    pub(crate) fn mlp_sums(&self, layer: usize, hidden: Vec<f32>) -> Belongs {
+        Belongs::sums(self.layers[layer].contract(self.rounding, hidden))
+    }
+
+    /// The residual stream after a block whose result `sums` is normed: `mlp` tells which of a layer's two.
+    pub(crate) fn after_norm(&self, layer: usize, mlp: bool, x: &[f32], sums: &[f32]) -> Belongs {
+        let bound = &self.layers[layer];
+        let norm = if mlp { &bound.mlp_post_norm } else { &bound.attn_post_norm };
+        added(x, norm_rows(sums, norm.as_deref(), self.graph.norm_eps, sums.len()))
+    }
+
     pub(crate) fn after_attention(&self, layer: usize, x: &[f32], mixed: Vec<f32>) -> Belongs {
         added(x, self.layers[layer].project(self.rounding, mixed))
     }
@@ -77,7 +104,9 @@ impl Evaluator<'_> {
     pub(crate) fn hidden(&self, layer: usize, x: &[f32]) -> Belongs {
         let [gate, up] = self.layers[layer].gate_up(self.graph, self.rounding, x);
         let scale = greatest(&gate) * greatest(&up);
-        let values: Vec<f32> = gate.iter().zip(&up).map(|(&gate, up)| silu(gate) * up).collect();
+        let activate = |gate| activate(self.graph.activation, gate);
+        let values: Vec<f32> =
+            gate.iter().zip(&up).map(|(&gate, up)| activate(gate) * up).collect();
         Belongs { scales: vec![scale; values.len()], values }
     }
 
@@ -86,9 +115,9 @@ impl Evaluator<'_> {
     }
 
     pub(crate) fn logits_of(&self, x: &[f32]) -> Belongs {
-        let mut last = norm_rows(x, &self.final_norm, self.graph.norm_eps);
+        let mut last = norm_rows(x, Some(&self.final_norm), self.graph.norm_eps, x.len());
         self.rounding.factor(&mut last);
-        Belongs::sums(self.lm_head.apply(&last))
+        Belongs::sums(self.logits(&last))
     }
 
     /// The window of a layer; zero for none.

@@ -235,9 +235,9 @@ fn argmax_takes_the_first_of_equals_and_skips_nan() {
 fn rotation_keeps_length_and_position_zero_is_identity() {
     let inv_freq = [1.0, 0.25];
     let mut head = [1.0, 2.0, 3.0, 4.0];
-    rotate(&mut head, &rotations(0, &inv_freq));
+    rotate(&mut head, &rotations(0, &inv_freq, 4));
     assert_eq!(head, [1.0, 2.0, 3.0, 4.0]);
-    rotate(&mut head, &rotations(5, &inv_freq));
+    rotate(&mut head, &rotations(5, &inv_freq, 4));
     assert!((head[0].hypot(head[2]) - 10f32.sqrt()).abs() < 1e-6);
     assert!((head[0] - (5f32.cos() - 3.0 * 5f32.sin())).abs() < 1e-6);
 }

@@ -6,7 +6,7 @@ use ir::program::{Dims, split_range};
 
 use super::{Context, Effects, Splits, bits, product, reserved};
 use crate::defect::{Defect, Rotated};
-use crate::math::{dot, rms_norm, softmax_parts};
+use crate::math::{capped, dot, rms_norm, softmax_parts};
 use crate::memory::{Append, Span};
 use crate::trap::Fault;
 
@@ -71,10 +71,12 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         let writes = vec![(context.writes(0)?, start, nothing)];
         return Ok(Effects { writes, ..Effects::default() });
     }
-    let frequencies = context.read(3, 0, p.head_dim / 2)?;
+    let words = context.task.reads[3].map_or(0, |table| context.memory.words(table));
+    let table = context.read(3, 0, words)?;
     let shaped = |x: Vec<f32>, which: Rotated| -> Result<Vec<f32>, Fault> {
         let norm = context.read_optional(which.norm(), 0, p.head_dim)?;
-        let rotation = Defect::rotation(context.defect, which, context.step.position, &frequencies);
+        let turned = (&table[..], p.head_dim);
+        let rotation = Defect::rotation(context.defect, which, context.step.position, turned);
         let mut out = x.clone();
         for (x, out) in
             x.chunks_exact(p.head_dim as usize).zip(out.chunks_exact_mut(p.head_dim as usize))
@@ -109,7 +111,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     Defect::keys(context.defect, &mut keys);
     let mut out = Vec::new();
     for query in queries.chunks_exact(p.head_dim as usize) {
-        partial(query, &keys, p.scale, &mut out);
+        partial(query, &keys, p, &mut out);
     }
     let out = Defect::partials(context.defect, out, stride as usize);
     let append = append.map(|append| Defect::append(context.defect, append, p.kv_heads));
@@ -119,9 +121,10 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
 
 /// Appends one query's greatest score, sum of exponentials and weighted mean of the values to
 /// `out`.
-fn partial(query: &[f32], keys: &[(&[f32], &[f32])], scale: f32, out: &mut Vec<f32>) {
-    let mut weights: Vec<f64> =
-        keys.iter().map(|(key, _)| f64::from(dot(query, key) * scale)).collect();
+fn partial(query: &[f32], keys: &[(&[f32], &[f32])], p: &AttentionParams, out: &mut Vec<f32>) {
+    let cap = (p.cap != 0.0).then_some(p.cap);
+    let score = |key: &[f32]| f64::from(capped(cap, dot(query, key) * p.scale));
+    let mut weights: Vec<f64> = keys.iter().map(|(key, _)| score(key)).collect();
     let (greatest, total) = softmax_parts(&mut weights);
     out.extend([greatest as f32, total as f32, 0.0, 0.0]);
     let mut sums = vec![0f64; query.len()];

@@ -1,13 +1,13 @@
 //! Multiplies rows of a streamed matrix with a vector.
 
-use abi::{Epilogue, MatvecParams, Prologue, UNIT_ROWS};
+use abi::{Activation, Epilogue, MatvecParams, Prologue, UNIT_ROWS};
 use ir::MatrixId;
 use rayon::prelude::*;
 
 use super::attention_merge::Partials;
 use super::{Context, Effects, bits, reserved};
 use crate::defect::Defect;
-use crate::math::{TASK_MACS, argmax, root_mean_square};
+use crate::math::{TASK_MACS, argmax, capped, root_mean_square};
 use crate::memory::Span;
 use crate::packed::Packed;
 use crate::trap::Fault;
@@ -60,7 +60,12 @@ fn partials(p: &MatvecParams) -> Result<Partials, Fault> {
 }
 
 pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>, Fault> {
-    reserved(&p.reserved)?;
+    let unused = [(Epilogue::SiluMul, p.activation), (Epilogue::Logits, p.cap.to_bits())];
+    for (of, word) in unused {
+        if epilogue(p)? != of {
+            reserved(&[word])?;
+        }
+    }
     let mut spans = match prologue(p)? {
         Prologue::Copy | Prologue::Rms => vec![context.span(0, 0, p.k_len)?],
         Prologue::Merge => partials(p)?.spans(context, context.step)?,
@@ -187,7 +192,9 @@ fn finish(
             if !p.tile0.is_multiple_of(2) || !y.len().is_multiple_of(2 * tile) {
                 return Err(Fault::Parameter { name: "tiles", value: p.tiles });
             }
-            let gated = |gate, up| Defect::activation(context.defect, gate) * up;
+            let function = Activation::new(p.activation)
+                .ok_or(Fault::Parameter { name: "activation", value: p.activation })?;
+            let gated = |gate, up| Defect::activation(context.defect, function, gate) * up;
             let pairs = y.chunks_exact(2 * tile).map(|pair| pair.split_at(tile));
             let mut h: Vec<f32> = pairs
                 .flat_map(|(gate, up)| gate.iter().zip(up).map(|(&gate, &up)| gated(gate, up)))
@@ -198,6 +205,8 @@ fn finish(
             Ok(vec![(out, start, bits(&h))])
         }
         Epilogue::Logits => {
+            let cap = (p.cap != 0.0).then_some(p.cap);
+            y.iter_mut().for_each(|y| *y = capped(cap, *y));
             let best = argmax(&y);
             let candidate = vec![y[best as usize].to_bits(), rows.row0 + best];
             let at = p

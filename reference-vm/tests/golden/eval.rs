@@ -6,7 +6,7 @@ use reference_vm::InputError;
 use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
-use crate::{Golden, each, each_quantised};
+use crate::{Golden, each, each_family, each_quantised};
 
 fn evaluator(golden: &Golden) -> Evaluator<'_> {
     Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()
@@ -22,6 +22,7 @@ fn logits_are_those_of_transformers() {
     };
     each(check);
     each_quantised(check);
+    each_family(check);
 }
 
 #[test]
@@ -33,6 +34,7 @@ fn greedy_tokens_are_those_of_transformers() {
     };
     each(check);
     each_quantised(check);
+    each_family(check);
 }
 
 #[test]
@@ -166,6 +168,19 @@ fn device_roundings_move_logits_as_far_as_the_device_does() {
         let longest = golden.model.graph.ffn.max(golden.model.graph.hidden) as usize;
         let allowed = Tolerance::of_device(own, longest).rel();
         assert!(allowed > 1.9 * own || allowed == Tolerance::DEVICE.rel(), "{name}: {allowed}");
+    });
+}
+
+/// What roundings of the device move in other families: within what its test allows (vm-host/tests/differential.rs).
+#[test]
+fn device_roundings_leave_the_families_where_they_are() {
+    each_family(|name, golden| {
+        let mut rounded = evaluator(golden).with_device_roundings();
+        let got = rounded.run(&golden.tokens, Logits::All).unwrap();
+        let want = golden.logits.iter().map(Vec::as_slice);
+        let own = distance(want, got.iter().map(Vec::as_slice));
+        println!("{name}: {own:.2e}");
+        assert!(own < 5e-3, "{name}: {own}");
     });
 }
 

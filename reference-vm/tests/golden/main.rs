@@ -31,6 +31,24 @@ const QUANTISED: [&str; 16] = [
     "gptq-sym-g128-llama",
 ];
 
+/// Folders of `corpus/families`: one for each family, and for each scaling of rotary frequencies.
+const FAMILIES: [&str; 14] = [
+    "gemma2-bf16",
+    "gemma3-256-bf16",
+    "gemma3-bf16",
+    "glm4-bf16",
+    "granite-bf16",
+    "llama-linear-f16",
+    "llama-yarn-bf16",
+    "ministral-bf16",
+    "mistral-nemo-f16",
+    "olmo2-bf16",
+    "olmo3-bf16",
+    "phi3-bf16",
+    "phi4-longrope-bf16",
+    "smollm3-bf16",
+];
+
 /// A model with its tokens and logits.
 struct Golden {
     model: Model,
@@ -63,6 +81,13 @@ impl Golden {
 fn each(check: impl Fn(&str, &Golden)) {
     for name in NAMES {
         check(name, &Golden::open("golden", name));
+    }
+}
+
+/// Runs `check` on a folder of each family.
+fn each_family(check: impl Fn(&str, &Golden)) {
+    for name in FAMILIES {
+        check(name, &Golden::open("families", name));
     }
 }
 

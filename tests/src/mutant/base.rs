@@ -3,8 +3,8 @@
 use crate::random_sample::RandomSample;
 use ir::program::{Program, Verified};
 use ir::schedule::validate;
-use ir::{DType, Graph, ScheduleConfig, Target, Weights};
-use model::{Family, Model, Rope, Scaling, Shape, Window};
+use ir::{Activation, DType, Graph, ScheduleConfig, Target, Weights};
+use model::{Family, Model, Options, Rope, Scaling, Shape, Window};
 use rayon::prelude::*;
 use reference_vm::compare::distance;
 use reference_vm::divergence::Examiner;
@@ -332,11 +332,23 @@ pub fn families([llama, mistral, qwen2, qwen3]: [DType; 4]) -> Vec<Model> {
     let scaling = Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 512 };
     let rope = Rope { theta: 10_000.0, scaling };
     let sliding = Window::Layers { window: 40, sliding: vec![true, false] };
+    let after = Window::Layers { window: 40, sliding: vec![true, false] };
+    let options = Options {
+        activation: Activation::GeluTanh,
+        embed_scale: 8.0,
+        attn_scale: Some(0.3),
+        score_cap: Some(2.0),
+        logit_cap: Some(3.0),
+        sliding_rope: Some(Rope::plain(500.0)),
+        ..Options::default()
+    };
     let shapes = [
         Shape { rope, mlp_bias: true, attention_bias: true, ..shape("llama", llama) },
         Shape { family: Family::Mistral, window: sliding, ..shape("mistral", mistral) },
         Shape { family: Family::Qwen2, heads: 6, kv_heads: 2, ..shape("qwen2", qwen2) },
         Shape { family: Family::Qwen3, tied: true, ..shape("qwen3", qwen3) },
+        Shape { family: Family::Gemma3, window: after, options, ..shape("gemma", llama) },
+        Shape { family: Family::Olmo2, norm_eps: 1e-6, ..shape("olmo", mistral) },
     ];
     shapes.into_iter().zip(1..).map(|(shape, seed)| Model::random(shape, seed)).collect()
 }

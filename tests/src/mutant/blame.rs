@@ -144,7 +144,7 @@ pub(super) fn reads(program: &Program, task: &Task, tensors: &dyn Fn(TensorId) -
     let of_buffer = |buffer: BufferId| match &program.buffers[buffer.index()].source {
         BufferSource::Vector(map) => map.parts.iter().any(|part| part.0.is_some_and(tensors)),
         BufferSource::Embedding(matrix) => of_matrix(matrix.index()),
-        BufferSource::Scratch | BufferSource::InvFreq | BufferSource::KvCache { .. } => false,
+        BufferSource::Scratch | BufferSource::Rotary(_) | BufferSource::KvCache { .. } => false,
     };
     let multiplied =
         task.opcode == Opcode::Matvec && of_matrix(task.params::<MatvecParams>().matrix as usize);
@@ -160,7 +160,7 @@ fn has(program: &Program, defect: Defect, task: &Task) -> bool {
         Defect::NextToken => task.reads.iter().flatten().any(|buffer| {
             matches!(program.buffers[buffer.index()].source, BufferSource::Embedding(_))
         }),
-        Defect::NoNormScale => prologue(Prologue::Rms),
+        Defect::NoNormScale => prologue(Prologue::Rms) || task.opcode == Opcode::Norm,
         Defect::LateQueries
         | Defect::LateKeys
         | Defect::LateBoth
@@ -173,7 +173,9 @@ fn has(program: &Program, defect: Defect, task: &Task) -> bool {
         | Defect::NoNewest
         | Defect::NoTotals
         | Defect::NoGreatest => task.opcode == Opcode::Attention,
-        Defect::NoResidual | Defect::TwiceResidual => epilogue(Epilogue::Residual),
+        Defect::NoResidual | Defect::TwiceResidual => {
+            epilogue(Epilogue::Residual) || task.opcode == Opcode::Norm && task.reads[3].is_some()
+        }
         Defect::Relu | Defect::Gelu | Defect::Linear => epilogue(Epilogue::SiluMul),
         Defect::LeastLikely => task.opcode == Opcode::Sample,
     }

@@ -32,18 +32,27 @@ use crate::mutant::weight::Patched;
 /// it accepts the right value alone (tests/tests/operands.rs shows both).
 pub const LEFT_TO_THE_GATE: &[&str] = &[
     "attention and merge.window",
+    "attention.cap",
     "attention.eps",
     "attention.reads[0]",
     "attention.reads[1]",
     "attention.reads[2]",
+    "attention.reads[3]",
     "attention.scale",
     "attention_merge.reads[0]",
+    "embed.scale",
+    "matvec.activation",
+    "matvec.cap",
     "matvec.eps",
     "matvec.matrix",
     "matvec.reads[0]",
     "matvec.reads[1]",
     "matvec.reads[2]",
     "matvec.reads[3]",
+    "norm.eps",
+    "norm.reads[0]",
+    "norm.reads[1]",
+    "norm.reads[3]",
 ];
 
 /// A check of a machine against expected values.
@@ -161,6 +170,10 @@ impl<'b> Mutant<'b> {
 /// The neutral schedule with knob values, in JSON.
 fn config(base: &str, graph: &Graph, target: &ir::Target) -> ScheduleConfig {
     let neutral = ir::schedule::neutral_config(graph, target);
-    *ir::schedule::read_config_over(neutral, base, graph, target)
+    let normed = graph.layers.iter().all(|layer| layer.attn_norm.is_some());
+    // S-EMBED
+    let embed = if normed && graph.embed_scale == 1.0 { "qkv" } else { "separate" };
+    let base = base.replace(r#""embed": "qkv""#, &format!(r#""embed": "{embed}""#));
+    *ir::schedule::read_config_over(neutral, &base, graph, target)
         .unwrap_or_else(|v| panic!("{base}: {v}"))
 }

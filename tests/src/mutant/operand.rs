@@ -127,13 +127,16 @@ fn read_word(task: &Task, name: &str) -> Option<usize> {
                     p.prologue == Prologue::Merge as u32
                 }
                 "eps" => p.prologue == Prologue::Rms as u32,
-                "candidate" => p.epilogue == Epilogue::Logits as u32,
+                "candidate" | "cap" => p.epilogue == Epilogue::Logits as u32,
+                "activation" => p.epilogue == Epilogue::SiluMul as u32,
                 _ => true,
             }
         }
         // The epsilon of the norms of queries and keys, if there are any.
         Opcode::Attention => name != "eps" || task.reads[1].is_some(),
-        Opcode::Nop | Opcode::Embed | Opcode::AttentionMerge | Opcode::Sample => true,
+        Opcode::Nop | Opcode::Embed | Opcode::AttentionMerge | Opcode::Sample | Opcode::Norm => {
+            true
+        }
     };
     word_of(task.opcode, name).filter(|_| read)
 }
@@ -264,7 +267,12 @@ impl Mutants<'_, '_, '_> {
             let word = self.task().params[first];
             if field.name == "reserved" {
                 self.push("reserved", "reserved word set", Change::Param(first, 1));
-            } else if matches!(field.name, "eps" | "scale") {
+            } else if matches!(field.name, "cap" | "scale") && word == 0 {
+                for value in [0.5_f32, 2.0] {
+                    let what = format!("{} {value} for none", field.name);
+                    self.push(field.name, &what, Change::Param(first, value.to_bits()));
+                }
+            } else if matches!(field.name, "eps" | "scale" | "cap") {
                 for factor in [0.0, 0.5, 0.99, 1.01, 2.0, 100.0, 1e4, 1e6] {
                     let value = f32::from_bits(word) * factor;
                     let what = format!("{} {value} for {}", field.name, f32::from_bits(word));

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use abi::{MatvecParams, Opcode, Prologue};
+use abi::{Activation, Epilogue, MatvecParams, Opcode, Prologue};
 use half::{bf16, f16};
 use ir::program::{Program, Task};
 use ir::{DType, Graph, TensorId, Weights};
@@ -35,13 +35,26 @@ impl Patched<'_> {
         let attends = task.opcode == Opcode::Attention;
         let norms = task.opcode == Opcode::Matvec
             && task.params::<MatvecParams>().prologue == Prologue::Rms as u32
-            || attends && task.reads[1].is_some();
+            || attends && task.reads[1].is_some()
+            || task.opcode == Opcode::Norm;
+        let epilogue = |which: Epilogue| {
+            task.opcode == Opcode::Matvec && task.params::<MatvecParams>().epilogue == which as u32
+        };
         let window = |graph: &Graph| graph.layers.get(layer).and_then(|layer| layer.window);
         reads(program, task, &|tensor| self.tensors.contains_key(&tensor))
-            || attends && (graph.attn_scale != right.attn_scale || graph.inv_freq != right.inv_freq)
+            || attends && scoring(graph) != scoring(right)
+            || task.opcode == Opcode::Embed && graph.embed_scale != right.embed_scale
+            || epilogue(Epilogue::SiluMul) && graph.activation != right.activation
+            || epilogue(Epilogue::Logits) && graph.logit_cap != right.logit_cap
             || norms && graph.norm_eps != right.norm_eps
             || (attends || merges) && window(graph) != window(right)
     }
+}
+
+/// What scores are computed from beside the tensors.
+fn scoring(graph: &Graph) -> impl PartialEq {
+    let tables: Vec<_> = graph.layers.iter().map(|layer| graph.rotary_of(layer).to_vec()).collect();
+    (graph.attn_scale, graph.score_cap, tables)
 }
 
 /// A collection of mutants of a model.
@@ -78,8 +91,15 @@ pub fn weights(base: &Base, seed: u64) -> Vec<Mutant<'_>> {
                 mutants.tensor("bias", bias);
             }
         }
-        mutants.tensor("input norm", layer.attn_norm);
-        mutants.tensor("post-attention norm", layer.mlp_norm);
+        let norms = [
+            ("input norm", layer.attn_norm),
+            ("post-attention norm", layer.mlp_norm),
+            ("norm of a block's result", layer.attn_post_norm),
+            ("norm of a block's result", layer.mlp_post_norm),
+        ];
+        for (class, norm) in norms {
+            norm.iter().for_each(|&norm| mutants.tensor(class, norm));
+        }
         for norm in [layer.q_norm, layer.k_norm].into_iter().flatten() {
             mutants.tensor("q and k norms", norm);
         }
@@ -198,10 +218,17 @@ impl<'b> Mutants<'b> {
             pairs.extend([
                 ("gate_proj", layer.gate.weight, layer.up.weight),
                 ("k_proj", layer.k.weight, layer.v.weight),
-                ("input norm", layer.attn_norm, layer.mlp_norm),
-                ("final norm", graph.final_norm, layer.attn_norm),
             ]);
-            if let (Some(q), Some(k)) = (layer.q_norm, layer.k_norm) {
+            if let (Some(attn), Some(mlp)) = (layer.attn_norm, layer.mlp_norm) {
+                pairs.push(("input norm", attn, mlp));
+                pairs.push(("final norm", graph.final_norm, attn));
+            }
+            if let (Some(attn), Some(mlp)) = (layer.attn_post_norm, layer.mlp_post_norm) {
+                pairs.push(("norm of a block's result", attn, mlp));
+            }
+            if let (Some(q), Some(k)) = (layer.q_norm, layer.k_norm)
+                && graph.tensor(q).len() == graph.tensor(k).len()
+            {
                 pairs.push(("q and k norms", q, k));
             }
             if let (Some(k), Some(v)) = (layer.k.bias, layer.v.bias) {
@@ -216,8 +243,10 @@ impl<'b> Mutants<'b> {
                 ("o_proj", first.o.weight, second.o.weight),
                 ("up_proj", first.up.weight, second.up.weight),
                 ("down_proj", first.down.weight, second.down.weight),
-                ("post-attention norm", first.mlp_norm, second.mlp_norm),
             ]);
+            if let (Some(first), Some(second)) = (first.mlp_norm, second.mlp_norm) {
+                pairs.push(("post-attention norm", first, second));
+            }
         }
         for (class, a, b) in pairs {
             let names = [a, b].map(|id| graph.tensor(id).name.clone()).join(" and ");
@@ -287,6 +316,18 @@ impl<'b> Mutants<'b> {
         self.graph("attention scale", "of the width", |g| {
             g.attn_scale = (g.hidden as f32).powf(-0.5)
         });
+        for factor in [0.99, 1.01, 2.0] {
+            let what = format!("times {factor}");
+            self.graph("embedding scale", &what, |g| g.embed_scale *= factor);
+            self.graph("score cap", &what, |g| g.score_cap = g.score_cap.map(|cap| cap * factor));
+            self.graph("logit cap", &what, |g| g.logit_cap = g.logit_cap.map(|cap| cap * factor));
+        }
+        self.graph("score cap", "none", |g| g.score_cap = None);
+        self.graph("logit cap", "none", |g| g.logit_cap = None);
+        self.graph("embedding scale", "none", |g| g.embed_scale = 1.0);
+        if self.base.graph().activation != Activation::Silu {
+            self.graph("activation", "silu", |g| g.activation = Activation::Silu);
+        }
         for factor in [0.0, 0.1, 10.0, 100.0, 1000.0] {
             self.graph("norm eps", &format!("times {factor}"), |g| g.norm_eps *= factor);
         }
@@ -316,6 +357,28 @@ impl<'b> Mutants<'b> {
         ];
         for (what, scaling) in scalings {
             self.graph(class, what, |g| g.inv_freq = Rope { theta, scaling }.inv_freq(g.head_dim));
+        }
+        for table in 0..self.base.graph().rotary.len() {
+            for i in [0, 1] {
+                self.graph(
+                    "other rotary tables",
+                    &format!("table {table}, number {i} up by 1 %"),
+                    |g| {
+                        g.rotary[table][i] = g.rotary[table][i] * 1.01 + 0.001;
+                    },
+                );
+            }
+        }
+        for layer in 0..self.base.graph().layers.len() {
+            for table in 0..=self.base.graph().rotary.len() as u32 {
+                self.graph(
+                    "other rotary tables",
+                    &format!("layer {layer} by table {table}"),
+                    |g| {
+                        g.layers[layer].rotary = table;
+                    },
+                );
+            }
         }
         let last = self.base.graph().inv_freq.len() - 1;
         for i in [0, last / 2, last] {

@@ -29,6 +29,7 @@ pub(super) struct LayerPlan {
     pub(super) gate_up: Packed,
     pub(super) down: Packed,
     pub(super) window: u32,
+    pub(super) rope: u64,
 }
 
 /// All addresses.
@@ -37,7 +38,6 @@ pub(super) struct Plan {
     pub(super) layers: Vec<LayerPlan>,
     pub(super) final_norm: u64,
     pub(super) lm_head: Packed,
-    pub(super) rope: u64,
     pub(super) logits: u64,
     pub(super) capacity: u32,
 }
@@ -81,16 +81,17 @@ impl Lookup<'_> {
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
         let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
         Ok(LayerPlan {
-            attn_norm: self.vector(layer.attn_norm, hidden)?,
+            attn_norm: self.optional(layer.attn_norm, hidden)?,
             qkv: self.matrix(&packed.attention.qkv)?,
             q_norm: self.optional(layer.q_norm, self.graph.head_dim)?,
             k_norm: self.optional(layer.k_norm, self.graph.head_dim)?,
             cache: self.residents.caches[index],
             o: self.matrix(&packed.attention.o)?,
-            mlp_norm: self.vector(layer.mlp_norm, hidden)?,
+            mlp_norm: self.optional(layer.mlp_norm, hidden)?,
             gate_up: self.matrix(&packed.mlp.gate_up)?,
             down: self.matrix(&packed.mlp.down)?,
             window: layer.window.unwrap_or(0),
+            rope: self.residents.rope[layer.rotary as usize],
         })
     }
 
@@ -106,7 +107,6 @@ impl Lookup<'_> {
             layers: layers.collect::<Result<_, _>>()?,
             final_norm: self.vector(graph.final_norm, graph.hidden)?,
             lm_head: self.matrix(&packed.lm_head)?,
-            rope: self.residents.rope,
             logits: self.residents.logits,
             capacity: self.residents.kv_capacity,
         })

@@ -21,6 +21,7 @@ struct Shape {
     window: u32,
     scale: u32,
     eps: u32,
+    cap: u32,
     reads: [Option<BufferId>; abi::READS_MAX],
     partials: Option<BufferId>,
 }
@@ -52,6 +53,7 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<BufferId, Group
             window: p.window,
             scale: p.scale.to_bits(),
             eps: p.eps.to_bits(),
+            cap: p.cap.to_bits(),
             reads: task.reads,
             partials: task.writes[0],
         };
@@ -135,7 +137,7 @@ fn merged(task: &Task) -> Option<(u32, u32, u32)> {
             let p: AttentionMergeParams = task.params();
             Some((p.splits, p.kv_block, p.window))
         }
-        Opcode::Nop | Opcode::Embed | Opcode::Attention | Opcode::Sample => None,
+        Opcode::Nop | Opcode::Embed | Opcode::Attention | Opcode::Sample | Opcode::Norm => None,
     }
 }
 

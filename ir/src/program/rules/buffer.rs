@@ -64,13 +64,13 @@ fn source(program: &Program, buffer: &Buffer) -> Finding {
             BufferSource::Scratch,
             BufferKind::Plain | BufferKind::FlagInData | BufferKind::Logits,
         )
-        | (BufferSource::Vector(_) | BufferSource::InvFreq, BufferKind::Constant)
+        | (BufferSource::Vector(_) | BufferSource::Rotary(_), BufferKind::Constant)
         | (BufferSource::KvCache { .. }, BufferKind::KvCache)
         | (BufferSource::Embedding(_), BufferKind::Embedding) => true,
         (
             BufferSource::Scratch
             | BufferSource::Vector(_)
-            | BufferSource::InvFreq
+            | BufferSource::Rotary(_)
             | BufferSource::KvCache { .. }
             | BufferSource::Embedding(_),
             _,
@@ -86,7 +86,9 @@ fn source(program: &Program, buffer: &Buffer) -> Finding {
             Ok(rows) => words(rows.into()),
             Err(detail) => Some((Rule::PShape, detail)),
         },
-        BufferSource::InvFreq => words(u64::from(d.head_dim / 2)),
+        // Frequencies, and perhaps as many factors.
+        BufferSource::Rotary(_) if buffer.words == d.head_dim => None,
+        BufferSource::Rotary(_) => words(u64::from(d.head_dim / 2)),
         BufferSource::KvCache { layer } => kv_cache(program, buffer, *layer),
         BufferSource::Embedding(matrix) => match program.matrices.get(matrix.index()) {
             None => Some((Rule::PArity, format!("there is no matrix {matrix}"))),

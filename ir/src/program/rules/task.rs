@@ -4,8 +4,8 @@
 //! Relies on valid limits, matrices and buffers. Everything later relies on this: regions lie inside their buffers.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams, Params,
-    Prologue, SampleParams,
+    Activation, AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue,
+    MatvecParams, NormParams, Params, Prologue, SampleParams,
 };
 
 use crate::id::BufferId;
@@ -32,6 +32,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
             Params::Attention(p) => op.attention(p),
             Params::AttentionMerge(p) => op.attention_merge(p),
             Params::Sample(p) => op.sample(p),
+            Params::Norm(p) => op.norm(p),
         }
         if found.total() == before {
             bounds(program, task, &at, found);
@@ -320,6 +321,7 @@ impl<'a> Op<'a> {
 
     fn embed(&mut self, p: &EmbedParams) {
         self.zero(&p.reserved);
+        self.finite("scale", p.scale);
         self.read("the embedding", 0, &[BufferKind::Embedding]);
         self.write_words("the output", 0, ACTIVATION, self.program.dims.hidden.into());
         if p.len == 0 {
@@ -328,8 +330,33 @@ impl<'a> Op<'a> {
         self.none(&[1, 2, 3], &[1]);
     }
 
-    fn matvec(&mut self, p: &MatvecParams) {
+    fn norm(&mut self, p: &NormParams) {
         self.zero(&p.reserved);
+        let parts = u64::from(p.first) + u64::from(p.second);
+        if p.first == 0 || parts > p.width.into() {
+            self.shape(format!("parts of {} and {} in {} elements", p.first, p.second, p.width));
+        }
+        self.finite("eps", p.eps);
+        self.read_words("the input", 0, ACTIVATION, p.width.into());
+        self.read_words("the norm weight", 1, CONSTANT, parts);
+        if self.task.reads[3].is_some() {
+            self.read_words("the residual", 3, VECTOR, p.width.into());
+        }
+        self.write_words("the output", 0, ACTIVATION, p.width.into());
+        self.none(&[2], &[1]);
+    }
+
+    fn matvec(&mut self, p: &MatvecParams) {
+        self.finite("cap", p.cap);
+        // They mean nothing elsewhere.
+        let (activation, cap) = (p.activation, p.cap.to_bits());
+        self.zero(&[
+            if p.epilogue == Epilogue::SiluMul as u32 { 0 } else { activation },
+            if p.epilogue == Epilogue::Logits as u32 { 0 } else { cap },
+        ]);
+        if Activation::new(p.activation).is_none() {
+            self.wrong(Rule::POpcode, format!("activation {} is not in the table", p.activation));
+        }
         self.matrix(p);
         match Prologue::new(p.prologue) {
             Some(prologue) => self.prologue(p, prologue),
@@ -354,6 +381,7 @@ impl<'a> Op<'a> {
         self.below("kv_head", p.kv_head, d.kv_heads);
         self.below("split", p.split, p.splits);
         self.finite("eps", p.eps);
+        self.finite("cap", p.cap);
         if !p.scale.is_finite() {
             self.shape(format!("scale is {}", p.scale));
         }
@@ -370,9 +398,9 @@ impl<'a> Op<'a> {
             }
         }
         if let Some(freq) = self.read("inverse frequencies", 3, CONSTANT)
-            && freq.source != BufferSource::InvFreq
+            && !matches!(freq.source, BufferSource::Rotary(_))
         {
-            self.arity(format!("{} does not hold the inverse frequencies", freq.name));
+            self.arity(format!("{} does not hold a rotary table", freq.name));
         }
         self.write_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
         self.write("the cache", 1, &[BufferKind::KvCache]);

@@ -122,9 +122,11 @@ fn forms_of(task: &Task) -> Vec<(BufferId, bool)> {
             (p.prologue == Prologue::Copy as u32, p.epilogue == Epilogue::SiluMul as u32)
         }
         Params::AttentionMerge(_) => (false, true),
-        Params::Nop(_) | Params::Embed(_) | Params::Attention(_) | Params::Sample(_) => {
-            (false, false)
-        }
+        Params::Nop(_)
+        | Params::Embed(_)
+        | Params::Attention(_)
+        | Params::Sample(_)
+        | Params::Norm(_) => (false, false),
     };
     let reads = task.reads.iter().enumerate().map(|(i, a)| (a, i == 0 && read));
     let writes = task.writes.iter().enumerate().map(|(i, a)| (a, i == 0 && written));

@@ -91,7 +91,7 @@ impl Builder<'_> {
             "inv_freq",
             BufferKind::Constant,
             graph.head_dim / 2,
-            BufferSource::InvFreq,
+            BufferSource::Rotary(0),
         );
         for (index, layer) in graph.layers.iter().enumerate() {
             x = self.attend(index as u16, layer, x, inv_freq);
@@ -123,8 +123,11 @@ impl Builder<'_> {
         let x = self.activation("x", hidden, true);
         let part = hidden.div_ceil(2);
         let tasks = [(0, part), (part, hidden - part)].map(|(offset, len)| {
-            let mut task =
-                Task::new(Opcode::Embed, 0, EmbedParams { offset, len, reserved: [0; 14] });
+            let mut task = Task::new(
+                Opcode::Embed,
+                0,
+                EmbedParams { offset, len, scale: 0.0, reserved: [0; 13] },
+            );
             (task.reads[0], task.writes[0]) = (Some(embedding), Some(x));
             task
         });
@@ -138,7 +141,9 @@ impl Builder<'_> {
         let parts = [(layer.q, q_width), (layer.k, kv_width), (layer.v, kv_width)];
         let around = Around {
             x: Some(x),
-            norm: Some(self.constant("attn_norm", RowMap::single(layer.attn_norm, graph.hidden))),
+            norm: layer
+                .attn_norm
+                .map(|norm| self.constant("attn_norm", RowMap::single(norm, graph.hidden))),
             bias: self.bias(&parts, false),
             residual: None,
         };
@@ -233,7 +238,8 @@ impl Builder<'_> {
                 window: layer.window.unwrap_or(0),
                 scale: graph.attn_scale,
                 eps: graph.norm_eps,
-                reserved: [0; 6],
+                cap: 0.0,
+                reserved: [0; 5],
             };
             let mut task = Task::new(Opcode::Attention, index, params);
             task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq)];
@@ -252,7 +258,9 @@ impl Builder<'_> {
         let parts = [(layer.gate, graph.ffn), (layer.up, graph.ffn)];
         let around = Around {
             x: Some(x),
-            norm: Some(self.constant("mlp_norm", RowMap::single(layer.mlp_norm, graph.hidden))),
+            norm: layer
+                .mlp_norm
+                .map(|norm| self.constant("mlp_norm", RowMap::single(norm, graph.hidden))),
             bias: self.bias(&parts, true),
             residual: None,
         };

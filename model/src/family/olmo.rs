@@ -1,0 +1,31 @@
+//! OLMo 2 and 3: no norm before a block, one after it, and norms over all queries and all keys.
+
+use super::{Bias, Norms, QkNorm, Row, WindowRule, llama};
+use crate::rope::Rope;
+
+pub(super) const OLMO2: Row = Row {
+    model_type: "olmo2",
+    architecture: "Olmo2ForCausalLM",
+    norms: Norms {
+        attn: None,
+        attn_post: Some("post_attention_layernorm"),
+        mlp: None,
+        mlp_post: Some("post_feedforward_layernorm"),
+    },
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::All,
+    ..llama::LLAMA
+};
+
+pub(super) const OLMO3: Row = Row {
+    model_type: "olmo3",
+    architecture: "Olmo3ForCausalLM",
+    max_positions: 2048,
+    windows: WindowRule::Pattern { window: 4096, full_every: 4 },
+    read: |_, shape| {
+        // Frequencies are scaled where attention is full.
+        let plain = Rope::plain(shape.rope.theta);
+        shape.options.sliding_rope = shape.options.sliding_rope.or(Some(plain));
+    },
+    ..OLMO2
+};

@@ -181,7 +181,7 @@ pub(crate) enum Command {
         In the terminal: q ends, p pauses. docs/reference/telemetry.md says what the figures mean."
     )]
     Top(TopArgs),
-    /// Measures us per token and accuracy, of other engines too, or a server. Without a GPU it predicts, and says so.
+    /// Measures us per token and accuracy, other engines too; or a server. Without a GPU it predicts, and says so.
     #[command(
         after_help = "Examples:\n  amk bench --model llama-3.2-1b --context 128\n  amk bench --model llama-3.2-1b --context 16384 --peers none\n  \
         amk bench --model DIR --peers all --gguf model.gguf\n  amk bench --model smollm2-135m --device cpu\n  \

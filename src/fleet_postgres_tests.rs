@@ -29,6 +29,8 @@ struct Storm {
     kills: usize,
     stops: usize,
     server_stops: usize,
+    /// Messages between two cuts, for all workers together.
+    cuts: i64,
     /// The longest time until all jobs are done.
     most: Duration,
 }
@@ -42,9 +44,18 @@ fn storm() -> Storm {
             kills: 100,
             stops: 20,
             server_stops: 10,
+            cuts: 997,
             most: most(40),
         },
-        _ => Storm { workers: 4, seeds: 10, kills: 8, stops: 2, server_stops: 2, most: most(2) },
+        _ => Storm {
+            workers: 4,
+            seeds: 10,
+            kills: 8,
+            stops: 2,
+            server_stops: 2,
+            cuts: 199,
+            most: most(2),
+        },
     }
 }
 
@@ -122,7 +133,7 @@ fn full_disk(folder: &Path, flag: &Path) -> std::path::PathBuf {
 }
 
 fn a_storm_changes_no_result() {
-    let Storm { workers, seeds, kills, stops, server_stops, most } = storm();
+    let Storm { workers, seeds, kills, stops, server_stops, cuts, most } = storm();
     let (calm, rough) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     answers(calm.path(), &submit("b.sqlite", seeds));
     let undisturbed: Vec<Child> = (0..4).map(|_| start(calm.path(), "b.sqlite")).collect();
@@ -138,7 +149,7 @@ fn a_storm_changes_no_result() {
     let terms = "--lease 1.5 --heartbeat 0.3 --attempts 1000 --worker-role amk_worker";
     answers(rough.path(), &format!("fleet init --board {owner} {terms}"));
     answers(rough.path(), &submit(&owner, seeds));
-    let proxy = Proxy::start(server.port, 50, 43);
+    let proxy = Proxy::start(server.port, 50, cuts);
     let board = server.url_at("amk_worker", proxy.port).display().to_string();
 
     let began = Instant::now();
@@ -178,7 +189,8 @@ fn a_storm_changes_no_result() {
     }
     while crew.iter_mut().any(|worker| !worker.try_wait().unwrap().is_some_and(|end| end.success()))
     {
-        assert!(began.elapsed() < most, "not done after {:?}", began.elapsed());
+        let late = || answers(rough.path(), &format!("fleet status --board {owner}"));
+        assert!(began.elapsed() < most, "not done after {:?}: {}", began.elapsed(), late());
         std::thread::sleep(Duration::from_millis(50));
         revive(&mut crew, rough.path(), &board);
     }

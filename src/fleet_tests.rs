@@ -366,6 +366,55 @@ fn a_leg_is_repeated_from_its_snapshot_and_seed() {
     assert_ne!(without, first, "the snapshot is used");
 }
 
+/// The manifests start workers that work: their commands run here, on a board in a file and without a GPU.
+#[test]
+fn manifests_of_slurm_and_kubernetes_start_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/fleet");
+    let submit = "fleet submit --board b.sqlite --models toy --device cpu --budget 2";
+    answers(folder.path(), submit);
+    // Slurm's `srun` runs what follows its own options.
+    let srun = folder.path().join("srun");
+    std::fs::write(
+        &srun,
+        "#!/bin/sh\nwhile case $1 in --*) ;; *) false;; esac; do shift; done\nexec \"$@\"\n",
+    )
+    .unwrap();
+    std::fs::set_permissions(&srun, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::write(folder.path().join("password"), "secret\n").unwrap();
+    let script = || {
+        let mut script = Command::new("bash");
+        let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+        script.arg(packaging.join("slurm.sh")).current_dir(folder.path()).env("PATH", path);
+        script.env("AMK", env!("CARGO_BIN_EXE_amk")).env("AMK_DATA", folder.path());
+        script.env("AMK_BOARD_PASSWORD_FILE", "password").env("AMK_DEVICE", "cpu");
+        script
+    };
+    let output = script().env("AMK_BOARD", "b.sqlite").output().unwrap();
+    let (code, document, text) = said(&output);
+    assert_eq!((code, &document["done"]), (0, &json!(1)), "{text}");
+    assert!(!script().env_remove("AMK_BOARD").output().unwrap().status.success(), "no board");
+
+    let manifest = std::fs::read_to_string(packaging.join("kubernetes.json")).unwrap();
+    let manifest: Value = serde_json::from_str(&manifest).unwrap();
+    assert_eq!(
+        (&manifest["kind"], &manifest["spec"]["completionMode"]),
+        (&json!("Job"), &json!("Indexed"))
+    );
+    let pod = &manifest["spec"]["template"]["spec"];
+    assert!(
+        pod["terminationGracePeriodSeconds"].as_u64().unwrap() >= 5,
+        "a worker gives its job back"
+    );
+    let container = &pod["containers"][0];
+    let words = ["command", "args"].map(|key| container[key].as_array().unwrap().clone()).concat();
+    let words: Vec<&str> = words.iter().map(|word| word.as_str().unwrap()).collect();
+    let line = words[1..].join(" ").replace("$(AMK_BOARD)", "b.sqlite").replace("cuda", "cpu");
+    answers(folder.path(), &submit.replace("toy", "toy-2l"));
+    let document = answers(folder.path(), &line.replace("/runs", "runs"));
+    assert_eq!((words[0], &document["done"]), ("amk", &json!(1)));
+}
+
 #[test]
 fn what_makes_no_sense_is_refused() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,7 @@
 //! A PostgreSQL server of the test's own: the distribution's binaries, a data folder of its own, on 127.0.0.1.
 
+#![allow(dead_code, reason = "each test takes what it needs")]
+
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

@@ -11,7 +11,10 @@ const STEPS: usize = 3;
 const COUNTER_TRIPS: f64 = 4.0;
 const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 
-/// Bytes per microsecond of a stream that nobody waits for.
+/// Elements of an input vector that arrive within the last trip; measured with an exchange of so many words.
+const TRIP_ELEMENTS: f64 = 2048.0;
+
+/// Stages per microsecond of a stream that nobody waits for.
 const ENDLESS: f64 = 1e12;
 
 #[derive(Clone, Copy, Default)]
@@ -32,8 +35,12 @@ struct WorkerState {
     next: usize,
     /// Time at which it becomes free.
     time: f64,
-    /// Bytes that have arrived and not been multiplied.
+    /// Stages that have arrived and not been multiplied.
     arrived: f64,
+    /// Time up to which they have been counted: before `time` after attention, while the stream goes on.
+    streamed: f64,
+    /// Time at which what was requested last has arrived.
+    quiet: f64,
 }
 
 pub(super) struct Step {
@@ -50,6 +57,8 @@ pub(super) struct Simulation<'a> {
     /// End of the last task of each phase.
     ends: Vec<f64>,
     states: Vec<WorkerState>,
+    /// For each phase, the fraction of the workers that load while its inputs arrive.
+    loading: Vec<Option<f64>>,
     /// For each worker, the times of the tasks of the step; only if requested.
     trace_buffer: Option<Vec<Vec<TaskTimes>>>,
     /// Extra time of tasks, by worker and place.
@@ -71,6 +80,7 @@ impl<'a> Simulation<'a> {
             flag_in_data: plan.flag_in_data.iter().map(flag_in_data).collect(),
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
+            loading: vec![None; plan.phases.len()],
             trace_buffer: None,
             delays: None,
         }
@@ -97,7 +107,8 @@ impl<'a> Simulation<'a> {
                 stream: ENDLESS,
                 stream_before_wait: ENDLESS,
                 alone: ENDLESS,
-                queue: 0.0,
+                before_wait: 0.0,
+                memory: 0.0,
                 ..*flow
             };
         }
@@ -135,6 +146,7 @@ impl<'a> Simulation<'a> {
         for counter in &mut self.counters {
             *counter = Counter { have: 0, time: start };
         }
+        self.loading.fill(None);
         for flag_in_data in &mut self.flag_in_data {
             flag_in_data.done.fill(None);
             (flag_in_data.have, flag_in_data.time) = (0, start);
@@ -142,7 +154,7 @@ impl<'a> Simulation<'a> {
         for worker in 0..self.states.len() {
             let first = self.plan.workers[worker].first();
             let flow = self.flows[first.map_or(0, |task| task.flow as usize)];
-            advance(&mut self.states[worker], &flow, start);
+            advance(&mut self.states[worker], &flow, flow.ring, start);
             self.states[worker].next = 0;
         }
         let mut progress = true;
@@ -155,7 +167,7 @@ impl<'a> Simulation<'a> {
                 }
             }
         }
-        let end = self.states.iter().map(|state| state.time).fold(start, f64::max);
+        let end = self.ends.iter().copied().fold(start, f64::max);
         end + self.speeds.rates.step_us
     }
 
@@ -184,37 +196,49 @@ impl<'a> Simulation<'a> {
         let late = |time: Option<f64>| time.map(|time| time + delay.hand_off);
         let arrival =
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
-        let ready = self.ready(&self.states[worker], &flow, arrival);
+        let loading = self.loading(task.phase as usize, arrival);
+        let ready = self.ready(&self.states[worker], task, &flow, arrival, loading);
         let state = &mut self.states[worker];
         let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
-        advance(state, &flow, ready);
+        let room = room(task, &flow);
+        advance(state, &flow, room, ready);
         let mut aside = self.speeds.aside(&task.work);
         aside.after += delay.output;
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
-        state.arrived = (state.arrived + aside.before * flow.stream_before_wait).min(flow.ring);
-        times.staged = ready + aside.before;
-        times.arrived[0] = state.arrived;
+        advance(state, &flow, room, ready + aside.before);
+        times.staged = state.time;
+        times.arrived[0] = state.arrived * flow.payload;
+        let attends = matches!(task.work, Work::Attention { .. });
         let mut multiply = 0.0;
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
             let phase = &self.plan.phases[task.phase as usize];
             let all = (phase.stream_bytes + phase.kv_bytes) as f64;
             let stream = self.speeds.stream_of(&flow, bytes, all / self.plan.workers.len() as f64);
-            let missing = (bytes - state.arrived).max(0.0);
+            let needed = bytes / flow.payload;
+            let missing = (needed - state.arrived).max(0.0);
             // The last stage is used after it has arrived.
             multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
-            state.arrived = (state.arrived + multiply * stream - bytes).max(0.0);
+            // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
+            let refill = if attends && missing == 0.0 { 0.0 } else { multiply * stream };
+            state.arrived = (state.arrived + refill - needed).clamp(0.0, flow.ring);
             times.starved = multiply - consume;
         }
-        multiply += delay.products;
-        times.multiplied = times.staged + multiply;
-        times.arrived[1] = state.arrived;
-        state.arrived = (state.arrived + aside.after * flow.stream_before_wait).min(flow.ring);
-        state.time += aside.before + multiply + aside.after;
+        state.time += multiply + delay.products;
+        state.streamed = state.time;
+        if attends || flow.needed > flow.taken {
+            state.quiet = state.time + flow.memory;
+        }
+        times.multiplied = state.time;
+        times.arrived[1] = state.arrived * flow.payload;
+        // A product's rows are reduced and stored by the first warps while the others begin the next task.
+        let end = times.multiplied + aside.after;
+        if !matches!(task.work, Work::Product { .. }) {
+            advance(state, &flow, flow.ring, end);
+        }
         state.next += 1;
-        let end = state.time;
         times.end = end;
-        if matches!(task.work, Work::Attention { .. }) {
-            advance(state, &flow, end + self.speeds.rates.attended_us);
+        if attends {
+            state.time += self.speeds.rates.attended_us;
         }
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
@@ -234,22 +258,54 @@ impl<'a> Simulation<'a> {
         }
     }
 
+    /// Fraction of the workers whose rings are filled while the inputs of a phase arrive, as its first task sees them.
+    fn loading(&mut self, phase: usize, arrival: Arrival) -> f64 {
+        if let Some(known) = self.loading[phase] {
+            return known;
+        }
+        let from = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
+        let window = FLAG_IN_DATA_TRIPS * self.speeds.rates.trip_us;
+        let loads = |(state, tasks): (&WorkerState, &Vec<Cost>)| {
+            let Some(next) = tasks.get(state.next).or(tasks.first()) else { return 0.0 };
+            let flow = self.flows[next.flow as usize];
+            let full =
+                state.streamed + (room(next, &flow) - state.arrived) / flow.stream_before_wait;
+            ((full - from) / window).clamp(0.0, 1.0)
+        };
+        let all: f64 = self.states.iter().zip(&self.plan.workers).map(loads).sum();
+        let loading = all / self.states.len() as f64;
+        self.loading[phase] = Some(loading);
+        loading
+    }
+
     /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
-    fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
+    fn ready(
+        &self,
+        state: &WorkerState,
+        task: &Cost,
+        flow: &Flow,
+        arrival: Arrival,
+        loading: f64,
+    ) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
-        let idle = (latest - state.time).max(0.0);
-        let arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
-        let trips = |count| self.speeds.trips(count, flow, flow.ring - arrived);
+        let from = latest.max(state.time);
+        let room = room(task, flow);
+        let idle = from - state.streamed;
+        let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
+        let takes = if room > flow.ring { state.streamed + flow.memory } else { 0.0 };
+        let fill = state.quiet.max(takes) - from;
+        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill, loading);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
+        let begun = state.time + self.speeds.rates.begin_us;
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(begun + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(begun + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -280,11 +336,18 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Continues the stream of an idle worker until `time`.
-fn advance(state: &mut WorkerState, flow: &Flow, time: f64) {
-    let idle = (time - state.time).max(0.0);
-    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
+/// Stages that a worker holds before a task's products: those of the ring, and those that it takes into registers as soon
+/// as it begins the task. So what is in flight when the task before has just ended is what this task takes.
+fn room(task: &Cost, flow: &Flow) -> f64 {
+    flow.ring + if matches!(task.work, Work::Product { .. }) { flow.taken } else { 0.0 }
+}
+
+/// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
+fn advance(state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
+    let idle = (time - state.streamed).max(0.0);
+    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
     state.time = state.time.max(time);
+    state.streamed = state.time;
 }
 
 /// Time of a task outside its products: before them, and after.
@@ -302,7 +365,8 @@ impl Speeds {
         };
         match *work {
             Work::Product { elements, merged, .. } => Aside {
-                before: elements / 1024.0 * rates.vector_us + merge(merged),
+                before: (elements - TRIP_ELEMENTS).max(0.0) / 1024.0 * rates.vector_us
+                    + merge(merged),
                 after: rates.task_us,
             },
             Work::Attention { .. } => Aside { before: rates.attention_us, after: 0.0 },
@@ -317,7 +381,9 @@ impl Speeds {
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
         match *work {
             Work::Product { bytes, stages, tiles, .. } => {
-                let us = bytes * flow.byte + stages * flow.stage + tiles * flow.tile;
+                // Those in registers are multiplied at once; each further one is waited for, loaded and freed.
+                let further = (stages - flow.taken).max(0.0);
+                let us = bytes * flow.byte + further * flow.stage + tiles * flow.tile;
                 Some((bytes, us, us / stages.max(1.0)))
             }
             Work::Attention { passes, bytes } => {
@@ -328,12 +394,19 @@ impl Speeds {
         }
     }
 
-    /// Time of `trips` dependent trips through L2 to a worker with `free` bytes free in its ring. Trips are slow while
-    /// bytes are in flight; once the ring is full none are, and the remaining trips take their unloaded time.
-    fn trips(&self, trips: f64, flow: &Flow, free: f64) -> f64 {
+    /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring, whose last request
+    /// arrives after `quiet`. Trips are slow while bytes are in flight; once the ring is full none are, and the remaining
+    /// trips take their unloaded time.
+    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64, loading: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
-        let loaded = idle + trips * flow.queue;
-        let fill = free.max(0.0) / flow.stream_before_wait;
+        let fill = quiet.max(free / flow.stream_before_wait);
+        if fill <= 0.0 {
+            return idle;
+        }
+        let in_flight = free.max(1.0).min(flow.before_wait) * flow.payload;
+        let alone = self.rates.queue_alone_share;
+        let seen = alone + (1.0 - alone) * loading;
+        let loaded = idle + trips * seen * self.queue(in_flight);
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 }

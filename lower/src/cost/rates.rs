@@ -107,6 +107,8 @@ rates! {
     kib_us: [0.0, 0.03],
     /// The same where the warps read the stage unit by unit.
     odd_kib_us: [0.0, 0.06],
+    /// Cost per stage there, beyond its bytes.
+    odd_stage_us: [0.0, 1.0],
     /// Cost per tile there, beyond its bytes.
     odd_tile_us: [0.0, 1.5],
     /// Fraction of the measured stream that the loader reaches.
@@ -247,7 +249,7 @@ impl Speeds {
         let rates = &self.rates;
         let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
         let byte = kib / KIB / self.clock;
-        let stage = rates.stage_us / self.clock;
+        let stage = if shape.even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
         let free = shape.stages.saturating_sub(HELD_STAGES).max(1);
         let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;

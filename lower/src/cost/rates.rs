@@ -88,14 +88,10 @@ rates! {
     queue_share: [0.9, 1.1],
     /// The same for the delay by the bytes in flight beyond 32 KiB, which a wait sees only until they have arrived.
     queue_more_share: [0.0, 1.5],
-    /// Fraction of the delay by bytes in flight that remains where no other worker loads.
-    queue_alone_share: [0.0, 1.0],
     /// Cost of a counter hand-off beyond four trips.
     counter_us: [0.0, 3.0],
     /// Average wait of a hand-off for the poll interval, as a multiple of `kernel.poll_sleep_ns`.
     poll_share: [0.0, 20.0],
-    /// From the begin of a task until its warps look for their input the first time.
-    begin_us: [0.0, 2.0],
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
@@ -116,6 +112,8 @@ rates! {
     /// From a stage's arrival to the next request: the wait of a loader with few bytes in flight, beyond the trip
     /// to memory.
     issue_us: [0.0, 1.0],
+    /// From a freed stage to the arrival of what refills it, beyond the trip to memory.
+    refill_us: [0.0, 1.0],
     /// Additional time of a copy to arrive, per KiB beyond 16.
     copy_kib_us: [0.0, 0.03],
     /// Fraction of idle workers' bandwidth that the busy ones get, where a phase is assigned unevenly.
@@ -191,7 +189,7 @@ pub(super) struct Flow {
     /// Stages in flight before a wait at most.
     pub(super) before_wait: f64,
     /// From a request to its arrival.
-    pub(super) memory: f64,
+    pub(super) refill: f64,
 }
 
 /// The parameters of a [`Flow`]: the ring's stages, and how the task fills and uses them.
@@ -269,7 +267,7 @@ impl Speeds {
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
             before_wait: f64::from(shape.in_flight_before_wait),
-            memory,
+            refill: MEMORY_US + copy + rates.refill_us,
         }
     }
 

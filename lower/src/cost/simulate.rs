@@ -57,8 +57,6 @@ pub(super) struct Simulation<'a> {
     /// End of the last task of each phase.
     ends: Vec<f64>,
     states: Vec<WorkerState>,
-    /// For each phase, the fraction of the workers that load while its inputs arrive.
-    loading: Vec<Option<f64>>,
     /// For each worker, the times of the tasks of the step; only if requested.
     trace_buffer: Option<Vec<Vec<TaskTimes>>>,
     /// Extra time of tasks, by worker and place.
@@ -80,7 +78,6 @@ impl<'a> Simulation<'a> {
             flag_in_data: plan.flag_in_data.iter().map(flag_in_data).collect(),
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
-            loading: vec![None; plan.phases.len()],
             trace_buffer: None,
             delays: None,
         }
@@ -108,7 +105,7 @@ impl<'a> Simulation<'a> {
                 stream_before_wait: ENDLESS,
                 alone: ENDLESS,
                 before_wait: 0.0,
-                memory: 0.0,
+                refill: 0.0,
                 ..*flow
             };
         }
@@ -146,7 +143,6 @@ impl<'a> Simulation<'a> {
         for counter in &mut self.counters {
             *counter = Counter { have: 0, time: start };
         }
-        self.loading.fill(None);
         for flag_in_data in &mut self.flag_in_data {
             flag_in_data.done.fill(None);
             (flag_in_data.have, flag_in_data.time) = (0, start);
@@ -196,8 +192,7 @@ impl<'a> Simulation<'a> {
         let late = |time: Option<f64>| time.map(|time| time + delay.hand_off);
         let arrival =
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
-        let loading = self.loading(task.phase as usize, arrival);
-        let ready = self.ready(&self.states[worker], task, &flow, arrival, loading);
+        let ready = self.ready(&self.states[worker], task, &flow, arrival);
         let state = &mut self.states[worker];
         let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
         let room = room(task, &flow);
@@ -226,7 +221,7 @@ impl<'a> Simulation<'a> {
         state.time += multiply + delay.products;
         state.streamed = state.time;
         if attends || flow.needed > flow.taken {
-            state.quiet = state.time + flow.memory;
+            state.quiet = state.time + flow.refill;
         }
         times.multiplied = state.time;
         times.arrived[1] = state.arrived * flow.payload;
@@ -258,54 +253,26 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Fraction of the workers whose rings are filled while the inputs of a phase arrive, as its first task sees them.
-    fn loading(&mut self, phase: usize, arrival: Arrival) -> f64 {
-        if let Some(known) = self.loading[phase] {
-            return known;
-        }
-        let from = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
-        let window = FLAG_IN_DATA_TRIPS * self.speeds.rates.trip_us;
-        let loads = |(state, tasks): (&WorkerState, &Vec<Cost>)| {
-            let Some(next) = tasks.get(state.next).or(tasks.first()) else { return 0.0 };
-            let flow = self.flows[next.flow as usize];
-            let full =
-                state.streamed + (room(next, &flow) - state.arrived) / flow.stream_before_wait;
-            ((full - from) / window).clamp(0.0, 1.0)
-        };
-        let all: f64 = self.states.iter().zip(&self.plan.workers).map(loads).sum();
-        let loading = all / self.states.len() as f64;
-        self.loading[phase] = Some(loading);
-        loading
-    }
-
     /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
-    fn ready(
-        &self,
-        state: &WorkerState,
-        task: &Cost,
-        flow: &Flow,
-        arrival: Arrival,
-        loading: f64,
-    ) -> f64 {
+    fn ready(&self, state: &WorkerState, task: &Cost, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let from = latest.max(state.time);
         let room = room(task, flow);
         let idle = from - state.streamed;
         let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
-        let takes = if room > flow.ring { state.streamed + flow.memory } else { 0.0 };
+        let takes = if room > flow.ring { state.streamed + flow.refill } else { 0.0 };
         let fill = state.quiet.max(takes) - from;
-        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill, loading);
+        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
-        let begun = state.time + self.speeds.rates.begin_us;
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(begun + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(begun + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -397,16 +364,14 @@ impl Speeds {
     /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring, whose last request
     /// arrives after `quiet`. Trips are slow while bytes are in flight; once the ring is full none are, and the remaining
     /// trips take their unloaded time.
-    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64, loading: f64) -> f64 {
+    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
         let fill = quiet.max(free / flow.stream_before_wait);
         if fill <= 0.0 {
             return idle;
         }
         let in_flight = free.max(1.0).min(flow.before_wait) * flow.payload;
-        let alone = self.rates.queue_alone_share;
-        let seen = alone + (1.0 - alone) * loading;
-        let loaded = idle + trips * seen * self.queue(in_flight);
+        let loaded = idle + trips * self.queue(in_flight);
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 }

@@ -41,6 +41,8 @@ struct WorkerState {
     streamed: f64,
     /// Time at which what was requested last has arrived.
     quiet: f64,
+    /// End of its last task, whose rows are stored while other warps begin the next one.
+    ended: f64,
 }
 
 pub(super) struct Step {
@@ -194,7 +196,9 @@ impl<'a> Simulation<'a> {
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
         let ready = self.ready(&self.states[worker], task, &flow, arrival);
         let state = &mut self.states[worker];
-        let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
+        // A warp that stores rows takes the marks, so that no task begins in them before the one before has ended.
+        let begin = state.time.max(state.ended).min(ready);
+        let mut times = TaskTimes { begin, ready, ..TaskTimes::default() };
         let room = room(task, &flow);
         advance(state, &flow, room, ready);
         let mut aside = self.speeds.aside(&task.work);
@@ -232,6 +236,7 @@ impl<'a> Simulation<'a> {
         }
         state.next += 1;
         times.end = end;
+        state.ended = end;
         if attends {
             state.time += self.speeds.rates.attended_us;
         }

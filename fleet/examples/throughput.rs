@@ -3,15 +3,15 @@
 //! `cargo run --release -p fleet -F postgres --example throughput`; the figures are in
 //! `docs/lab/2026-11-24-fleet-postgres.md`.
 
-#[path = "../tests/common/mod.rs"]
-mod common;
-#[path = "../tests/common/server.rs"]
+#[path = "../tests/boards/mod.rs"]
+mod boards;
+#[path = "../tests/boards/server.rs"]
 mod server;
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use common::{result, spec, worker};
+use boards::{result, spec, worker};
 use fleet::{Board, Claim, Recorded};
 use server::Server;
 

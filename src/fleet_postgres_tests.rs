@@ -167,8 +167,7 @@ fn a_storm_changes_no_result() {
     let proxy = Proxy::start(server.port, 50, cuts);
     let board = server.url_at("amk_worker", proxy.port).display().to_string();
 
-    let began = Instant::now();
-    let mut rng = Xoshiro256PlusPlus::seed_from_u64(7);
+    let (began, mut rng) = (Instant::now(), Xoshiro256PlusPlus::seed_from_u64(7));
     let mut crew: Vec<Child> = (0..workers).map(|_| start(rough.path(), &board)).collect();
     let blows = shuffled(&mut rng, kills, stops, server_stops);
     for blow in blows {
@@ -203,12 +202,12 @@ fn a_storm_changes_no_result() {
         std::thread::sleep(Duration::from_millis(50));
         revive(&mut crew, rough.path(), &board);
     }
-    let took = began.elapsed().as_secs();
+    let took = began.elapsed();
     holds(rough.path(), &owner, 2 * seeds);
     let attempts = Board::open(Path::new(&owner)).unwrap().attempts().unwrap();
     let how = |name: &str| attempts.iter().filter(|attempt| attempt.how == name).count();
     println!(
-        "{} jobs in {took} s: {kills} kills, {stops} stops past the lease, {server_stops} stops of the server, a full \
+        "{} jobs, {took:?}: {kills} kills, {stops} stops past the lease, {server_stops} stops of the server, a full \
          disk, {} cuts; attempts: {} done, {} expired, {} failed, {} given back",
         2 * seeds,
         proxy.cuts.load(std::sync::atomic::Ordering::SeqCst),

@@ -5,9 +5,9 @@
 //! AMK_STORM=full is the whole storm: 16 workers, 300 jobs, 100 kills, 20 stops past the lease, 10 stops of the server.
 #![cfg(unix)]
 
-#[path = "../fleet/tests/common/proxy.rs"]
+#[path = "../fleet/tests/boards/proxy.rs"]
 mod proxy;
-#[path = "../fleet/tests/common/server.rs"]
+#[path = "../fleet/tests/boards/server.rs"]
 mod server;
 
 use std::path::Path;
@@ -132,13 +132,28 @@ fn full_disk(folder: &Path, flag: &Path) -> std::path::PathBuf {
     library
 }
 
+fn undisturbed(folder: &Path, seeds: usize) {
+    answers(folder, &submit("b.sqlite", seeds));
+    let crew: Vec<Child> = (0..4).map(|_| start(folder, "b.sqlite")).collect();
+    crew.into_iter().for_each(|mut worker| assert!(worker.wait().unwrap().success()));
+}
+
+/// Blows in a random order: kills, stops past the lease, stops of the server, and a full disk.
+fn shuffled(rng: &mut Xoshiro256PlusPlus, kills: usize, stops: usize, quits: usize) -> Vec<char> {
+    let mut blows: Vec<char> = [('k', kills), ('s', stops), ('q', quits), ('f', 1)]
+        .into_iter()
+        .flat_map(|(blow, times)| std::iter::repeat_n(blow, times))
+        .collect();
+    for at in (1..blows.len()).rev() {
+        blows.swap(at, rng.random_range(0..=at));
+    }
+    blows
+}
+
 fn a_storm_changes_no_result() {
     let Storm { workers, seeds, kills, stops, server_stops, cuts, most } = storm();
     let (calm, rough) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    answers(calm.path(), &submit("b.sqlite", seeds));
-    let undisturbed: Vec<Child> = (0..4).map(|_| start(calm.path(), "b.sqlite")).collect();
-    undisturbed.into_iter().for_each(|mut worker| assert!(worker.wait().unwrap().success()));
-
+    undisturbed(calm.path(), seeds);
     let flag = rough.path().join("full");
     // The server runs as somebody else, and looks for the flag.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -152,16 +167,9 @@ fn a_storm_changes_no_result() {
     let proxy = Proxy::start(server.port, 50, cuts);
     let board = server.url_at("amk_worker", proxy.port).display().to_string();
 
-    let began = Instant::now();
-    let mut rng = Xoshiro256PlusPlus::seed_from_u64(7);
+    let (began, mut rng) = (Instant::now(), Xoshiro256PlusPlus::seed_from_u64(7));
     let mut crew: Vec<Child> = (0..workers).map(|_| start(rough.path(), &board)).collect();
-    let mut blows: Vec<char> = [('k', kills), ('s', stops), ('q', server_stops), ('f', 1)]
-        .into_iter()
-        .flat_map(|(blow, times)| std::iter::repeat_n(blow, times))
-        .collect();
-    for at in (1..blows.len()).rev() {
-        blows.swap(at, rng.random_range(0..=at));
-    }
+    let blows = shuffled(&mut rng, kills, stops, server_stops);
     for blow in blows {
         std::thread::sleep(Duration::from_millis(rng.random_range(50..250)));
         let at = rng.random_range(0..crew.len());
@@ -194,12 +202,12 @@ fn a_storm_changes_no_result() {
         std::thread::sleep(Duration::from_millis(50));
         revive(&mut crew, rough.path(), &board);
     }
-    let took = began.elapsed().as_secs();
+    let took = began.elapsed();
     holds(rough.path(), &owner, 2 * seeds);
     let attempts = Board::open(Path::new(&owner)).unwrap().attempts().unwrap();
     let how = |name: &str| attempts.iter().filter(|attempt| attempt.how == name).count();
     println!(
-        "{} jobs in {took} s: {kills} kills, {stops} stops past the lease, {server_stops} stops of the server, a full \
+        "{} jobs, {took:?}: {kills} kills, {stops} stops past the lease, {server_stops} stops of the server, a full \
          disk, {} cuts; attempts: {} done, {} expired, {} failed, {} given back",
         2 * seeds,
         proxy.cuts.load(std::sync::atomic::Ordering::SeqCst),

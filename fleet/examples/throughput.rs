@@ -3,15 +3,15 @@
 //! `cargo run --release -p fleet -F postgres --example throughput`; the figures are in
 //! `docs/lab/2026-11-24-fleet-postgres.md`.
 
-#[path = "../tests/common/mod.rs"]
-mod common;
-#[path = "../tests/common/server.rs"]
+#[path = "../tests/boards/mod.rs"]
+mod boards;
+#[path = "../tests/boards/server.rs"]
 mod server;
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use common::{result, spec, worker};
+use boards::{result, spec, worker};
 use fleet::{Board, Claim, Recorded};
 use server::Server;
 
@@ -45,10 +45,13 @@ fn main() {
     }
 }
 
+/// Of one connection: the time of each claim, the results, and how long all claims and all results took.
+type Figures = (Vec<Duration>, usize, Duration, Duration);
+
 /// Claims and results per second, and the time of each claim.
 fn run(server: &Server, connections: usize) -> (f64, f64, Vec<Duration>) {
     let (begin, ledger) = (Barrier::new(connections), "x".repeat(ROW_BYTES * ROWS));
-    let results: Vec<(Vec<Duration>, usize, Duration, Duration)> = std::thread::scope(|scope| {
+    let results: Vec<Figures> = std::thread::scope(|scope| {
         let one = |n: usize| {
             let (begin, ledger, url) = (&begin, &ledger, server.url("owner"));
             scope.spawn(move || {
@@ -83,7 +86,7 @@ fn run(server: &Server, connections: usize) -> (f64, f64, Vec<Duration>) {
         let threads: Vec<_> = (0..connections).map(one).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    let longest = |of: fn(&(Vec<Duration>, usize, Duration, Duration)) -> Duration| {
+    let longest = |of: fn(&Figures) -> Duration| {
         results.iter().map(of).max().unwrap_or_default().as_secs_f64()
     };
     let took: Vec<Duration> = results.iter().flat_map(|result| result.0.clone()).collect();

@@ -1,11 +1,11 @@
 //! The board in SQLite: it does what the protocol says, offers jobs by capability, and notices edits.
 
-mod common;
+mod boards;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{TERMS, finding, leased, open, race, result, spec, worker};
+use boards::{TERMS, finding, leased, open, race, result, spec, worker};
 use fleet::protocol::{Late, Millis, Terms};
 use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Status, Worker, champions};
 
@@ -26,7 +26,7 @@ fn now() -> Millis {
 fn the_board_executes_the_protocol() {
     let (_folder, path, _) = board();
     let board = Board::open_with_clock(&path, now).unwrap();
-    common::executes_the_protocol(board, 600, |time| NOW.store(time, Ordering::SeqCst));
+    boards::executes_the_protocol(board, 600, |time| NOW.store(time, Ordering::SeqCst));
 }
 
 #[test]

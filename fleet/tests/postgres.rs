@@ -1,17 +1,17 @@
 //! The board on a PostgreSQL server of the test's own: it does what the protocol says, whatever the network loses, and
 //! workers can call their five functions and nothing else.
 
-mod common;
-#[path = "common/proxy.rs"]
+mod boards;
+#[path = "boards/proxy.rs"]
 mod proxy;
-#[path = "common/server.rs"]
+#[path = "boards/server.rs"]
 mod server;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{TERMS, leased, open, race, result, spec, worker};
+use boards::{TERMS, leased, open, race, result, spec, worker};
 use fleet::protocol::{Late, Terms};
 use fleet::{Board, BoardError, Claim, Device, Recorded, Spec, Status, Worker, champions};
 use proxy::Proxy;
@@ -72,7 +72,7 @@ fn the_server_executes_the_protocol() {
          RETURNS bigint LANGUAGE sql VOLATILE AS 'SELECT at FROM public.clock'",
     );
     let set = |time| drop(server.sql(&format!("UPDATE clock SET at = {time}")));
-    common::executes_the_protocol(board, 240, set);
+    boards::executes_the_protocol(board, 240, set);
 }
 
 /// One worker's whole life, each request repeated until it is answered.

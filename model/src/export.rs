@@ -201,7 +201,15 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
         DType::F32 => "float32",
         DType::F16 => "float16",
         DType::Bf16 => "bfloat16",
-        _ => return Err("codes are no type of a configuration".to_owned()),
+        DType::E4m3
+        | DType::Int8
+        | DType::E4m3G64
+        | DType::Int8G32
+        | DType::Int4G128
+        | DType::Int4G128Zero
+        | DType::Int4G32 => {
+            return Err("codes are no type of a configuration".to_owned());
+        }
     };
     if !EXPORTED.contains(&shape.family) || shape.options != Options::default() {
         return Err(format!(

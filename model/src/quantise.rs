@@ -275,9 +275,10 @@ impl Format {
             return Err(format!("has a weight in row {row} that is infinite or not a number"));
         }
         let scales = scales.into_iter().map(|bits| f32::from_bits(bits.into_inner()));
-        let scales = match scale_type {
-            DType::Bf16 => scales.flat_map(|scale| bf16::from_f32(scale).to_le_bytes()).collect(),
-            _ => scales.flat_map(f32::to_le_bytes).collect(),
+        let scales = if scale_type == DType::Bf16 {
+            scales.flat_map(|scale| bf16::from_f32(scale).to_le_bytes()).collect()
+        } else {
+            scales.flat_map(f32::to_le_bytes).collect()
         };
         let sides = [rows, cols].map(|side| (side as u64).to_le_bytes()).concat();
         Ok(match self {

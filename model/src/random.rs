@@ -89,7 +89,13 @@ impl Recipe {
             DType::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
             DType::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
             DType::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
-            codes => unreachable!("a preset is not quantised: {}", codes.name()),
+            DType::E4m3
+            | DType::Int8
+            | DType::E4m3G64
+            | DType::Int8G32
+            | DType::Int4G128
+            | DType::Int4G128Zero
+            | DType::Int4G32 => unreachable!("a preset is not quantised"),
         }
     }
 

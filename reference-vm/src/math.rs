@@ -200,7 +200,11 @@ impl<'a> Matrix<'a> {
             DType::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
             DType::E4m3 => decode::<StoredE4m3>(bytes, out),
             DType::Int8 => decode::<StoredInt8>(bytes, out),
-            blocks => unreachable!("{} lies in blocks", blocks.name()),
+            DType::E4m3G64
+            | DType::Int8G32
+            | DType::Int4G128
+            | DType::Int4G128Zero
+            | DType::Int4G32 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 
@@ -231,7 +235,11 @@ impl<'a> Matrix<'a> {
             DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
             DType::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
             DType::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
-            blocks => unreachable!("{} lies in blocks", blocks.name()),
+            DType::E4m3G64
+            | DType::Int8G32
+            | DType::Int4G128
+            | DType::Int4G128Zero
+            | DType::Int4G32 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 

@@ -20,8 +20,8 @@ pub(super) fn decode_row(dtype: DType, block: CodeBlock, row: &[u8], out: &mut [
             let constant =
                 |at: usize| f16::from_le_bytes([constants[at], constants[at + 1]]).to_f32();
             // Codes of 4 bits are unsigned: what is 8 is zero, if no zero point says otherwise.
-            let zero = match dtype {
-                DType::E4m3G64 | DType::Int8G32 => 0.0,
+            let zero = match block {
+                _ if block.codes == CodeBlock::CODE_BYTES as u32 => 0.0,
                 _ if block.zeros => constant(2),
                 _ => 8.0,
             };
@@ -51,10 +51,11 @@ fn code_values(dtype: DType, codes: &[u8], values: &mut [f32]) {
                 .zip(codes)
                 .for_each(|(value, &code)| *value = StoredInt8::value(code));
         }
-        _ => {
+        DType::Int4G128 | DType::Int4G128Zero | DType::Int4G32 => {
             for (pair, &code) in values.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
                 *pair = [f32::from(code & 15), f32::from(code >> 4)];
             }
         }
+        DType::F32 | DType::F16 | DType::Bf16 | DType::E4m3 | DType::Int8 => {} // they lie in no blocks
     }
 }

@@ -22,7 +22,11 @@ fn stored(dtype: DType, values: &[f32]) -> Vec<u8> {
         DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
         // Any code but NaN.
         DType::E4m3 | DType::Int8 => values.iter().map(|v| (v * 126.0) as i8 as u8).collect(),
-        _ => unreachable!("a row at a time: stored_rows"),
+        DType::E4m3G64
+        | DType::Int8G32
+        | DType::Int4G128
+        | DType::Int4G128Zero
+        | DType::Int4G32 => unreachable!("a row at a time: stored_rows"),
     }
 }
 

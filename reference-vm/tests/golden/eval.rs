@@ -264,8 +264,5 @@ fn a_graph_that_contradicts_itself_is_refused() {
 }
 
 fn other(dtype: DType) -> DType {
-    match dtype {
-        DType::F32 => DType::F16,
-        _ => DType::F32,
-    }
+    if dtype == DType::F32 { DType::F16 } else { DType::F32 }
 }

@@ -50,16 +50,20 @@ fn mutants(base: &Base, of_a_class: usize) -> Vec<Mutant<'_>> {
     for (mutant, legal) in all.into_iter().zip(legal) {
         if legal { run.push(mutant) } else { refused.push(mutant) }
     }
-    let mut rng = Rng::new(13);
-    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    // Each class draws for itself, so that a new class leaves the others' mutants as they were.
     let mut drawn = Vec::new();
-    for mut rest in [run, refused] {
-        while !rest.is_empty() {
-            let mutant = rest.swap_remove(rng.below(rest.len()));
-            let count = counts.entry(mutant.class.clone()).or_default();
-            if *count < of_a_class {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for all in [run, refused] {
+        let mut classes: BTreeMap<String, Vec<Mutant<'_>>> = BTreeMap::new();
+        for mutant in all {
+            classes.entry(mutant.class.clone()).or_default().push(mutant);
+        }
+        for (class, mut rest) in classes {
+            let mut rng = Rng::new(13 + class.len() as u64);
+            let count = counts.entry(class).or_default();
+            while *count < of_a_class && !rest.is_empty() {
+                drawn.push(rest.swap_remove(rng.below(rest.len())));
                 *count += 1;
-                drawn.push(mutant);
             }
         }
     }

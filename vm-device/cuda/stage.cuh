@@ -51,7 +51,17 @@ __device__ __forceinline__ uint4 stage_load(void const* p) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
   return v;
 }
-// The same for 8 bytes.
+// The same for 2, 4 and 8 bytes.
+__device__ __forceinline__ uint32_t stage_load2(void const* p) {
+  uint32_t v;
+  asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(shared_address(p)));
+  return v;
+}
+__device__ __forceinline__ uint32_t stage_load4(void const* p) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)));
+  return v;
+}
 __device__ __forceinline__ uint2 stage_load8(void const* p) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)));

@@ -27,13 +27,14 @@ __device__ __forceinline__ constexpr uint32_t unpacked_log2(uint32_t unpack) { r
 
 // Loads the scales of a lane's row from behind a unit.
 template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker const& w, char const* unit, uint32_t* scales) {
-  uint32_t const at = shared_address(unit) + AMK_UNIT_BYTES + w.thread % 32 / 4 * scale_stride(UNPACK);
+  char const* at = unit + AMK_UNIT_BYTES + w.thread % 32 / 4 * scale_stride(UNPACK);
   if constexpr (UNPACK == AMK_UNPACK_INT4_G32) {
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(scales[0]), "=r"(scales[1]) : "r"(at));
+    uint2 const both = stage_load8(at);
+    scales[0] = both.x, scales[1] = both.y;
   } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128) {
-    asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(scales[0]) : "r"(at));
+    scales[0] = stage_load2(at);
   } else if constexpr (has_scales(UNPACK)) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scales[0]) : "r"(at));
+    scales[0] = stage_load4(at);
   }
 }
 

@@ -39,6 +39,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_attention_merge.cuh",
     "cuda/features.cuh",
     "cuda/unpack.cuh",
+    "cuda/unit_products.cuh",
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",

@@ -1,0 +1,199 @@
+// Products of units of weights with the staged vector: their operands, their sums, and the sums of a tile over the lanes of a warp.
+#pragma once
+
+constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // most units of a chunk per warp
+constexpr uint32_t TAKE = 2;                                 // fragments that wait in registers
+
+#if AMK_DTYPE != AMK_DTYPE_F32
+// c = a . b + from for a 16x16 a and a 16x8 b.
+__device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
+#if AMK_DTYPE == AMK_DTYPE_BF16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+#endif
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+}
+#endif
+
+// What vectors are multiplied with before they are staged: a power of two that keeps large elements in the range of f16.
+constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
+
+// Stages elements e..e+4 of the vector in the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
+// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16
+// bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
+__device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
+#if AMK_DTYPE == AMK_DTYPE_F32
+  *(float4*)(w.x + (size_t)e * 4) = v;
+#else
+  if (VECTOR_FACTOR != 1.f) {
+    v = make_float4(v.x * VECTOR_FACTOR, v.y * VECTOR_FACTOR, v.z * VECTOR_FACTOR, v.w * VECTOR_FACTOR);
+  }
+  uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
+  uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
+  float2 const b0 = pair_values(h0), b1 = pair_values(h1);
+  p[0] = h0, p[2] = h1;
+  p += AMK_UNIT_ROW_BYTES / 4;
+  p[0] = element_pair(v.x - b0.x, v.y - b0.y), p[2] = element_pair(v.z - b1.x, v.w - b1.y);
+#endif
+}
+
+// A thread's part of the staged vector for a unit.
+#if AMK_DTYPE == AMK_DTYPE_F32
+using Vector = uint4;
+__device__ __forceinline__ Vector x_load(Worker const& w, char const* x) { return stage_load(x + (w.thread & 3) * 16); }
+#else
+using Vector = uint2;
+// Of columns 0 and 1 of the right operand, and so on in turns of four, the high and the low halves of a thread's pairs 0 and 2; of columns 2
+// and 3 those of pairs 1 and 3.
+__device__ __forceinline__ Vector x_load(Worker const& w, char const* x) { return stage_load8(x + (w.thread & 3) * 16 + (w.thread & 4) * 16 + (w.thread & 8)); }
+#endif
+
+// Accumulators of 8 rows: independent chains of products.
+template <uint32_t CHAINS> struct Sums {
+  float c[CHAINS][4];
+};
+
+// Adds a thread's products of its n-th unit. The 16 bytes that it loaded are its part of a left operand: pairs 0 and 2 of a row, and pairs 1
+// and 3 of the same row 8 rows further down. So of the result, columns 0 and 1 of the first 8 rows are meant, and columns 2 and 3 of the
+// others; the rest mixes the wrong pairs and is never read.
+template <uint32_t CHAINS> __device__ __forceinline__ void unit_multiply(Sums<CHAINS>& s, uint32_t n, Vector x, uint4 weights) {
+  float(&c)[4] = s.c[n % CHAINS];
+#if AMK_DTYPE == AMK_DTYPE_F32
+  c[0] = fmaf(__uint_as_float(weights.x), __uint_as_float(x.x), c[0]);
+  c[1] = fmaf(__uint_as_float(weights.y), __uint_as_float(x.y), c[1]);
+  c[2] = fmaf(__uint_as_float(weights.z), __uint_as_float(x.z), c[2]);
+  c[3] = fmaf(__uint_as_float(weights.w), __uint_as_float(x.w), c[3]);
+#else
+  mma(c, c, weights, x.x, x.y);
+#endif
+}
+
+// A warp fragment: this warp's units of a stage, with their scales.
+struct Share {
+  uint4 weights[SHARE];
+  uint32_t scales[SCALE_WORDS == 0 ? 1 : SHARE * SCALE_WORDS];
+};
+
+// A thread's part of the vector for a unit of weights that are unpacked: of all units of operands that it makes.
+template <uint32_t UNPACK> struct VectorGroup {
+  Vector x[1 << unpacked_log2(UNPACK)];
+};
+template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
+  VectorGroup<UNPACK> v;
+#pragma unroll
+  for (uint32_t i = 0; i < 1 << unpacked_log2(UNPACK); ++i) {
+    v.x[i] = x_load(w, x + i * X_BYTES);
+  }
+  return v;
+}
+
+// A thread's part of a unit of weights that are unpacked, and where its products are added.
+template <uint32_t UNPACK, uint32_t CHAINS> struct UnitProducts {
+  Sums<CHAINS>& sums;
+  VectorGroup<UNPACK> const& vector;
+  uint4 weights;
+  uint32_t const* scales;
+};
+
+// Multiplies the n-th units of N tiles, or N units. Where groups of columns have scales, the sums of each are scaled before they are added.
+// The products of the units alternate, so that one need not wait for the one before.
+template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void groups_multiply(UnitProducts<UNPACK, CHAINS> const (&units)[N], uint32_t n) {
+  constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1, EACH = OPERANDS / GROUPS; // units of operands
+  Excess of[N];
+#pragma unroll
+  for (uint32_t u = 0; u < N; ++u) {
+    of[u] = excess<UNPACK>(units[u].scales);
+  }
+#pragma unroll
+  for (uint32_t g = 0; g < GROUPS; ++g) {
+    Sums<2> group[N] = {};
+#pragma unroll
+    for (uint32_t i = g * EACH; i < (g + 1) * EACH; ++i) {
+#pragma unroll
+      for (uint32_t u = 0; u < N; ++u) {
+        uint4 const operand = unpack_operand<UNPACK>(units[u].weights, i, of[u]);
+        if constexpr (has_scales(UNPACK)) {
+          unit_multiply(group[u], i, units[u].vector.x[i], operand);
+        } else {
+          unit_multiply(units[u].sums, OPERANDS * (n + u) + i, units[u].vector.x[i], operand);
+        }
+      }
+    }
+    if constexpr (has_scales(UNPACK)) {
+#pragma unroll
+      for (uint32_t u = 0; u < N; ++u) {
+        float(&sum)[4] = units[u].sums.c[(n + u) % CHAINS], (&c)[2][4] = group[u].c;
+        float const scale = group_scale<UNPACK>(units[u].scales, g);
+        sum[0] = fmaf(scale, EACH == 1 ? c[g % 2][0] + c[g % 2][1] : (c[0][0] + c[0][1]) + (c[1][0] + c[1][1]), sum[0]);
+        sum[2] = fmaf(scale, EACH == 1 ? c[g % 2][2] + c[g % 2][3] : (c[0][2] + c[0][3]) + (c[1][2] + c[1][3]), sum[2]);
+      }
+    }
+  }
+}
+
+// Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer. `unit`: the first of them.
+template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* unit, char const* x, uint32_t mine, Sums<4>& s) {
+  uint32_t j = 0;
+  char const* weights = unit + w.thread % 32 * 16;
+  if constexpr (UNPACK == AMK_UNPACK_NONE) {
+    constexpr uint32_t BATCH = 4;
+#pragma unroll 1
+    for (; j + BATCH <= mine; j += BATCH) {
+      uint4 v[BATCH];
+      Vector f[BATCH];
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        v[i] = stage_load(weights + (j + i) * AMK_WARPS * AMK_UNIT_BYTES);
+        f[i] = x_load(w, x + (j + i) * AMK_WARPS * X_BYTES);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        unit_multiply(s, i, f[i], v[i]);
+      }
+    }
+#pragma unroll 1
+    for (; j < mine; ++j) {
+      unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
+    }
+  } else {
+#pragma unroll 2
+    for (; j < mine; ++j) {
+      constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+      uint32_t scales[2];
+      scales_load<UNPACK>(w, unit + j * STEP, scales);
+      VectorGroup<UNPACK> const v = group_load<UNPACK>(w, x + j * X_STEP);
+      groups_multiply<UNPACK, 1, 4>({{s, v, stage_load(weights + j * STEP), scales}}, 0);
+    }
+  }
+}
+
+// Sum over the lanes of a warp.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) {
+    x += __shfl_xor_sync(~0u, x, o);
+  }
+  return x;
+}
+
+// Reduces the sums of a tile's 8 rows over the lanes, into `part`.
+template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
+  uint32_t const lane = w.thread % 32;
+  float first = 0.f, second = 0.f; // of the first eight rows of results, and of the others
+#pragma unroll
+  for (uint32_t i = 0; i < CHAINS; ++i) {
+    first += s.c[i][0] + s.c[i][1], second += s.c[i][2] + s.c[i][3];
+  }
+#if AMK_DTYPE == AMK_DTYPE_F32
+  first += second;
+  first += __shfl_xor_sync(~0u, first, 1);
+  first += __shfl_xor_sync(~0u, first, 2);
+#else
+  first += __shfl_down_sync(~0u, second, 1);
+#endif
+  if ((lane & 3) == 0) {
+    part[lane / 4] = first;
+  }
+}

@@ -240,10 +240,10 @@ fn without_a_network_only_the_cache_is_read() {
 #[test]
 fn an_unsupported_model_is_refused_before_its_weights() {
     let case = case();
-    let config = br#"{"model_type": "gemma3_text"}"#.to_vec();
+    let config = br#"{"model_type": "mamba2"}"#.to_vec();
     case.server.state().files.get_mut("config.json").unwrap().bytes = config.clone();
     case.server.state().files.get_mut("config.json").unwrap().etag = stand_in::sha256(&config);
-    contains(&case.refusal(), &["gemma3_text", "weights were not downloaded"]);
+    contains(&case.refusal(), &["mamba2", "weights were not downloaded"]);
     let asked = |name: &str| case.server.state().seen.iter().any(|(path, _)| path.contains(name));
     assert!(!asked("model.safetensors"));
     case.server.state().files.remove("model.safetensors");

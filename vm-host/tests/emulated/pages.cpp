@@ -31,6 +31,8 @@ template <int> inline void pieces_wait() {
   }
   asked.clear();
 }
+// Of a kernel whose units have no scales behind them.
+constexpr bool SCALED_UNITS = false;
 #include "device.hpp"
 
 static PageLines lines;

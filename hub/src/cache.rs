@@ -3,6 +3,8 @@
 #[cfg(feature = "client")]
 use std::path::Path;
 use std::path::PathBuf;
+#[cfg(feature = "client")]
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::HubError;
 use crate::id::{ModelId, is_word};
@@ -86,9 +88,36 @@ pub(crate) fn make_parent(path: &Path) -> Result<(), HubError> {
 #[cfg(feature = "client")]
 pub(crate) fn write(path: &Path, text: &str) -> Result<(), HubError> {
     make_parent(path)?;
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}", std::process::id()));
-    let temporary = path.with_file_name(name);
+    let temporary = temporary(path);
     std::fs::write(&temporary, text).map_err(HubError::io("write", &temporary))?;
     std::fs::rename(&temporary, path).map_err(HubError::io("write", path))
+}
+
+/// A name beside a file that nobody else uses: the same file may be written by several processes and threads at once, and
+/// each renames its own.
+#[cfg(feature = "client")]
+pub(crate) fn temporary(path: &Path) -> PathBuf {
+    static NAMED: AtomicU64 = AtomicU64::new(0);
+    let number = NAMED.fetch_add(1, Ordering::Relaxed);
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.{number}", std::process::id()));
+    path.with_file_name(name)
+}
+
+#[cfg(all(test, feature = "client"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_file_is_written_by_many_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("marker");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..200).for_each(|_| write(&path, "whole").unwrap()));
+            }
+        });
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "whole");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left beside it");
+    }
 }

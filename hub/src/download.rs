@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 
 use crate::Progress;
-use crate::cache::{Snapshot, make_parent, write};
+use crate::cache::{Snapshot, make_parent, temporary, write};
 use crate::error::HubError;
 use crate::http::{Client, Remote, Trouble};
 use crate::id::{ModelId, is_word};
@@ -179,8 +179,7 @@ impl Download<'_> {
         if std::fs::read_link(&link).is_ok_and(|to| to == target) {
             return Ok(());
         }
-        let temporary = link.with_file_name(format!("{file}.{}", std::process::id()));
-        let _ = std::fs::remove_file(&temporary);
+        let temporary = temporary(&link);
         std::os::unix::fs::symlink(&target, &temporary)
             .and_then(|()| std::fs::rename(&temporary, &link))
             .map_err(HubError::io("link", &link))

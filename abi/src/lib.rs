@@ -29,7 +29,7 @@ pub use ring::{
 pub use status::{Status, Trap};
 pub use task::{
     Action, BufferDesc, BufferKind, CodeBlock, DType, Done, Launch, Load, LoadKind, LoaderRecord,
-    ProgramHeader, Queue, SeqStates, StepState, Task, TaskRecord, Unpack, WeightStream,
+    ProgramHeader, Queue, Scalar, SeqStates, StepState, Task, TaskRecord, Unpack, WeightStream,
 };
 pub use telemetry::{
     Activity, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,

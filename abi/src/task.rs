@@ -223,15 +223,51 @@ wire_enum! {
     }
 }
 
-/// How a row of codes with scales of their own is stored: blocks of 64 bytes of codes and what scales them. Codes of 4 bits lie two to a byte,
-/// the first in its lower half. Behind the codes of a block lies for each group of its columns the scale, f16, and the zero point if there is
-/// one, f16; or the scale of the whole block, f32, if the 8 rows of a tile share it.
+/// What one element of a stored tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scalar {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of a binary32.
+    Bf16,
+    /// A code of 8 bits, of which 4 are exponent and 3 mantissa; bias 7, no infinities.
+    E4m3,
+    /// A code of 8 bits: a two's complement integer.
+    Int8,
+    /// A code of 4 bits: an unsigned integer, two to a byte, the first in its lower half.
+    Int4,
+}
+
+impl Scalar {
+    /// Bits of one element.
+    #[must_use]
+    pub const fn bits(self) -> u32 {
+        match self {
+            Self::F32 => 32,
+            Self::F16 | Self::Bf16 => 16,
+            Self::E4m3 | Self::Int8 => 8,
+            Self::Int4 => 4,
+        }
+    }
+
+    /// Whether it means nothing without a scale.
+    #[must_use]
+    pub const fn is_code(self) -> bool {
+        self.bits() <= 8
+    }
+}
+
+/// How a row of codes with scales of their own is stored: blocks of 64 bytes of codes and what scales them. Behind the codes of a block lies
+/// for each group of its columns the scale, f16, and the zero point if there is one, f16; or the scale of the whole block, f32, if the 8 rows
+/// of a tile share it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeBlock {
     /// Codes of a block.
     pub codes: u32,
-    /// Groups of a block.
-    pub groups: u32,
+    /// Codes of a group.
+    pub group: u32,
     /// Whether each group has a zero point.
     pub zeros: bool,
     /// Whether the 8 rows of a tile have the same scale.
@@ -242,10 +278,22 @@ impl CodeBlock {
     /// Bytes of the codes of a block.
     pub const CODE_BYTES: usize = 64;
 
+    /// Groups of a block.
+    #[must_use]
+    pub const fn groups(self) -> usize {
+        (self.codes / self.group) as usize
+    }
+
+    /// Bytes of the scale and the zero point of a group.
+    #[must_use]
+    pub const fn group_scale_bytes(self) -> usize {
+        if self.zeros || self.shared { 4 } else { 2 }
+    }
+
     /// Bytes of the scales and zero points of a block.
     #[must_use]
     pub const fn scale_bytes(self) -> usize {
-        self.groups as usize * if self.zeros || self.shared { 4 } else { 2 }
+        self.groups() * self.group_scale_bytes()
     }
 
     /// Bytes behind a unit of 8 rows by one block, a multiple of what a bulk copy takes.
@@ -262,34 +310,45 @@ impl CodeBlock {
 }
 
 impl DType {
+    /// What its elements are and, for codes in groups: the codes of a group, whether each has a zero point, and whether 8
+    /// rows share a scale.
+    const fn layout(self) -> (Scalar, Option<(u32, bool, bool)>) {
+        match self {
+            Self::F32 => (Scalar::F32, None),
+            Self::F16 => (Scalar::F16, None),
+            Self::Bf16 => (Scalar::Bf16, None),
+            Self::E4m3 => (Scalar::E4m3, None),
+            Self::Int8 => (Scalar::Int8, None),
+            Self::E4m3G64 => (Scalar::E4m3, Some((64, false, true))),
+            Self::Int8G32 => (Scalar::Int8, Some((32, false, false))),
+            Self::Int4G128 => (Scalar::Int4, Some((128, false, false))),
+            Self::Int4G128Zero => (Scalar::Int4, Some((128, true, false))),
+            Self::Int4G32 => (Scalar::Int4, Some((32, false, false))),
+        }
+    }
+
+    /// What one element is.
+    #[must_use]
+    pub const fn scalar(self) -> Scalar {
+        self.layout().0
+    }
+
+    /// How its elements lie in blocks, if they do.
+    #[must_use]
+    pub const fn block(self) -> Option<CodeBlock> {
+        let (scalar, Some((group, zeros, shared))) = self.layout() else { return None };
+        let codes = 8 * CodeBlock::CODE_BYTES as u32 / scalar.bits();
+        Some(CodeBlock { codes, group, zeros, shared })
+    }
+
     /// Bytes of one element.
     ///
     /// # Panics
     /// If the elements lie in blocks.
     #[must_use]
     pub const fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-            Self::E4m3 | Self::Int8 => 1,
-            Self::E4m3G64 | Self::Int8G32 | Self::Int4G128 | Self::Int4G128Zero | Self::Int4G32 => {
-                panic!("these elements lie in blocks")
-            }
-        }
-    }
-
-    /// How its elements lie in blocks, if they do.
-    #[must_use]
-    pub const fn block(self) -> Option<CodeBlock> {
-        let (codes, groups, zeros, shared) = match self {
-            Self::F32 | Self::F16 | Self::Bf16 | Self::E4m3 | Self::Int8 => return None,
-            Self::E4m3G64 => (64, 1, false, true),
-            Self::Int8G32 => (64, 2, false, false),
-            Self::Int4G128 => (128, 1, false, false),
-            Self::Int4G128Zero => (128, 1, true, false),
-            Self::Int4G32 => (128, 4, false, false),
-        };
-        Some(CodeBlock { codes, groups, zeros, shared })
+        assert!(self.block().is_none(), "these elements lie in blocks");
+        self.scalar().bits() as usize / 8
     }
 
     /// Bytes of a row of this many elements. A row has whole blocks.
@@ -304,7 +363,7 @@ impl DType {
     /// Whether it is a code of which each row of a matrix has a factor.
     #[must_use]
     pub const fn is_scaled(self) -> bool {
-        !matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+        self.scalar().is_code()
     }
 }
 

@@ -6,7 +6,7 @@
 //! stream brings both.
 //! This file has the only packer.
 
-use abi::{CodeBlock, UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
+use abi::{CodeBlock, Scalar, UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -19,7 +19,7 @@ const ROW: usize = UNIT_ROW_BYTES as usize;
 const UNIT: usize = UNIT_BYTES as usize;
 
 macro_rules! formats {
-    ($($(#[doc = $doc:literal])+ $variant:ident $name:literal bits $bits:literal stored $stored:ident operand $operand:ident unpack $unpack:ident;)+) => {
+    ($($(#[doc = $doc:literal])+ $variant:ident $name:literal stored $stored:ident operand $operand:ident unpack $unpack:ident;)+) => {
         /// A weight format.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
         #[serde(rename_all = "snake_case")]
@@ -38,7 +38,7 @@ macro_rules! formats {
             /// Bits of an element.
             #[must_use]
             pub const fn bits(self) -> u32 {
-                match self { $(Self::$variant => $bits),+ }
+                self.stored().scalar().bits()
             }
 
             /// Element type of the stored tensors that are packed in this format.
@@ -64,28 +64,28 @@ macro_rules! formats {
 
 formats! {
     /// IEEE binary32.
-    F32 "f32" bits 32 stored F32 operand F32 unpack None;
+    F32 "f32" stored F32 operand F32 unpack None;
     /// IEEE binary16.
-    F16 "f16" bits 16 stored F16 operand F16 unpack None;
+    F16 "f16" stored F16 operand F16 unpack None;
     /// The upper half of a binary32.
-    Bf16 "bf16" bits 16 stored Bf16 operand Bf16 unpack None;
+    Bf16 "bf16" stored Bf16 operand Bf16 unpack None;
     /// bf16 as f16, beside matrices that are multiplied in f16. Exact from 2^-17 to 65504; smaller values are rounded to
     /// a multiple of 2^-24.
-    Bf16AsF16 "bf16_as_f16" bits 16 stored Bf16 operand F16 unpack None;
+    Bf16AsF16 "bf16_as_f16" stored Bf16 operand F16 unpack None;
     /// e4m3, each row with a scale.
-    E4m3 "e4m3" bits 8 stored E4m3 operand F16 unpack E4m3;
+    E4m3 "e4m3" stored E4m3 operand F16 unpack E4m3;
     /// Integers of 8 bits, each row with a scale.
-    Int8 "int8" bits 8 stored Int8 operand F16 unpack Int8;
+    Int8 "int8" stored Int8 operand F16 unpack Int8;
     /// e4m3, each 64 columns of a tile's rows with a scale.
-    E4m3G64 "e4m3_g64" bits 8 stored E4m3G64 operand F16 unpack E4m3G64;
+    E4m3G64 "e4m3_g64" stored E4m3G64 operand F16 unpack E4m3G64;
     /// Integers of 8 bits, each 32 columns of a row with a scale.
-    Int8G32 "int8_g32" bits 8 stored Int8G32 operand F16 unpack Int8G32;
+    Int8G32 "int8_g32" stored Int8G32 operand F16 unpack Int8G32;
     /// Integers of 4 bits, each 128 columns of a row with a scale.
-    Int4G128 "int4_g128" bits 4 stored Int4G128 operand F16 unpack Int4G128;
+    Int4G128 "int4_g128" stored Int4G128 operand F16 unpack Int4G128;
     /// Integers of 4 bits, each 128 columns of a row with a scale and a zero point.
-    Int4G128Zero "int4_g128_zero" bits 4 stored Int4G128Zero operand F16 unpack Int4G128Zero;
+    Int4G128Zero "int4_g128_zero" stored Int4G128Zero operand F16 unpack Int4G128Zero;
     /// Integers of 4 bits, each 32 columns of a row with a scale.
-    Int4G32 "int4_g32" bits 4 stored Int4G32 operand F16 unpack Int4G32;
+    Int4G32 "int4_g32" stored Int4G32 operand F16 unpack Int4G32;
 }
 
 impl Format {
@@ -182,10 +182,9 @@ impl Format {
 
     /// Brings a stored row of a unit into the form that the kernel reads.
     fn arrange(self, row: &mut [u8; ROW]) {
-        match self {
-            Self::F32 => {}
-            Self::F16 | Self::Bf16 => exchange_vec4s(row),
-            Self::Bf16AsF16 => {
+        match self.stored().scalar() {
+            Scalar::F32 => {}
+            Scalar::Bf16 if self.operand() == DType::F16 => {
                 let elements = row.as_chunks_mut::<2>().0;
                 let values: [f32; ROW / 2] =
                     std::array::from_fn(|i| bf16::from_le_bytes(elements[i]).to_f32());
@@ -196,11 +195,12 @@ impl Format {
                 }
                 exchange_vec4s(row);
             }
-            Self::E4m3 | Self::Int8 | Self::E4m3G64 | Self::Int8G32 => {
+            Scalar::F16 | Scalar::Bf16 => exchange_vec4s(row),
+            Scalar::E4m3 | Scalar::Int8 => {
                 let stored = *row;
                 *row = std::array::from_fn(|place| stored[byte_column(place)]);
             }
-            Self::Int4G128 | Self::Int4G128Zero | Self::Int4G32 => {
+            Scalar::Int4 => {
                 let stored = *row;
                 let code =
                     |place| (stored[half_column(place) / 2] >> (4 * (half_column(place) % 2))) & 15;
@@ -211,22 +211,22 @@ impl Format {
 
     /// The inverse of [`arrange`](Self::arrange).
     fn restore(self, row: &mut [u8; ROW]) {
-        match self {
-            Self::F32 => {}
-            Self::F16 | Self::Bf16 => exchange_vec4s(row),
-            Self::Bf16AsF16 => {
+        match self.stored().scalar() {
+            Scalar::F32 => {}
+            Scalar::Bf16 if self.operand() == DType::F16 => {
                 exchange_vec4s(row);
                 for element in row.as_chunks_mut::<2>().0 {
                     *element = bf16::from_f32(f16::from_le_bytes(*element).to_f32()).to_le_bytes();
                 }
             }
-            Self::E4m3 | Self::Int8 | Self::E4m3G64 | Self::Int8G32 => {
+            Scalar::F16 | Scalar::Bf16 => exchange_vec4s(row),
+            Scalar::E4m3 | Scalar::Int8 => {
                 let packed = *row;
                 for (place, element) in packed.into_iter().enumerate() {
                     row[byte_column(place)] = element;
                 }
             }
-            Self::Int4G128 | Self::Int4G128Zero | Self::Int4G32 => {
+            Scalar::Int4 => {
                 let packed = std::mem::replace(row, [0; ROW]);
                 for place in 0..2 * ROW {
                     let (code, column) =

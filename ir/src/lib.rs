@@ -18,7 +18,7 @@ pub mod text;
 mod violation;
 mod weights;
 
-pub use abi::CodeBlock;
+pub use abi::{CodeBlock, Scalar};
 pub use format::{Format, TILE_ROWS};
 pub use graph::{Activation, DType, Graph, Layer, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};

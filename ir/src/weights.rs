@@ -1,6 +1,6 @@
 //! Access to stored weights, independent of how they are read.
 
-use abi::CodeBlock;
+use abi::{CodeBlock, Scalar};
 use half::{bf16, f16};
 
 use crate::graph::DType;
@@ -39,71 +39,78 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         bytes.len(),
         out.len()
     );
-    match dtype {
-        DType::F32 => {
+    match dtype.block() {
+        Some(block) => decode_blocks(dtype.scalar(), block, bytes, out),
+        None => decode_scalars(dtype.scalar(), bytes, out),
+    }
+}
+
+/// Decodes elements from the start of `bytes`; codes without a scale.
+fn decode_scalars(scalar: Scalar, bytes: &[u8], out: &mut [f32]) {
+    match scalar {
+        Scalar::F32 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
                 *o = f32::from_le_bytes(*b);
             }
         }
-        DType::F16 => {
+        Scalar::F16 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *o = f16::from_le_bytes(*b).to_f32();
             }
         }
-        DType::Bf16 => {
+        Scalar::Bf16 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *o = bf16::from_le_bytes(*b).to_f32();
             }
         }
-        DType::E4m3 => {
+        Scalar::E4m3 => {
             for (o, &code) in out.iter_mut().zip(bytes) {
                 *o = e4m3(code);
             }
         }
-        DType::Int8 => {
+        Scalar::Int8 => {
             for (o, code) in out.iter_mut().zip(bytes) {
                 *o = f32::from(code.cast_signed());
             }
         }
-        DType::E4m3G64
-        | DType::Int8G32
-        | DType::Int4G128
-        | DType::Int4G128Zero
-        | DType::Int4G32 => {
-            decode_blocks(dtype, bytes, out);
+        Scalar::Int4 => {
+            for (pair, code) in out.chunks_mut(2).zip(bytes) {
+                for (o, code) in pair.iter_mut().zip([code & 15, code >> 4]) {
+                    *o = f32::from(code);
+                }
+            }
         }
     }
 }
 
 /// Decodes a row of codes that lie in blocks, from its start, with the scales of their groups.
-fn decode_blocks(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    let Some(block) = dtype.block() else { return };
-    let group = (block.codes / block.groups) as usize;
+fn decode_blocks(scalar: Scalar, block: CodeBlock, bytes: &[u8], out: &mut [f32]) {
     let blocks = bytes.chunks_exact(block.bytes()).zip(out.chunks_mut(block.codes as usize));
     for (bytes, out) in blocks {
-        let (codes, scales) = bytes.split_at(CodeBlock::CODE_BYTES);
-        let scale = |at: usize| f16::from_le_bytes([scales[2 * at], scales[2 * at + 1]]).to_f32();
-        for (i, out) in out.iter_mut().enumerate() {
-            let at = i / group;
-            *out = match dtype {
-                DType::E4m3G64 => {
-                    e4m3(codes[i])
-                        * f32::from_le_bytes([scales[0], scales[1], scales[2], scales[3]])
-                }
-                DType::Int8G32 => f32::from(codes[i].cast_signed()) * scale(at),
-                DType::Int4G128 | DType::Int4G128Zero | DType::Int4G32 => {
-                    let code = f32::from(codes[i / 2] >> (4 * (i % 2)) & 15);
-                    let (zero, scale) = if block.zeros {
-                        (scale(2 * at + 1), scale(2 * at))
-                    } else {
-                        (8.0, scale(at))
-                    };
-                    (code - zero) * scale
-                }
-                DType::F32 | DType::F16 | DType::Bf16 | DType::E4m3 | DType::Int8 => return, // they lie in no blocks
-            };
+        let (codes, constants) = bytes.split_at(CodeBlock::CODE_BYTES);
+        decode_scalars(scalar, codes, out);
+        let constants = constants.chunks_exact(block.group_scale_bytes());
+        for (out, constants) in out.chunks_mut(block.group as usize).zip(constants) {
+            let (scale, zero) = scale_and_zero(scalar, block, constants);
+            out.iter_mut().for_each(|value| *value = (*value - zero) * scale);
         }
     }
+}
+
+/// Scale and zero point of a group.
+fn scale_and_zero(scalar: Scalar, block: CodeBlock, constants: &[u8]) -> (f32, f32) {
+    let half = |at: usize| f16::from_le_bytes([constants[at], constants[at + 1]]).to_f32();
+    let scale = match constants.first_chunk() {
+        Some(bytes) if block.shared => f32::from_le_bytes(*bytes),
+        _ => half(0),
+    };
+    // Codes of 4 bits are unsigned: what is 8 is zero, if no zero point says otherwise.
+    let zero = match scalar {
+        _ if block.zeros => half(2),
+        Scalar::Int4 => 8.0,
+        Scalar::F32 | Scalar::F16 | Scalar::Bf16 | Scalar::E4m3 | Scalar::Int8 => 0.0,
+    };
+    (scale, zero)
 }
 
 /// The value of an e4m3 code ("fn": bias 7, no infinities), without its scale; 0x7f and 0xff are NaN.

@@ -515,8 +515,7 @@ fn refused(program: &Program, change: impl FnOnce(&mut Program)) -> String {
 #[test]
 fn rows_of_codes_have_scales() {
     let target = target("h200");
-    let in_blocks = [DType::E4m3G64, DType::Int4G128, DType::Int4G128Zero, DType::Int4G32];
-    for stored in [DType::E4m3, DType::Int8].into_iter().chain(in_blocks) {
+    for &stored in DType::ALL.iter().filter(|dtype| dtype.is_scaled()) {
         let graph = of_codes(stored);
         let program = lowered(neutral_config(&graph, &target), &graph, &target);
         let of = |class: PhaseClass| {

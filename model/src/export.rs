@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
-use ir::{DType, Tensor, TensorId};
+use ir::{Scalar, Tensor, TensorId};
 use serde_json::{Map, Value, json};
 
 use crate::error::{ModelError, quoted};
@@ -197,17 +197,11 @@ fn copy_companions(model: &Model, inside: &Path) -> Result<(), ModelError> {
 
 /// `config.json`, in the spelling of transformers 5 with the fields of transformers 4 beside it.
 fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
-    let dtype = match shape.dtype {
-        DType::F32 => "float32",
-        DType::F16 => "float16",
-        DType::Bf16 => "bfloat16",
-        DType::E4m3
-        | DType::Int8
-        | DType::E4m3G64
-        | DType::Int8G32
-        | DType::Int4G128
-        | DType::Int4G128Zero
-        | DType::Int4G32 => {
+    let dtype = match shape.dtype.scalar() {
+        Scalar::F32 => "float32",
+        Scalar::F16 => "float16",
+        Scalar::Bf16 => "bfloat16",
+        Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
             return Err("codes are no type of a configuration".to_owned());
         }
     };

@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use half::{bf16, f16};
-use ir::{DType, Graph, Tensor, TensorId, Weights};
+use ir::{Graph, Scalar, Tensor, TensorId, Weights};
 
 use crate::parallel;
 
@@ -85,17 +85,13 @@ impl Recipe {
 
     /// Writes the elements from `first` on; `first` is a multiple of every word's element count.
     fn fill(&self, key: u64, first: usize, out: &mut [u8]) {
-        match self.tensor.dtype {
-            DType::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
-            DType::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
-            DType::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
-            DType::E4m3
-            | DType::Int8
-            | DType::E4m3G64
-            | DType::Int8G32
-            | DType::Int4G128
-            | DType::Int4G128Zero
-            | DType::Int4G32 => unreachable!("a preset is not quantised"),
+        match self.tensor.dtype.scalar() {
+            Scalar::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
+            Scalar::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
+            Scalar::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
+            Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+                unreachable!("a preset is not quantised")
+            }
         }
     }
 
@@ -162,6 +158,8 @@ fn mix(mut x: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::DType;
+
     use crate::shape::Shape;
 
     #[test]

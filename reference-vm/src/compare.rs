@@ -19,7 +19,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use ir::{BufferId, DType};
+use ir::{BufferId, DType, Scalar};
 use rayon::prelude::*;
 
 use crate::math::{LANES, argmax};
@@ -64,15 +64,11 @@ impl Tolerance {
     /// of its standard deviations leave no false alarms.
     #[must_use]
     pub fn of_reduction(dtype: DType, len: usize) -> Self {
-        let roundoff = match dtype {
-            DType::F32 => 2f64.powi(-24),
-            DType::F16 => 2f64.powi(-11),
-            DType::Bf16 | DType::Int8 | DType::Int8G32 => 2f64.powi(-8),
-            DType::E4m3
-            | DType::E4m3G64
-            | DType::Int4G128
-            | DType::Int4G128Zero
-            | DType::Int4G32 => 2f64.powi(-4),
+        let roundoff = match dtype.scalar() {
+            Scalar::F32 => 2f64.powi(-24),
+            Scalar::F16 => 2f64.powi(-11),
+            Scalar::Bf16 | Scalar::Int8 => 2f64.powi(-8),
+            Scalar::E4m3 | Scalar::Int4 => 2f64.powi(-4),
         };
         Self { rel: 8.0 * roundoff * (len.max(1) as f64).sqrt() }
     }

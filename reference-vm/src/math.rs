@@ -6,7 +6,7 @@
 //! is one such dot product: neither the distribution of rows over threads nor the number of positions per pass can
 //! change a result.
 
-use ir::{Activation, DType, Tensor};
+use ir::{Activation, DType, Scalar, Tensor};
 use rayon::prelude::*;
 
 mod blend;
@@ -194,17 +194,13 @@ impl<'a> Matrix<'a> {
         }
         let size = self.dtype.bytes();
         let bytes = &self.rows_bytes(row, 1)[start * size..][..out.len() * size];
-        match self.dtype {
-            DType::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
-            DType::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
-            DType::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
-            DType::E4m3 => decode::<StoredE4m3>(bytes, out),
-            DType::Int8 => decode::<StoredInt8>(bytes, out),
-            DType::E4m3G64
-            | DType::Int8G32
-            | DType::Int4G128
-            | DType::Int4G128Zero
-            | DType::Int4G32 => unreachable!("{} lies in blocks", self.dtype.name()),
+        match self.dtype.scalar() {
+            Scalar::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
+            Scalar::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
+            Scalar::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
+            Scalar::E4m3 => decode::<StoredE4m3>(bytes, out),
+            Scalar::Int8 => decode::<StoredInt8>(bytes, out),
+            Scalar::Int4 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 
@@ -229,17 +225,13 @@ impl<'a> Matrix<'a> {
 
     fn single(&self, bytes: &[u8], x: &[f32], out: &mut [f32]) {
         let width = Width::best();
-        match self.dtype {
-            DType::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, out),
-            DType::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, out),
-            DType::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
-            DType::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
-            DType::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
-            DType::E4m3G64
-            | DType::Int8G32
-            | DType::Int4G128
-            | DType::Int4G128Zero
-            | DType::Int4G32 => unreachable!("{} lies in blocks", self.dtype.name()),
+        match self.dtype.scalar() {
+            Scalar::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, out),
+            Scalar::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, out),
+            Scalar::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
+            Scalar::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
+            Scalar::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
+            Scalar::Int4 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 
@@ -249,17 +241,16 @@ impl<'a> Matrix<'a> {
     }
 
     fn apply_with(&self, width: Width, xs: &[f32]) -> Vec<f32> {
-        match self.dtype {
-            DType::F32 => self.apply_stored::<StoredF32>(width, self.bytes.as_chunks().0, xs),
-            DType::F16 => self.apply_stored::<StoredF16>(width, self.bytes.as_chunks().0, xs),
-            DType::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
-            DType::E4m3 => self.apply_stored::<StoredE4m3>(width, self.bytes, xs),
-            DType::Int8 => self.apply_stored::<StoredInt8>(width, self.bytes, xs),
-            DType::E4m3G64
-            | DType::Int8G32
-            | DType::Int4G128
-            | DType::Int4G128Zero
-            | DType::Int4G32 => self.apply_decoded(width, xs),
+        if self.dtype.block().is_some() {
+            return self.apply_decoded(width, xs);
+        }
+        match self.dtype.scalar() {
+            Scalar::F32 => self.apply_stored::<StoredF32>(width, self.bytes.as_chunks().0, xs),
+            Scalar::F16 => self.apply_stored::<StoredF16>(width, self.bytes.as_chunks().0, xs),
+            Scalar::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
+            Scalar::E4m3 => self.apply_stored::<StoredE4m3>(width, self.bytes, xs),
+            Scalar::Int8 => self.apply_stored::<StoredInt8>(width, self.bytes, xs),
+            Scalar::Int4 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 

@@ -2,6 +2,7 @@
 //!
 //! All files are little-endian, so a word of eight int4 codes, the first in its lowest bits, is four bytes with the
 //! lower nibble first. Every order of nibbles is then a function from row and column to the index of a nibble.
+use ir::Scalar;
 
 /// Values of the e4m3 codes ("fn": no infinities, 0x7f and 0xff are NaN), bias 7.
 pub(crate) static E4M3: [f32; 256] = {
@@ -96,6 +97,16 @@ pub(crate) enum Codes {
 }
 
 impl Codes {
+    /// What a code is, if blocks hold such codes.
+    pub(crate) fn scalar(self) -> Option<Scalar> {
+        match self {
+            Self::E4m3 => Some(Scalar::E4m3),
+            Self::Int8 => Some(Scalar::Int8),
+            Self::Int4(_) => Some(Scalar::Int4),
+            Self::E2m1 => None,
+        }
+    }
+
     /// Decodes one row of a matrix of `rows` rows with as many columns as `out` has elements.
     pub(crate) fn decode_row(self, bytes: &[u8], rows: usize, row: usize, out: &mut [f32]) {
         let cols = out.len();

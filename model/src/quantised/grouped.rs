@@ -1,7 +1,7 @@
 //! Codes with a scale for each group of columns, as they are streamed: in blocks, with their scales behind them.
 
 use half::f16;
-use ir::{CodeBlock, DType};
+use ir::{CodeBlock, DType, Scalar};
 
 use super::codes::Codes;
 use super::matrix::{Layout, Matrix, Scales, Zeros};
@@ -72,15 +72,14 @@ impl Grouped {
     fn encode_row(&self, files: &Files, row: usize, values: &mut [f32], out: &mut [u8]) {
         let Some(parts) = parts(&self.matrix) else { return };
         let (block, cols, factor) = (self.block, self.matrix.cols, self.factors[row]);
-        let (codes, groups) = (block.codes as usize, block.groups as usize);
+        let (codes, group) = (block.codes as usize, block.group as usize);
         let row = self.matrix.stored_row(row);
         parts.codes_of(files, &self.matrix, row, values);
         for (at, out) in out.chunks_exact_mut(block.bytes()).enumerate() {
             let (code_bytes, constants) = out.split_at_mut(CodeBlock::CODE_BYTES);
             parts.put_codes(&values[at * codes..cols.min((at + 1) * codes)], code_bytes);
-            for (group, out) in constants.chunks_exact_mut(block.scale_bytes() / groups).enumerate()
-            {
-                let column = at * codes + group * (codes / groups);
+            for (n, out) in constants.chunks_exact_mut(block.group_scale_bytes()).enumerate() {
+                let column = at * codes + n * group;
                 if column < cols {
                     let [scale, zero] = parts.constants(files, &self.matrix, row, column);
                     self.put_constants(scale / factor, zero, out);
@@ -113,35 +112,35 @@ fn parts(matrix: &Matrix) -> Option<Parts<'_>> {
 /// The blocks that hold a matrix: those with the fewest scales whose groups do not cross the matrix's.
 fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let parts = parts(matrix)?;
-    let candidates: &[DType] = match (parts.codes, parts.zeros) {
-        (Codes::E4m3, Zeros::None) => &[DType::E4m3G64],
-        (Codes::Int8, Zeros::None) => &[DType::Int8G32],
-        (Codes::Int4(_), _) if parts.centred(files, matrix) => &[DType::Int4G128, DType::Int4G32],
-        (Codes::Int4(_), Zeros::All(_) | Zeros::Int4(..) | Zeros::Int8(_)) => {
-            &[DType::Int4G128Zero]
-        }
-        (Codes::E4m3 | Codes::Int8 | Codes::Int4(_) | Codes::E2m1, _) => return None,
-    };
+    let scalar = parts.codes.scalar()?;
+    let zeros = parts.needs_zeros(scalar, files, matrix)?;
     let each = parts.scales.cols_each;
-    candidates.iter().find_map(|&dtype| {
-        let block = dtype.block()?;
-        let fits =
-            each >= matrix.cols || each.is_multiple_of((block.codes / block.groups) as usize);
-        let alike = parts.scales.rows_each.is_multiple_of(ir::TILE_ROWS) && matrix.pairs.is_none();
-        (fits && (alike || !block.shared)).then_some((dtype, block))
-    })
+    // The rows of a tile share a scale only if no tile has rows of two groups, of two tensors or beyond the last.
+    let alike = parts.scales.rows_each.is_multiple_of(ir::TILE_ROWS)
+        && matrix.rows.is_multiple_of(ir::TILE_ROWS)
+        && matrix.pairs.is_none();
+    let holds = |block: &CodeBlock| {
+        let fits = each >= matrix.cols || each.is_multiple_of(block.group as usize);
+        block.zeros == zeros && fits && (alike || !block.shared)
+    };
+    let of_scalar = DType::ALL.iter().filter(|dtype| dtype.scalar() == scalar);
+    of_scalar
+        .filter_map(|&dtype| Some((dtype, dtype.block().filter(holds)?)))
+        .max_by_key(|(_, block)| block.group)
 }
 
 impl Parts<'_> {
-    /// Whether every zero point is 8. GPTQ stores them all the same.
-    fn centred(&self, files: &Files, matrix: &Matrix) -> bool {
+    /// Whether blocks must have zero points; none if no blocks hold such codes. GPTQ stores zero points that are all 8,
+    /// which codes of 4 bits have without.
+    fn needs_zeros(&self, scalar: Scalar, files: &Files, matrix: &Matrix) -> Option<bool> {
         let groups = self.scales.count(matrix.cols);
         let zero = |row, group| self.zeros.get(files, (matrix.rows, groups), row, group);
-        match self.zeros {
-            Zeros::None => false,
-            Zeros::All(zero) => *zero == 8.0,
-            Zeros::Int4(..) | Zeros::Int8(_) => {
-                (0..matrix.rows).all(|row| (0..groups).all(|group| zero(row, group) == 8.0))
+        match (self.zeros, scalar) {
+            (Zeros::None, _) => (scalar != Scalar::Int4).then_some(false),
+            (_, scalar) if scalar != Scalar::Int4 => None,
+            (Zeros::All(zero), _) => Some(*zero != 8.0),
+            (Zeros::Int4(..) | Zeros::Int8(_), _) => {
+                Some((0..matrix.rows).any(|row| (0..groups).any(|group| zero(row, group) != 8.0)))
             }
         }
     }

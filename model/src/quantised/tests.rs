@@ -8,6 +8,7 @@ use ir::{DType, TensorId, decode};
 use super::checkpoint;
 use super::codes::Codes;
 use super::declared::Declared;
+use super::grouped::Grouped;
 use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
 use crate::store::{self, Files, Found};
 use crate::{files, import, import_dequantised};
@@ -162,4 +163,31 @@ fn mxfp4_has_the_bits_of_the_reference_library() {
         let matrix = Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, pairs: None };
         assert!(bits(&matrix.dequantise(&files)) == want, "{tensor}");
     }
+}
+
+#[test]
+fn a_tile_whose_rows_would_share_a_foreign_scale_is_not_streamed_as_codes() {
+    let (files, found) = opened("fp8-block-llama");
+    let tensor = "model.layers.0.mlp.gate_proj.weight";
+    let matrix = |rows, rows_each, pairs| {
+        let place = |suffix: &str| found[&format!("{tensor}{suffix}")].place();
+        let scales = Scales {
+            place: place("_scale_inv"),
+            element: ScaleType::Float(DType::F32),
+            rows_each,
+            cols_each: 128,
+            transposed: false,
+            divisor: None,
+            groups: None,
+        };
+        let (codes, zeros) = (Codes::E4m3, Zeros::None);
+        let layout = Layout::Scaled { place: place(""), codes, zeros, scales };
+        Matrix { rows, cols: 128, layout, pairs }
+    };
+    let streamed =
+        |rows, rows_each, pairs| Grouped::new(&matrix(rows, rows_each, pairs), &files).is_some();
+    assert!(streamed(16, 128, None));
+    assert!(!streamed(12, 128, None), "a tile's last rows are those of another tensor");
+    assert!(!streamed(16, 4, None), "a tile has rows of two scales");
+    assert!(!streamed(16, 128, Some(16)), "neighbours come from two halves of a head");
 }

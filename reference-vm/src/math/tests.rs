@@ -1,4 +1,4 @@
-use abi::CodeBlock;
+use abi::{CodeBlock, Scalar};
 use half::{bf16, f16};
 
 use super::*;
@@ -16,17 +16,13 @@ fn noise(seed: u64, len: usize) -> Vec<f32> {
 }
 
 fn stored(dtype: DType, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
-        DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+    match dtype.scalar() {
+        Scalar::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        Scalar::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
+        Scalar::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
         // Any code but NaN.
-        DType::E4m3 | DType::Int8 => values.iter().map(|v| (v * 126.0) as i8 as u8).collect(),
-        DType::E4m3G64
-        | DType::Int8G32
-        | DType::Int4G128
-        | DType::Int4G128Zero
-        | DType::Int4G32 => unreachable!("a row at a time: stored_rows"),
+        Scalar::E4m3 | Scalar::Int8 => values.iter().map(|v| (v * 126.0) as i8 as u8).collect(),
+        Scalar::Int4 => unreachable!("a row at a time: stored_rows"),
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use abi::{Activation, Epilogue, MatvecParams, Opcode, Prologue};
 use half::{bf16, f16};
 use ir::program::{Program, Task};
-use ir::{DType, Graph, TensorId, Weights};
+use ir::{DType, Graph, Scalar, TensorId, Weights};
 use model::{Rope, Scaling};
 
 use super::blame::reads;
@@ -414,16 +414,12 @@ fn decode(graph: &Graph, weights: &dyn Weights, id: TensorId) -> Vec<f32> {
 }
 
 fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
-        DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-        DType::E4m3
-        | DType::Int8
-        | DType::E4m3G64
-        | DType::Int8G32
-        | DType::Int4G128
-        | DType::Int4G128Zero
-        | DType::Int4G32 => unreachable!("mutants are of models without codes"),
+    match dtype.scalar() {
+        Scalar::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        Scalar::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
+        Scalar::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+            unreachable!("mutants are of models without codes")
+        }
     }
 }

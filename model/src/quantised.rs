@@ -1,8 +1,8 @@
 //! Quantised weights: which stored tensors make up a matrix, and the values that they mean.
 //!
 //! Codes of 8 bits with a scale for each row are given as they are stored, and codes with scales for groups of columns in
-//! blocks with them. Every matrix of another quantised folder is given as f32, its exact value, made when it is first read. The values are those of the formats' definitions, evaluated
-//! in f32 in their order, and never pass through a 16-bit type.
+//! blocks with them. Every matrix of another quantised folder is dequantised when it is first read: to f32, or to the 16
+//! bits that nf4 rounds to. The values are those of the formats' definitions, evaluated in f32 in their order.
 
 mod blocks;
 pub(crate) mod checkpoint;
@@ -42,8 +42,8 @@ struct Dequantised {
 pub(crate) enum Source {
     /// It is stored.
     Stored(Place),
-    /// It is made: dequantised.
-    Made(Matrix),
+    /// It is made: dequantised, in a type that holds its values.
+    Made(Matrix, DType),
     /// It is made: codes in blocks.
     Grouped(Grouped),
     /// The scales of a matrix's rows, f32.
@@ -64,7 +64,9 @@ impl Weights for Dequantised {
         let i = tensor.index();
         match &self.sources[i] {
             Source::Stored(place) => self.files.slice(*place),
-            Source::Made(matrix) => self.made[i].get_or_init(|| matrix.dequantise(&self.files)),
+            Source::Made(matrix, dtype) => {
+                self.made[i].get_or_init(|| matrix.dequantise(&self.files, *dtype))
+            }
             Source::Grouped(grouped) => self.made[i].get_or_init(|| grouped.encode(&self.files)),
             Source::Scales(bytes) => bytes,
         }
@@ -73,7 +75,7 @@ impl Weights for Dequantised {
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
         match &self.sources[tensor.index()] {
             Source::Stored(place) => Some(self.files.range(*place)),
-            Source::Made(_) | Source::Grouped(_) | Source::Scales(_) => None,
+            Source::Made(..) | Source::Grouped(_) | Source::Scales(_) => None,
         }
     }
 }
@@ -99,7 +101,7 @@ pub(crate) fn open(
         tensor.dtype = DType::F32;
         match checkpoint::matrix(&tensor.name, (rows, cols), &mut found, &files, declared) {
             Ok(Recognised { matrix, kind, note }) => {
-                sources.push(Source::Made(matrix));
+                sources.push(Source::Made(matrix, DType::F32));
                 if let Some(kind) = kind {
                     *kinds.entry(kind.name()).or_default() += 1;
                 }
@@ -164,7 +166,7 @@ fn check_codes(
 ) -> Result<(), Vec<Problem>> {
     let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
     let matrix = |i: usize| match sources.get(i)? {
-        Source::Made(matrix) => Some(matrix),
+        Source::Made(matrix, _) => Some(matrix),
         Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
     };
     let next = AtomicUsize::new(0);
@@ -204,8 +206,13 @@ fn explained(problem: Problem) -> Problem {
 fn streamed_summary(graph: &Graph, kinds: &BTreeMap<&str, usize>) -> String {
     let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
     let matrices = graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2).count();
+    let how = if graph.tensors.iter().any(|tensor| tensor.dtype.is_scaled()) {
+        "multiplied as codes".to_owned()
+    } else {
+        format!("dequantised to {} when they are read", graph.dtype.name())
+    };
     format!(
-        "of {matrices} matrices {} are quantised: {}. They are multiplied as codes",
+        "of {matrices} matrices {} are quantised: {}. They are {how}",
         kinds.values().sum::<usize>(),
         list.join(", ")
     )
@@ -219,7 +226,7 @@ pub(crate) fn summary(
     sources: &[Source],
 ) -> String {
     let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
-    let matrices = sources.iter().filter(|source| matches!(source, Source::Made(_))).count();
+    let matrices = sources.iter().filter(|source| matches!(source, Source::Made(..))).count();
     let mb = |bytes: u64| bytes.div_ceil(1_000_000);
     format!(
         "of {matrices} matrices {} are quantised: {}. They are dequantised to f32 when they are read: the model takes {} MB \

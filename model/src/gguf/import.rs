@@ -150,7 +150,7 @@ fn source(
         pairs: permuted.filter(|_| turned),
     };
     let kind = (!matches!(kind, BlockType::Float(_))).then_some(kind.name());
-    Ok((Source::Made(matrix), kind))
+    Ok((Source::Made(matrix, DType::F32), kind))
 }
 
 /// The dimensions, or every problem with the values.

@@ -1,6 +1,7 @@
 //! A matrix made of stored tensors, and its dequantised rows.
 
-use ir::{DType, decode};
+use half::{bf16, f16};
+use ir::{DType, Scalar, decode};
 
 use super::blocks::BlockType;
 use super::codes::{Codes, E4M3, Order, e8m0, has_nan, nibble};
@@ -233,15 +234,24 @@ impl Matrix {
     }
 
     /// All rows, as little-endian f32.
-    pub(crate) fn dequantise(&self, files: &Files) -> Vec<u8> {
-        let row_bytes = self.cols * 4;
+    pub(crate) fn dequantise(&self, files: &Files, dtype: DType) -> Vec<u8> {
+        let row_bytes = dtype.row_bytes(self.cols);
         let mut out = vec![0; self.rows * row_bytes];
         parallel::fill(&mut out, row_bytes, &parallel::threads, |first, out| {
             let mut values = vec![0.0; self.cols];
             for (row, out) in out.chunks_mut(row_bytes).enumerate() {
                 self.dequantise_row(files, first + row, &mut values);
-                for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(&values) {
-                    *out = value.to_le_bytes();
+                let elements = out.chunks_exact_mut(dtype.bytes()).zip(&values);
+                match dtype.scalar() {
+                    Scalar::F16 => elements.for_each(|(out, &value)| {
+                        out.copy_from_slice(&f16::from_f32(value).to_le_bytes());
+                    }),
+                    Scalar::Bf16 => elements.for_each(|(out, &value)| {
+                        out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+                    }),
+                    Scalar::F32 | Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+                        elements.for_each(|(out, value)| out.copy_from_slice(&value.to_le_bytes()));
+                    }
                 }
             }
         });

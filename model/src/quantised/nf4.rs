@@ -1,7 +1,9 @@
 //! nf4 of bitsandbytes: 4-bit codes into a table, with a scale per block of the row-major matrix. The scales may be
-//! quantised themselves (double quantisation).
+//! quantised themselves (double quantisation). The library multiplies values that are rounded to the type that the
+//! matrix had before, so these are its values.
 
-use ir::DType;
+use half::{bf16, f16};
+use ir::{DType, Scalar};
 use serde_json::{Map, Value};
 
 use super::checkpoint::Parts;
@@ -39,6 +41,8 @@ pub(crate) struct Nf4 {
     codes: Place,
     block: usize,
     scales: Absmax,
+    /// The type that values are rounded to: f32, f16 or bf16.
+    dtype: DType,
 }
 
 /// The scale of each block.
@@ -55,7 +59,12 @@ fn float(files: &Files, place: Place, index: usize) -> f32 {
 }
 
 impl Nf4 {
-    /// Dequantises one row: `table[code] * scale`, in f32.
+    /// The type that holds its values.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Dequantises one row: `table[code] * scale`, rounded.
     pub(crate) fn dequantise_row(&self, files: &Files, row: usize, out: &mut [f32]) {
         let start = row * out.len();
         let bytes = &files.slice(self.codes)[start / 2..];
@@ -65,9 +74,17 @@ impl Nf4 {
             for (pair, byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(bytes) {
                 // The first element is in the high bits.
                 let codes = [byte >> 4, byte & 15];
-                *pair = codes.map(|code| NF4[usize::from(code)] * scale);
+                *pair = codes.map(|code| rounded(self.dtype, NF4[usize::from(code)] * scale));
             }
         }
+    }
+}
+
+fn rounded(dtype: DType, value: f32) -> f32 {
+    match dtype.scalar() {
+        Scalar::F16 => f16::from_f32(value).to_f32(),
+        Scalar::Bf16 => bf16::from_f32(value).to_f32(),
+        Scalar::F32 | Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => value,
     }
 }
 
@@ -115,6 +132,7 @@ impl Parts<'_> {
             }
         }
         let state = self.state()?;
+        let dtype = self.dtype(&state);
         let block = self.block(&state, "blocksize")?;
         if !k.is_multiple_of(block) || !block.is_multiple_of(2) {
             let reason = format!(
@@ -131,7 +149,7 @@ impl Parts<'_> {
             self.complain("weight.absmax", reason);
             return None;
         }
-        Some(Nf4 { codes: codes?.place(), block: block as usize, scales })
+        Some(Nf4 { codes: codes?.place(), block: block as usize, scales, dtype: dtype? })
     }
 
     fn plain(&mut self, count: u64) -> Option<Absmax> {
@@ -178,6 +196,21 @@ impl Parts<'_> {
             }
         }
         Some(state)
+    }
+
+    /// The type of the matrix before.
+    fn dtype(&mut self, state: &Map<String, Value>) -> Option<DType> {
+        let name = state.get("dtype").unwrap_or(&Value::Null);
+        let known = [("bfloat16", DType::Bf16), ("float16", DType::F16), ("float32", DType::F32)];
+        let dtype = known.iter().find(|(known, _)| name == known).map(|&(_, dtype)| dtype);
+        if dtype.is_none() {
+            let name = crate::error::shown(name);
+            self.complain(
+                STATE,
+                format!("has dtype {name}; expected \"bfloat16\", \"float16\" or \"float32\""),
+            );
+        }
+        dtype
     }
 
     /// The elements of a block.

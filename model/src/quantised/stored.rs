@@ -1,8 +1,8 @@
 //! Quantised matrices that are streamed as codes: those of 8 bits with a scale for each row as they are stored, others in
-//! blocks with their scales.
+//! blocks with their scales; and those whose values are of 16 bits, as these.
 //!
-//! A program multiplies all matrices in one element type, so a model is taken this way as a whole or not at all: its
-//! codes and its 16-bit matrices are multiplied in f16.
+//! A program multiplies all matrices in one element type, so a model is taken this way as a whole or not at all: codes,
+//! and beside them matrices of 16 bits, are multiplied in f16.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,6 +31,8 @@ struct Streamed {
 enum From {
     File(Place),
     Blocks(Grouped),
+    /// Its values, which are of 16 bits.
+    Values(Matrix),
 }
 
 /// Makes the graph one of codes, and `sources` those of its tensors, if every matrix can be streamed as it is stored.
@@ -47,10 +49,10 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         let scaled = all[&layer.gate.weight].dtype.is_scaled();
         alike(&[layer.q, layer.k, layer.v]) && alike(&[layer.gate, layer.up]) && !(biased && scaled)
     };
+    let operand = operand(&all);
     if all[&graph.embed].dtype.is_scaled()
         || !graph.layers.iter().all(fits)
-        || !all.values().any(|matrix| matrix.dtype.is_scaled())
-        || beyond_f16(&all, files)
+        || operand == DType::F16 && beyond_f16(&all, files)
     {
         return false;
     }
@@ -60,6 +62,7 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         sources[id.index()] = match matrix.from {
             From::File(place) => Source::Stored(place),
             From::Blocks(grouped) => Source::Grouped(grouped),
+            From::Values(values) => Source::Made(values, matrix.dtype),
         };
     }
     for layer in &mut graph.layers {
@@ -69,15 +72,22 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         }
     }
     graph.lm_head_scale = scales.get(&graph.lm_head).copied();
-    graph.dtype = DType::F16;
+    graph.dtype = operand;
     true
+}
+
+/// The type that all are multiplied in: their own if they have one without codes, else f16.
+fn operand(all: &HashMap<TensorId, Streamed>) -> DType {
+    let mut dtypes = all.values().map(|matrix| matrix.dtype);
+    let first = dtypes.next().unwrap_or(DType::F16);
+    if !first.is_scaled() && dtypes.all(|dtype| dtype == first) { first } else { DType::F16 }
 }
 
 /// Every matrix, if all are of kinds that are streamed.
 fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Streamed>> {
     let ids = (0..).map(TensorId);
     let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
-        Source::Made(matrix) => Some((id, matrix)),
+        Source::Made(matrix, _) => Some((id, matrix)),
         Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
     });
     matrices.map(|(id, matrix)| Some((id, one(matrix, files)?))).collect()
@@ -99,6 +109,11 @@ fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
             let scales = (0..matrix.rows).map(|row| scales.of_group(files, matrix, row, 0));
             Some(Streamed { from: From::File(*place), dtype, scales: scales.collect() })
         }
+        Layout::Nf4(nf4) if nf4.dtype() != DType::F32 => Some(Streamed {
+            from: From::Values(matrix.clone()),
+            dtype: nf4.dtype(),
+            scales: Vec::new(),
+        }),
         Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) | Layout::Nf4(_) => {
             grouped(matrix, files)
         }
@@ -111,14 +126,19 @@ fn grouped(matrix: &Matrix, files: &Files) -> Option<Streamed> {
     Some(Streamed { from: From::Blocks(grouped), dtype, scales })
 }
 
-/// Whether some bf16 is too large for f16.
+/// Whether some bf16 is too large for f16, or may be.
 fn beyond_f16(all: &HashMap<TensorId, Streamed>, files: &Files) -> bool {
     /// The least bf16 that is larger than every f16: 65536.
     const LEAST: u16 = 0x4780;
+    let unread =
+        |matrix: &Streamed| matches!(matrix.from, From::Values(_)) && matrix.dtype == DType::Bf16;
+    if all.values().any(unread) {
+        return true;
+    }
     let found = AtomicBool::new(false);
     let matrices = all.values().filter_map(|matrix| match matrix.from {
         From::File(place) if matrix.dtype == DType::Bf16 => Some(files.slice(place)),
-        From::File(_) | From::Blocks(_) => None,
+        From::File(_) | From::Blocks(_) | From::Values(_) => None,
     });
     for bytes in matrices {
         let parts = std::sync::Mutex::new(bytes.chunks(PART_BYTES));

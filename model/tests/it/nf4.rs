@@ -1,6 +1,7 @@
 //! nf4 of bitsandbytes: values by their formula, computed here in another way, and every refusal of one edit.
 
-use ir::TensorId;
+use half::bf16;
+use ir::{DType, TensorId};
 use model::{Model, Shape, import};
 use serde_json::{Map, Value, json};
 
@@ -161,14 +162,16 @@ fn values_are_those_of_the_formula() {
             "{:?}",
             model.notes
         );
-        assert!(model.notes[0].contains("dequantised to f32"));
+        assert!(model.notes[0].contains("dequantised to bf16"), "{:?}", model.notes);
+        assert_eq!(model.graph.dtype, DType::Bf16);
         assert_eq!(values.len(), 7);
         for (name, want) in values {
             let at =
                 model.graph.tensors.iter().position(|tensor| tensor.name == name).expect(&name);
-            let got = model.weights.bytes(TensorId(at as u32)).as_chunks::<4>().0;
-            let got = got.iter().map(|bytes| u32::from_le_bytes(*bytes));
-            assert!(got.eq(want.iter().map(|value| value.to_bits())), "{name}, nested: {nested}");
+            let got = model.weights.bytes(TensorId(at as u32)).as_chunks::<2>().0;
+            let got = got.iter().map(|bytes| u16::from_le_bytes(*bytes));
+            let want = want.iter().map(|&value| bf16::from_f32(value).to_bits());
+            assert!(got.eq(want), "{name}, nested: {nested}");
         }
     }
 }
@@ -240,6 +243,12 @@ fn the_description_of_a_matrix_is_checked() {
     };
     let cases = [
         (false, "quant_type", json!("fp4"), "has quant_type \"fp4\"; expected \"nf4\""),
+        (
+            false,
+            "dtype",
+            json!("int8"),
+            "has dtype \"int8\"; expected \"bfloat16\", \"float16\" or \"float32\"",
+        ),
         (false, "shape", json!([64, 256]), "has shape [64,256]; expected [128,128]"),
         (false, "blocksize", json!(0), "has no blocksize; expected a positive whole number"),
         (false, "blocksize", json!(96), "has 128 columns, which blocks of 96 do not divide"),

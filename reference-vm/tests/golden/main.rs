@@ -12,8 +12,10 @@ const NAMES: [&str; 5] =
     ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
 
 /// Folders of `corpus/quantised`: their weights are codes, or dequantised to f32.
-const QUANTISED: [&str; 16] = [
+const QUANTISED: [&str; 18] = [
     "awq-g128-qwen2",
+    "bnb-nf4-llama",
+    "bnb-nf4-plain-qwen3",
     "ct-fp8-dynamic-llama",
     "ct-fp8-static-qwen3",
     "ct-int8-llama",

@@ -130,18 +130,26 @@ pub(super) fn config(input: &[u8]) {
 }
 
 pub(super) fn config_seeds() -> Vec<Vec<u8>> {
-    let golden = [
-        "llama-tied-f32",
-        "llama3-rope-bf16",
-        "mistral-f16",
-        "qwen2-bias-bf16",
-        "qwen3-qknorm-bf16",
-    ];
-    golden.map(|name| file(&format!("corpus/golden/{name}/config.json"))).to_vec()
+    let folders = ["corpus/golden", "corpus/families"]
+        .map(|parent| std::fs::read_dir(crate::root().join(parent)).expect("a folder of models"));
+    let configs = folders.into_iter().flatten().map(|entry| entry.expect("an entry").path());
+    let mut configs: Vec<_> =
+        configs.filter_map(|folder| std::fs::read(folder.join("config.json")).ok()).collect();
+    configs.sort();
+    configs
 }
 
-const QUANTISED: [&str; 4] =
-    ["gptq-desc-act-g128-llama", "ct-w4a16-asym-g128-qwen2", "ct-nvfp4-llama", "fp8-block-llama"];
+/// A model for each kind of configuration. New ones go to the end: inputs that were found name them by number.
+const QUANTISED: [&str; 8] = [
+    "gptq-desc-act-g128-llama",
+    "ct-w4a16-asym-g128-qwen2",
+    "ct-nvfp4-llama",
+    "fp8-block-llama",
+    "awq-g128-qwen2",
+    "ct-int8-llama",
+    "bnb-nf4-llama",
+    "ct-fp8-static-qwen3",
+];
 
 /// A digit that selects a quantised model, then its configuration if the next byte is `C`, or else the header of its
 /// tensors.
@@ -175,12 +183,21 @@ pub(super) fn quantised_seeds() -> Vec<Vec<u8>> {
     (b'0'..).zip(QUANTISED).flat_map(each).collect()
 }
 
-/// A GGUF file: `R` and the whole file, or `H` and what is in front of the data of a valid one.
+const GGUF: [&str; 3] = ["gguf-q4_0-llama", "gguf-q4_k_m-qwen3", "gguf-q6_k-llama"];
+
+/// Bytes of such a file in front of most of its data.
+const GGUF_HEAD: usize = 2304;
+
+fn gguf_file(which: usize) -> Vec<u8> {
+    file(&format!("corpus/quantised/{}/model.gguf", GGUF[which % GGUF.len()]))
+}
+
+/// A GGUF file: `R` and the whole file, or a digit that selects a valid file, and what is in front of its data.
 pub(super) fn gguf(input: &[u8]) {
     let Some((&form, rest)) = input.split_first() else { return };
     let mut bytes = rest.to_vec();
-    if form == b'H' {
-        bytes.extend(&file(GGUF)[GGUF_HEAD..]);
+    if form != b'R' {
+        bytes.extend(&gguf_file(form.wrapping_sub(b'0').into())[GGUF_HEAD..]);
     }
     in_scratch(|scratch| {
         let dir = folder(scratch, "gguf", |_| {});
@@ -193,15 +210,10 @@ pub(super) fn gguf(input: &[u8]) {
     });
 }
 
-const GGUF: &str = "corpus/quantised/gguf-q4_0-llama/model.gguf";
-
-/// Bytes of that file in front of most of its data.
-const GGUF_HEAD: usize = 2048;
-
 pub(super) fn gguf_seeds() -> Vec<Vec<u8>> {
-    let whole = file(GGUF);
     let empty = [&b"RGGUF"[..], &3_u32.to_le_bytes(), &[0; 16]].concat();
-    vec![[b"H", &whole[..GGUF_HEAD]].concat(), empty]
+    let head = |which: usize| [&[b'0' + which as u8], &gguf_file(which)[..GGUF_HEAD]].concat();
+    (0..GGUF.len()).map(head).chain([empty]).collect()
 }
 
 /// A tokenizer without a template: loads it and encodes a few texts.

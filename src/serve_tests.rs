@@ -550,6 +550,10 @@ mod tools;
 #[path = "serve_prefix_tests.rs"]
 mod prefix;
 
+/// Tenants.
+#[path = "serve_tenants_tests.rs"]
+mod tenants;
+
 /// A long mixture of requests.
 #[path = "serve_soak_tests.rs"]
 mod soak;

@@ -7,6 +7,7 @@
 //!   changes nothing.
 //! - No starvation: a ready command gets its turn after at most `patience + capacity - 1` turns of others
 //!   ([`Scheduler::longest_wait`]), whatever the others do. Higher priorities have less patience.
+//! - Tenants whose requests wait get places in proportion to their shares, counted in tokens ([`Fair`]); none starves.
 //! - No session is given more tokens than its quota.
 //! - A session that faults, waits or is cancelled takes no turn from another and changes nothing of another.
 //!
@@ -22,11 +23,13 @@
 //! scheduler.give_back(turn, 1, Outcome::Yield).unwrap(); // the turn is gone
 //! ```
 
+mod fair;
 mod ring;
 mod scheduler;
 #[cfg(test)]
 mod tests;
 
+pub use fair::{Fair, SHARE_MAX, Tenant};
 pub use ring::{Refused, Ring};
 pub use scheduler::{
     Cancelled, Outcome, Priority, Rejected, Report, Scheduler, SessionId, Turn, Why,

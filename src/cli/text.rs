@@ -93,6 +93,11 @@ pub(crate) struct ServeArgs {
     /// none. Default: that of AMK_API_KEY, which other users of the machine cannot see.
     #[arg(long, value_name = "KEY")]
     pub(crate) api_key: Option<String>,
+    /// A JSON file of tenants with API keys of their own: `{"tenants": [{"name", "key", "share", "requests",
+    /// "tokens_per_minute", "service_tier"}]}`; name and key must be there. Those whose requests wait get places by
+    /// their shares.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tenants: Option<PathBuf>,
     /// An origin whose pages may use the server, as SCHEME://HOST[:PORT]; may be repeated. `*` is any: use it with a key.
     #[arg(long, value_name = "ORIGIN")]
     pub(crate) cors: Vec<String>,

@@ -1,4 +1,4 @@
-//! Who may use the server: those with the API key, if there is one, and pages of the allowed origins.
+//! Who may use the server: those with an API key, if there are any, and pages of the allowed origins.
 
 use std::sync::Arc;
 
@@ -9,23 +9,30 @@ use axum::response::{IntoResponse, Response};
 
 use super::origin::{self, Allowed};
 use super::refusal::Refusal;
+use super::tenants::Caller;
 
 /// Paths that need no key: load balancers and supervisors have none, and the page asks for it.
 const OPEN: [&str; 3] = ["/", "/health", "/ready"];
 /// The seconds for which a browser may keep the answer to a preflight.
 const PREFLIGHT_S: &str = "600";
 
-/// An API key. Only its hash is kept; hashes are compared in constant time.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Key(blake3::Hash);
+/// The API keys, and whose they are. Only their hashes are kept; hashes are compared in constant time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Keys(Arc<[(blake3::Hash, Caller)]>);
 
-impl Key {
-    pub(super) fn new(key: &str) -> Self {
-        Self(blake3::hash(key.as_bytes()))
+impl Keys {
+    pub(super) fn new<'k>(keys: impl Iterator<Item = (&'k str, Caller)>) -> Self {
+        Self(keys.map(|(key, caller)| (blake3::hash(key.as_bytes()), caller)).collect())
     }
 
-    fn opens(self, key: &str) -> bool {
-        blake3::hash(key.as_bytes()) == self.0
+    /// Whether everybody may use the server.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn opens(&self, key: &str) -> Option<&Caller> {
+        let hash = blake3::hash(key.as_bytes());
+        self.0.iter().find(|(known, _)| *known == hash).map(|(_, caller)| caller)
     }
 }
 
@@ -38,19 +45,24 @@ fn given(headers: &HeaderMap) -> Option<&str> {
     bearer.or_else(|| headers.get("x-api-key").and_then(|value| value.to_str().ok()))
 }
 
-/// Refuses requests without the key, if there is one.
-pub(super) async fn keyed(
-    State(key): State<Option<Key>>,
-    request: Request,
-    next: Next,
-) -> Response {
-    let Some(key) = key.filter(|_| !OPEN.contains(&request.uri().path())) else {
-        return next.run(request).await;
+/// Refuses requests without a key, if there are keys, and says whose the others are.
+pub(super) async fn keyed(State(keys): State<Keys>, mut request: Request, next: Next) -> Response {
+    let caller = if keys.is_empty() || OPEN.contains(&request.uri().path()) {
+        Ok(Caller::default())
+    } else {
+        match given(request.headers()) {
+            Some(given) => keys.opens(given).cloned().ok_or("the API key is wrong"),
+            None => Err(
+                "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            ),
+        }
     };
-    let message = match given(request.headers()) {
-        Some(given) if key.opens(given) => return next.run(request).await,
-        Some(_) => "the API key is wrong",
-        None => "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+    let message = match caller {
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            return next.run(request).await;
+        }
+        Err(message) => message,
     };
     let refusal = Refusal::new(StatusCode::UNAUTHORIZED, message).coded("invalid_api_key");
     let mut response = refusal.into_response();
@@ -98,10 +110,10 @@ mod tests {
 
     #[test]
     fn a_key_comes_in_either_header() {
-        let key = Key::new("sesame");
+        let keys = Keys::new([("sesame", Caller::default())].into_iter());
         let opens = |name: &'static str, value: &'static str| {
             let headers = HeaderMap::from_iter([(name.parse().unwrap(), value.parse().unwrap())]);
-            given(&headers).is_some_and(|given| key.opens(given))
+            given(&headers).is_some_and(|given| keys.opens(given).is_some())
         };
         assert!(
             opens("authorization", "Bearer sesame") && opens("authorization", "bearer  sesame")

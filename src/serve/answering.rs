@@ -11,6 +11,7 @@ use axum::response::sse;
 use futures_util::stream::{self, Stream};
 use ir::sampling::Logprobs;
 use serde_json::Value;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::Served;
@@ -21,6 +22,7 @@ use super::prompt::Prompt;
 use super::record::Record;
 use super::refusal::Refusal;
 use super::request::Asked;
+use super::tenants::Caller;
 use super::text::{Piece, Writer};
 use super::tool_calls::CallReader;
 
@@ -60,6 +62,8 @@ pub(super) struct Answering {
     turn: usize,
     served: Arc<Served>,
     record: Arc<Record>,
+    /// Whose it is, and its place among the requests of its tenant.
+    counted: (Caller, Option<OwnedSemaphorePermit>),
 }
 
 /// A piece of a choice, and its ending if it is the last.
@@ -157,9 +161,14 @@ impl Choice {
 }
 
 impl Answering {
-    pub(super) fn new(served: Arc<Served>, record: Arc<Record>, prompt: usize) -> Self {
+    pub(super) fn new(
+        served: Arc<Served>,
+        record: Arc<Record>,
+        counted: (Caller, Option<OwnedSemaphorePermit>),
+        prompt: usize,
+    ) -> Self {
         let usage = Usage { prompt, ..Usage::default() };
-        Self { choices: Vec::new(), usage, kernels: 0, turn: 0, served, record }
+        Self { choices: Vec::new(), usage, kernels: 0, turn: 0, served, record, counted }
     }
 
     pub(super) fn add(&mut self, events: UnboundedReceiver<Event>, asked: &Asked, stop: &[String]) {
@@ -237,6 +246,7 @@ impl Answering {
             figures.first(took);
         }
         figures.token();
+        self.counted.0.used(1);
         let choice = &mut self.choices[index];
         match choice.measured {
             // The first of a choice has none before it.

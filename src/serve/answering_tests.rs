@@ -37,7 +37,7 @@ fn served() -> Served {
         answers: 0.into(),
         taking: Taking { loaded, leaving: AtomicBool::new(false) },
         page: page.reader(),
-        figures: Figures::new("m"),
+        figures: Figures::new("m", Arc::default()),
     }
 }
 
@@ -55,7 +55,7 @@ fn answering() -> (UnboundedSender<Event>, Answering) {
     let asked = Asked { work, least: 0, echo: None, tools: None, first: true };
     let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::empty());
     let record = Arc::new(Record::new(&request.unwrap()));
-    let mut answering = Answering::new(Arc::new(served()), record, 1);
+    let mut answering = Answering::new(Arc::new(served()), record, Default::default(), 1);
     let (to, events) = unbounded_channel();
     answering.add(events, &asked, &[]);
     (to, answering)

@@ -1,13 +1,13 @@
 //! The decode thread: it owns the engine, on which requests take turns.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
 use abi::{Activity, SequenceEnd};
 use ir::sampling::Logprobs;
-use sessions::{Outcome, Report, Scheduler, SessionId, Turn};
+use sessions::{Fair, Outcome, Report, Scheduler, SessionId, Tenant, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -20,6 +20,7 @@ use crate::sequence::{Sequence, Told};
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) work: Work,
+    pub(super) tenant: Tenant,
     /// Closed when the client has disconnected.
     pub(super) to: UnboundedSender<Event>,
     /// Shared by the choices of one request.
@@ -71,13 +72,17 @@ impl Admission {
 
 struct Running {
     sequence: Sequence,
+    tenant: Tenant,
+    /// Positions that its tenant has paid for.
+    paid: u64,
     to: UnboundedSender<Event>,
     admitted: Arc<OwnedSemaphorePermit>,
 }
 
 impl Running {
-    fn new(Job { work, to, admitted }: Job) -> Self {
-        Self { sequence: Sequence::new(work), to, admitted }
+    fn new(Job { work, tenant, to, admitted }: Job) -> Self {
+        let paid = work.positions();
+        Self { sequence: Sequence::new(work), tenant, paid, to, admitted }
     }
 
     /// Tells the client of tokens of the prompt that were in the cache.
@@ -94,7 +99,7 @@ impl Running {
         place: usize,
         most: u64,
     ) -> Result<(usize, Option<Finish>), Broken> {
-        let Self { sequence, to, admitted } = self;
+        let Self { sequence, to, admitted, .. } = self;
         let free = free(admitted);
         let mut preempt = || to.is_closed() || self::free(admitted) < free;
         sequence.turn(engine, (place, most), &mut |told| say(to, told), &mut preempt)
@@ -119,15 +124,15 @@ pub(super) struct EngineLoop<'e> {
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
     running: BTreeMap<SessionId, Running>,
-    /// Requests without a session yet, in order of arrival.
-    waiting: VecDeque<Job>,
+    /// Requests without a session yet.
+    waiting: Fair<Job>,
     said: Sequences,
 }
 
 impl<'e> EngineLoop<'e> {
     pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
-        let (running, waiting) = (BTreeMap::new(), VecDeque::new());
+        let (running, waiting) = (BTreeMap::new(), Fair::default());
         Self { engine, scheduler, running, waiting, said }
     }
 
@@ -140,14 +145,14 @@ impl<'e> EngineLoop<'e> {
             if self.running.is_empty() && self.waiting.is_empty() {
                 self.said.enter(Activity::Idle);
                 match inbox.recv() {
-                    Ok(job) => self.waiting.push_back(job),
+                    Ok(job) => self.arrived(job),
                     Err(_) => return Ok(()),
                 }
                 self.said.enter(Activity::Between);
             }
             loop {
                 match inbox.try_recv() {
-                    Ok(job) => self.waiting.push_back(job),
+                    Ok(job) => self.arrived(job),
                     Err(TryRecvError::Empty) => break,
                     Err(TryRecvError::Disconnected) => {
                         self.leave(&Finish::Leaving);
@@ -167,10 +172,14 @@ impl<'e> EngineLoop<'e> {
         }
     }
 
-    fn leave(self, finish: &Finish) {
+    fn arrived(&mut self, job: Job) {
+        self.waiting.push(job.tenant.clone(), job);
+    }
+
+    fn leave(mut self, finish: &Finish) {
         self.said.lost(finish.ending(), self.running.len() + self.waiting.len());
         let running = self.running.into_values().map(|running| running.to);
-        for to in running.chain(self.waiting.into_iter().map(|job| job.to)) {
+        for to in running.chain(self.waiting.drain().map(|job| job.to)) {
             let _ = to.send(Event::End(finish.clone()));
         }
     }
@@ -189,16 +198,14 @@ impl<'e> EngineLoop<'e> {
     }
 
     fn slot(&mut self) {
-        while let Some(job) = self.waiting.pop_front() {
+        while let Some(job) = self.waiting.first() {
             let (quota, priority) = (job.work.positions(), job.work.priority);
             // The first in line waits until other sequences free pages; if there are none, `begin` returns the reason.
-            let room = |engine: &mut dyn Engine| engine.has_room(quota, job.work.reusable());
-            if !self.running.is_empty() && !room(&mut *self.engine) {
-                return self.waiting.push_front(job);
+            if !self.running.is_empty() && !self.engine.has_room(quota, job.work.reusable()) {
+                return;
             }
-            let Ok(session) = self.scheduler.open(priority, quota) else {
-                return self.waiting.push_front(job);
-            };
+            let Ok(session) = self.scheduler.open(priority, quota) else { return };
+            let Some((_, job)) = self.waiting.admit(quota) else { return };
             let mut running = Running::new(job);
             let started = running.sequence.begin(&mut *self.engine, session.place());
             let started = started.and_then(|()| {
@@ -312,7 +319,9 @@ impl<'e> EngineLoop<'e> {
         let closed = self.scheduler.close(session);
         debug_assert_eq!(closed, Ok(()), "no turn is out");
         self.said.close(session.place(), ending, self.scheduler.ring());
-        self.running.remove(&session)
+        let running = self.running.remove(&session)?;
+        self.waiting.left(&running.tenant, running.paid, running.sequence.fed as u64);
+        Some(running)
     }
 }
 

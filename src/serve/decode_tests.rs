@@ -4,7 +4,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use ir::sampling::Sampling;
-use sessions::Priority;
+use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
@@ -217,7 +217,7 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
         logprobs: None,
         priority: Priority::Normal,
     };
-    (Job { work, to, admitted: admission.enter().unwrap() }, events)
+    (Job { work, tenant: Tenant::default(), to, admitted: admission.enter().unwrap() }, events)
 }
 
 /// All tokens that a request receives, and its ending.
@@ -545,6 +545,40 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
     assert!(longest > 63 && longest <= bound, "somebody waited {longest} turns of {bound}");
     let preempted = *preempted.lock().unwrap();
     eprintln!("{turns} turns, {preempted} of them yielded early, the longest wait was {longest}");
+}
+
+/// One tenant offers ten times as much as the other; each begins every other request while both wait.
+#[test]
+fn tenants_share_places_whatever_they_offer() {
+    let admission = Admission::new(110);
+    let engine = Scripted { chooses: true, ..Scripted::default() };
+    let fed = engine.fed.clone();
+    let mut made = Vec::new();
+    for (name, limit, count) in [("a", 60, 100), ("b", 50, 10)] {
+        for _ in 0..count {
+            let (mut job, events) = job(&[1], limit, &admission);
+            job.tenant = Tenant { name: name.into(), share: 1 };
+            made.push((job, events));
+        }
+    }
+    beside(engine, 4, |jobs| {
+        let (sent, answers): (Vec<_>, Vec<_>) = made.into_iter().unzip();
+        sent.into_iter().for_each(|job| jobs.send(job).unwrap());
+        answers.into_iter().for_each(|events| assert_eq!(heard(events).1, Some(Finish::Length)));
+    });
+    // The positions of each request, in the order of their beginnings.
+    let (mut latest, mut ran) = (BTreeMap::new(), Vec::new());
+    for (place, positions) in fed.lock().unwrap().iter() {
+        if *positions == BEGUN {
+            latest.insert(*place, ran.len());
+            ran.push(0);
+        } else {
+            ran[latest[place]] += positions;
+        }
+    }
+    assert_eq!(ran.len(), 110);
+    let last = ran.iter().rposition(|positions| *positions <= 50).unwrap();
+    assert!((15..=26).contains(&last), "b's tenth request was number {last}: {ran:?}");
 }
 
 /// A turn ends early when its client disconnects or another request arrives.

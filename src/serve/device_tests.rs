@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use ir::sampling::Sampling;
-use sessions::Priority;
+use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
@@ -81,7 +81,8 @@ fn heard(
             for Wanted { work, goes } in wanted {
                 let (to, events) = unbounded_channel();
                 let admitted = admission.enter().expect("a place in the queue");
-                jobs.send(Job { work, to, admitted }).expect("the desk is there");
+                jobs.send(Job { work, tenant: Tenant::default(), to, admitted })
+                    .expect("the desk is there");
                 let client = std::thread::spawn(move || listen(events, goes));
                 if !together {
                     while !client.is_finished() {
@@ -180,7 +181,8 @@ fn a_lone_sequence_and_a_batch_have_kernels_of_their_own() {
                     wanted.limit = 200;
                     let (to, events) = unbounded_channel();
                     let admitted = admission.enter().expect("a place in the queue");
-                    jobs.send(Job { work: wanted, to, admitted }).expect("the loop is there");
+                    jobs.send(Job { work: wanted, tenant: Tenant::default(), to, admitted })
+                        .expect("the loop is there");
                     events
                 });
                 for mut events in asked.collect::<Vec<_>>() {

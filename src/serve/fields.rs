@@ -24,7 +24,7 @@ const NEUTRAL: [(&str, &[&str]); 15] = [
     ("store", &["false"]),
 ];
 
-/// Fields that identify the caller, or that other servers cache by: they do not change the answer.
+/// Fields that identify the caller (see `tenants`), or that other servers cache by: they do not change the answer.
 const ABOUT_THE_CALLER: [&str; 5] =
     ["user", "metadata", "safety_identifier", "prompt_cache_key", "cache_control"];
 

@@ -1,6 +1,7 @@
 //! `/metrics` on the server's own port: the metrics that routers and dashboards know from vLLM, after `amk`'s own.
 
 use std::fmt::Write;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
@@ -11,6 +12,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use telemetry::Page;
+
+use super::tenants::Tenants;
 
 /// Bounds of times to the first token, in seconds: vLLM's.
 const FIRST: [f64; 22] = [
@@ -44,6 +47,7 @@ pub(super) struct Figures {
     prefix_hits: Counter,
     generated: Counter,
     success: Family<[(&'static str, &'static str); 1], Counter>,
+    tenants: Arc<Tenants>,
 }
 
 impl std::fmt::Debug for Figures {
@@ -53,7 +57,7 @@ impl std::fmt::Debug for Figures {
 }
 
 impl Figures {
-    pub(super) fn new(model: &str) -> Self {
+    pub(super) fn new(model: &str, tenants: Arc<Tenants>) -> Self {
         let label = ("model_name".into(), model.to_owned().into());
         let mut figures = Self {
             registry: Registry::with_labels(std::iter::once(label)),
@@ -68,8 +72,10 @@ impl Figures {
             prefix_hits: Counter::default(),
             generated: Counter::default(),
             success: Family::default(),
+            tenants,
         };
         figures.register();
+        figures.tenants.register(&mut figures.registry);
         figures
     }
 
@@ -152,6 +158,7 @@ impl Figures {
         self.waiting.set(page.head.waiting.into());
         self.running.set(page.open().count() as i64);
         self.cache.set(used(&page));
+        self.tenants.update();
         let own = telemetry::openmetrics(page);
         let mut text = own.trim_end().trim_end_matches("# EOF").to_owned();
         // Writing to a string cannot fail.
@@ -210,7 +217,7 @@ mod tests {
 
     #[test]
     fn names_and_labels_are_those_of_vllm() {
-        let figures = Figures::new("a model");
+        let figures = Figures::new("a model", Arc::default());
         figures.prompt(5);
         figures.queried(300);
         figures.reused(256);

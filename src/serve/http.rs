@@ -15,13 +15,14 @@ use axum::{Extension, Router};
 use serde_json::{Value, json};
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::access::{self, Key};
+use super::access::{self, Keys};
 use super::answering::Answering;
 use super::decode::Job;
 use super::origin::Allowed;
 use super::record::{self, Record};
 use super::refusal::Refusal;
 use super::request::{Api, Request};
+use super::tenants::Caller;
 use super::{Served, body, metrics, page, tokens};
 
 /// The interval of keep-alive comments in a silent stream.
@@ -36,7 +37,7 @@ const TEXTS: [(&str, Api); 4] = [
 ];
 
 /// The server's routes.
-pub(super) fn router(served: Arc<Served>, allowed: Allowed, key: Option<Key>) -> Router {
+pub(super) fn router(served: Arc<Served>, allowed: Allowed, keys: Keys) -> Router {
     let mut router = Router::new()
         .route("/", get(page::page))
         .route("/health", get(health))
@@ -54,14 +55,14 @@ pub(super) fn router(served: Arc<Served>, allowed: Allowed, key: Option<Key>) ->
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model));
     for (path, api) in TEXTS {
-        let answer = move |served, record, head, body| answer(api, served, record, head, body);
+        let answer = move |served, from, head, body| answer(api, served, from, head, body);
         router = router.route(path, post(answer));
     }
     // The last layer is the outermost.
     router
         .fallback(no_page)
         .method_not_allowed_fallback(no_method)
-        .layer(from_fn_with_state(key, access::keyed))
+        .layer(from_fn_with_state(keys, access::keyed))
         .layer(from_fn_with_state(Arc::new(allowed), access::shared))
         .layer(from_fn(body::read_to_its_end))
         .layer(from_fn(record::recorded))
@@ -153,24 +154,29 @@ async fn convert(
 async fn answer(
     api: Api,
     State(served): State<Arc<Served>>,
-    Extension(record): Extension<Arc<Record>>,
+    (Extension(record), Extension(caller)): (Extension<Arc<Record>>, Extension<Caller>),
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Refusal> {
+    let place = caller.enter()?;
     let admitted = served.enter()?;
-    let read = move |body: &[u8], served: &Served| Request::read(api, body, served);
+    let from = caller.clone();
+    let read = move |body: &[u8], served: &Served| Request::read(api, body, &from, served);
     let request = parsed(&headers, body, &served, read).await?;
     record.prompt(request.prompt_tokens);
     served.figures.prompt(request.prompt_tokens);
     let heading = served.heading(api, &request);
-    let mut answering = Answering::new(served.clone(), record, request.prompt_tokens);
+    caller.used(request.prompt_tokens);
+    let counted = (caller, place);
+    let mut answering = Answering::new(served.clone(), record, counted, request.prompt_tokens);
     for asked in request.choices {
         let (to, events) = unbounded_channel(); // bounded by the tokens of the choice
         answering.add(events, &asked, &request.stop);
         if served.shares {
             served.figures.queried(asked.work.reusable().len());
         }
-        let job = Job { work: asked.work, to, admitted: admitted.clone() };
+        let (tenant, admitted) = (request.tenant.clone(), admitted.clone());
+        let job = Job { work: asked.work, tenant, to, admitted };
         served.jobs.send(job).map_err(|_| Refusal::leaving())?;
     }
     // From here on the jobs hold the place in the queue.

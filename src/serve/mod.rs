@@ -20,6 +20,7 @@ mod record;
 mod refusal;
 mod request;
 mod responses_answer;
+mod tenants;
 mod text;
 mod tokens;
 mod tool_calls;
@@ -52,7 +53,7 @@ use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 
-use access::Key;
+use access::Keys;
 use answer::Heading;
 use decode::{Admission, EngineLoop, Job};
 use figures::Figures;
@@ -60,6 +61,7 @@ use grammar::{Grammars, Wanted};
 use origin::Allowed;
 use refusal::Refusal;
 use request::{Api, Request};
+use tenants::{Caller, Tenants};
 
 /// The time limit of current requests after Ctrl-C or SIGTERM.
 const GRACE: Duration = Duration::from_secs(10);
@@ -261,9 +263,11 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let kernels: Vec<String> = all.map(Lowered::name).collect();
     let page = observer.publisher().reader();
     let (loaded, loading) = watch::channel(false);
-    let served = serving(&context, args, (device, seqs, schedule, kernels), (jobs, page, loading))?;
-    let served = Arc::new(served);
-    let access = access(args)?;
+    let (tenants, keys) = access(args)?;
+    let access = (keys, args.cors.clone());
+    let figures = Figures::new(&names(&context, args)[0], tenants);
+    let of = (device, seqs, schedule, kernels);
+    let served = Arc::new(serving(&context, args, of, (jobs, page, loading, figures))?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     std::thread::scope(|scope| {
         // Dropped when this thread no longer uses the model, however it ends.
@@ -379,20 +383,24 @@ fn shared(lowered: &Lowered) -> Result<(), String> {
     proven.map(|_| ()).map_err(|violations| violations.to_string())
 }
 
+/// The names of the model.
+fn names(context: &Context, args: &ServeArgs) -> Vec<String> {
+    let mut names = args.served_model_name.clone();
+    if names.is_empty() {
+        names.push(context.graph().name.clone());
+    }
+    names
+}
+
 fn serving(
     context: &Context,
     args: &ServeArgs,
     (device, seqs, schedule, kernels): (&'static str, u32, Option<ScheduleSource>, Vec<String>),
-    (jobs, page, loaded): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>),
+    (jobs, page, loaded, figures): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>, Figures),
 ) -> Result<Served, Failure> {
     let graph = context.graph();
-    let mut names = args.served_model_name.clone();
-    if names.is_empty() {
-        names.push(graph.name.clone());
-    }
-    let figures = Figures::new(&names[0]);
     Ok(Served {
-        names,
+        names: names(context, args),
         device,
         schedule,
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
@@ -417,8 +425,8 @@ fn serving(
 /// The variable of the API key: other users of a machine can read the arguments of a process, but not its environment.
 const KEY: &str = "AMK_API_KEY";
 
-/// Who may use the server: the key, if there is one, and the origins of pages.
-fn access(args: &ServeArgs) -> Result<(Option<Key>, Vec<String>), Failure> {
+/// The tenants, and the keys that open the server, if there are any. Checks the origins of pages, too.
+fn access(args: &ServeArgs) -> Result<(Arc<Tenants>, Keys), Failure> {
     let key = args.api_key.clone().or_else(|| std::env::var(KEY).ok());
     if key.as_ref().is_some_and(|key| key.trim().is_empty()) {
         let message =
@@ -435,14 +443,17 @@ fn access(args: &ServeArgs) -> Result<(Option<Key>, Vec<String>), Failure> {
             return Err(Failure::usage(message));
         }
     }
-    Ok((key.map(|key| Key::new(key.trim())), args.cors.clone()))
+    let tenants = args.tenants.as_deref().map(Tenants::open).transpose()?.unwrap_or_default();
+    let own = key.as_deref().map(|key| (key.trim(), Caller::default()));
+    let keys = Keys::new(own.into_iter().chain(tenants.keys()));
+    Ok((Arc::new(tenants), keys))
 }
 
 /// Serves HTTP until Ctrl-C or SIGTERM, or until the decode thread ends.
 fn listen(
     addr: SocketAddr,
     metrics: Option<(SocketAddr, Reader)>,
-    (served, (key, origins)): (Arc<Served>, (Option<Key>, Vec<String>)),
+    (served, (keys, origins)): (Arc<Served>, (Keys, Vec<String>)),
     gone: watch::Receiver<()>,
 ) -> Outcome {
     let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
@@ -459,14 +470,14 @@ fn listen(
             Some((addr, reader)) => Some(metrics::listen(addr, reader).await?),
             None => None,
         };
-        let begin = begin(&served, stop, (bound, key.is_some()), metrics);
+        let begin = begin(&served, stop, (bound, !keys.is_empty()), metrics);
         let leave = async {
             after(1, stopped.clone(), gone.clone()).await;
             served.taking.leaving.store(true, Ordering::Relaxed);
         };
         let most = connections::most(served.admission.limit());
         let allowed = Allowed { loopback: bound.ip().is_loopback(), origins };
-        let app = http::router(served.clone(), allowed, key);
+        let app = http::router(served.clone(), allowed, keys);
         tokio::select! {
             () = connections::serve(listener, app, most, leave) => {}
             () = deadline(stopped.clone(), gone.clone()) => {

@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use ir::sampling::Sampling;
 use serde_json::{Map, Value, json};
-use sessions::Priority;
+use sessions::{Priority, Tenant};
 
 use super::decode::Work;
 use super::fields::Fields;
 use super::grammar::Wanted;
 use super::prompt::{self, Prompt, check_tokens, tokens};
 use super::refusal::Refusal;
+use super::tenants::{Caller, priority_of};
 use super::tools::Tools;
 use super::{Served, grammar, tools};
 use crate::host_rules::HostRules;
@@ -44,6 +45,8 @@ pub(super) struct Request {
     pub(super) scored: bool,
     /// The request's settings, in the APIs whose answers repeat them.
     pub(super) settings: Value,
+    /// Whose it is.
+    pub(super) tenant: Tenant,
 }
 
 /// One choice.
@@ -84,16 +87,21 @@ pub(super) fn fields(body: &[u8]) -> Result<Fields, Refusal> {
 }
 
 impl Request {
-    pub(super) fn read(api: Api, body: &[u8], served: &Served) -> Result<Self, Refusal> {
+    pub(super) fn read(
+        api: Api,
+        body: &[u8],
+        caller: &Caller,
+        served: &Served,
+    ) -> Result<Self, Refusal> {
         let mut fields = fields(body)?;
-        let settings = settings(api, &fields.0);
+        let (settings, tenant) = (settings(api, &fields.0), caller.tenant(&fields.0));
         check_model(&mut fields, served)?;
         let sampling = sampling(&mut fields, served)?;
         let (stop, stop_ids) = stops(api, &mut fields, served)?;
         let logprobs = top(&mut fields, api)?;
         let stream = fields.flag("stream")?;
         let include_usage = include_usage(&mut fields)?;
-        let priority = priority(&mut fields)?;
+        let priority = caller.priority(priority(&mut fields)?);
         let asked = asked(&mut fields, api)?;
         let echo = api == Api::Completions && fields.flag("echo")?;
         let host = host_rules(&mut fields, echo && logprobs.is_some())?;
@@ -143,7 +151,7 @@ impl Request {
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
         let scored = logprobs.is_some();
-        Ok(Self { choices, prompt_tokens, stop, stream, include_usage, scored, settings })
+        Ok(Self { choices, prompt_tokens, stop, stream, include_usage, scored, settings, tenant })
     }
 }
 
@@ -316,12 +324,7 @@ fn include_usage(fields: &mut Fields) -> Result<bool, Refusal> {
 /// OpenAI's service tier as a priority.
 fn priority(fields: &mut Fields) -> Result<Priority, Refusal> {
     let legal = "auto, default, flex or priority";
-    let tier = fields.read("service_tier", legal, |value| match value.as_str()? {
-        "auto" | "default" | "standard_only" => Some(Priority::Normal),
-        "flex" => Some(Priority::Low),
-        "priority" => Some(Priority::High),
-        _ => None,
-    })?;
+    let tier = fields.read("service_tier", legal, |value| priority_of(value.as_str()?))?;
     Ok(tier.unwrap_or(Priority::Normal))
 }
 

@@ -10,6 +10,8 @@ use crate::cli::{FleetDrainArgs, FleetInitArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report as out;
 
+#[cfg(all(test, feature = "full"))]
+mod cards_tests;
 mod finding;
 pub(crate) mod report;
 pub(crate) mod status;

@@ -23,6 +23,7 @@ use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::runs::recorded::Recorded;
 use crate::context::Context;
+use crate::device::hardware::{Hardware, ThisMachine};
 use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::found;
@@ -74,6 +75,15 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
 
 /// Searches until the budget is spent or the watcher stops it.
 pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>, Failure> {
+    answer_on(args, watch, &ThisMachine)
+}
+
+/// The same on given hardware.
+pub(crate) fn answer_on(
+    args: &LoopArgs,
+    watch: &dyn Watch,
+    hardware: &dyn Hardware,
+) -> Result<Answer<Found>, Failure> {
     let _ = spent::clock(); // starts the clock
     let folder = header::folder(args)?;
     let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
@@ -88,7 +98,7 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
     let context = Context::load(&header.model, &header.place(args))?;
     let header = header.with_start(args, &context)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let mut device = if several { None } else { context.open_process(&args.sharing)? };
+    let mut device = if several { None } else { hardware.open(&context, args)? };
     std::thread::scope(|scope| {
         let opened = match &device {
             _ if several => Opened::Several(Box::new(cards::open(scope, &context, args, &header)?)),
@@ -113,9 +123,11 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let (helpers, threads) = helpers(opened.count());
         let search = match opened {
             Opened::Several(pool) => Search::side_by_side(gate, *pool, settings),
-            Opened::None | Opened::One(_) => {
-                Search::new(gate, device.as_mut().map(|gpu| gpu as &mut dyn Device), settings)
-            }
+            Opened::None | Opened::One(_) => Search::new(
+                gate,
+                device.as_mut().map(|gpu| &mut **gpu as &mut dyn Device),
+                settings,
+            ),
         };
         let search = search.with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);

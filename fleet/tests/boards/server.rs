@@ -35,14 +35,21 @@ pub(crate) fn binaries() -> Option<PathBuf> {
     found.pop()
 }
 
-/// Runs tests that need a server. Without one they are not run, which is an error where AMK_REQUIRE_POSTGRES is 1.
+/// Whether there is no PostgreSQL here, which is an error where AMK_REQUIRE_POSTGRES is 1.
+pub(crate) fn is_missing() -> bool {
+    let missing = binaries().is_none();
+    let required = std::env::var("AMK_REQUIRE_POSTGRES").is_ok_and(|value| value == "1");
+    assert!(
+        !(missing && required),
+        "AMK_REQUIRE_POSTGRES=1 and there is no PostgreSQL: apt-get install postgresql"
+    );
+    missing
+}
+
+/// Runs tests that need a server. Without one they are not run.
 pub(crate) fn run(tests: &[(&'static str, fn())]) -> std::process::ExitCode {
     let mut arguments = libtest_mimic::Arguments::from_args();
-    let missing = binaries().is_none();
-    if missing && std::env::var("AMK_REQUIRE_POSTGRES").is_ok_and(|value| value == "1") {
-        eprintln!("AMK_REQUIRE_POSTGRES=1 and there is no PostgreSQL: apt-get install postgresql");
-        return std::process::ExitCode::FAILURE;
-    }
+    let missing = is_missing();
     if missing && !arguments.list {
         tests.iter().for_each(|(name, _)| println!("test {name} ... not run: no PostgreSQL here"));
         return std::process::ExitCode::SUCCESS;

@@ -1,0 +1,216 @@
+//! Legs and races of real worker processes with scripted cards of two pretended hosts, on a PostgreSQL server of the
+//! test's own: what cards agree on is confirmed, and what one of them reverts is not.
+//!
+//! This binary is its own `amk`: it starts itself again with [`COMMAND`] set. A worker gets the pretended hardware of
+//! [`CARD`] there; nothing outside of this test can choose another hardware than the real one.
+
+use std::process::{Command, Stdio};
+
+use clap::Parser as _;
+use ir::Target;
+use ir::program::Program;
+use ir::schedule::KernelConfig;
+use search::{Device, Expected, POSITIONS_MAX};
+use serde_json::{Value, json};
+use tests::scripted::{Behaviour, ScriptedDevice};
+
+use super::worker;
+use crate::cli::{self, Cli, FleetCommand, LoopArgs};
+use crate::context::Context;
+use crate::device::hardware::{CardIdentity, Hardware};
+use crate::dispatch;
+use crate::failure::{Exit, Failure};
+use crate::schedule_choice::reproducible;
+
+#[path = "../../../fleet/tests/boards/server.rs"]
+mod server;
+
+/// The command line of a process, as JSON.
+const COMMAND: &str = "AMK_TEST_COMMAND";
+/// The pretended hardware of a worker, as JSON.
+const CARD: &str = "AMK_TEST_CARD";
+const TEST: &str =
+    "commands::fleet::cards_tests::a_champion_that_cards_of_two_hosts_keep_is_confirmed";
+
+/// A scripted card: µs per token of the start, and of every other schedule.
+#[derive(Clone, Copy)]
+struct Card {
+    host: &'static str,
+    boot: &'static str,
+    uuid: &'static str,
+    start_us: f64,
+    other_us: f64,
+}
+
+const A: Card = Card { host: "one", boot: "1", uuid: "GPU-a", start_us: 100.0, other_us: 92.0 };
+const B: Card = Card { uuid: "GPU-b", start_us: 103.0, other_us: 95.0, ..A };
+const C: Card = Card { host: "two", boot: "2", uuid: "GPU-c", ..A };
+/// Another name for the first host, such as that of a container.
+const ALIAS: Card = Card { host: "three", uuid: "GPU-d", ..A };
+/// The champion is slower here.
+const REVERTS: Card = Card { uuid: "GPU-e", start_us: 90.0, other_us: 93.0, ..C };
+
+/// The hardware of a worker process, from [`CARD`].
+struct Pretended(Value);
+
+impl Pretended {
+    fn word(&self, key: &str) -> String {
+        self.0[key].as_str().unwrap().to_owned()
+    }
+}
+
+impl Hardware for Pretended {
+    fn host(&self) -> String {
+        self.word("host")
+    }
+
+    fn boot(&self) -> String {
+        self.word("boot")
+    }
+
+    fn live_card(&self) -> Option<CardIdentity> {
+        let target = Target::by_name("h200").unwrap();
+        Some(CardIdentity { target, uuid: self.word("uuid"), name: "NVIDIA H200".to_owned() })
+    }
+
+    fn open<'a>(
+        &self,
+        context: &'a Context,
+        args: &LoopArgs,
+    ) -> Result<Option<Box<dyn Device + 'a>>, Failure> {
+        let (graph, weights) = (context.graph(), &*context.model.weights);
+        let seed = args.seed.unwrap();
+        let expected =
+            Expected::new(graph, weights, context.kv_capacity, seed, Some(POSITIONS_MAX)).unwrap();
+        let start = reproducible(context, context.predicted_at());
+        let start_id = context.lowered(&start)?.id();
+        let us = [&self.0["start_us"], &self.0["other_us"]].map(|us| us.as_f64().unwrap());
+        let script = move |program: &Program, kernel: &KernelConfig| {
+            let is_start = program.id() == start_id && *kernel == start.kernel;
+            Behaviour::takes(us[usize::from(!is_start)]).with_noise(0.002)
+        };
+        let device = ScriptedDevice::new(expected.logits, 7, script).with_bandwidth(4.6e12);
+        Ok(Some(Box::new(device.with_card("NVIDIA H200", &self.word("uuid")))))
+    }
+}
+
+/// What a process of this test does: `amk` with the arguments of [`COMMAND`].
+fn be_amk(arguments: &str) -> ! {
+    let arguments: Vec<String> = serde_json::from_str(arguments).unwrap();
+    let parsed = Cli::try_parse_from(arguments).unwrap_or_else(|error| panic!("{error}"));
+    let outcome = match parsed.command.unwrap() {
+        cli::Command::Fleet { command: FleetCommand::Worker(args) } => {
+            let card = serde_json::from_str(&std::env::var(CARD).unwrap()).unwrap();
+            worker::run_on(&args, &Pretended(card))
+        }
+        command => dispatch::run(command),
+    };
+    let exit = outcome.map_or_else(
+        |failure| {
+            eprintln!("{}", failure.message);
+            failure.exit
+        },
+        |exit: Exit| exit,
+    );
+    std::process::exit(exit.code())
+}
+
+struct Fleet {
+    server: server::Server,
+    folder: tempfile::TempDir,
+}
+
+impl Fleet {
+    fn command(&self, words: &str) -> Command {
+        let board = self.server.url("owner").display().to_string();
+        let mut arguments: Vec<String> = words.split(' ').map(str::to_owned).collect();
+        arguments.splice(0..0, ["amk".to_owned(), "fleet".to_owned()]);
+        arguments.extend(["--board".to_owned(), board]);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", TEST, "--nocapture", "--test-threads=1"]);
+        command.env(COMMAND, json!(arguments).to_string()).env("PGPASSWORD", "owner");
+        command.env("AMK_DATA", self.folder.path()).current_dir(self.folder.path());
+        command
+    }
+
+    /// The document of a command, after the words of the test's harness.
+    #[track_caller]
+    fn answer(&self, words: &str) -> Value {
+        let output = self.command(words).output().unwrap();
+        assert!(output.status.success(), "{words}: {}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        let document = &text[text.find('{').unwrap_or_else(|| panic!("no document in {text}"))..];
+        serde_json::Deserializer::from_str(document).into_iter().next().unwrap().unwrap()
+    }
+
+    /// Lets a worker process of each card run until there is nothing to do, all at once.
+    #[track_caller]
+    fn work(&self, cards: &[Card]) {
+        let start = |card: &Card| {
+            let Card { host, boot, uuid, start_us, other_us } = *card;
+            let card = json!({
+                "host": host, "boot": boot, "uuid": uuid, "start_us": start_us, "other_us": other_us,
+            });
+            let words = "worker --device cuda --until-done --for 2m";
+            let mut command = self.command(words);
+            command.env(CARD, card.to_string()).stdout(Stdio::null()).stderr(Stdio::piped());
+            command.spawn().unwrap()
+        };
+        let workers: Vec<_> = cards.iter().map(start).collect();
+        for worker in workers {
+            let ended = worker.wait_with_output().unwrap();
+            assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+        }
+    }
+
+    /// The only champion: status, cards and hosts that kept it, and cards that reverted it.
+    #[track_caller]
+    fn champion(&self) -> Value {
+        let status = self.answer("status");
+        assert_eq!(status["open"], json!([]), "every job is done");
+        let [champion] = &status["champions"].as_array().unwrap()[..] else { panic!("{status}") };
+        let of = |key: &str| champion[key].clone();
+        json!([of("status"), of("cards_kept"), of("hosts_kept"), of("reverted")])
+    }
+}
+
+#[test]
+fn a_champion_that_cards_of_two_hosts_keep_is_confirmed() {
+    if let Ok(arguments) = std::env::var(COMMAND) {
+        be_amk(&arguments);
+    }
+    if server::is_missing() {
+        println!("not run: no PostgreSQL here");
+        return;
+    }
+    let fleet = Fleet { server: server::Server::start(), folder: tempfile::tempdir().unwrap() };
+    let leg = "submit --models toy --cards h200 --device cuda --budget 6";
+    assert_eq!(fleet.answer(leg)["new"], 1);
+    fleet.work(&[A]);
+    assert_eq!(fleet.champion(), json!(["candidate", 1, 1, 0]), "its own card only");
+
+    // Two more cards, but of the host that found it.
+    assert_eq!(fleet.answer("submit --races 2")["new"], 2);
+    fleet.work(&[B, ALIAS]);
+    assert_eq!(fleet.champion(), json!(["candidate", 3, 1, 0]), "one host by its boot");
+
+    assert_eq!(fleet.answer("submit --races 3")["new"], 1);
+    fleet.work(&[C]);
+    assert_eq!(fleet.champion(), json!(["confirmed", 4, 2, 0]));
+
+    assert_eq!(fleet.answer("submit --races 4")["new"], 1);
+    fleet.work(&[REVERTS]);
+    assert_eq!(fleet.champion(), json!(["candidate", 4, 2, 1]), "one card reverts it");
+
+    // Every verdict follows from an audited ledger of its own card.
+    let report = fleet.answer("report --out out");
+    let runs = report["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 5);
+    let decisions: Vec<&str> = runs.iter().map(|run| run["decision"].as_str().unwrap()).collect();
+    assert_eq!(decisions, ["kept", "kept", "kept", "kept", "reverted"]);
+    let card = |job: usize| {
+        let ledger = fleet.folder.path().join(format!("out/{job}/ledger.jsonl"));
+        corpus::read(&ledger).unwrap().header["conditions"]["uuid"].clone()
+    };
+    assert_eq!([card(1), card(4), card(5)], ["GPU-a", "GPU-c", "GPU-e"]);
+}

@@ -350,6 +350,7 @@ fn a_leg_is_repeated_from_its_snapshot_and_seed() {
             strategy: "residual".to_owned(),
             protocol: search::PROTOCOL,
             priors,
+            round: 0,
             race: None,
         };
         board.submit(&[spec]).unwrap();

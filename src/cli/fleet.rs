@@ -21,8 +21,9 @@ pub(crate) enum FleetCommand {
     #[command(
         after_help = "Examples:\n  amk fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8\n  \
         amk fleet submit --board b.sqlite --models DIR --cards h200,h100 --contexts 128,8192 --device cuda --store runs/store.sqlite\n  \
+        amk fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8 --round 1\n  \
         amk fleet submit --board b.sqlite --races 2\n\n\
-        Equal jobs are one: submitting twice changes nothing. With --store the legs propose from a snapshot of that store, which is\n\
+        Equal jobs are one: submitting twice changes nothing. With --store or --round the legs propose from a snapshot, which is\n\
         frozen on the board under its hash, so a leg can be repeated from snapshot and seed."
     )]
     Submit(FleetSubmitArgs),
@@ -103,8 +104,11 @@ pub(crate) struct FleetSubmitArgs {
     /// The store whose measured trials the jobs propose from. Default: none.
     #[arg(long, value_name = "FILE")]
     pub(crate) store: Option<PathBuf>,
+    /// The round, from 0. Legs of a later round propose from the results of all legs of the rounds before it on this board.
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "store")]
+    pub(crate) round: u32,
     /// Race each champion that its leg kept on this many further cards.
-    #[arg(long, value_name = "N", conflicts_with_all = ["models", "cards", "contexts", "seeds", "device", "budget", "strategy", "store"],
+    #[arg(long, value_name = "N", conflicts_with_all = ["models", "cards", "contexts", "seeds", "device", "budget", "strategy", "store", "round"],
         value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) races: Option<u32>,
 }

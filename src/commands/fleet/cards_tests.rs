@@ -7,6 +7,7 @@
 use std::process::{Command, Stdio};
 
 use clap::Parser as _;
+use fleet::{Board, Spec};
 use ir::Target;
 use ir::program::Program;
 use ir::schedule::KernelConfig;
@@ -87,7 +88,10 @@ impl Hardware for Pretended {
         let us = [&self.0["start_us"], &self.0["other_us"]].map(|us| us.as_f64().unwrap());
         let script = move |program: &Program, kernel: &KernelConfig| {
             let is_start = program.id() == start_id && *kernel == start.kernel;
-            Behaviour::takes(us[usize::from(!is_start)]).with_noise(0.002)
+            // Schedules differ, by the same figures in every process.
+            let id = u64::from_str_radix(&program.id()[..4], 16).unwrap();
+            let more = if is_start { 0.0 } else { 0.25 * (id % 9) as f64 };
+            Behaviour::takes(us[usize::from(!is_start)] + more).with_noise(0.002)
         };
         let device = ScriptedDevice::new(expected.logits, 7, script).with_bandwidth(4.6e12);
         Ok(Some(Box::new(device.with_card("NVIDIA H200", &self.word("uuid")))))
@@ -115,17 +119,21 @@ fn be_amk(arguments: &str) -> ! {
     std::process::exit(exit.code())
 }
 
+/// A board with its own folder.
 struct Fleet {
-    server: server::Server,
+    board: String,
     folder: tempfile::TempDir,
 }
 
 impl Fleet {
+    fn new(board: String) -> Self {
+        Self { board, folder: tempfile::tempdir().unwrap() }
+    }
+
     fn command(&self, words: &str) -> Command {
-        let board = self.server.url("owner").display().to_string();
         let mut arguments: Vec<String> = words.split(' ').map(str::to_owned).collect();
         arguments.splice(0..0, ["amk".to_owned(), "fleet".to_owned()]);
-        arguments.extend(["--board".to_owned(), board]);
+        arguments.extend(["--board".to_owned(), self.board.clone()]);
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", TEST, "--nocapture", "--test-threads=1"]);
         command.env(COMMAND, json!(arguments).to_string()).env("PGPASSWORD", "owner");
@@ -163,6 +171,19 @@ impl Fleet {
         }
     }
 
+    /// What is wrong with a command.
+    #[track_caller]
+    fn refusal(&self, words: &str) -> String {
+        let output = self.command(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(Exit::Usage.code()), "{words}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// The ledger of a job, after `report --out out`.
+    fn ledger(&self, job: usize) -> corpus::Contents {
+        corpus::read(&self.folder.path().join(format!("out/{job}/ledger.jsonl"))).unwrap()
+    }
+
     /// The only champion: status, cards and hosts that kept it, and cards that reverted it.
     #[track_caller]
     fn champion(&self) -> Value {
@@ -183,7 +204,8 @@ fn a_champion_that_cards_of_two_hosts_keep_is_confirmed() {
         println!("not run: no PostgreSQL here");
         return;
     }
-    let fleet = Fleet { server: server::Server::start(), folder: tempfile::tempdir().unwrap() };
+    let server = server::Server::start();
+    let fleet = Fleet::new(server.url("owner").display().to_string());
     let leg = "submit --models toy --cards h200 --device cuda --budget 6";
     assert_eq!(fleet.answer(leg)["new"], 1);
     fleet.work(&[A]);
@@ -208,9 +230,79 @@ fn a_champion_that_cards_of_two_hosts_keep_is_confirmed() {
     assert_eq!(runs.len(), 5);
     let decisions: Vec<&str> = runs.iter().map(|run| run["decision"].as_str().unwrap()).collect();
     assert_eq!(decisions, ["kept", "kept", "kept", "kept", "reverted"]);
-    let card = |job: usize| {
-        let ledger = fleet.folder.path().join(format!("out/{job}/ledger.jsonl"));
-        corpus::read(&ledger).unwrap().header["conditions"]["uuid"].clone()
-    };
+    let card = |job: usize| fleet.ledger(job).header["conditions"]["uuid"].clone();
     assert_eq!([card(1), card(4), card(5)], ["GPU-a", "GPU-c", "GPU-e"]);
+}
+
+/// Trial, outcome and schedule of each row, which must repeat.
+fn rows(ledger: &corpus::Contents) -> Vec<Value> {
+    let row = |row: &Value| json!([row["trial"], row["outcome"], row["verdict"]["schedule_id"]]);
+    ledger.records.iter().map(row).collect()
+}
+
+/// The measured times of a search's trials, ascending.
+fn measured(ledger: &corpus::Contents) -> Vec<f64> {
+    let us = |row: &Value| row["verdict"]["latency_us"].as_f64();
+    let trials = ledger.records.iter().filter(|row| row["kind"] == "trial");
+    let mut us: Vec<f64> = trials.filter_map(us).collect();
+    us.sort_by(f64::total_cmp);
+    us
+}
+
+/// A leg of a later round proposes from what the rounds before it measured on this board, frozen under its hash;
+/// snapshot and seed repeat it.
+#[test]
+fn a_round_proposes_from_the_rounds_before_and_can_be_replayed() {
+    let fleet = Fleet::new("b.sqlite".to_owned());
+    let round = |number: u32| {
+        format!(
+            "submit --models toy --cards h200 --device cuda --budget 6 --seeds 1,2 --round {number}"
+        )
+    };
+    assert!(fleet.refusal(&round(1)).contains("amk fleet init"));
+    assert_eq!(fleet.answer(&round(0))["snapshots"], json!([]));
+    assert!(fleet.refusal(&round(1)).contains("0 legs done and 2 open"));
+    fleet.work(&[A]);
+    let made = fleet.answer(&round(1));
+    assert_eq!((&made["new"], made["snapshots"].as_array().unwrap().len()), (&json!(2), 1));
+    assert!(fleet.refusal(&round(2)).contains("2 legs done and 2 open"));
+    fleet.work(&[A]);
+    let held = fleet.answer(&round(1));
+    assert_eq!((&held["new"], &held["snapshots"]), (&json!(0), &made["snapshots"]), "it is there");
+    let later = fleet.answer(&round(2));
+    assert_eq!(later["new"], 2);
+    assert_ne!(later["snapshots"], made["snapshots"], "it knows round 1 too");
+    let elsewhere = round(1).replace("h200", "h100");
+    assert!(fleet.refusal(&elsewhere).contains("measured nothing for h100"));
+
+    // The snapshot is what the legs of round 0 measured.
+    fleet.answer("report --out out");
+    let prior = fleet.ledger(3).header["prior"].clone();
+    assert_eq!(fleet.ledger(4).header["prior"], prior, "one snapshot for a round");
+    let mut known: Vec<f64> = (prior.as_array().unwrap().iter())
+        .flat_map(|run| run["trials"].as_array().unwrap())
+        .map(|trial| trial["us"].as_f64().unwrap())
+        .collect();
+    known.sort_by(f64::total_cmp);
+    let mut both = [measured(&fleet.ledger(1)), measured(&fleet.ledger(2))].concat();
+    both.sort_by(f64::total_cmp);
+    assert_eq!(known, both);
+
+    // A new board with the same snapshot and seeds: the same trials. Without the snapshot there are others.
+    let again = Fleet::new("b.sqlite".to_owned());
+    let specs: Vec<Spec> =
+        (Board::open(&fleet.folder.path().join("b.sqlite")).unwrap()).jobs().unwrap()[2..4]
+            .iter()
+            .map(|entry| entry.spec.clone())
+            .collect();
+    let mut board = Board::create(&again.folder.path().join("b.sqlite"), None).unwrap();
+    assert_eq!(board.freeze(&prior.to_string()).unwrap(), specs[0].priors);
+    assert_eq!(json!([specs[0].priors]), made["snapshots"]);
+    board.submit(&specs).unwrap();
+    again.work(&[A]);
+    again.answer("report --out out");
+    for (job, seed) in [(3, 1), (4, 2)] {
+        assert_eq!(rows(&again.ledger(job - 2)), rows(&fleet.ledger(job)), "seed {seed}");
+        assert_ne!(rows(&fleet.ledger(job)), rows(&fleet.ledger(job - 2)), "the snapshot is used");
+    }
 }

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
+use corpus::Contents;
 use fleet::{Entry, Recorded, champions};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::finding::finding;
 use super::{open, status};
 use crate::cli::FleetReportArgs;
-use crate::commands::runs;
+use crate::commands::runs::{self, recorded::Recorded as Run};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report as out;
 
@@ -17,7 +18,16 @@ pub(crate) fn run(args: &FleetReportArgs) -> Outcome {
     let done = status::done(&board)?;
     let mut runs = Vec::new();
     for (entry, result) in &done {
-        runs.push(written(entry, result, &args.out.join(entry.id.to_string()))?);
+        let (run, _) = written(entry, result, &args.out.join(entry.id.to_string()))?;
+        runs.push(json!({
+            "job": entry.id,
+            "kind": entry.spec.kind,
+            "model": entry.spec.model,
+            "target": entry.spec.target,
+            "ledger": run.ledger,
+            "decision": result.finding.decision,
+            "saved": result.finding.saved,
+        }));
     }
     let champions = champions(&done);
     champions.iter().for_each(|champion| out::say(&status::line(champion)));
@@ -35,8 +45,12 @@ pub(crate) fn run(args: &FleetReportArgs) -> Outcome {
     Ok(Exit::Yes)
 }
 
-/// Writes a ledger, unless it is there, and checks it.
-fn written(entry: &Entry, result: &Recorded, folder: &Path) -> Result<Value, Failure> {
+/// Writes the ledger of a result, unless it is there, audits it, and derives the verdict again.
+pub(super) fn written(
+    entry: &Entry,
+    result: &Recorded,
+    folder: &Path,
+) -> Result<(Run, Contents), Failure> {
     let ledger = folder.join(runs::LEDGER);
     let cannot = Failure::cannot::<std::io::Error>("write", folder, "name another --out");
     std::fs::create_dir_all(folder).map_err(cannot)?;
@@ -53,7 +67,7 @@ fn written(entry: &Entry, result: &Recorded, folder: &Path) -> Result<Value, Fai
             Err(_) => drop(corpus::files::replace(path, text.as_bytes()).map_err(cannot)?),
         }
     }
-    let (run, _) = runs::sound(&ledger)?;
+    let (run, contents) = runs::sound(&ledger)?;
     if finding(&entry.spec, &run)? != result.finding {
         return Err(Failure::integrity(format!(
             "the verdict of job {} does not follow from its ledger {}",
@@ -61,13 +75,5 @@ fn written(entry: &Entry, result: &Recorded, folder: &Path) -> Result<Value, Fai
             ledger.display()
         )));
     }
-    Ok(json!({
-        "job": entry.id,
-        "kind": entry.spec.kind,
-        "model": entry.spec.model,
-        "target": entry.spec.target,
-        "ledger": ledger,
-        "decision": result.finding.decision,
-        "saved": result.finding.saved,
-    }))
+    Ok((run, contents))
 }

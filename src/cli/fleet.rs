@@ -37,10 +37,11 @@ pub(crate) enum FleetCommand {
     Worker(FleetWorkerArgs),
     /// Shows jobs by state, workers, champions by model and card, and the cost in card-seconds.
     #[command(
-        after_help = "Examples:\n  amk fleet status --board b.sqlite\n  amk fleet status --board b.sqlite --json | jq .champions"
+        after_help = "Examples:\n  amk fleet status --board b.sqlite\n  amk fleet status --board b.sqlite --json | jq .champions\n  \
+        amk fleet status --board b.sqlite --metrics-file /var/lib/node_exporter/amk.prom"
     )]
-    Status(FleetBoardArgs),
-    /// Writes the ledgers of all finished jobs into a folder, each checked against its verdict.
+    Status(FleetStatusArgs),
+    /// Writes the ledgers of all finished jobs into a folder, each checked against its verdict, and a page about the fleet.
     #[command(
         after_help = "Examples:\n  amk fleet report --board b.sqlite --out night\n  amk corpus import night --store runs/store.sqlite"
     )]
@@ -134,10 +135,19 @@ pub(crate) struct FleetWorkerArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct FleetStatusArgs {
+    #[command(flatten)]
+    pub(crate) board: FleetBoardArgs,
+    /// Also write the figures to this file as OpenMetrics, atomically.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) metrics_file: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct FleetReportArgs {
     #[command(flatten)]
     pub(crate) board: FleetBoardArgs,
-    /// The folder for the ledgers, a folder for each job.
+    /// The folder for the ledgers, a folder for each job, and for the page, report.html, which is written again each time.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
 }

@@ -54,8 +54,12 @@ fn facts(status: &Value) -> Markup {
         let count = word(status["jobs"].get(state));
         (format!("jobs {state}"), count)
     });
-    let seconds = [("done", "card time with a result"), ("running", "running"), ("lost", "lost")]
-        .map(|(key, name)| (name.to_owned(), time(&status["card_seconds"][key])));
+    let seconds = [
+        ("done", "card time with a result"),
+        ("running", "card time running"),
+        ("lost", "card time lost"),
+    ]
+    .map(|(key, name)| (name.to_owned(), time(&status["card_seconds"][key])));
     html! {
         ul.facts {
             @for (name, value) in jobs.iter().chain(&seconds) { li { b { (value) } (name) } }
@@ -63,14 +67,23 @@ fn facts(status: &Value) -> Markup {
     }
 }
 
+/// The tokens of context that a champion or a job is judged at.
+fn contexts(row: &Value) -> String {
+    let all: Vec<String> = rows(&row["contexts"]).into_iter().map(Value::to_string).collect();
+    if all.is_empty() { "default".to_owned() } else { all.join(", ") }
+}
+
+/// The share of time that a champion saves, as an interval or, of a prediction, as a figure.
+fn saved(champion: &Value) -> String {
+    let percent = |share: &Value| share.as_f64().map(|share| format!("{:.2}%", 100.0 * share));
+    match (percent(&champion["saved"][0]), percent(&champion["saved"][1])) {
+        (Some(low), Some(high)) if low == high => low,
+        (Some(low), Some(high)) => format!("{low} to {high}"),
+        _ => "-".to_owned(),
+    }
+}
+
 fn champions(status: &Value) -> Markup {
-    let percent =
-        |share: &Value| share.as_f64().map_or("-".to_owned(), |s| format!("{:.2}%", 100.0 * s));
-    let contexts = |champion: &Value| {
-        let all: Vec<String> =
-            rows(&champion["contexts"]).into_iter().map(Value::to_string).collect();
-        if all.is_empty() { "default".to_owned() } else { all.join(", ") }
-    };
     let lines = html! {
         @for champion in rows(&status["champions"]) {
             @let cell = |key: &str| word(champion.get(key));
@@ -80,13 +93,11 @@ fn champions(status: &Value) -> Markup {
                 td { (contexts(champion)) }
                 td { (cell("card")) }
                 td { (cell("status")) }
-                td.n { (percent(&champion["saved"][0])) " to " (percent(&champion["saved"][1])) }
+                td.n { (saved(champion)) }
                 td.n { (maybe(champion["latency_us"].as_f64(), "µs")) }
-                td.n { (cell("cards_kept")) }
-                td.n { (cell("hosts_kept")) }
+                td.n { (cell("cards_kept")) " of " (cell("hosts_kept")) }
                 td.n { (cell("reverted")) }
                 td.n { (cell("job")) }
-                td { code { (cell("schedule_id")) } }
             }
         }
     };
@@ -98,11 +109,9 @@ fn champions(status: &Value) -> Markup {
         ("status", false),
         ("time saved", true),
         ("per token", true),
-        ("cards kept", true),
-        ("hosts", true),
+        ("cards of hosts", true),
         ("reverted", true),
         ("job", true),
-        ("schedule", false),
     ];
     html! {
         (table(&columns, &lines))
@@ -150,6 +159,7 @@ fn job(job: &Value) -> Markup {
         td { (cell("kind")) }
         td { (cell("model")) }
         td { (cell("target")) }
+        td { (contexts(job)) }
         td.n { (cell("seed")) }
         td.n { (cell("attempts")) }
     }
@@ -166,6 +176,7 @@ fn jobs(all: &[&Value], last: (&str, &dyn Fn(&Value) -> String)) -> Markup {
         ("kind", false),
         ("model", false),
         ("target", false),
+        ("context", false),
         ("seed", true),
         ("attempts", true),
         (last.0, false),
@@ -268,12 +279,12 @@ mod tests {
         let wanted = [
             "<b>7</b>jobs dead",
             "<b>2.8 h</b>card time with a result",
-            "<b>12.5 s</b>lost",
+            "<b>12.5 s</b>card time lost",
             "1.23% to 4.56%",
             "98.7 µs",
             "128, 2048",
             "confirmed",
-            "s-1",
+            "3 of 2",
             "21 failed",
             "GPU-a",
         ];

@@ -216,7 +216,7 @@ impl Ledger {
     /// those of the ledger that they came from.
     ///
     /// # Errors
-    /// If a row does not follow from the one before it, or the files cannot be written.
+    /// If there is no row, one does not follow from the one before it, or the files cannot be written.
     pub fn restore(path: &Path, links: &[Link]) -> Result<(), CorpusError> {
         let mut text = String::new();
         let mut last = None;
@@ -229,7 +229,9 @@ impl Ledger {
             last = Some((link.seq, link.hash.as_str()));
             text += &(link.line() + "\n");
         }
-        let Some((seq, hash)) = last else { return Ok(()) };
+        let Some((seq, hash)) = last else {
+            return Err(CorpusError::io("write", path, std::io::ErrorKind::InvalidInput.into()));
+        };
         files::make_folder_of(path)?;
         files::replace(path, text.as_bytes()).at("write", path)?;
         Tip::open(path)?.write(&TipRecord { rows: seq + 1, hash: hash.to_owned() })

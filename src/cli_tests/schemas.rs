@@ -76,6 +76,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("runs gc runs"),
         plain("corpus show"),
         plain("corpus check"),
+        plain("corpus export --out exported"),
         plain("corpus import runs"),
         with_toy(&["lower", "-o", "toy.amk"]),
         plain("verify toy.amk"),

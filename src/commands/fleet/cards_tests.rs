@@ -102,20 +102,17 @@ impl Hardware for Pretended {
 fn be_amk(arguments: &str) -> ! {
     let arguments: Vec<String> = serde_json::from_str(arguments).unwrap();
     let parsed = Cli::try_parse_from(arguments).unwrap_or_else(|error| panic!("{error}"));
-    let outcome = match parsed.command.unwrap() {
-        cli::Command::Fleet { command: FleetCommand::Worker(args) } => {
-            let card = serde_json::from_str(&std::env::var(CARD).unwrap()).unwrap();
-            worker::run_on(&args, &Pretended(card))
-        }
-        command => dispatch::run(command),
+    let command = parsed.command.unwrap();
+    let outcome = if let cli::Command::Fleet { command: FleetCommand::Worker(args) } = &command {
+        let card = serde_json::from_str(&std::env::var(CARD).unwrap()).unwrap();
+        worker::run_on(args, &Pretended(card))
+    } else {
+        dispatch::run(command)
     };
-    let exit = outcome.map_or_else(
-        |failure| {
-            eprintln!("{}", failure.message);
-            failure.exit
-        },
-        |exit: Exit| exit,
-    );
+    let exit = outcome.unwrap_or_else(|failure| {
+        eprintln!("{}", failure.message);
+        failure.exit
+    });
     std::process::exit(exit.code())
 }
 

@@ -254,7 +254,7 @@ mod tests {
         let entry = |job: usize| {
             json!({
                 "job": job, "kind": "leg", "model": name, "target": "h200", "seed": 1, "attempts": 3, "worker": null,
-                "state": if job % 2 == 0 { "dead" } else { "queued" }, "why": name.repeat(20),
+                "state": if job.is_multiple_of(2) { "dead" } else { "queued" }, "why": name.repeat(20),
             })
         };
         json!({

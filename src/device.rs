@@ -20,6 +20,7 @@ use crate::observe::SharedMonitor;
 mod builds;
 mod child;
 mod chunks;
+pub(crate) mod hardware;
 // Builds with assertions only, as the faults that it plants.
 #[cfg(all(test, debug_assertions))]
 mod hang_tests;

@@ -28,6 +28,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Corpus { command: CorpusCommand::Show(args) } => corpus_store::show(&args),
         Command::Corpus { command: CorpusCommand::Check(args) } => corpus_store::check(&args),
         Command::Corpus { command: CorpusCommand::Import(args) } => corpus_store::import(&args),
+        Command::Corpus { command: CorpusCommand::Export(args) } => corpus_store::export(&args),
         Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),

@@ -65,6 +65,7 @@ fn main() -> ExitCode {
     server::run(&[
         ("a_storm_changes_no_result", a_storm_changes_no_result),
         ("sigterm_gives_the_job_back_within_5_s", sigterm_gives_the_job_back_within_5_s),
+        ("tls_checks_the_certificate_and_the_name", tls_checks_the_certificate_and_the_name),
     ])
 }
 
@@ -188,7 +189,7 @@ fn a_storm_changes_no_result() {
                 std::fs::write(&flag, "").unwrap();
                 std::thread::sleep(Duration::from_secs(1));
                 std::fs::remove_file(&flag).unwrap();
-                // Out of space for its log, the server ends; whoever runs it starts it again.
+                // Without room for its log the server shuts itself down. The test starts it again, as a service manager does.
                 server.stop_immediately();
                 server.again();
             }
@@ -262,4 +263,46 @@ fn sigterm_gives_the_job_back_within_5_s() {
     assert_eq!(jobs(), json!({"queued": 1, "leased": 0, "done": 0, "dead": 0}));
     let attempts = Board::open(Path::new(&board)).unwrap().attempts().unwrap();
     assert_eq!(attempts[0].how, "given_back");
+}
+
+/// A whole job over TLS; then the same server with a root certificate that did not sign its own, with none, and under
+/// a name that is not in its certificate.
+fn tls_checks_the_certificate_and_the_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = Server::start();
+    let [root, other] = server.encrypt();
+    let url = |host: &str| format!("postgres://owner@{host}:{}/postgres", server.port);
+    let run = |args: &str, root: Option<&Path>| {
+        let mut command = amk(folder.path(), args);
+        command.env_remove("PGSSLROOTCERT").envs(root.map(|file| ("PGSSLROOTCERT", file)));
+        let output = command.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        let document: Value = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+        (output.status.code(), document, text)
+    };
+    let works = |args: &str| {
+        let (code, document, text) = run(args, Some(&root));
+        assert_eq!(code, Some(0), "{args}: {text}");
+        document
+    };
+    let board = url("localhost");
+    works(&format!("fleet init --board {board}?sslmode=verify-full"));
+    works(&format!("fleet submit --board {board} --models toy --device cpu --budget 2"));
+    let worker = format!("fleet worker --board {board} --device cpu --until-done");
+    assert_eq!(works(&worker)["done"], 1);
+    assert_eq!(works(&format!("fleet status --board {board}"))["jobs"]["done"], 1);
+    let log = server.log();
+    let encrypted = log.lines().filter(|line| line.contains("application_name=amk SSL enabled"));
+    assert!(encrypted.count() >= 2, "two connections of the worker: {log}");
+
+    let refused = |host: &str, root: Option<&Path>, why: &str| {
+        let began = Instant::now();
+        let (code, document, text) = run(&format!("fleet status --board {}", url(host)), root);
+        assert_eq!((code, &document["exit_code"]), (Some(2), &json!(2)), "{text}");
+        assert!(text.contains(why) && text.contains("PGSSLROOTCERT"), "{text}");
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    };
+    refused("localhost", Some(&other), "BadSignature");
+    refused("localhost", None, "UnknownIssuer");
+    refused("127.0.0.1", Some(&root), "not valid for name");
 }

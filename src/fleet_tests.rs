@@ -2,6 +2,7 @@
 //! each job has one result, and the champions are those of an undisturbed fleet. On the built binary, on the CPU.
 #![cfg(unix)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use sha2::Digest as _;
 
 /// The longest wait of these tests for anything.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -131,9 +133,29 @@ fn holds(folder: &Path, jobs: usize) {
     assert_eq!((done, attempts.iter().filter(|a| a.how == "running").count()), (jobs, 0));
     answers(folder, "fleet report --board b.sqlite --out out");
     answers(folder, "runs verify out");
+    through_a_store_and_back(folder, jobs);
+}
+
+/// The ledgers of a report are the same bytes after they were in a store.
+#[track_caller]
+fn through_a_store_and_back(folder: &Path, jobs: usize) {
     let imported = answers(folder, "corpus import out --store all.sqlite");
     assert_eq!(imported["runs"].as_array().unwrap().len(), jobs);
     assert_eq!(answers(folder, "corpus check --store all.sqlite")["holds"], true);
+    let _ = std::fs::remove_dir_all(folder.join("back"));
+    let exported = answers(folder, "corpus export --store all.sqlite --out back");
+    answers(folder, "runs verify back");
+    let files = |file: &str| {
+        let hash = |path: &Path| sha2::Sha256::digest(std::fs::read(path).unwrap()).to_vec();
+        [hash(&folder.join(file)), hash(&folder.join(file).with_extension("head"))]
+    };
+    let by_run = |document: &Value, key: &str| -> BTreeMap<String, [Vec<u8>; 2]> {
+        let runs = document["runs"].as_array().unwrap();
+        let word = |run: &Value, key: &str| run[key].as_str().unwrap().to_owned();
+        runs.iter().map(|run| (word(run, "run"), files(&word(run, key)))).collect()
+    };
+    let (before, after) = (by_run(&imported, "from"), by_run(&exported, "ledger"));
+    assert_eq!((before.len(), &before), (jobs, &after));
 }
 
 /// Blows to the fleet; more with AMK_KILLS, and more legs.
@@ -298,6 +320,26 @@ fn a_job_that_fails_everywhere_is_dead_with_its_reason() {
     assert_eq!((&now["jobs"]["dead"], &now["jobs"]["done"]), (&json!(1), &json!(1)));
     let why = now["open"][0]["why"].as_str().unwrap();
     assert!(why.contains("model"), "{why}");
+
+    // The same on the page and in the metrics.
+    let report = answers(folder.path(), "fleet report --board b.sqlite --out out");
+    assert_eq!(report["page"], "out/report.html");
+    let page = std::fs::read_to_string(folder.path().join("out/report.html")).unwrap();
+    let start = why.split(['/', '"', '\'']).next().unwrap();
+    assert!(page.contains("<b>1</b>jobs dead") && page.contains(start), "{start}");
+    assert!(page.contains("1 done, 0 running, 0 lost with their lease, 3 failed"));
+    let file = "fleet status --board b.sqlite --metrics-file amk.prom";
+    answers(folder.path(), file);
+    let metrics = std::fs::read_to_string(folder.path().join("amk.prom")).unwrap();
+    let wanted = [
+        "amk_fleet_jobs{state=\"dead\"} 1.0",
+        "amk_fleet_attempts_total{outcome=\"failed\"} 3.0",
+        "amk_fleet_champions{status=\"predicted\"} 1.0",
+    ];
+    for line in wanted {
+        assert!(metrics.lines().any(|held| held == line), "{line} is not in {metrics}");
+    }
+    assert!(metrics.ends_with("# EOF\n"));
 }
 
 #[test]
@@ -350,6 +392,7 @@ fn a_leg_is_repeated_from_its_snapshot_and_seed() {
             strategy: "residual".to_owned(),
             protocol: search::PROTOCOL,
             priors,
+            round: 0,
             race: None,
         };
         board.submit(&[spec]).unwrap();

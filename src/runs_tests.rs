@@ -322,11 +322,21 @@ fn the_store_is_filled_shown_and_imported() {
         assert_eq!(one.links(&run).unwrap(), two.links(&run).unwrap());
     }
     drop((one, two));
+    let export = ["corpus", "export", "--store", "two.sqlite", "--out", "back"];
+    let document = succeeds(folder.path(), &export, "amk.corpus_export.v1");
+    assert_eq!(document["runs"].as_array().unwrap().len(), 2);
+    succeeds(folder.path(), &["runs", "verify", "back"], "amk.runs.v1");
+    let (code, _, said) = amk(folder.path(), &export);
+    assert!(code == 2 && said.contains("back is there already"), "{said}");
     // A row that was edited in the file, and a ledger with new hashes over a figure that does not follow.
     let edit = "import sqlite3; db = sqlite3.connect('two.sqlite'); n = db.execute('UPDATE records SET \
         record = replace(record, ?, ?) WHERE seq = 0', ('toy', 'try')).rowcount; db.commit(); assert n";
     let python = Command::new("python3").args(["-c", edit]).current_dir(folder.path()).status();
     assert!(python.unwrap().success());
+    let export = ["corpus", "export", "--store", "two.sqlite", "--out", "edited"];
+    let (code, document, said) = amk(folder.path(), &export);
+    assert_eq!((code, &document["schema"]), (4, &"amk.error.v1".into()), "{said}");
+    assert!(!folder.path().join("edited").exists(), "nothing was written");
     let import = ["corpus", "import", "two.sqlite", "--store", "three.sqlite"];
     let (code, document, said) = amk(folder.path(), &import);
     assert_eq!((code, &document["schema"]), (4, &"amk.error.v1".into()), "{said}");

@@ -212,6 +212,31 @@ impl Ledger {
         Ok(Held { file, path: path.to_path_buf() })
     }
 
+    /// Writes a ledger and its tip record from rows that were read elsewhere, such as those of a store: the bytes are
+    /// those of the ledger that they came from.
+    ///
+    /// # Errors
+    /// If there is no row, one does not follow from the one before it, or the files cannot be written.
+    pub fn restore(path: &Path, links: &[Link]) -> Result<(), CorpusError> {
+        let mut text = String::new();
+        let mut last = None;
+        for (at, link) in links.iter().enumerate() {
+            link.follows(last).map_err(|reason| CorpusError::Tampered {
+                path: path.to_path_buf(),
+                line: at + 1,
+                reason,
+            })?;
+            last = Some((link.seq, link.hash.as_str()));
+            text += &(link.line() + "\n");
+        }
+        let Some((seq, hash)) = last else {
+            return Err(CorpusError::io("write", path, std::io::ErrorKind::InvalidInput.into()));
+        };
+        files::make_folder_of(path)?;
+        files::replace(path, text.as_bytes()).at("write", path)?;
+        Tip::open(path)?.write(&TipRecord { rows: seq + 1, hash: hash.to_owned() })
+    }
+
     /// Appends a record and returns its row once the row is on the disk.
     ///
     /// # Errors

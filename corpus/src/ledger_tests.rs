@@ -47,6 +47,24 @@ fn rows_cut_off_the_end_are_missed() {
     assert!(read(&path).unwrap_err().to_string().contains("cut off"));
 }
 
+/// What a store gives back is the ledger, byte for byte; rows that do not follow are refused and nothing is written.
+#[test]
+fn a_ledger_is_restored_from_its_rows() {
+    let (folder, path) = filled(4);
+    let mut links: Vec<Link> = read(&path).unwrap().links().collect();
+    let again = folder.path().join("again/ledger.jsonl");
+    Ledger::restore(&again, &links).unwrap();
+    for (one, other) in [(&path, &again), (&tip::path_of(&path), &tip::path_of(&again))] {
+        assert_eq!(std::fs::read(one).unwrap(), std::fs::read(other).unwrap());
+    }
+    links.remove(2);
+    let gap = folder.path().join("gap/ledger.jsonl");
+    assert!(Ledger::restore(&gap, &links).unwrap_err().is_integrity());
+    links[1].record = "{}".to_owned();
+    assert!(Ledger::restore(&gap, &links[..2]).unwrap_err().is_integrity());
+    assert!(!gap.exists() && Ledger::restore(&gap, &[]).is_err());
+}
+
 #[test]
 fn a_head_that_is_edited_or_gone_is_found() {
     type Edit = fn(&str) -> String;

@@ -332,7 +332,7 @@ impl Board {
     /// Tells workers to end after their current job: those named, or all. Returns how many were told.
     ///
     /// # Errors
-    /// If a name is not that of an active worker. Then no worker is told.
+    /// If one of the names is not that of an active worker; then none of the others is told either.
     pub fn drain(&mut self, workers: &[String]) -> Result<u64, BoardError> {
         self.store().drain(workers)
     }

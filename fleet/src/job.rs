@@ -74,8 +74,16 @@ pub struct Spec {
     pub protocol: u32,
     /// The hash of the snapshot of priors that the leg proposes from; empty: none.
     pub priors: String,
+    /// The round. Its legs propose from one snapshot, which may hold the results of the rounds before.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub round: u32,
     /// The schedules, of a race.
     pub race: Option<Raced>,
+}
+
+/// The first round is left out of the text: jobs of older boards keep their keys.
+fn is_first(round: &u32) -> bool {
+    *round == 0
 }
 
 impl Spec {

@@ -5,8 +5,9 @@
 //! ledger. Figures of one card are never compared with another's: only verdicts and shares of time saved cross cards.
 //!
 //! **Promises.** [`protocol`] is the state machine of one job, pure and explored exhaustively (`tests/model.rs`). A
-//! [`Board`], in an SQLite file or on a PostgreSQL server, applies it inside one transaction for each request, so a job has one result, even if workers are killed,
-//! stopped or late, and a request that is repeated after a lost answer changes nothing. Time is the board's clock only.
+//! [`Board`], in an SQLite file or on a PostgreSQL server, applies it inside one transaction for each request, so a job
+//! has one result, even if workers are killed, stopped or late, and a request that is repeated after a lost answer
+//! changes nothing. Time is the board's clock only.
 
 mod board;
 mod board_error;

@@ -174,6 +174,10 @@ impl Postgres {
         let Some(reason) = error.as_db_error() else {
             let cause = std::error::Error::source(&error).map(ToString::to_string);
             let cause = cause.map_or_else(String::new, |cause| format!(": {cause}"));
+            if is_about_certificate(&error) {
+                let remedy = "name the file of its root certificates in PGSSLROOTCERT, and the server as in its certificate";
+                return server(format!("{error}{cause}; {remedy}"), false);
+            }
             return server(format!("{error}{cause}"), true);
         };
         let code = reason.code();
@@ -199,6 +203,14 @@ impl Postgres {
             }
         }))
     }
+}
+
+/// Whether the server's certificate was refused, which no repetition changes.
+fn is_about_certificate(error: &Error) -> bool {
+    let source = std::error::Error::source(error);
+    let io = source.and_then(|source| source.downcast_ref::<std::io::Error>());
+    let tls = io.and_then(|io| io.get_ref()?.downcast_ref::<rustls::Error>());
+    matches!(tls, Some(rustls::Error::InvalidCertificate(_)))
 }
 
 /// Errors of a server that is full, busy or on its way down or up: the request may be repeated.

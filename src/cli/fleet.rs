@@ -21,8 +21,9 @@ pub(crate) enum FleetCommand {
     #[command(
         after_help = "Examples:\n  amk fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8\n  \
         amk fleet submit --board b.sqlite --models DIR --cards h200,h100 --contexts 128,8192 --device cuda --store runs/store.sqlite\n  \
+        amk fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8 --round 1\n  \
         amk fleet submit --board b.sqlite --races 2\n\n\
-        Equal jobs are one: submitting twice changes nothing. With --store the legs propose from a snapshot of that store, which is\n\
+        Equal jobs are one: submitting twice changes nothing. With --store or --round the legs propose from a snapshot, which is\n\
         frozen on the board under its hash, so a leg can be repeated from snapshot and seed."
     )]
     Submit(FleetSubmitArgs),
@@ -36,10 +37,11 @@ pub(crate) enum FleetCommand {
     Worker(FleetWorkerArgs),
     /// Shows jobs by state, workers, champions by model and card, and the cost in card-seconds.
     #[command(
-        after_help = "Examples:\n  amk fleet status --board b.sqlite\n  amk fleet status --board b.sqlite --json | jq .champions"
+        after_help = "Examples:\n  amk fleet status --board b.sqlite\n  amk fleet status --board b.sqlite --json | jq .champions\n  \
+        amk fleet status --board b.sqlite --metrics-file /var/lib/node_exporter/amk.prom"
     )]
-    Status(FleetBoardArgs),
-    /// Writes the ledgers of all finished jobs into a folder, each checked against its verdict.
+    Status(FleetStatusArgs),
+    /// Writes the ledgers of all finished jobs into a folder, each checked against its verdict, and a page about the fleet.
     #[command(
         after_help = "Examples:\n  amk fleet report --board b.sqlite --out night\n  amk corpus import night --store runs/store.sqlite"
     )]
@@ -103,8 +105,11 @@ pub(crate) struct FleetSubmitArgs {
     /// The store whose measured trials the jobs propose from. Default: none.
     #[arg(long, value_name = "FILE")]
     pub(crate) store: Option<PathBuf>,
+    /// The round, from 0. Legs of a later round propose from the results of all legs of the rounds before it on this board.
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "store")]
+    pub(crate) round: u32,
     /// Race each champion that its leg kept on this many further cards.
-    #[arg(long, value_name = "N", conflicts_with_all = ["models", "cards", "contexts", "seeds", "device", "budget", "strategy", "store"],
+    #[arg(long, value_name = "N", conflicts_with_all = ["models", "cards", "contexts", "seeds", "device", "budget", "strategy", "store", "round"],
         value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) races: Option<u32>,
 }
@@ -130,10 +135,19 @@ pub(crate) struct FleetWorkerArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct FleetStatusArgs {
+    #[command(flatten)]
+    pub(crate) board: FleetBoardArgs,
+    /// Also write the figures to this file as OpenMetrics, atomically.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) metrics_file: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct FleetReportArgs {
     #[command(flatten)]
     pub(crate) board: FleetBoardArgs,
-    /// The folder for the ledgers, a folder for each job.
+    /// The folder for the ledgers, a folder for each job, and for the page, report.html, which is written again each time.
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
 }

@@ -130,6 +130,11 @@ pub(crate) enum CorpusCommand {
         after_help = "Examples:\n  amk corpus import runs\n  amk corpus import a.sqlite b.sqlite --store all.sqlite"
     )]
     Import(ImportArgs),
+    /// Writes the ledgers of a store into a new folder, a folder for each run, byte for byte as they were.
+    #[command(
+        after_help = "Examples:\n  amk corpus export --out ledgers && amk runs verify ledgers"
+    )]
+    Export(CorpusExportArgs),
 }
 
 /// A store.
@@ -152,6 +157,15 @@ pub(crate) struct ImportArgs {
     /// Ledgers, folders of a search, folders of such folders, other stores.
     #[arg(value_name = "PATH", required = true)]
     pub(crate) paths: Vec<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CorpusExportArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// A folder that does not exist yet.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
 }
 
 /// The subcommands of `grid`.

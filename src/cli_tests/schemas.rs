@@ -28,14 +28,16 @@ const NOT_WRITTEN: [&str; 4] =
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
-/// The session of a fleet of one worker.
-const FLEET: [&str; 7] = [
+/// The session of a fleet of one worker; its ledgers go through a store and out of it.
+const FLEET: [&str; 9] = [
     "fleet init --board b.sqlite",
     "fleet submit --board b.sqlite --models toy --device cpu --budget 2",
     "fleet status --board b.sqlite",
     "fleet worker --board b.sqlite --device cpu --until-done --out legs",
     "fleet status --board b.sqlite",
     "fleet report --board b.sqlite --out written",
+    "corpus import written --store night.sqlite",
+    "corpus export --store night.sqlite --out again",
     "fleet drain --board b.sqlite",
 ];
 

@@ -4,15 +4,15 @@ use std::io::Read;
 use std::path::Path;
 
 use corpus::store::{Added, BEST, PRIORS, run_id, schema};
-use corpus::{Link, Store};
+use corpus::{Ledger, Link, Store};
 use ir::text::LoadError;
 use serde_json::{Map, Value, json};
 
 use super::runs;
-use crate::cli::{ImportArgs, StoreArgs};
+use crate::cli::{CorpusExportArgs, ImportArgs, StoreArgs};
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
 use crate::spinner::Spinner;
+use crate::{files, report};
 
 /// The beginning of every SQLite file.
 const SQLITE: [u8; 16] = *b"SQLite format 3\0";
@@ -143,6 +143,32 @@ pub(crate) fn import(args: &ImportArgs) -> Outcome {
     report::document(
         &json!({"schema": schema, "store": path, "runs": imported, "programs": programs}),
     )?;
+    Ok(Exit::Yes)
+}
+
+/// Writes every run of a sound store as a ledger.
+pub(crate) fn export(args: &CorpusExportArgs) -> Outcome {
+    if args.out.exists() {
+        return Err(Failure::usage(format!(
+            "{} is there already; --out names a folder that does not exist yet",
+            args.out.display()
+        )));
+    }
+    let store = open(&args.store)?;
+    let store = sound_store(store.path())?;
+    let runs = files::new_folder(&args.out, |folder| {
+        let mut runs = Vec::new();
+        for run in store.runs()? {
+            let links = store.links(&run)?;
+            let file = |folder: &Path| folder.join(&run).join(runs::LEDGER);
+            Ledger::restore(&file(folder), &links)?;
+            runs.push(json!({"run": run, "ledger": file(&args.out), "rows": links.len()}));
+        }
+        Ok(runs)
+    })?;
+    report::say(&format!("{} ledgers in {}", runs.len(), args.out.display()));
+    let (schema, path) = ("amk.corpus_export.v1", &args.store.store);
+    report::document(&json!({"schema": schema, "store": path, "out": args.out, "runs": runs}))?;
     Ok(Exit::Yes)
 }
 

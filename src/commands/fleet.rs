@@ -10,7 +10,12 @@ use crate::cli::{FleetDrainArgs, FleetInitArgs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report as out;
 
+#[cfg(all(test, feature = "full"))]
+mod cards_tests;
 mod finding;
+mod metrics;
+#[cfg(feature = "full")]
+mod page;
 pub(crate) mod report;
 pub(crate) mod status;
 pub(crate) mod submit;

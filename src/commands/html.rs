@@ -15,7 +15,7 @@ use crate::report::{self, Answer};
 
 mod charts;
 mod effects;
-mod page;
+pub(super) mod page;
 
 /// The default file.
 pub(crate) const FILE: &str = "report.html";

@@ -23,6 +23,7 @@ use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
 use crate::commands::runs::recorded::Recorded;
 use crate::context::Context;
+use crate::device::hardware::{Hardware, ThisMachine};
 use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::found;
@@ -74,21 +75,24 @@ pub(crate) fn run(args: &LoopArgs) -> Outcome {
 
 /// Searches until the budget is spent or the watcher stops it.
 pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>, Failure> {
+    answer_on(args, watch, &ThisMachine)
+}
+
+/// The same on given hardware.
+pub(crate) fn answer_on(
+    args: &LoopArgs,
+    watch: &dyn Watch,
+    hardware: &dyn Hardware,
+) -> Result<Answer<Found>, Failure> {
     let _ = spent::clock(); // starts the clock
     let folder = header::folder(args)?;
     let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
-    let (resumed, header, past) = if args.resume {
-        let (ledger, past) = reopen(&ledger_path)?;
-        (Some(ledger), Header::resumed(args, &past.header, &ledger_path)?, past)
-    } else {
-        check_folder(args)?;
-        (None, Header::fresh(args)?, Recorded::of(&ledger_path))
-    };
+    let (resumed, header, past) = begun(args, &ledger_path)?;
     let several = cards::are_meant(args, &header)?;
     let context = Context::load(&header.model, &header.place(args))?;
     let header = header.with_start(args, &context)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let mut device = if several { None } else { context.open_process(&args.sharing)? };
+    let mut device = if several { None } else { hardware.open(&context, args)? };
     std::thread::scope(|scope| {
         let opened = match &device {
             _ if several => Opened::Several(Box::new(cards::open(scope, &context, args, &header)?)),
@@ -113,9 +117,11 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
         let (helpers, threads) = helpers(opened.count());
         let search = match opened {
             Opened::Several(pool) => Search::side_by_side(gate, *pool, settings),
-            Opened::None | Opened::One(_) => {
-                Search::new(gate, device.as_mut().map(|gpu| gpu as &mut dyn Device), settings)
-            }
+            Opened::None | Opened::One(_) => Search::new(
+                gate,
+                device.as_mut().map(|gpu| &mut **gpu as &mut dyn Device),
+                settings,
+            ),
         };
         let search = search.with_strategy(strategy).with_clock(spent::clock);
         let mut search = search.with_helpers(scope, helpers, threads);
@@ -137,11 +143,18 @@ pub(crate) fn answer(args: &LoopArgs, watch: &dyn Watch) -> Result<Answer<Found>
             dir,
             watch,
         };
-        watch.begins(&session.progress(&search, None));
-        let stopped_by = session.search(&mut search)?;
-        let confirmation = session.confirm(&mut search, stopped_by, past.confirmation)?;
-        session.finish(&search, stopped_by, confirmation.as_ref())
+        session.run(&mut search, past.confirmation)
     })
+}
+
+/// The ledger to continue, if any, the terms, and the rows so far.
+fn begun(args: &LoopArgs, ledger: &Path) -> Result<(Option<Ledger>, Header, Recorded), Failure> {
+    if args.resume {
+        let (held, past) = reopen(ledger)?;
+        return Ok((Some(held), Header::resumed(args, &past.header, ledger)?, past));
+    }
+    check_folder(args)?;
+    Ok((None, Header::fresh(args)?, Recorded::of(ledger)))
 }
 
 /// The terms of a search on these devices. A new one gets the trials in the store, if its strategy uses them.
@@ -367,6 +380,18 @@ struct Session<'a> {
 impl Session<'_> {
     fn elapsed(&self) -> Duration {
         self.before + self.clock.elapsed()
+    }
+
+    /// The whole search, up to its document.
+    fn run(
+        &mut self,
+        search: &mut Search<'_>,
+        confirmed: Option<Confirmation>,
+    ) -> Result<Answer<Found>, Failure> {
+        self.watch.begins(&self.progress(search, None));
+        let stopped_by = self.search(search)?;
+        let confirmation = self.confirm(search, stopped_by, confirmed)?;
+        self.finish(search, stopped_by, confirmation.as_ref())
     }
 
     /// Runs trials until the budget is spent or the search is interrupted.

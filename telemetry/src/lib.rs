@@ -19,7 +19,7 @@ mod stalls;
 mod steps;
 
 pub use find::{Folder, Found, folder};
-pub use openmetrics::openmetrics;
+pub use openmetrics::{MetricFamily, openmetrics, openmetrics_of};
 pub use page::{Edit, Page, Publisher, Reader, Unreadable, now_ns, text};
 pub use rates::{Rates, Shares};
 pub use stalls::{Stalls, Suspect};

@@ -209,11 +209,53 @@ impl Collector for Snapshot {
     }
 }
 
+/// A metric that is not on the page: the samples of one name.
+#[derive(Clone, Debug)]
+pub struct MetricFamily {
+    /// Its name without prefix, unit and suffix.
+    pub name: &'static str,
+    /// What it counts or shows.
+    pub help: &'static str,
+    /// Whether it is in seconds; otherwise it has no unit.
+    pub in_seconds: bool,
+    /// Whether it only grows; otherwise it is a gauge.
+    pub only_grows: bool,
+    /// The values by labels.
+    pub samples: Vec<(Vec<(&'static str, String)>, f64)>,
+}
+
+#[derive(Debug)]
+struct Families(Vec<MetricFamily>);
+
+impl Collector for Families {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), Error> {
+        for MetricFamily { name, help, in_seconds, only_grows, samples } in &self.0 {
+            let unit = SECONDS.filter(|_| *in_seconds);
+            let kind = || if *only_grows { MetricType::Counter } else { MetricType::Gauge };
+            let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), kind())?;
+            for (labels, value) in samples {
+                number(family.encode_family(labels)?, kind(), *value)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The page as text.
 #[must_use]
 pub fn openmetrics(page: Box<Page>) -> String {
+    encoded(Box::new(Snapshot(page)))
+}
+
+/// Other metrics as text.
+#[must_use]
+pub fn openmetrics_of(families: Vec<MetricFamily>) -> String {
+    encoded(Box::new(Families(families)))
+}
+
+fn encoded(collector: Box<dyn Collector>) -> String {
     let mut registry = Registry::with_prefix("amk");
-    registry.register_collector(Box::new(Snapshot(page)));
+    registry.register_collector(collector);
     let mut text = String::new();
     if prometheus_client::encoding::text::encode(&mut text, &registry).is_err() {
         // Writing to a string cannot fail. A partial page would look complete, so nothing is written.

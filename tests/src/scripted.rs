@@ -97,6 +97,8 @@ pub struct ScriptedDevice<'a> {
     loaded: Vec<(String, KernelConfig, Behaviour)>,
     rng: Xoshiro256PlusPlus,
     bandwidth: f64,
+    /// Its name and UUID.
+    card: (String, Option<String>),
     jitter: Jitter,
     weather: Weather,
     /// Compiled kernel builds, and the running one.
@@ -135,6 +137,7 @@ impl<'a> ScriptedDevice<'a> {
             loaded: Vec::new(),
             rng: Xoshiro256PlusPlus::seed_from_u64(seed),
             bandwidth: 1e15,
+            card: ("scripted".to_owned(), None),
             jitter: Jitter::default(),
             weather: Weather::default(),
             compiled: Vec::new(),
@@ -155,6 +158,12 @@ impl<'a> ScriptedDevice<'a> {
     #[must_use]
     pub fn with_bandwidth(self, bandwidth: f64) -> Self {
         Self { bandwidth, ..self }
+    }
+
+    /// The same device as a card with this name and UUID.
+    #[must_use]
+    pub fn with_card(self, name: &str, uuid: &str) -> Self {
+        Self { card: (name.to_owned(), Some(uuid.to_owned())), ..self }
     }
 
     /// The same device with the noise of a real card.
@@ -266,7 +275,8 @@ fn spoil(logits: &mut [f32]) {
 impl Device for ScriptedDevice<'_> {
     fn describe(&self) -> DeviceInfo {
         DeviceInfo {
-            name: "scripted".into(),
+            name: self.card.0.clone(),
+            uuid: self.card.1.clone(),
             bandwidth: Some(self.bandwidth),
             cache_bytes: 0,
             ..DeviceInfo::default()

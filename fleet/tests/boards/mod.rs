@@ -21,6 +21,7 @@ pub(crate) fn spec(seed: u64) -> Spec {
         strategy: "residual".to_owned(),
         protocol: 1,
         priors: String::new(),
+        round: 0,
         race: None,
     }
 }

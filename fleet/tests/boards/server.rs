@@ -35,14 +35,21 @@ pub(crate) fn binaries() -> Option<PathBuf> {
     found.pop()
 }
 
-/// Runs tests that need a server. Without one they are not run, which is an error where AMK_REQUIRE_POSTGRES is 1.
+/// Whether there is no PostgreSQL here, which is an error where AMK_REQUIRE_POSTGRES is 1.
+pub(crate) fn is_missing() -> bool {
+    let missing = binaries().is_none();
+    let required = std::env::var("AMK_REQUIRE_POSTGRES").is_ok_and(|value| value == "1");
+    assert!(
+        !(missing && required),
+        "AMK_REQUIRE_POSTGRES=1 and there is no PostgreSQL: apt-get install postgresql"
+    );
+    missing
+}
+
+/// Runs tests that need a server. Without one they are not run.
 pub(crate) fn run(tests: &[(&'static str, fn())]) -> std::process::ExitCode {
     let mut arguments = libtest_mimic::Arguments::from_args();
-    let missing = binaries().is_none();
-    if missing && std::env::var("AMK_REQUIRE_POSTGRES").is_ok_and(|value| value == "1") {
-        eprintln!("AMK_REQUIRE_POSTGRES=1 and there is no PostgreSQL: apt-get install postgresql");
-        return std::process::ExitCode::FAILURE;
-    }
+    let missing = is_missing();
     if missing && !arguments.list {
         tests.iter().for_each(|(name, _)| println!("test {name} ... not run: no PostgreSQL here"));
         return std::process::ExitCode::SUCCESS;
@@ -106,6 +113,56 @@ impl Server {
         command
     }
 
+    /// Starts the server again with TLS and without any connection in the clear. Its certificate is for the name
+    /// `localhost` only. Returns the files of two root certificates with one name: the one that signed it, and another.
+    pub(crate) fn encrypt(&mut self) -> [PathBuf; 2] {
+        let made = self.folder.path().join("certificates");
+        std::fs::create_dir(&made).unwrap();
+        std::fs::write(
+            made.join("openssl.cnf"),
+            "[req]\ndistinguished_name=name\nx509_extensions=root\n[name]\n[root]\nbasicConstraints=critical,CA:TRUE\n\
+             [server]\nbasicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost\n",
+        )
+        .unwrap();
+        let openssl = |arguments: &str| {
+            let mut command = Command::new("openssl");
+            command.args(arguments.split(' ')).current_dir(&made).stdin(Stdio::null());
+            let output = command.output().expect("openssl, on which Debian's PostgreSQL depends");
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "openssl {arguments}: {text}");
+        };
+        let key = "-config openssl.cnf -nodes -newkey ec -pkeyopt ec_paramgen_curve:P-256";
+        for root in ["root", "other"] {
+            openssl(&format!(
+                "req -x509 {key} -days 2 -subj /CN=root -keyout {root}.key -out {root}.pem"
+            ));
+        }
+        openssl(&format!("req {key} -subj /CN=localhost -keyout server.key -out server.csr"));
+        openssl(
+            "x509 -req -in server.csr -CA root.pem -CAkey root.key -set_serial 1 -days 2 -extfile openssl.cnf \
+             -extensions server -out server.crt",
+        );
+        self.stop_immediately();
+        for name in ["server.key", "server.crt"] {
+            let place = self.data().join(name);
+            std::fs::copy(made.join(name), &place).unwrap();
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+            std::fs::set_permissions(&place, mode).unwrap();
+            if rustix::process::getuid().is_root() {
+                std::os::unix::fs::chown(&place, Some(NOBODY), Some(NOBODY)).unwrap();
+            }
+        }
+        std::fs::write(self.data().join("pg_hba.conf"), "hostssl all all all scram-sha-256\n")
+            .unwrap();
+        std::fs::write(
+            self.data().join("postgresql.auto.conf"),
+            "ssl = on\nlog_connections = on\n",
+        )
+        .unwrap();
+        self.again();
+        ["root.pem", "other.pem"].map(|name| made.join(name))
+    }
+
     /// Starts the server again, which recovers what was committed.
     pub(crate) fn again(&mut self) {
         let log = self.folder.path().join("log");
@@ -132,11 +189,14 @@ impl Server {
         self.wait_until_ready();
     }
 
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
     pub(crate) fn wait_until_ready(&self) {
         let began = Instant::now();
         while !self.psql("SELECT 1").0 {
-            let log = || std::fs::read_to_string(self.folder.path().join("log"));
-            assert!(began.elapsed() < PATIENCE, "no server: {}", log().unwrap_or_default());
+            assert!(began.elapsed() < PATIENCE, "no server: {}", self.log());
             std::thread::sleep(Duration::from_millis(50));
         }
     }

@@ -1,15 +1,22 @@
 //! `amk fleet report`: the ledgers of a board as runs on the disk. Each is audited, and its verdict is derived again.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use fleet::{Entry, Recorded, champions};
-use serde_json::{Value, json};
+use corpus::Contents;
+use fleet::{Board, Entry, Recorded, champions};
+use serde_json::json;
 
 use super::finding::finding;
+#[cfg(feature = "full")]
+use super::page;
 use super::{open, status};
 use crate::cli::FleetReportArgs;
-use crate::commands::runs;
+#[cfg(feature = "full")]
+use crate::commands::html;
+use crate::commands::runs::{self, recorded::Recorded as Run};
 use crate::failure::{Exit, Failure, Outcome};
+#[cfg(feature = "full")]
+use crate::files;
 use crate::report as out;
 
 pub(crate) fn run(args: &FleetReportArgs) -> Outcome {
@@ -17,8 +24,18 @@ pub(crate) fn run(args: &FleetReportArgs) -> Outcome {
     let done = status::done(&board)?;
     let mut runs = Vec::new();
     for (entry, result) in &done {
-        runs.push(written(entry, result, &args.out.join(entry.id.to_string()))?);
+        let (run, _) = written(entry, result, &args.out.join(entry.id.to_string()))?;
+        runs.push(json!({
+            "job": entry.id,
+            "kind": entry.spec.kind,
+            "model": entry.spec.model,
+            "target": entry.spec.target,
+            "ledger": run.ledger,
+            "decision": result.finding.decision,
+            "saved": result.finding.saved,
+        }));
     }
+    let page = written_page(&board, &args.out)?;
     let champions = champions(&done);
     champions.iter().for_each(|champion| out::say(&status::line(champion)));
     out::say(&format!(
@@ -31,14 +48,40 @@ pub(crate) fn run(args: &FleetReportArgs) -> Outcome {
         "board": board.path(),
         "runs": runs,
         "champions": champions,
+        "page": page,
     }))?;
     Ok(Exit::Yes)
 }
 
-/// Writes a ledger, unless it is there, and checks it.
-fn written(entry: &Entry, result: &Recorded, folder: &Path) -> Result<Value, Failure> {
+/// Writes the page of the fleet, if this build has pages.
+fn written_page(board: &Board, folder: &Path) -> Result<Option<PathBuf>, Failure> {
+    #[cfg(feature = "full")]
+    {
+        let file = folder.join(html::FILE);
+        std::fs::create_dir_all(folder).map_err(cannot(folder))?;
+        files::write_whole(&file, page::render(&status::document(board)?).as_bytes())?;
+        out::say(&format!("{}: the page of this fleet", file.display()));
+        Ok(Some(file))
+    }
+    #[cfg(not(feature = "full"))]
+    {
+        let _ = (board, folder);
+        Ok(None)
+    }
+}
+
+fn cannot(folder: &Path) -> impl Fn(std::io::Error) -> Failure + Copy {
+    Failure::cannot("write", folder, "name another --out")
+}
+
+/// Writes the ledger of a result, unless it is there, audits it, and derives the verdict again.
+pub(super) fn written(
+    entry: &Entry,
+    result: &Recorded,
+    folder: &Path,
+) -> Result<(Run, Contents), Failure> {
     let ledger = folder.join(runs::LEDGER);
-    let cannot = Failure::cannot::<std::io::Error>("write", folder, "name another --out");
+    let cannot = cannot(folder);
     std::fs::create_dir_all(folder).map_err(cannot)?;
     for (path, text) in [(&ledger, &result.ledger), (&ledger.with_extension("head"), &result.head)]
     {
@@ -53,7 +96,7 @@ fn written(entry: &Entry, result: &Recorded, folder: &Path) -> Result<Value, Fai
             Err(_) => drop(corpus::files::replace(path, text.as_bytes()).map_err(cannot)?),
         }
     }
-    let (run, _) = runs::sound(&ledger)?;
+    let (run, contents) = runs::sound(&ledger)?;
     if finding(&entry.spec, &run)? != result.finding {
         return Err(Failure::integrity(format!(
             "the verdict of job {} does not follow from its ledger {}",
@@ -61,13 +104,5 @@ fn written(entry: &Entry, result: &Recorded, folder: &Path) -> Result<Value, Fai
             ledger.display()
         )));
     }
-    Ok(json!({
-        "job": entry.id,
-        "kind": entry.spec.kind,
-        "model": entry.spec.model,
-        "target": entry.spec.target,
-        "ledger": ledger,
-        "decision": result.finding.decision,
-        "saved": result.finding.saved,
-    }))
+    Ok((run, contents))
 }

@@ -1,17 +1,22 @@
 //! `amk fleet status`: what is on a board.
 
+use std::collections::BTreeSet;
+
 use fleet::protocol::State;
-use fleet::{Board, Champion, Entry, Recorded, champions};
+use fleet::{Attempt, Board, Champion, Entry, Recorded, Worker, champions};
 use serde_json::{Value, json};
 
-use super::open;
-use crate::cli::FleetBoardArgs;
+use super::{metrics, open};
+use crate::cli::FleetStatusArgs;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::{files, report};
 
-pub(crate) fn run(args: &FleetBoardArgs) -> Outcome {
-    let board = open(&args.board)?;
+pub(crate) fn run(args: &FleetStatusArgs) -> Outcome {
+    let board = open(&args.board.board)?;
     let document = document(&board)?;
+    if let Some(file) = &args.metrics_file {
+        files::write_whole(file, metrics::text(&document).as_bytes())?;
+    }
     say(&document);
     report::document(&document)?;
     Ok(Exit::Yes)
@@ -34,7 +39,7 @@ fn state(state: &State) -> &'static str {
     }
 }
 
-fn document(board: &Board) -> Result<Value, Failure> {
+pub(super) fn document(board: &Board) -> Result<Value, Failure> {
     let entries = board.jobs()?;
     let count = |name: &str| entries.iter().filter(|e| state(&e.job.state) == name).count();
     let attempts = board.attempts()?;
@@ -50,11 +55,8 @@ fn document(board: &Board) -> Result<Value, Failure> {
             })
         })
         .collect();
-    let seconds = |of: &dyn Fn(&str) -> bool| {
-        let took = attempts.iter().filter(|attempt| of(&attempt.how)).map(|a| a.took_ms);
-        took.sum::<u64>() as f64 / 1000.0
-    };
-    let workers: Vec<Value> = (board.workers()?.iter())
+    let crew = board.workers()?;
+    let workers: Vec<Value> = (crew.iter())
         .map(|(worker, state, seen_ms)| {
             let job = attempts.iter().find(|a| a.worker == worker.id && a.how == "running");
             json!({
@@ -64,7 +66,7 @@ fn document(board: &Board) -> Result<Value, Failure> {
             })
         })
         .collect();
-    let is_lost = |how: &str| !matches!(how, "done" | "running");
+    let ended = |how: &str| attempts.iter().filter(|attempt| attempt.how == how).count();
     Ok(json!({
         "schema": "amk.fleet_status.v1",
         "board": board.path(),
@@ -73,12 +75,44 @@ fn document(board: &Board) -> Result<Value, Failure> {
         "open": jobs,
         "workers": workers,
         "champions": champions(&done(board)?),
-        "card_seconds": {
-            "done": seconds(&|how| how == "done"),
-            "running": seconds(&|how| how == "running"),
-            "lost": seconds(&is_lost),
+        "attempts": {
+            "done": ended("done"), "running": ended("running"), "given_back": ended("given_back"),
+            "failed": ended("failed"), "expired": ended("expired"),
         },
+        "card_seconds": seconds(attempts.iter()),
+        "cards": cards(&crew, &attempts),
     }))
+}
+
+/// Seconds of these attempts by what came of them: a result, nothing yet, nothing.
+fn seconds<'a>(attempts: impl Iterator<Item = &'a Attempt>) -> Value {
+    let (mut done, mut running, mut lost) = (0, 0, 0);
+    for attempt in attempts {
+        match &*attempt.how {
+            "done" => done += attempt.took_ms,
+            "running" => running += attempt.took_ms,
+            _ => lost += attempt.took_ms,
+        }
+    }
+    let seconds = |ms: u64| ms as f64 / 1000.0;
+    json!({"done": seconds(done), "running": seconds(running), "lost": seconds(lost)})
+}
+
+/// The cost of each card; workers without one count together.
+fn cards(crew: &[(Worker, String, u64)], attempts: &[Attempt]) -> Vec<Value> {
+    let ids: BTreeSet<&str> = crew.iter().map(|(worker, ..)| &*worker.card).collect();
+    let row = |id: &str| {
+        let of = |worker: &&Worker| worker.card == id;
+        let named = crew.iter().map(|(worker, ..)| worker).find(of);
+        let own = attempts.iter().filter(|attempt| attempt.card == id);
+        json!({
+            "card": some(id),
+            "name": named.and_then(|worker| some(&worker.card_name)),
+            "host": named.filter(|_| !id.is_empty()).map(|worker| &worker.host),
+            "seconds": seconds(own),
+        })
+    };
+    ids.into_iter().map(row).collect()
 }
 
 /// An empty text stands for none on the board.

@@ -1,12 +1,16 @@
 //! `amk fleet submit`: jobs for the product of models, cards and contexts, and races of champions.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
-use fleet::{Board, Device, Kind, Raced, Spec, champions};
+use corpus::Store;
+use fleet::protocol::State;
+use fleet::{Board, Device, Entry, Kind, Raced, Spec, champions};
 use ir::Target;
 use search::{Budget, LatencyKind};
 use serde_json::json;
 
+use super::report::written;
 use super::{create, open, status};
 use crate::cli::{DeviceChoice, FleetSubmitArgs, PlaceArgs};
 use crate::commands::search_loop::store_sink::known_in;
@@ -30,7 +34,10 @@ pub(crate) fn run(args: &FleetSubmitArgs) -> Outcome {
         None => {
             // Everything is checked before there is a board.
             let mut specs = legs(args)?;
-            let mut board = create(&args.board.board, None, None)?;
+            let mut board = match args.round {
+                0 => create(&args.board.board, None, None)?,
+                _ => open(&args.board.board)?,
+            };
             freeze(args, &mut board, &mut specs)?;
             (board, specs)
         }
@@ -43,6 +50,8 @@ pub(crate) fn run(args: &FleetSubmitArgs) -> Outcome {
         "board": board.path(),
         "new": new,
         "held": held,
+        "round": args.round,
+        "snapshots": specs.iter().map(|s| &s.priors).filter(|p| !p.is_empty()).collect::<BTreeSet<_>>(),
     }))?;
     Ok(Exit::Yes)
 }
@@ -87,6 +96,7 @@ fn legs(args: &FleetSubmitArgs) -> Result<Vec<Spec>, Failure> {
                     strategy: args.strategy.name().to_owned(),
                     protocol: search::PROTOCOL,
                     priors: String::new(),
+                    round: args.round,
                     race: None,
                 }));
             }
@@ -108,9 +118,22 @@ fn named(model: &str) -> Result<String, Failure> {
     })
 }
 
-/// Freezes what the store knows for each leg, and names it in the leg by its hash.
+/// Freezes what a store knows for each leg, and names it in the leg by its hash: the store of the arguments, or one of
+/// the rounds before.
 fn freeze(args: &FleetSubmitArgs, board: &mut Board, specs: &mut [Spec]) -> Result<(), Failure> {
-    let Some(store) = &args.store else { return Ok(()) };
+    let folder;
+    let store = match (&args.store, args.round) {
+        (Some(store), _) => store.clone(),
+        (None, 0) => return Ok(()),
+        (None, round) => {
+            folder = tempfile::tempdir().map_err(Failure::cannot(
+                "create a folder in",
+                &std::env::temp_dir(),
+                "name another one with TMPDIR",
+            ))?;
+            rounds_before(board, round, folder.path())?
+        }
+    };
     for spec in specs {
         let target = Some(spec.target.clone());
         // Nothing runs here, and the target is the one named, whatever GPU this machine has.
@@ -120,12 +143,44 @@ fn freeze(args: &FleetSubmitArgs, board: &mut Board, specs: &mut [Spec]) -> Resu
             Device::Cpu => LatencyKind::Predicted,
             Device::Cuda => LatencyKind::MeasuredGpu,
         };
-        let known = known_in(store, &context, kind.name(), &spec.contexts)?;
+        let known = known_in(&store, &context, kind.name(), &spec.contexts)?;
+        if known.is_empty() && args.round > 0 {
+            return Err(Failure::usage(format!(
+                "the rounds before {} measured nothing for {} at the contexts of this one; make it a job of round 0",
+                args.round, spec.target
+            )));
+        }
         if !known.is_empty() {
             spec.priors = board.freeze(&json!(known).to_string())?;
         }
     }
     Ok(())
+}
+
+/// A store of the legs of all rounds before this one, in a folder. Their ledgers are audited, and their verdicts are
+/// derived again.
+fn rounds_before(board: &Board, round: u32, folder: &Path) -> Result<PathBuf, Failure> {
+    let earlier = |spec: &Spec| spec.kind == Kind::Leg && spec.round < round;
+    let open = |entry: &Entry| !matches!(entry.job.state, State::Done { .. } | State::Dead);
+    let jobs = board.jobs()?;
+    let open = jobs.iter().filter(|entry| earlier(&entry.spec) && open(entry)).count();
+    let done = status::done(board)?;
+    let legs: Vec<_> = done.iter().filter(|(entry, _)| earlier(&entry.spec)).collect();
+    if open > 0 || legs.is_empty() {
+        return Err(Failure::usage(format!(
+            "round {round} proposes from the rounds before it, of which {} has {} legs done and {open} open; \
+             let workers finish them first",
+            board.path().display(),
+            legs.len()
+        )));
+    }
+    let path = folder.join("store.sqlite");
+    let mut store = Store::open(&path)?;
+    for (entry, result) in legs {
+        let (run, contents) = written(entry, result, &folder.join(entry.id.to_string()))?;
+        store.add(&run.run, contents.links())?;
+    }
+    Ok(path)
 }
 
 /// Races of the champions that their legs kept, for as many further cards.

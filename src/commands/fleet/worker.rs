@@ -19,7 +19,7 @@ use super::open;
 use crate::cli::{DeviceChoice, FixedTerms, FleetWorkerArgs, LoopArgs, PlaceArgs, SharingArgs};
 use crate::commands::runs;
 use crate::commands::search_loop::{self, Progress, Watch};
-use crate::device::probe;
+use crate::device::hardware::{Hardware, ThisMachine};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::{interrupt, report};
 
@@ -44,6 +44,13 @@ struct Counts {
     given_back: u64,
 }
 
+/// What each job of a worker runs with.
+#[derive(Clone, Copy)]
+struct Setup<'a> {
+    args: &'a FleetWorkerArgs,
+    hardware: &'a dyn Hardware,
+}
+
 /// How one job ended here.
 enum End {
     Done,
@@ -55,6 +62,11 @@ enum End {
 }
 
 pub(crate) fn run(args: &FleetWorkerArgs) -> Outcome {
+    run_on(args, &ThisMachine)
+}
+
+/// The same on given hardware.
+pub(super) fn run_on(args: &FleetWorkerArgs, hardware: &dyn Hardware) -> Outcome {
     let latest = match args.time {
         None => None,
         Some(Budget::Time(time)) => Some(Instant::now() + time),
@@ -63,12 +75,13 @@ pub(crate) fn run(args: &FleetWorkerArgs) -> Outcome {
         }
     };
     let mut board = open(&args.board.board)?;
-    let worker = identity(args)?;
+    let worker = identity(args, hardware)?;
     interrupt::catch_termination();
     insist(|| board.join(&worker))?;
     report::say(&format!("worker {} on {}", worker.id, board.path().display()));
     let mut counts = Counts::default();
-    let ended = serve(args, &mut board, &worker, latest, &mut counts);
+    let setup = Setup { args, hardware };
+    let ended = serve(setup, &mut board, &worker, latest, &mut counts);
     board.set_patience(HOLDER_PATIENCE)?;
     let left = board.leave(&worker.id);
     report::document(&document(board.path(), &worker, counts))?;
@@ -87,7 +100,7 @@ fn document(board: &Path, worker: &Worker, counts: Counts) -> Value {
 
 /// Takes jobs until there is a reason to end.
 fn serve(
-    args: &FleetWorkerArgs,
+    setup: Setup<'_>,
     board: &mut Board,
     worker: &Worker,
     latest: Option<Instant>,
@@ -98,7 +111,7 @@ fn serve(
         let asked = Instant::now();
         let leased = match insist(|| board.claim(worker))? {
             Claim::Drained => return Ok(()),
-            Claim::Nothing { open: 0 } if args.until_done => return Ok(()),
+            Claim::Nothing { open: 0 } if setup.args.until_done => return Ok(()),
             Claim::Nothing { .. } => {
                 let pause = rng.random_range(POLL_MS / 2..POLL_MS * 3 / 2);
                 let until = asked + Duration::from_millis(pause);
@@ -111,7 +124,7 @@ fn serve(
         };
         let job = leased.id;
         report::say(&format!("job {job}: {}", named(&leased.spec)));
-        match attempt(args, board, worker, &leased, asked, *counts)? {
+        match attempt(setup, board, worker, &leased, asked, *counts)? {
             End::Done => counts.done += 1,
             End::Late(why) => {
                 counts.late += 1;
@@ -141,16 +154,12 @@ fn named(spec: &Spec) -> String {
 }
 
 /// This worker's name, and what it can do.
-fn identity(args: &FleetWorkerArgs) -> Result<Worker, Failure> {
-    let kernel = |name: &str| {
-        let text = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default();
-        text.trim().to_owned()
-    };
-    let (host, boot) = (kernel("hostname"), kernel("random/boot_id"));
+fn identity(args: &FleetWorkerArgs, hardware: &dyn Hardware) -> Result<Worker, Failure> {
+    let (host, boot) = (hardware.host(), hardware.boot());
     let gpu = match args.device {
         DeviceChoice::Cpu => None,
-        DeviceChoice::Auto => probe::live_card(),
-        DeviceChoice::Cuda => Some(probe::live_card().ok_or_else(|| {
+        DeviceChoice::Auto => hardware.live_card(),
+        DeviceChoice::Cuda => Some(hardware.live_card().ok_or_else(|| {
             Failure::no_gpu("--device cuda: this worker would take jobs that measure")
         })?),
         DeviceChoice::Eval => {
@@ -158,7 +167,7 @@ fn identity(args: &FleetWorkerArgs) -> Result<Worker, Failure> {
         }
     };
     let [target, card, card_name] =
-        gpu.map_or_else(Default::default, |(target, info)| [target.name, info.uuid, info.name]);
+        gpu.map_or_else(Default::default, |card| [card.target.name, card.uuid, card.name]);
     // Process ids repeat between containers.
     let unique: u32 = rand::rng().random();
     Ok(Worker {
@@ -193,7 +202,7 @@ impl Watch for Shared {
 
 /// Runs a leased job to its end, with a second thread for the lease.
 fn attempt(
-    args: &FleetWorkerArgs,
+    setup: Setup<'_>,
     board: &mut Board,
     worker: &Worker,
     leased: &Leased,
@@ -215,7 +224,7 @@ fn attempt(
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => true,
             })
         });
-        let end = search(args, board, worker, leased, &shared);
+        let end = search(setup, board, worker, leased, &shared);
         drop(over);
         Ok(end)
     })
@@ -280,16 +289,17 @@ impl LeaseHolder<'_> {
 
 /// Searches, audits the ledger, and offers the verdict to the board.
 fn search(
-    args: &FleetWorkerArgs,
+    setup: Setup<'_>,
     board: &mut Board,
     worker: &Worker,
     leased: &Leased,
     shared: &Shared,
 ) -> End {
+    let Setup { args, hardware } = setup;
     let folder = args.out.join(&worker.id).join(format!("{}-{}", leased.id, leased.fence));
     let kept = || format!("its ledger stays in {}", folder.display());
     let found = terms(args, leased, folder.clone())
-        .and_then(|terms| search_loop::answer(&terms, shared))
+        .and_then(|terms| search_loop::answer_on(&terms, shared, hardware))
         .and_then(|answer| match answer.document.was_interrupted() {
             true => Ok(None),
             false => result(worker, &leased.spec, &folder.join(runs::LEDGER)).map(Some),

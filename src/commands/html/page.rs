@@ -26,6 +26,19 @@ pub(super) fn render(runs: &[Run]) -> String {
         _ => format!("{} searches", runs.len()),
     };
     let measured = runs.iter().filter(|run| run.is_measured()).count();
+    let body = html! {
+        h1 { (title) }
+        @if measured > 0 && measured < runs.len() {
+            p { "Some of these searches were measured and some are predictions. The two are never compared." }
+        }
+        @for run in runs { (section(run)) }
+        p.quiet { "Written by amk " (env!("CARGO_PKG_VERSION")) " from the ledgers named above." }
+    };
+    framed(&title, &body)
+}
+
+/// A whole page: its style is in it, and it may fetch nothing.
+pub(in crate::commands) fn framed(title: &str, body: &Markup) -> String {
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -37,14 +50,7 @@ pub(super) fn render(runs: &[Run]) -> String {
                 title { "amk: " (title) }
                 style { (PreEscaped(STYLE)) }
             }
-            body {
-                h1 { (title) }
-                @if measured > 0 && measured < runs.len() {
-                    p { "Some of these searches were measured and some are predictions. The two are never compared." }
-                }
-                @for run in runs { (section(run)) }
-                p.quiet { "Written by amk " (env!("CARGO_PKG_VERSION")) " from the ledgers named above." }
-            }
+            body { (body) }
         }
     };
     // Control characters have no meaning in HTML, and browsers guess one.
@@ -143,7 +149,7 @@ fn chart(title: &str, chart: Option<Chart>) -> Markup {
 }
 
 /// A table with these columns; those marked hold numbers.
-fn table(columns: &[(&str, bool)], rows: &Markup) -> Markup {
+pub(in crate::commands) fn table(columns: &[(&str, bool)], rows: &Markup) -> Markup {
     html! {
         div.scroll {
             table {

@@ -1,6 +1,6 @@
 //! The dimensions of a model, and the graph built from them.
 
-use ir::{Activation, DType, Graph, Layer};
+use ir::{Activation, Attention, Block, DType, FeedForward, Gated, Graph, Layer};
 
 use crate::error::Problem;
 pub use crate::family::Family;
@@ -317,22 +317,20 @@ impl Shape {
             of_heads(all).map(|len| tensors.norm(&name, len, row.norm_add, 1.0))
         };
         let (q_norm, k_norm) = (head_norm("q_norm", q_width), head_norm("k_norm", kv_width));
+        let (window, rotary) = (self.window.of(index as usize), self.rotary(index as usize));
+        let attention = Attention { q, k, v, q_norm, k_norm, o, window, rotary };
+        let mlp_norm = norm(tensors, row.norms.mlp);
         Layer {
-            attn_norm,
-            q,
-            k,
-            v,
-            q_norm,
-            k_norm,
-            o,
-            mlp_norm: norm(tensors, row.norms.mlp),
-            attn_post_norm: norm(tensors, row.norms.attn_post),
-            mlp_post_norm: norm(tensors, row.norms.mlp_post),
-            gate,
-            up,
-            down,
-            window: self.window.of(index as usize),
-            rotary: self.rotary(index as usize),
+            attention: Block {
+                norm: attn_norm,
+                post_norm: norm(tensors, row.norms.attn_post),
+                body: attention,
+            },
+            mlp: Block {
+                norm: mlp_norm,
+                post_norm: norm(tensors, row.norms.mlp_post),
+                body: FeedForward::Gated(Gated { gate, up, down }),
+            },
         }
     }
 

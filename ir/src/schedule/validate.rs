@@ -218,7 +218,7 @@ fn threads(target: &Target, found: &mut Violations) {
 }
 
 fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
-    let normed = graph.layers.first().is_some_and(|layer| layer.attn_norm.is_some());
+    let normed = graph.layers.first().is_some_and(|layer| layer.attention.norm.is_some());
     if config.fusion_grouping.embed == EmbedGrouping::Separate || normed && graph.embed_scale == 1.0
     {
         return;
@@ -238,7 +238,12 @@ fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
 /// Most keys that any layer attends to, at the last position.
 fn keys_max(graph: &Graph) -> u32 {
     let last = graph.max_positions.saturating_sub(1);
-    graph.layers.iter().map(|layer| attended(last, layer.window.unwrap_or(0))).max().unwrap_or(1)
+    graph
+        .layers
+        .iter()
+        .map(|layer| attended(last, layer.attention.body.window.unwrap_or(0)))
+        .max()
+        .unwrap_or(1)
 }
 
 fn splits(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {

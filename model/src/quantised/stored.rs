@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ir::{DType, Graph, Layer, Linear, Tensor, TensorId};
+use ir::{Attention, DType, FeedForward, Gated, Graph, Layer, Linear, Tensor, TensorId};
 
 use super::Source;
 use super::codes::Codes;
@@ -43,9 +43,11 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
             parts.iter().all(|part| dtype(part) == dtype(&parts[0]))
         };
         // Rows that alternate have no place for both (ir/src/program/rules/task.rs).
-        let biased = [layer.gate, layer.up].iter().any(|linear| linear.bias.is_some());
-        let scaled = all[&layer.gate.weight].dtype.is_scaled();
-        alike(&[layer.q, layer.k, layer.v]) && alike(&[layer.gate, layer.up]) && !(biased && scaled)
+        let Attention { q, k, v, .. } = layer.attention.body;
+        let FeedForward::Gated(Gated { gate, up, .. }) = layer.mlp.body;
+        let biased = [gate, up].iter().any(|linear| linear.bias.is_some());
+        let scaled = all[&gate.weight].dtype.is_scaled();
+        alike(&[q, k, v]) && alike(&[gate, up]) && !(biased && scaled)
     };
     if all[&graph.embed].dtype.is_scaled()
         || !graph.layers.iter().all(fits)
@@ -63,8 +65,7 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         };
     }
     for layer in &mut graph.layers {
-        let Layer { q, k, v, o, gate, up, down, .. } = layer;
-        for linear in [q, k, v, o, gate, up, down] {
+        for linear in layer.linears_mut() {
             linear.scale = scales.get(&linear.weight).copied();
         }
     }

@@ -191,7 +191,7 @@ fn a_window_of_the_whole_sequence_is_full_attention_and_a_shorter_one_is_not() {
         let windowed = |window| {
             let mut graph = golden.model.graph.clone();
             for layer in &mut graph.layers {
-                layer.window = Some(window);
+                layer.attention.body.window = Some(window);
             }
             Evaluator::new(&graph, &*golden.model.weights)
                 .unwrap()

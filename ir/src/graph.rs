@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 pub use abi::{Activation, DType};
 
-use crate::block::Layer;
+use crate::block::{FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
 
@@ -194,6 +194,27 @@ impl Graph {
     #[must_use]
     pub fn tied(&self) -> bool {
         self.embed == self.lm_head
+    }
+
+    /// Bytes of the weights that a step of one sequence reads: of experts those that are chosen, and of an embedding that
+    /// is not the output matrix one row, which is not counted.
+    #[must_use]
+    pub fn step_bytes(&self) -> usize {
+        let bytes = |linear: &Linear| {
+            let parts = [Some(linear.weight), linear.scale, linear.bias];
+            parts.into_iter().flatten().map(|id| self.tensor(id).bytes()).sum::<usize>()
+        };
+        let idle = |layer: &Layer| match &layer.mlp.body {
+            FeedForward::Gated(_) => 0,
+            FeedForward::Experts(experts) => {
+                let all = experts.experts.iter();
+                // They have equal shapes: those beyond the number that is chosen stand for the idle ones.
+                let idle = all.skip(experts.top_k as usize);
+                idle.flat_map(|Gated { gate, up, down }| [gate, up, down]).map(bytes).sum()
+            }
+        };
+        let embed = if self.tied() { 0 } else { self.tensor(self.embed).bytes() };
+        self.weight_bytes() - embed - self.layers.iter().map(idle).sum::<usize>()
     }
 
     /// Bytes of all stored tensors.

@@ -20,7 +20,7 @@ mod violation;
 mod weights;
 
 pub use abi::CodeBlock;
-pub use block::{Attention, Block, FeedForward, Gated, Layer};
+pub use block::{Attention, Block, Clamped, Experts, FeedForward, Gated, Layer, Shared};
 pub use format::{Format, TILE_ROWS};
 pub use graph::{Activation, DType, Graph, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};

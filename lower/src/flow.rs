@@ -9,9 +9,7 @@ use ir::program::{
     Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap,
 };
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
-use ir::{
-    Attention, Block, BufferId, FeedForward, Graph, Layer, PhaseClass, ScheduleConfig, TensorId,
-};
+use ir::{Attention, Block, BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
 
 /// Least elements of the embedding row that one task copies: four per thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
@@ -143,8 +141,10 @@ impl Builder<'_> {
         }
         for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
             x = self.attention_block(n, layer, &packed.attention, x);
-            let FeedForward::Gated(_) = layer.mlp.body;
-            x = self.mlp_block(n, &layer.mlp, &packed.mlp, x);
+            // `validate` refuses graphs with other blocks.
+            if let Some(mlp) = &packed.mlp {
+                x = self.mlp_block(n, &layer.mlp, mlp, x);
+            }
         }
         self.head(graph.layers.len() as u32, x);
     }

@@ -360,8 +360,8 @@ fn cut(
     stored: &Found,
     problems: &mut Vec<Problem>,
 ) -> Option<Source> {
-    let mut whole = Tensor { name: piece.name.clone(), ..tensor.clone() };
-    whole.shape[0] = piece.of;
+    let shape = piece.stored_shape(tensor);
+    let mut whole = Tensor { name: piece.name.clone(), shape, ..tensor.clone() };
     // Every piece of it has the same problems: the first reports them.
     let mut found = HashMap::from([(piece.name.clone(), stored.clone())]);
     let mut wrong = Vec::new();
@@ -372,7 +372,10 @@ fn cut(
     problems.extend(new);
     let place = place.filter(|_| fits)?;
     let row = whole.bytes() as u64 / u64::from(piece.of.max(1));
-    let (offset, bytes) = (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row);
+    let (offset, bytes) = match piece.change {
+        Change::Strided(_) => (0, place.bytes),
+        _ => (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row),
+    };
     let place = Place { offset: place.offset + offset, bytes, ..place };
     tensor.dtype = piece.change.dtype(whole.dtype);
     let (dtype, change) = (whole.dtype, piece.change.clone());

@@ -6,16 +6,18 @@
 
 mod attention;
 mod bind;
+mod experts;
 mod ops;
 
 use std::collections::BTreeSet;
 
 use half::{bf16, f16};
-use ir::{DType, Graph, Linear, TensorId, Weights};
+use ir::{Clamped, DType, Graph, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
-use attention::{Cache, attend};
+use attention::{Cache, Sees, attend};
 use bind::Binder;
+use experts::{BoundExperts, clamped_product};
 
 pub(crate) use ops::{Belongs, greatest};
 
@@ -41,6 +43,14 @@ pub enum EvalError {
         head_dim: u32,
         /// Length of `inv_freq`.
         frequencies: usize,
+    },
+    /// A router chooses none of its experts, or more than there are.
+    #[error("a router chooses {top_k} of {count} experts")]
+    Experts {
+        /// Experts chosen for a position.
+        top_k: u32,
+        /// Experts.
+        count: usize,
     },
     /// The graph refers to a tensor that it does not have.
     #[error("tensor {tensor} does not exist: the graph has {len}")]
@@ -113,7 +123,7 @@ struct BoundLinear<'a> {
 /// A layer's blocks with their weights.
 struct BoundLayer<'a> {
     attention: Block<BoundAttention<'a>>,
-    mlp: Block<BoundGated<'a>>,
+    mlp: Block<BoundFeedForward<'a>>,
 }
 
 /// A block's norms and body.
@@ -130,8 +140,14 @@ struct BoundAttention<'a> {
     q_norm: Option<Vec<f32>>,
     k_norm: Option<Vec<f32>>,
     o: BoundLinear<'a>,
+    sinks: Option<Vec<f32>>,
     window: Option<u32>,
     rotary: u32,
+}
+
+enum BoundFeedForward<'a> {
+    Gated(BoundGated<'a>),
+    Experts(BoundExperts<'a>),
 }
 
 struct BoundGated<'a> {
@@ -471,7 +487,7 @@ impl BoundAttention<'_> {
         rounding.cache(&mut k);
         rounding.cache(&mut v);
         cache.extend(&k, &v, graph.kv_width() as usize);
-        let mut mixed = attend(graph, cache, &q, self.window);
+        let mut mixed = attend(graph, cache, &q, self.sees());
         rounding.handoff(&mut mixed);
         self.project(rounding, mixed)
     }
@@ -507,6 +523,11 @@ impl BoundAttention<'_> {
         [&self.q, &self.k, &self.v].map(|linear| linear.apply(h))
     }
 
+    /// What each query attends to beside all keys before it.
+    fn sees(&self) -> Sees<'_> {
+        Sees { window: self.window, sinks: self.sinks.as_deref() }
+    }
+
     /// The output projection.
     fn project(&self, rounding: Rounding, mut mixed: Vec<f32>) -> Vec<f32> {
         rounding.factor(&mut mixed);
@@ -514,14 +535,41 @@ impl BoundAttention<'_> {
     }
 }
 
+impl BoundFeedForward<'_> {
+    /// What the block adds to the residual stream for normed inputs `h`.
+    fn feed_forward(&self, graph: &Graph, rounding: Rounding, h: &[f32]) -> Vec<f32> {
+        match self {
+            Self::Gated(mlp) => mlp.feed_forward(graph, None, rounding, h),
+            Self::Experts(experts) => experts.feed_forward(graph, rounding, h),
+        }
+    }
+
+    /// The MLP of a layer of a program, which has no others.
+    fn gated(&self) -> Option<&BoundGated<'_>> {
+        match self {
+            Self::Gated(mlp) => Some(mlp),
+            Self::Experts(_) => None,
+        }
+    }
+}
+
 impl BoundGated<'_> {
     /// What the MLP adds to the residual stream for normed inputs `h`.
-    fn feed_forward(&self, graph: &Graph, rounding: Rounding, h: &[f32]) -> Vec<f32> {
+    fn feed_forward(
+        &self,
+        graph: &Graph,
+        clamped: Option<Clamped>,
+        rounding: Rounding,
+        h: &[f32],
+    ) -> Vec<f32> {
         let [mut gate, up] = self.gate_up(h);
-        let ffn = graph.ffn as usize;
+        let ffn = self.gate.weight.rows();
         gate.par_chunks_mut(ffn).zip(up.par_chunks(ffn)).for_each(|(gate, up)| {
-            for (gate, up) in gate.iter_mut().zip(up) {
-                *gate = activate(graph.activation, *gate) * up;
+            for (gate, &up) in gate.iter_mut().zip(up) {
+                *gate = match clamped {
+                    Some(clamped) => clamped_product(clamped, *gate, up),
+                    None => activate(graph.activation, *gate) * up,
+                };
             }
         });
         rounding.handoff(&mut gate);

@@ -60,6 +60,7 @@ impl Tensors {
             q_norm: s.qk_norm.then(|| self.add(name("self_attn.q_norm.weight"), &[s.head_dim])),
             k_norm: s.qk_norm.then(|| self.add(name("self_attn.k_norm.weight"), &[s.head_dim])),
             o: self.linear(&name("self_attn.o_proj"), s.hidden, q, false),
+            sinks: None,
             window: s.window,
             rotary: 0,
         };

@@ -97,7 +97,10 @@ pub struct Prefilled {
 #[must_use]
 pub fn prefill_refused(graph: &Graph) -> Option<String> {
     let same_blocks = |layer: &ir::Layer| {
-        layer.attention.norm.is_some() && layer.mlp.norm.is_some() && !graph.norms_all_heads(layer)
+        layer.gated().is_some()
+            && layer.attention.norm.is_some()
+            && layer.mlp.norm.is_some()
+            && !graph.norms_all_heads(layer)
     };
     let narrow = graph.head_dim.is_power_of_two() && (16..=128).contains(&graph.head_dim);
     if compile::features(graph) != 0 || !graph.layers.iter().all(same_blocks) || !narrow {

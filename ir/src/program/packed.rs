@@ -1,6 +1,6 @@
 //! The packed matrices of a model and their tensors. They depend on the graph alone, never on a schedule.
 
-use crate::block::{Attention, FeedForward, Gated, Layer};
+use crate::block::{Attention, Gated, Layer};
 use crate::format::Format;
 use crate::graph::{Graph, Linear};
 use crate::id::{MatrixId, TensorId};
@@ -24,8 +24,8 @@ pub struct PackedModel {
 pub struct PackedLayer {
     /// Attention.
     pub attention: PackedAttention,
-    /// The MLP.
-    pub mlp: PackedMlp,
+    /// The MLP; `None` if a router chooses among experts, which have no packed form yet.
+    pub mlp: Option<PackedMlp>,
 }
 
 /// The matrices of an attention block.
@@ -86,17 +86,16 @@ impl List<'_> {
         let (hidden, q, kv, ffn) = (graph.hidden, graph.q_width(), graph.kv_width(), graph.ffn);
         let name = |part: &str| format!("layers.{n}.{part}");
         let Attention { q: query, k, v, o, .. } = layer.attention.body;
-        let FeedForward::Gated(Gated { gate, up, down }) = layer.mlp.body;
-        let (qkv, gate_up) = ([(query, q), (k, kv), (v, kv)], [(gate, ffn), (up, ffn)]);
+        let qkv = [(query, q), (k, kv), (v, kv)];
         PackedLayer {
             attention: PackedAttention {
                 qkv: self.add(name("qkv"), &qkv, false, hidden),
                 o: self.add(name("o"), &[(o, hidden)], false, q),
             },
-            mlp: PackedMlp {
-                gate_up: self.add(name("gate_up"), &gate_up, true, hidden),
+            mlp: layer.gated().map(|&Gated { gate, up, down }| PackedMlp {
+                gate_up: self.add(name("gate_up"), &[(gate, ffn), (up, ffn)], true, hidden),
                 down: self.add(name("down"), &[(down, hidden)], false, ffn),
-            },
+            }),
         }
     }
 

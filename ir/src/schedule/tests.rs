@@ -29,6 +29,7 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
         q_norm: None,
         k_norm: None,
         o: linear(2),
+        sinks: None,
         window: None,
         rotary: 0,
     };

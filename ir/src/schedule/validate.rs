@@ -10,6 +10,7 @@
 
 use super::value::{Domain, EmbedGrouping, Value};
 use super::{Knob, ScheduleConfig, Valid};
+use crate::block::Layer;
 use crate::graph::Graph;
 use crate::program::{Dims, attended, smem};
 use crate::target::Target;
@@ -108,6 +109,10 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
     if graph.layers.is_empty() || graph.layers.len() >= usize::from(u16::MAX) {
         refuse("number of layers", graph.layers.len() as u32, format!("1 to {}", u16::MAX - 1));
     }
+    for (what, count) in without_ops(graph) {
+        let legal = "none yet: no op does it; run it with --device eval".to_owned();
+        refuse(what, count, legal);
+    }
     if graph.head_dim == 0
         || graph.head_dim > abi::HEAD_DIM_MAX
         || !graph.head_dim.is_multiple_of(2)
@@ -126,6 +131,19 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
             );
         }
     }
+}
+
+/// Blocks that no op computes: what they are, and the number of layers that have them.
+fn without_ops(graph: &Graph) -> impl Iterator<Item = (&'static str, u32)> {
+    let count = |has: fn(&Layer) -> bool| graph.layers.iter().filter(|layer| has(layer)).count();
+    let counts = [
+        ("number of layers with experts", count(|layer| layer.gated().is_none())),
+        (
+            "number of layers with attention sinks",
+            count(|layer| layer.attention.body.sinks.is_some()),
+        ),
+    ];
+    counts.into_iter().map(|(what, count)| (what, count as u32)).filter(|(_, count)| *count > 0)
 }
 
 fn target_limits(target: &Target, found: &mut Violations) {

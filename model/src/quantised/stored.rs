@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ir::{Attention, DType, FeedForward, Gated, Graph, Layer, Linear, Tensor, TensorId};
+use ir::{Attention, DType, Gated, Graph, Layer, Linear, Tensor, TensorId};
 
 use super::Source;
 use super::codes::Codes;
@@ -44,7 +44,7 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         };
         // Rows that alternate have no place for both (ir/src/program/rules/task.rs).
         let Attention { q, k, v, .. } = layer.attention.body;
-        let FeedForward::Gated(Gated { gate, up, .. }) = layer.mlp.body;
+        let Some(&Gated { gate, up, .. }) = layer.gated() else { return false };
         let biased = [gate, up].iter().any(|linear| linear.bias.is_some());
         let scaled = all[&gate.weight].dtype.is_scaled();
         alike(&[q, k, v]) && alike(&[gate, up]) && !(biased && scaled)

@@ -1,8 +1,13 @@
 //! Finds the weights of a graph's blocks and checks their shapes.
 
-use ir::{Attention, DType, FeedForward, Gated, Graph, Layer, Linear, TensorId, Weights};
+use ir::{
+    Attention, DType, Experts, FeedForward, Gated, Graph, Layer, Linear, Shared, TensorId, Weights,
+};
 
-use super::{Block, BoundAttention, BoundGated, BoundLayer, BoundLinear, EvalError};
+use super::experts::{BoundExperts, BoundShared};
+use super::{
+    Block, BoundAttention, BoundFeedForward, BoundGated, BoundLayer, BoundLinear, EvalError,
+};
 use crate::math::{Matrix, stored_bytes};
 
 pub(super) struct Binder<'a> {
@@ -18,8 +23,12 @@ impl<'a> Binder<'a> {
     pub(super) fn layer(&self, layer: &Layer) -> Result<BoundLayer<'a>, EvalError> {
         let whole = self.graph.norms_all_heads(layer);
         let attention = self.attention(&layer.attention.body, whole)?;
-        let FeedForward::Gated(gated) = &layer.mlp.body;
-        let mlp = self.gated(gated, self.graph.ffn)?;
+        let mlp = match &layer.mlp.body {
+            FeedForward::Gated(gated) => {
+                BoundFeedForward::Gated(self.gated(gated, self.graph.ffn)?)
+            }
+            FeedForward::Experts(experts) => BoundFeedForward::Experts(self.experts(experts)?),
+        };
         Ok(BoundLayer {
             attention: self.block(&layer.attention, attention)?,
             mlp: self.block(&layer.mlp, mlp)?,
@@ -51,8 +60,30 @@ impl<'a> Binder<'a> {
             q_norm: self.norm(body.q_norm, of_heads(q))?,
             k_norm: self.norm(body.k_norm, of_heads(kv))?,
             o: self.linear(body.o, hidden, q)?,
+            sinks: self.norm(body.sinks, graph.heads)?,
             window: body.window,
             rotary: body.rotary,
+        })
+    }
+
+    fn experts(&self, body: &Experts) -> Result<BoundExperts<'a>, EvalError> {
+        let (count, top_k) = (body.experts.len(), body.top_k as usize);
+        if top_k == 0 || top_k > count {
+            return Err(EvalError::Experts { top_k: body.top_k, count });
+        }
+        let hidden = self.graph.hidden;
+        let shared = |shared: &Shared| -> Result<_, EvalError> {
+            let mlp = self.gated(&shared.mlp, shared.ffn)?;
+            Ok(BoundShared { gate: self.linear(shared.gate, 1, hidden)?, mlp })
+        };
+        let experts = body.experts.iter().map(|expert| self.gated(expert, body.ffn));
+        Ok(BoundExperts {
+            router: self.linear(body.router, count as u32, hidden)?,
+            top_k,
+            normalised: body.normalised,
+            experts: experts.collect::<Result<_, _>>()?,
+            clamped: body.clamped,
+            shared: body.shared.as_ref().map(shared).transpose()?,
         })
     }
 

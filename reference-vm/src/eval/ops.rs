@@ -69,7 +69,7 @@ impl Evaluator<'_> {
         let (graph, width) = (self.graph, self.graph.kv_width() as usize);
         let mut cache = Cache::default();
         cache.extend(keys, values, width);
-        let mixed = attend(graph, &cache, q, self.layers[layer].attention.body.window);
+        let mixed = attend(graph, &cache, q, self.layers[layer].attention.body.sees());
         Belongs { scales: vec![greatest(values); mixed.len()], values: mixed }
     }
 
@@ -89,7 +89,7 @@ impl Evaluator<'_> {
 
     /// What the MLP adds to the residual stream, before its norm.
     pub(crate) fn mlp_sums(&self, layer: usize, hidden: Vec<f32>) -> Belongs {
-        Belongs::sums(self.layers[layer].mlp.body.contract(self.rounding, hidden))
+        Belongs::sums(self.contracted(layer, hidden))
     }
 
     /// The residual stream after a block whose result `sums` is normed: `mlp` tells which of a layer's two.
@@ -105,7 +105,8 @@ impl Evaluator<'_> {
 
     pub(crate) fn hidden(&self, layer: usize, x: &[f32]) -> Belongs {
         let block = &self.layers[layer].mlp;
-        let [gate, up] = block.body.gate_up(&block.normed(self.graph, self.rounding, x));
+        let Some(mlp) = block.body.gated() else { return Belongs::default() };
+        let [gate, up] = mlp.gate_up(&block.normed(self.graph, self.rounding, x));
         let scale = greatest(&gate) * greatest(&up);
         let activate = |gate| activate(self.graph.activation, gate);
         let values: Vec<f32> =
@@ -114,7 +115,13 @@ impl Evaluator<'_> {
     }
 
     pub(crate) fn after_mlp(&self, layer: usize, x: &[f32], hidden: Vec<f32>) -> Belongs {
-        added(x, self.layers[layer].mlp.body.contract(self.rounding, hidden))
+        added(x, self.contracted(layer, hidden))
+    }
+
+    /// The down projection; a program has no layers with experts.
+    fn contracted(&self, layer: usize, hidden: Vec<f32>) -> Vec<f32> {
+        let mlp = self.layers[layer].mlp.body.gated();
+        mlp.map_or_else(Vec::new, |mlp| mlp.contract(self.rounding, hidden))
     }
 
     pub(crate) fn logits_of(&self, x: &[f32]) -> Belongs {

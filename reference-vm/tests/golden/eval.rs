@@ -6,7 +6,7 @@ use reference_vm::InputError;
 use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
-use crate::{Golden, each, each_family, each_quantised};
+use crate::{Golden, each, each_family, each_quantised, each_with_experts};
 
 fn evaluator(golden: &Golden) -> Evaluator<'_> {
     Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()
@@ -23,6 +23,7 @@ fn logits_are_those_of_transformers() {
     each(check);
     each_quantised(check);
     each_family(check);
+    each_with_experts(check);
 }
 
 #[test]
@@ -35,11 +36,12 @@ fn greedy_tokens_are_those_of_transformers() {
     each(check);
     each_quantised(check);
     each_family(check);
+    each_with_experts(check);
 }
 
 #[test]
 fn one_at_a_time_has_the_bits_of_all_at_once() {
-    each(|name, golden| {
+    let check = |name: &str, golden: &Golden| {
         let mut together = evaluator(golden);
         let logits = together.run(&golden.tokens, Logits::All).unwrap();
         let mut single = evaluator(golden);
@@ -51,7 +53,9 @@ fn one_at_a_time_has_the_bits_of_all_at_once() {
             assert_eq!(single.values(layer), together.values(layer), "{name}");
             assert_eq!(single.keys(layer).len(), 48 * golden.model.graph.kv_width() as usize);
         }
-    });
+    };
+    each(check);
+    each_with_experts(check);
 }
 
 #[test]

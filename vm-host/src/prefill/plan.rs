@@ -81,6 +81,7 @@ impl Lookup<'_> {
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
         let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
         let attention = &layer.attention.body;
+        let mlp = packed.mlp.as_ref().ok_or_else(|| self.missing("an MLP without a router"))?;
         Ok(LayerPlan {
             attn_norm: self.optional(layer.attention.norm, hidden)?,
             qkv: self.matrix(&packed.attention.qkv)?,
@@ -89,8 +90,8 @@ impl Lookup<'_> {
             cache: self.residents.caches[index],
             o: self.matrix(&packed.attention.o)?,
             mlp_norm: self.optional(layer.mlp.norm, hidden)?,
-            gate_up: self.matrix(&packed.mlp.gate_up)?,
-            down: self.matrix(&packed.mlp.down)?,
+            gate_up: self.matrix(&mlp.gate_up)?,
+            down: self.matrix(&mlp.down)?,
             window: attention.window.unwrap_or(0),
             rope: self.residents.rope[attention.rotary as usize],
         })

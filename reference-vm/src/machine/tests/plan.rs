@@ -7,10 +7,7 @@ use abi::{
 use ir::program::{
     Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
 };
-use ir::{
-    Attention, BufferId, CounterId, FeedForward, Format, Gated, Graph, Layer, Linear, MatrixId,
-    TensorId,
-};
+use ir::{Attention, BufferId, CounterId, Format, Gated, Graph, Layer, Linear, MatrixId, TensorId};
 
 /// Options of a program.
 #[derive(Clone, Copy, Debug)]
@@ -261,7 +258,7 @@ impl Builder<'_> {
 
     fn feed_forward(&mut self, index: u16, layer: &Layer, x: BufferId) -> BufferId {
         let graph = self.graph;
-        let FeedForward::Gated(Gated { gate, up, down }) = layer.mlp.body;
+        let Gated { gate, up, down } = *layer.gated().unwrap();
         let parts = [(gate, graph.ffn), (up, graph.ffn)];
         let around = Around {
             x: Some(x),

@@ -60,6 +60,12 @@ impl HeadOrder {
         (!order.iter().copied().eq(0..head_dim)).then_some(Self(order))
     }
 
+    /// Where a row of a matrix of heads is stored.
+    pub(crate) fn source(&self, row: usize) -> usize {
+        let heads = row / self.0.len();
+        heads * self.0.len() + self.0[row % self.0.len()] as usize
+    }
+
     /// Puts rows of `row` bytes in order.
     fn apply(&self, stored: &[u8], row: usize) -> Vec<u8> {
         let heads = stored.chunks_exact(self.0.len() * row);

@@ -71,9 +71,21 @@ struct Mapped {
 }
 
 /// Where a tensor comes from.
-struct Source {
+pub(crate) struct Source {
     place: Place,
     made: Option<Made>,
+}
+
+impl Source {
+    pub(crate) fn bytes<'a>(&'a self, files: &'a Files) -> &'a [u8] {
+        let stored = files.slice(self.place);
+        let Some(made) = &self.made else { return stored };
+        made.bytes.get_or_init(|| made.change.apply(&made.tensor, made.dtype, stored))
+    }
+
+    pub(crate) fn file_range(&self, files: &Files) -> Option<FileRange> {
+        self.made.is_none().then(|| files.range(self.place))
+    }
 }
 
 /// A tensor that is made of a stored one when it is first read.
@@ -87,15 +99,11 @@ struct Made {
 
 impl Weights for Mapped {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
-        let Source { place, made } = &self.sources[tensor.index()];
-        let stored = self.files.slice(*place);
-        let Some(made) = made else { return stored };
-        made.bytes.get_or_init(|| made.change.apply(&made.tensor, made.dtype, stored))
+        self.sources[tensor.index()].bytes(&self.files)
     }
 
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
-        let Source { place, made } = &self.sources[tensor.index()];
-        made.is_none().then(|| self.files.range(*place))
+        self.sources[tensor.index()].file_range(&self.files)
     }
 }
 
@@ -138,15 +146,10 @@ pub(crate) fn open(
     if ignored > 0 {
         notes.push(format!("{ignored} tensors are not of the language model and are ignored"));
     }
-    if let (Some(declared), Some(piece)) = (declared, pieces.iter().flatten().next()) {
-        let reason = format!(
-            "is {:?}; quantised weights of {} are not supported: {} is not used as it is stored",
-            declared.method, graph.family, piece.name
-        );
-        return Err(wrong(vec![Problem::new("quantization_config.quant_method", reason)]));
-    }
     if let Some(declared) = declared {
-        return quantised::open(files, found, graph, declared, form).map_err(wrong);
+        let (weights, more) =
+            quantised::open(files, found, graph, pieces, declared, form).map_err(wrong)?;
+        return Ok((weights, more.into_iter().chain(notes).collect()));
     }
     if let Some(name) = checkpoint::sign(&found) {
         let reason = format!(
@@ -316,22 +319,13 @@ fn matched(
     let mut problems = Vec::new();
     let mut sources = Vec::with_capacity(graph.tensors.len());
     let mut first_matrix = None;
-    let mut fused: HashMap<&str, Option<Found>> = HashMap::new();
+    let mut cuts = Cuts::default();
     for (tensor, piece) in graph.tensors.iter_mut().zip(pieces) {
         let source = match piece {
             None => {
                 take(tensor, &mut found, &mut problems).map(|place| Source { place, made: None })
             }
-            Some(piece) => {
-                let stored = fused.entry(&piece.name).or_insert_with(|| {
-                    let stored = found.remove(&piece.name);
-                    if stored.is_none() {
-                        problems.push(Problem::new(&piece.name, missing(&piece.name)));
-                    }
-                    stored
-                });
-                stored.as_ref().and_then(|stored| cut(tensor, piece, stored, &mut problems))
-            }
+            Some(piece) => cuts.cut(tensor, piece, &mut found, &mut problems),
         };
         let Some(source) = source else { continue };
         if tensor.shape.len() == 2 {
@@ -351,6 +345,30 @@ fn matched(
         graph.dtype = dtype;
     }
     if problems.is_empty() { Ok(sources) } else { Err(problems) }
+}
+
+/// Stored tensors that several are pieces of.
+#[derive(Default)]
+pub(crate) struct Cuts<'a>(HashMap<&'a str, Option<Found>>);
+
+impl<'a> Cuts<'a> {
+    /// Finds a tensor that is a piece of a stored one, which is taken from `found` once.
+    pub(crate) fn cut(
+        &mut self,
+        tensor: &mut Tensor,
+        piece: &'a Piece,
+        found: &mut HashMap<String, Found>,
+        problems: &mut Vec<Problem>,
+    ) -> Option<Source> {
+        let stored = self.0.entry(&piece.name).or_insert_with(|| {
+            let stored = found.remove(&piece.name);
+            if stored.is_none() {
+                problems.push(Problem::new(&piece.name, missing(&piece.name)));
+            }
+            stored
+        });
+        stored.as_ref().and_then(|stored| cut(tensor, piece, stored, problems))
+    }
 }
 
 /// A tensor that is a piece of a stored one.

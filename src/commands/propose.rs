@@ -67,11 +67,11 @@ fn refuse_without_ops(context: &Context) -> Result<(), Failure> {
         return Ok(());
     }
     let (step, all) = (graph.step_bytes(), graph.weight_bytes());
-    let gb = |bytes: usize| bytes as f64 / 1e9;
+    let mb = |bytes: usize| bytes as f64 / 1e6;
     Err(Failure::refused(format!(
-        "{violations}. A step would read {:.2} GB of the {:.2} GB of weights, which takes {} {:.0} us",
-        gb(step),
-        gb(all),
+        "{violations}. A step would read {:.1} MB of the {:.1} MB of weights, which takes {} {:.0} us",
+        mb(step),
+        mb(all),
         target.name,
         step as f64 / target.bandwidth as f64 * 1e6,
     )))

@@ -110,7 +110,7 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
         refuse("number of layers", graph.layers.len() as u32, format!("1 to {}", u16::MAX - 1));
     }
     for (what, count) in without_ops(graph) {
-        let legal = "none yet: no op does it; run it with --device eval".to_owned();
+        let legal = "0, until an op does it; `--device eval` runs it".to_owned();
         refuse(what, count, legal);
     }
     if graph.head_dim == 0

@@ -30,6 +30,8 @@ struct Streamed {
 /// Where its elements come from.
 enum From {
     File(Place),
+    /// Rows of this many bytes at a place, in another order.
+    Rows(Matrix, Place, usize),
     Blocks(Grouped),
 }
 
@@ -61,6 +63,7 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         graph.tensors[id.index()].dtype = matrix.dtype;
         sources[id.index()] = match matrix.from {
             From::File(place) => Source::Stored(place),
+            From::Rows(matrix, place, row_bytes) => Source::Rows(matrix, place, row_bytes),
             From::Blocks(grouped) => Source::Grouped(grouped),
         };
     }
@@ -79,7 +82,11 @@ fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Strea
     let ids = (0..).map(TensorId);
     let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
         Source::Made(matrix) => Some((id, matrix)),
-        Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
+        Source::Stored(_)
+        | Source::Piece(_)
+        | Source::Rows(..)
+        | Source::Grouped(_)
+        | Source::Scales(_) => None,
     });
     matrices.map(|(id, matrix)| Some((id, one(matrix, files)?))).collect()
 }
@@ -87,7 +94,8 @@ fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Strea
 fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
     match &matrix.layout {
         &Layout::Floats(place, dtype @ (DType::F16 | DType::Bf16)) => {
-            Some(Streamed { from: From::File(place), dtype, scales: Vec::new() })
+            let from = rows_at(matrix, place, matrix.cols * dtype.bytes());
+            Some(Streamed { from, dtype, scales: Vec::new() })
         }
         Layout::Scaled { place, codes, zeros: Zeros::None, scales }
             if scales.cols_each >= matrix.cols && scales.groups.is_none() =>
@@ -97,13 +105,21 @@ fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
                 Codes::Int8 => DType::Int8,
                 Codes::E2m1 | Codes::Int4(_) => return grouped(matrix, files),
             };
-            let scales = (0..matrix.rows).map(|row| scales.of_group(files, matrix, row, 0));
-            Some(Streamed { from: From::File(*place), dtype, scales: scales.collect() })
+            let scale = |row| scales.of_group(files, matrix, matrix.stored_row(row), 0);
+            let scales = (0..matrix.given_rows()).map(scale).collect();
+            Some(Streamed { from: rows_at(matrix, *place, matrix.cols), dtype, scales })
         }
         Layout::Floats(..) | Layout::Scaled { .. } | Layout::Blocks(..) | Layout::Nf4(_) => {
             grouped(matrix, files)
         }
     }
+}
+
+/// The rows of a matrix whose elements are used as they lie.
+fn rows_at(matrix: &Matrix, place: Place, row_bytes: usize) -> From {
+    let Some(first) = matrix.run() else { return From::Rows(matrix.clone(), place, row_bytes) };
+    let bytes = (matrix.given_rows() * row_bytes) as u64;
+    From::File(Place { offset: place.offset + (first * row_bytes) as u64, bytes, ..place })
 }
 
 fn grouped(matrix: &Matrix, files: &Files) -> Option<Streamed> {
@@ -118,8 +134,10 @@ fn beyond_f16(all: &HashMap<TensorId, Streamed>, files: &Files) -> bool {
     const LEAST: u16 = 0x4780;
     let found = AtomicBool::new(false);
     let matrices = all.values().filter_map(|matrix| match matrix.from {
-        From::File(place) if matrix.dtype == DType::Bf16 => Some(files.slice(place)),
-        From::File(_) | From::Blocks(_) => None,
+        From::File(place) | From::Rows(_, place, _) if matrix.dtype == DType::Bf16 => {
+            Some(files.slice(place))
+        }
+        From::File(_) | From::Rows(..) | From::Blocks(_) => None,
     });
     for bytes in matrices {
         let parts = std::sync::Mutex::new(bytes.chunks(PART_BYTES));

@@ -8,7 +8,7 @@ use ir::{DType, TensorId, decode};
 use super::checkpoint;
 use super::codes::Codes;
 use super::declared::Declared;
-use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
+use super::matrix::{Layout, Matrix, ScaleType, Scales, View, Zeros};
 use crate::store::{self, Files, Found};
 use crate::{files, import, import_dequantised};
 
@@ -159,7 +159,8 @@ fn mxfp4_has_the_bits_of_the_reference_library() {
         };
         let (place, codes, zeros) = (part("blocks"), Codes::E2m1, Zeros::None);
         let layout = Layout::Scaled { place, codes, zeros, scales };
-        let matrix = Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, pairs: None };
+        let matrix =
+            Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, view: View::Whole };
         assert!(bits(&matrix.dequantise(&files)) == want, "{tensor}");
     }
 }

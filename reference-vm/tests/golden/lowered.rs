@@ -27,7 +27,12 @@ fn check(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order)
 }
 
 /// The same, and within how much.
-fn checked(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order) -> Summary {
+pub(crate) fn checked(
+    golden: &Golden,
+    config: ScheduleConfig,
+    target: &Target,
+    order: Order,
+) -> Summary {
     let Golden { model, tokens, logits, greedy } = golden;
     let config = validate(config, &model.graph, target).unwrap();
     let program = lower(&config, &model.graph, target, Options { kv_capacity: 96 }).unwrap();

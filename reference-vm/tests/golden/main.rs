@@ -2,6 +2,7 @@
 
 mod eval;
 mod lowered;
+mod quantised_families;
 
 use std::path::Path;
 
@@ -52,6 +53,9 @@ const FAMILIES: [&str; 14] = [
 /// Folders of families with experts, which only the evaluator runs.
 const EXPERTS: [&str; 5] =
     ["gpt-oss-bf16", "mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
+
+/// Quantised ones of them, in `corpus/quantised`.
+const EXPERTS_QUANTISED: [&str; 2] = ["fp8-block-qwen3-moe", "mxfp4-gpt-oss"];
 
 /// A model with its tokens and logits.
 struct Golden {

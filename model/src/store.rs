@@ -1,6 +1,6 @@
 //! The tensors of a model folder: mapped files, matched with the graph.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::OnceLock;
@@ -132,14 +132,7 @@ pub(crate) fn open(
     declared: Option<&Declared>,
     form: Form,
 ) -> Result<Opening, ModelError> {
-    let (files, mut found) = if exists(&dir.join(SINGLE)) {
-        open_single(dir)?
-    } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
-        open_shards(dir, &index)?
-    } else {
-        let reason = format!("it has neither {SINGLE} nor {INDEX}{}", other_format(dir));
-        return Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason });
-    };
+    let (files, mut found) = open_checkpoint(dir)?;
     let wrong = |problems| ModelError::Tensors { path: dir.to_path_buf(), problems };
     let ignored = language_model(&mut found);
     let mut notes = Vec::new();
@@ -160,6 +153,40 @@ pub(crate) fn open(
     }
     let sources = matched(found, graph, pieces).map_err(wrong)?;
     Ok((Box::new(Mapped { files, sources }), notes))
+}
+
+/// The tensors of a folder's language model with these names, as they are stored, in the order of their names.
+pub(crate) fn as_stored(
+    dir: &Path,
+    names: &BTreeSet<String>,
+) -> Result<(Vec<Tensor>, Box<dyn Weights + Send + Sync>), ModelError> {
+    let (files, mut found) = open_checkpoint(dir)?;
+    language_model(&mut found);
+    let (mut tensors, mut sources, mut problems) = (Vec::new(), Vec::new(), Vec::new());
+    for name in names {
+        let shape = found.get(name).map(|found| found.entry.shape.iter().map(|&side| side as u32));
+        let shape = shape.map(Iterator::collect).unwrap_or_default();
+        let mut tensor = Tensor { name: name.clone(), dtype: DType::F32, shape };
+        let place = take(&mut tensor, &mut found, &mut problems);
+        sources.extend(place.map(|place| Source { place, made: None }));
+        tensors.push(tensor);
+    }
+    if problems.is_empty() {
+        return Ok((tensors, Box::new(Mapped { files, sources })));
+    }
+    Err(ModelError::Tensors { path: dir.to_path_buf(), problems })
+}
+
+/// Maps the files of a folder's checkpoint.
+fn open_checkpoint(dir: &Path) -> Result<Opened, ModelError> {
+    if exists(&dir.join(SINGLE)) {
+        open_single(dir)
+    } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
+        open_shards(dir, &index)
+    } else {
+        let reason = format!("it has neither {SINGLE} nor {INDEX}{}", other_format(dir));
+        Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason })
+    }
 }
 
 /// Names the tensors of a multimodal folder's language model as those of a model of text, and drops all others. Returns

@@ -168,9 +168,12 @@ fn quantised_folders_of_families_mean_their_values() {
     let target = Target::by_name("h200").unwrap();
     let parent = tempfile::tempdir().unwrap();
     let names = ["phi3-bf16", "phi4-longrope-bf16", "glm4-bf16", "granite-bf16", "gemma2-bf16"];
-    for (name, format) in names
-        .into_iter()
-        .flat_map(|name| [Format::Fp8, Format::Int8, Format::Int4].map(|format| (name, format)))
+    let formats = [Format::Fp8, Format::Int8, Format::Int4];
+    let all = names.into_iter().flat_map(|name| formats.map(|format| (name, format)));
+    // Groups do not divide the widths of these two.
+    let odd = ["glm4-bf16", "gemma2-bf16"];
+    for (name, format) in
+        all.filter(|(name, format)| *format != Format::Int4 || !odd.contains(name))
     {
         let what = format!("{name} {format:?}");
         let [quantised, plain] =

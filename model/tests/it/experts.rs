@@ -175,5 +175,10 @@ fn stacked_experts_are_cut_and_transposed() {
         let bias = &stored("down_proj_bias")[number * hidden..][..hidden];
         assert_eq!(bias, values(&model, expert.down.bias.expect("a bias")));
     }
+    // By hand: a layer without experts, three of its six, and the output matrix with its norm.
+    let attention = 2 * (2 * 128 * 64 + 2 * 64 * 64 + 128 + 3 * 64 + 2 * 64 + 4);
+    let (router, expert) = (2 * (6 * 64 + 6), 2 * (3 * 48 * 64 + 48 + 48 + 64));
+    let step = 4 * (attention + router + 3 * expert) + 2 * (300 * 64 + 64);
+    assert_eq!(model.graph.step_bytes(), step);
     assert!(model.graph.layers.iter().all(|layer| layer.attention.body.sinks.is_some()));
 }

@@ -191,7 +191,7 @@ impl<'a> Matrices<'a> {
                         let shape = [shape[0], shape[2], shape[1]].map(u64::from);
                         checkpoint::stacked(&piece.name, shape, found, self.files)
                     }
-                    _ => {
+                    Change::None | Change::Order(_) | Change::Affine { .. } => {
                         let size = (piece.of, cols);
                         checkpoint::matrix(&piece.name, size, found, self.files, self.declared)
                     }

@@ -419,7 +419,9 @@ fn cut(
     let row = whole.bytes() as u64 / u64::from(piece.of.max(1));
     let (offset, bytes) = match piece.change {
         Change::Strided(_) => (0, place.bytes),
-        _ => (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row),
+        Change::None | Change::Order(_) | Change::Affine { .. } => {
+            (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row)
+        }
     };
     let place = Place { offset: place.offset + offset, bytes, ..place };
     tensor.dtype = piece.change.dtype(whole.dtype);

@@ -146,8 +146,8 @@ struct BoundAttention<'a> {
 }
 
 enum BoundFeedForward<'a> {
-    Gated(BoundGated<'a>),
-    Experts(BoundExperts<'a>),
+    Gated(Box<BoundGated<'a>>),
+    Experts(Box<BoundExperts<'a>>),
 }
 
 struct BoundGated<'a> {

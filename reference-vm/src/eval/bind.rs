@@ -25,9 +25,11 @@ impl<'a> Binder<'a> {
         let attention = self.attention(&layer.attention.body, whole)?;
         let mlp = match &layer.mlp.body {
             FeedForward::Gated(gated) => {
-                BoundFeedForward::Gated(self.gated(gated, self.graph.ffn)?)
+                BoundFeedForward::Gated(Box::new(self.gated(gated, self.graph.ffn)?))
             }
-            FeedForward::Experts(experts) => BoundFeedForward::Experts(self.experts(experts)?),
+            FeedForward::Experts(experts) => {
+                BoundFeedForward::Experts(Box::new(self.experts(experts)?))
+            }
         };
         Ok(BoundLayer {
             attention: self.block(&layer.attention, attention)?,

@@ -69,11 +69,11 @@ fn refuse_without_ops(context: &Context) -> Result<(), Failure> {
     let (step, all) = (graph.step_bytes(), graph.weight_bytes());
     let mb = |bytes: usize| bytes as f64 / 1e6;
     Err(Failure::refused(format!(
-        "{violations}. A step would read {:.1} MB of the {:.1} MB of weights, which takes {} {:.0} us",
+        "{violations}. A step would read {:.1} MB of the {:.1} MB of weights, which takes {:.0} us on {}",
         mb(step),
         mb(all),
-        target.name,
         step as f64 / target.bandwidth as f64 * 1e6,
+        target.name,
     )))
 }
 

@@ -145,10 +145,10 @@ fn present(peer: PeerChoice, measured: Measured) -> Peer {
 fn torch(peer: PeerChoice, ask: &Ask<'_>) -> Result<Measured, String> {
     let graph = ask.graph;
     let plain = |layer: &ir::Layer| {
-        layer.attn_norm.is_some()
-            && layer.mlp_norm.is_some()
-            && layer.attn_post_norm.or(layer.mlp_post_norm).is_none()
-            && layer.rotary == 0
+        layer.attention.norm.is_some()
+            && layer.mlp.norm.is_some()
+            && layer.attention.post_norm.or(layer.mlp.post_norm).is_none()
+            && layer.attention.body.rotary == 0
             && !graph.norms_all_heads(layer)
     };
     let scalars = graph.score_cap.or(graph.logit_cap).is_some() || graph.embed_scale != 1.0;
@@ -183,8 +183,8 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
         "peer": peer.to_string(),
         "device": "cuda",
         "tied": graph.tied(),
-        "attention_bias": layer.is_some_and(|layer| layer.q.bias.is_some()),
-        "qk_norm": layer.is_some_and(|layer| layer.q_norm.is_some()),
+        "attention_bias": layer.is_some_and(|layer| layer.attention.body.q.bias.is_some()),
+        "qk_norm": layer.is_some_and(|layer| layer.attention.body.q_norm.is_some()),
         "norm_eps": graph.norm_eps,
         "inv_freq": graph.inv_freq,
         "attn_scale": graph.attn_scale,

@@ -1,14 +1,14 @@
 //! The model graph: a decoder-only transformer before any scheduling.
 //!
-//! A graph is structured rather than a bag of nodes: a layer is an attention block and an MLP block, each with a norm
-//! before it, after it, or both; all else is an option. No family is known here. It holds everything that the arithmetic needs, including the rotary
-//! frequencies, so that both executors in `reference-vm` and the device read the same numbers. It holds no weights; see
-//! [`Weights`](crate::Weights).
+//! A graph is structured rather than a bag of nodes: a layer is two blocks (`block.rs`). No family is known here. It
+//! holds everything that the arithmetic needs, including the rotary frequencies, so that both executors in
+//! `reference-vm` and the device read the same numbers. It holds no weights; see [`Weights`](crate::Weights).
 
 use serde::{Deserialize, Serialize};
 
 pub use abi::{Activation, DType};
 
+use crate::block::{FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
 
@@ -55,44 +55,6 @@ pub struct Linear {
     pub scale: Option<TensorId>,
     /// `[rows]`, if the family has biases.
     pub bias: Option<TensorId>,
-}
-
-/// One transformer layer.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Layer {
-    /// RMSNorm before attention, `[hidden]`.
-    pub attn_norm: Option<TensorId>,
-    /// RMSNorm of what attention adds to the residual stream, `[hidden]`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attn_post_norm: Option<TensorId>,
-    /// `[heads * head_dim, hidden]`.
-    pub q: Linear,
-    /// `[kv_heads * head_dim, hidden]`.
-    pub k: Linear,
-    /// `[kv_heads * head_dim, hidden]`.
-    pub v: Linear,
-    /// RMSNorm over each query head, `[head_dim]`, or over all of them, `[heads * head_dim]`.
-    pub q_norm: Option<TensorId>,
-    /// RMSNorm over each key head, `[head_dim]`, or over all of them, `[kv_heads * head_dim]`.
-    pub k_norm: Option<TensorId>,
-    /// `[hidden, heads * head_dim]`.
-    pub o: Linear,
-    /// RMSNorm before the MLP, `[hidden]`.
-    pub mlp_norm: Option<TensorId>,
-    /// RMSNorm of what the MLP adds to the residual stream, `[hidden]`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mlp_post_norm: Option<TensorId>,
-    /// `[ffn, hidden]`; `activation(gate) * up` feeds `down`.
-    pub gate: Linear,
-    /// `[ffn, hidden]`.
-    pub up: Linear,
-    /// `[hidden, ffn]`.
-    pub down: Linear,
-    /// Sliding window: position `p` attends to `p - window + 1 ..= p`. `None` is full attention.
-    pub window: Option<u32>,
-    /// Rotary table: 0 is [`Graph::inv_freq`], `n` is `Graph::rotary[n - 1]`.
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub rotary: u32,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
@@ -218,20 +180,41 @@ impl Graph {
     #[must_use]
     pub fn rotary_of(&self, layer: &Layer) -> &[f32] {
         let other = |n: u32| self.rotary.get(n as usize).map_or(&[][..], Vec::as_slice);
-        layer.rotary.checked_sub(1).map_or(&self.inv_freq, other)
+        layer.attention.body.rotary.checked_sub(1).map_or(&self.inv_freq, other)
     }
 
     /// Whether a layer's q and k norms are over all heads together.
     #[must_use]
     pub fn norms_all_heads(&self, layer: &Layer) -> bool {
         let width = |norm: TensorId| self.tensors.get(norm.index()).map(Tensor::len);
-        layer.q_norm.and_then(width).is_some_and(|len| len != self.head_dim as usize)
+        layer.attention.body.q_norm.and_then(width).is_some_and(|len| len != self.head_dim as usize)
     }
 
     /// Whether `lm_head` reuses the embedding table.
     #[must_use]
     pub fn tied(&self) -> bool {
         self.embed == self.lm_head
+    }
+
+    /// Bytes of the weights that a step of one sequence reads: of experts those that are chosen, and of an embedding that
+    /// is not the output matrix one row, which is not counted.
+    #[must_use]
+    pub fn step_bytes(&self) -> usize {
+        let bytes = |linear: &Linear| {
+            let parts = [Some(linear.weight), linear.scale, linear.bias];
+            parts.into_iter().flatten().map(|id| self.tensor(id).bytes()).sum::<usize>()
+        };
+        let idle = |layer: &Layer| match &layer.mlp.body {
+            FeedForward::Gated(_) => 0,
+            FeedForward::Experts(experts) => {
+                let all = experts.experts.iter();
+                // They have equal shapes: those beyond the number that is chosen stand for the idle ones.
+                let idle = all.skip(experts.top_k as usize);
+                idle.flat_map(|Gated { gate, up, down }| [gate, up, down]).map(bytes).sum()
+            }
+        };
+        let embed = if self.tied() { 0 } else { self.tensor(self.embed).bytes() };
+        self.weight_bytes() - embed - self.layers.iter().map(idle).sum::<usize>()
     }
 
     /// Bytes of all stored tensors.

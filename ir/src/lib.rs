@@ -5,6 +5,7 @@
 //! checks user input and lists every violation; `verify` checks generated programs. Both return proof types with
 //! private constructors.
 
+mod block;
 pub mod format;
 mod graph;
 mod id;
@@ -19,8 +20,9 @@ mod violation;
 mod weights;
 
 pub use abi::{CodeBlock, Scalar};
+pub use block::{Attention, Block, Clamped, Experts, FeedForward, Gated, Layer, Shared};
 pub use format::{Format, TILE_ROWS};
-pub use graph::{Activation, DType, Graph, Layer, Linear, Tensor};
+pub use graph::{Activation, DType, Graph, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 pub use nearest::nearest;
 pub use phase::PhaseClass;

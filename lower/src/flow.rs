@@ -9,7 +9,7 @@ use ir::program::{
     Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap,
 };
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
-use ir::{BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
+use ir::{Attention, Block, BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
 
 /// Least elements of the embedding row that one task copies: four per thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
@@ -141,7 +141,10 @@ impl Builder<'_> {
         }
         for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
             x = self.attention_block(n, layer, &packed.attention, x);
-            x = self.mlp_block(n, layer, &packed.mlp, x);
+            // `validate` refuses graphs with other blocks.
+            if let Some(mlp) = &packed.mlp {
+                x = self.mlp_block(n, &layer.mlp, mlp, x);
+            }
         }
         self.head(graph.layers.len() as u32, x);
     }
@@ -155,18 +158,19 @@ impl Builder<'_> {
     ) -> ValueId {
         let (graph, tiling) = (self.graph, self.config.tiling.attention);
         let (head_dim, kv_block, splits) = (graph.head_dim, tiling.kv_block, tiling.kv_split);
-        let window = layer.window.unwrap_or(0);
+        let Block { norm, post_norm, body } = &layer.attention;
+        let window = body.window.unwrap_or(0);
         let name = |part: &str| format!("layers.{n}.{part}");
-        let norm = layer.attn_norm.map(|norm| self.vector(name("attn_norm"), norm, graph.hidden));
+        let norm = norm.map(|norm| self.vector(name("attn_norm"), norm, graph.hidden));
         let params = product(first_prologue(norm), Epilogue::Store);
         let qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
         let mut qkv = self.push(qkv, u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()));
         let (mut q_norm, mut k_norm) = (None, None);
         if graph.norms_all_heads(layer) {
-            qkv = self.norm_heads(n, layer, qkv);
+            qkv = self.norm_heads(n, body, qkv);
         } else {
-            q_norm = layer.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim));
-            k_norm = layer.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
+            q_norm = body.q_norm.map(|t| self.vector(name("q_norm"), t, head_dim));
+            k_norm = body.k_norm.map(|t| self.vector(name("k_norm"), t, head_dim));
         }
         let params = AttentionParams {
             kv_heads: graph.kv_heads,
@@ -180,7 +184,7 @@ impl Builder<'_> {
             cap: graph.score_cap.unwrap_or(0.0),
             ..AttentionParams::default()
         };
-        let rope = self.rotary[layer.rotary as usize];
+        let rope = self.rotary[body.rotary as usize];
         let source = BufferSource::KvCache { layer: n };
         let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
         // The sequence length is not known here: one block of keys stands for it.
@@ -205,7 +209,7 @@ impl Builder<'_> {
             }
         };
         let o = self.matvec(PhaseClass::OProj, n, &packed.o, params, attended, None);
-        self.end_block(o, layer.attn_post_norm, x)
+        self.end_block(o, *post_norm, x)
     }
 
     /// Adds the product that ends a block, and what adds it to the residual stream `x`: the product itself, or a norm
@@ -227,9 +231,9 @@ impl Builder<'_> {
     }
 
     /// Adds the norm of all queries and of all keys; values pass through.
-    fn norm_heads(&mut self, n: u32, layer: &Layer, qkv: ValueId) -> ValueId {
+    fn norm_heads(&mut self, n: u32, body: &Attention, qkv: ValueId) -> ValueId {
         let (q, kv) = (self.graph.q_width(), self.graph.kv_width());
-        let parts = vec![(layer.q_norm, q), (layer.k_norm, kv)];
+        let parts = vec![(body.q_norm, q), (body.k_norm, kv)];
         let map = RowMap { parts, interleaved: false };
         let weight = self.constant(format!("layers.{n}.qk_norm"), map);
         let width = q + 2 * kv;
@@ -277,11 +281,16 @@ impl Builder<'_> {
         self.push(merge, graph.q_width().into())
     }
 
-    fn mlp_block(&mut self, n: u32, layer: &Layer, packed: &PackedMlp, x: ValueId) -> ValueId {
+    fn mlp_block<B>(
+        &mut self,
+        n: u32,
+        block: &Block<B>,
+        packed: &PackedMlp,
+        x: ValueId,
+    ) -> ValueId {
         let graph = self.graph;
-        let norm = layer
-            .mlp_norm
-            .map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
+        let norm =
+            block.norm.map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
         let params = MatvecParams {
             activation: graph.activation as u32,
             ..product(first_prologue(norm), Epilogue::SiluMul)
@@ -290,7 +299,7 @@ impl Builder<'_> {
         let h = self.push(h, graph.ffn.into());
         let params = product(Prologue::Copy, Epilogue::Store);
         let down = self.matvec(PhaseClass::Down, n, &packed.down, params, h, None);
-        self.end_block(down, layer.mlp_post_norm, x)
+        self.end_block(down, block.post_norm, x)
     }
 
     /// Adds the logits and the sampling of a token; each product also writes the best of its rows as two words.

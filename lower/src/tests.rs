@@ -6,7 +6,7 @@ use ir::schedule::{
     ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,
     legal_values, neutral_config,
 };
-use ir::{DType, Graph, Knob, PhaseClass, Rule, ScheduleConfig, Target};
+use ir::{DType, FeedForward, Graph, Knob, PhaseClass, Rule, ScheduleConfig, Target};
 use model::{Family, Shape, Window};
 use proptest::prelude::*;
 
@@ -49,8 +49,11 @@ fn awkward() -> Graph {
     graph.tensors.extend(biased.tensors);
     let offset = |id: ir::TensorId| ir::TensorId(id.0 + graph.tensors.len() as u32 / 2);
     for (layer, other) in graph.layers.iter_mut().zip(&biased.layers) {
-        layer.gate.bias = other.gate.bias.map(offset);
-        layer.down.bias = other.down.bias.map(offset);
+        let (FeedForward::Gated(gated), Some(other)) = (&mut layer.mlp.body, other.gated()) else {
+            continue;
+        };
+        gated.gate.bias = other.gate.bias.map(offset);
+        gated.down.bias = other.down.bias.map(offset);
     }
     graph
 }
@@ -491,10 +494,7 @@ fn of_codes(stored: DType) -> Graph {
     let mut graph = shape.graph();
     let mut tensors = std::mem::take(&mut graph.tensors);
     for layer in &mut graph.layers {
-        for linear in [&mut layer.q, &mut layer.k, &mut layer.v, &mut layer.o, &mut layer.gate]
-            .into_iter()
-            .chain([&mut layer.up, &mut layer.down])
-        {
+        for linear in layer.linears_mut() {
             let weight = &mut tensors[linear.weight.index()];
             weight.dtype = stored;
             let (name, shape) = (format!("{}_scale", weight.name), vec![weight.shape[0]]);

@@ -16,7 +16,7 @@ const MAX_WINDOW_LAYERS_DEFAULT: u32 = 28;
 
 /// Fields of any model that change the arithmetic, and the values with which they do not. A family that does not read one
 /// of them refuses other values.
-const ARITHMETIC: [(&str, Neutral); 38] = [
+const ARITHMETIC: [(&str, Neutral); 42] = [
     ("alibi", Neutral::False),
     ("attention_multiplier", Neutral::Null),
     ("attn_logit_softcapping", Neutral::Null),
@@ -37,11 +37,13 @@ const ARITHMETIC: [(&str, Neutral); 38] = [
     ("mlp_only_layers", Neutral::Zero),
     ("moe_intermediate_size", Neutral::Null),
     ("n_routed_experts", Neutral::Zero),
+    ("n_shared_experts", Neutral::Zero),
     ("no_rope_layers", Neutral::Zero),
     ("num_experts", Neutral::Zero),
     ("num_experts_per_tok", Neutral::Zero),
     ("num_kv_shared_layers", Neutral::Zero),
     ("num_local_experts", Neutral::Zero),
+    ("num_shared_experts", Neutral::Zero),
     ("parallel_attn", Neutral::False),
     ("position_embedding_type", Neutral::Null),
     ("q_lora_rank", Neutral::Null),
@@ -49,7 +51,9 @@ const ARITHMETIC: [(&str, Neutral); 38] = [
     ("query_pre_attn_scalar", Neutral::Null),
     ("residual_multiplier", Neutral::One),
     ("rope_local_base_freq", Neutral::Null),
+    ("routed_scaling_factor", Neutral::One),
     ("scale_depth", Neutral::One),
+    ("scoring_func", Neutral::Null),
     ("scale_emb", Neutral::One),
     ("shared_expert_intermediate_size", Neutral::Zero),
     ("sliding_window_pattern", Neutral::Null),
@@ -144,7 +148,7 @@ fn parse_text(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Prob
         attention_bias: fields.flag("attention_bias"),
         mlp_bias: fields.flag("mlp_bias"),
         dtype: dtype(&mut fields),
-        norm_eps: fields.number("rms_norm_eps").unwrap_or(1e-6) as f32,
+        norm_eps: fields.number("rms_norm_eps").unwrap_or(row.norm_eps) as f32,
         rope,
         max_positions,
         window: window(&mut fields, row, layers),
@@ -157,6 +161,7 @@ fn parse_text(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Prob
         eos: fields.ids("eos_token_id"),
         bos: fields.whole("bos_token_id"),
     };
+    shape.options.experts = row.experts.as_ref().map(|row| row.read(&mut fields, &shape));
     (row.read)(&mut fields, &mut shape);
     fields.refuse_unread(&ARITHMETIC);
     let unsound: Vec<Problem> =

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
-use ir::{Scalar, Tensor, TensorId};
+use ir::{Graph, Scalar, Tensor, TensorId};
 use serde_json::{Map, Value, json};
 
 use crate::error::{ModelError, quoted};
@@ -16,6 +16,7 @@ use crate::random;
 use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, Options, Shape, Window};
 use crate::store::{INDEX, SINGLE};
+use crate::{config, files, store};
 
 /// Most bytes per file; a larger checkpoint is split.
 pub(crate) const SHARD_BYTES: u64 = 5_000_000_000;
@@ -32,8 +33,8 @@ const COMPANIONS: [&str; 4] =
 /// written tensor by tensor; random ones are generated one at a time and not kept.
 ///
 /// # Errors
-/// When `dir` exists and is not an empty folder, when the model's sliding windows fit no `config.json`, or when the
-/// disk reports an error; nothing is left at `dir` then.
+/// When `dir` exists and is not an empty folder, when the model fits no `config.json` and is no imported folder in f32,
+/// f16 or bf16, or when the disk reports an error; nothing is left at `dir` then.
 pub fn export(model: &Model, dir: &Path) -> Result<(), ModelError> {
     export_in_shards(model, dir, SHARD_BYTES)
 }
@@ -46,9 +47,50 @@ pub(crate) fn export_in_shards(
     if let (true, Some(folder)) = (has_codes(model), model.folder()) {
         return export_in_shards(&import_dequantised(folder)?, dir, shard_bytes);
     }
-    let tensors = (0..).map(TensorId).zip(&model.graph.tensors);
-    let items: Vec<Item> = tensors.map(|(id, tensor)| Item::plain(id, tensor)).collect();
-    write_folder(model, &model.shape, Map::new(), &items, dir, shard_bytes)
+    let plain = |model: &Model, config| {
+        let tensors = (0..).map(TensorId).zip(&model.graph.tensors);
+        let items: Vec<Item> = tensors.map(|(id, tensor)| Item::plain(id, tensor)).collect();
+        write_folder(model, config, &items, dir, shard_bytes)
+    };
+    match (config(&model.shape), model.folder()) {
+        (Ok(config), _) => plain(model, config),
+        (Err(_), Some(folder)) => {
+            let (stored, config) = as_stored(model, folder, dir)?;
+            plain(&stored, config)
+        }
+        (Err(reason), None) => Err(ModelError::Target { path: dir.to_path_buf(), reason }),
+    }
+}
+
+/// A model of a family whose configurations are not written here, with the tensors and the configuration of its folder:
+/// those of the language model, as they are stored.
+fn as_stored(
+    model: &Model,
+    folder: &Path,
+    dir: &Path,
+) -> Result<(Model, Map<String, Value>), ModelError> {
+    let path = folder.join("config.json");
+    let object = files::read_object(&path, files::SMALL_FILE_MAX)?.unwrap_or_default();
+    let (config, _) = config::text_part(&object);
+    if config.get("quantization_config").is_some_and(|value| !value.is_null()) {
+        let reason = format!(
+            "a quantised {} cannot be written; export the folder of the 16-bit model",
+            model.shape.family.model_type()
+        );
+        return Err(ModelError::Target { path: dir.to_path_buf(), reason });
+    }
+    let (graph, pieces) = model.shape.described();
+    let names = graph.tensors.iter().zip(&pieces);
+    let names = names.map(|(tensor, piece)| piece.as_ref().map_or(&tensor.name, |p| &p.name));
+    let (tensors, weights) = store::as_stored(folder, &names.cloned().collect())?;
+    let stored = Model {
+        graph: Graph { tensors, ..graph },
+        shape: model.shape.clone(),
+        weights,
+        origin: model.origin.clone(),
+        notes: Vec::new(),
+    };
+    Ok((stored, config))
 }
 
 /// A tensor of a model, and the tensors that are written for it.
@@ -105,19 +147,15 @@ impl Stored {
     }
 }
 
-/// Writes a folder: `config.json` of this shape with further fields, and a checkpoint of these items.
+/// Writes a folder: this `config.json`, and a checkpoint of these items.
 pub(crate) fn write_folder(
     model: &Model,
-    shape: &Shape,
-    further: Map<String, Value>,
+    config: Map<String, Value>,
     items: &[Item],
     dir: &Path,
     shard_bytes: u64,
 ) -> Result<(), ModelError> {
     refuse_occupied(dir)?;
-    let mut config =
-        config(shape).map_err(|reason| ModelError::Target { path: dir.to_path_buf(), reason })?;
-    config.extend(further);
     let parent =
         dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(|e| ModelError::io("create", parent, e))?;
@@ -129,7 +167,7 @@ pub(crate) fn write_folder(
         .map_err(|e| ModelError::io("create a folder in", parent, e))?;
     let inside = temporary.path();
     write_json(&inside.join("config.json"), &Value::Object(config))?;
-    write_json(&inside.join("generation_config.json"), &generation_config(shape))?;
+    write_json(&inside.join("generation_config.json"), &generation_config(&model.shape))?;
     copy_companions(model, inside)?;
     write_weights(model, items, inside, shard_bytes)?;
     sync(inside)?;
@@ -196,7 +234,7 @@ fn copy_companions(model: &Model, inside: &Path) -> Result<(), ModelError> {
 }
 
 /// `config.json`, in the spelling of transformers 5 with the fields of transformers 4 beside it.
-fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
+pub(crate) fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
     let dtype = match shape.dtype.scalar() {
         Scalar::F32 => "float32",
         Scalar::F16 => "float16",
@@ -207,7 +245,7 @@ fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
     };
     if !EXPORTED.contains(&shape.family) || shape.options != Options::default() {
         return Err(format!(
-            "models of type {} cannot be written; supported: llama, mistral, qwen2 and qwen3 without further options",
+            "a {} that is neither an imported folder nor of the options of llama, mistral, qwen2 or qwen3 cannot be written",
             shape.family.model_type()
         ));
     }

@@ -42,6 +42,7 @@ mod tokenizer;
 pub use chat::{Chat, Message, ToolForm};
 pub use error::{ModelError, Problem};
 pub use export::export;
+pub use family::ExpertShape;
 pub use model::{Model, Origin, import, import_dequantised, import_shape, load};
 pub use preset::{PRESETS, Preset, preset};
 pub use quantise::{Format, Quantisation, Written, quantise};

@@ -25,6 +25,19 @@ pub(crate) enum Change {
         add: f32,
         times: f32,
     },
+    /// Elements are picked from the whole tensor.
+    Strided(Strided),
+}
+
+/// Where the elements of a matrix or vector lie in a stored tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Strided {
+    /// Shape of the stored tensor.
+    pub(crate) shape: Vec<u32>,
+    /// Index of the first element, and what a row and a column add to it.
+    pub(crate) first: u64,
+    pub(crate) row: u64,
+    pub(crate) col: u64,
 }
 
 /// The stored row of a head for each of its rows, such that element `i` is rotated with element `i + n / 2` of `n`.
@@ -47,6 +60,12 @@ impl HeadOrder {
         (!order.iter().copied().eq(0..head_dim)).then_some(Self(order))
     }
 
+    /// Where a row of a matrix of heads is stored.
+    pub(crate) fn source(&self, row: usize) -> usize {
+        let heads = row / self.0.len();
+        heads * self.0.len() + self.0[row % self.0.len()] as usize
+    }
+
     /// Puts rows of `row` bytes in order.
     fn apply(&self, stored: &[u8], row: usize) -> Vec<u8> {
         let heads = stored.chunks_exact(self.0.len() * row);
@@ -55,11 +74,38 @@ impl HeadOrder {
     }
 }
 
+impl Strided {
+    fn apply(&self, tensor: &Tensor, dtype: DType, stored: &[u8]) -> Vec<u8> {
+        let (rows, cols) = (tensor.shape[0], tensor.shape.get(1).copied().unwrap_or(1));
+        let size = dtype.bytes();
+        let mut out = Vec::with_capacity(tensor.len() * size);
+        for row in 0..u64::from(rows) {
+            let first = self.first + row * self.row;
+            let places = (0..u64::from(cols)).map(|col| (first + col * self.col) as usize * size);
+            places.for_each(|at| out.extend_from_slice(&stored[at..at + size]));
+        }
+        out
+    }
+}
+
+impl Piece {
+    /// The shape of the stored tensor that a tensor is a piece of.
+    pub(crate) fn stored_shape(&self, tensor: &Tensor) -> Vec<u32> {
+        if let Change::Strided(strided) = &self.change {
+            return strided.shape.clone();
+        }
+        let mut shape = tensor.shape.clone();
+        shape[0] = self.of;
+        shape
+    }
+}
+
 impl Change {
     /// The bytes of a tensor of this type from those that are stored.
     pub(crate) fn apply(&self, tensor: &Tensor, dtype: DType, stored: &[u8]) -> Vec<u8> {
         match self {
             Self::None => stored.to_vec(),
+            Self::Strided(strided) => strided.apply(tensor, dtype, stored),
             Self::Order(order) => {
                 let elements: u32 = tensor.shape[1..].iter().product();
                 order.apply(stored, elements as usize * dtype.bytes())
@@ -95,6 +141,11 @@ impl Tensors {
         self.list.push(Tensor { name: name.to_owned(), dtype: self.dtype, shape: shape.to_vec() });
         self.pieces.push(None);
         id
+    }
+
+    /// Says what a tensor is made of.
+    pub(crate) fn made_of(&mut self, id: TensorId, piece: Piece) {
+        self.pieces[id.index()] = Some(piece);
     }
 
     /// Adds a norm of weights `(stored + add) * times`.

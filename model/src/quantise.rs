@@ -8,7 +8,7 @@ use ir::{DType, Tensor, TensorId, decode};
 use serde_json::{Map, Value, json};
 
 use crate::error::ModelError;
-use crate::export::{Item, SHARD_BYTES, Stored, write_folder};
+use crate::export::{self, Item, SHARD_BYTES, Stored, write_folder};
 use crate::model::{Model, Origin, import_shape};
 use crate::parallel;
 use crate::shape::Shape;
@@ -82,8 +82,10 @@ fn quantise_in_shards(
         )));
     }
     let shape = Shape { tied: model.shape.tied && with.lm_head.is_none(), ..model.shape.clone() };
-    let further = Map::from_iter([("quantization_config".to_owned(), with.config())]);
-    write_folder(model, &shape, further, &items, dir, shard_bytes)?;
+    let target = |reason| ModelError::Target { path: dir.to_path_buf(), reason };
+    let mut config = export::config(&shape).map_err(target)?;
+    config.insert("quantization_config".to_owned(), with.config());
+    write_folder(model, config, &items, dir, shard_bytes)?;
     Ok(Written {
         matrices: items.iter().filter(|item| item.format.is_some()).count(),
         bytes: items.iter().map(Item::bytes).sum(),

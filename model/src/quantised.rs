@@ -15,6 +15,7 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,9 +26,10 @@ pub(crate) use self::blocks::BlockType;
 use self::checkpoint::Recognised;
 pub(crate) use self::declared::Declared;
 use self::grouped::Grouped;
-pub(crate) use self::matrix::{Layout, Matrix};
+pub(crate) use self::matrix::{Layout, Matrix, View};
 use crate::error::Problem;
 use crate::parallel;
+use crate::pieces::{Change, Piece, Strided};
 use crate::store::{self, Files, Found, Opening, Place};
 
 /// Weights of which the matrices are dequantised, each when it is first read.
@@ -42,6 +44,10 @@ struct Dequantised {
 pub(crate) enum Source {
     /// It is stored.
     Stored(Place),
+    /// It is a piece of a stored one that is not a matrix.
+    Piece(store::Source),
+    /// It is made: rows of this many bytes at a place, in another order.
+    Rows(Matrix, Place, usize),
     /// It is made: dequantised, in a type that holds its values.
     Made(Matrix, DType),
     /// It is made: codes in blocks.
@@ -64,6 +70,10 @@ impl Weights for Dequantised {
         let i = tensor.index();
         match &self.sources[i] {
             Source::Stored(place) => self.files.slice(*place),
+            Source::Piece(piece) => piece.bytes(&self.files),
+            Source::Rows(matrix, place, row_bytes) => {
+                self.made[i].get_or_init(|| matrix.gather(self.files.slice(*place), *row_bytes))
+            }
             Source::Made(matrix, dtype) => {
                 self.made[i].get_or_init(|| matrix.dequantise(&self.files, *dtype))
             }
@@ -75,7 +85,8 @@ impl Weights for Dequantised {
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
         match &self.sources[tensor.index()] {
             Source::Stored(place) => Some(self.files.range(*place)),
-            Source::Made(..) | Source::Grouped(_) | Source::Scales(_) => None,
+            Source::Piece(piece) => piece.file_range(&self.files),
+            Source::Rows(..) | Source::Made(..) | Source::Grouped(_) | Source::Scales(_) => None,
         }
     }
 }
@@ -85,6 +96,7 @@ pub(crate) fn open(
     files: Files,
     mut found: HashMap<String, Found>,
     graph: &mut Graph,
+    pieces: &[Option<Piece>],
     declared: &Declared,
     form: Form,
 ) -> Result<Opening, Vec<Problem>> {
@@ -93,13 +105,21 @@ pub(crate) fn open(
     let mut sources = Vec::with_capacity(graph.tensors.len());
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     let mut notes: BTreeMap<String, usize> = BTreeMap::new();
-    for tensor in &mut graph.tensors {
-        let &[rows, cols] = &tensor.shape[..] else {
-            sources.extend(store::take(tensor, &mut found, &mut problems).map(Source::Stored));
+    let mut cuts = store::Cuts::default();
+    let mut whole = Matrices { files: &files, declared, known: HashMap::new() };
+    for (tensor, piece) in graph.tensors.iter_mut().zip(pieces) {
+        if tensor.shape.len() != 2 {
+            let source = match piece {
+                Some(piece) => {
+                    cuts.cut(tensor, piece, &mut found, &mut problems).map(Source::Piece)
+                }
+                None => store::take(tensor, &mut found, &mut problems).map(Source::Stored),
+            };
+            sources.extend(source);
             continue;
-        };
+        }
         tensor.dtype = DType::F32;
-        match checkpoint::matrix(&tensor.name, (rows, cols), &mut found, &files, declared) {
+        match whole.of(tensor, piece.as_ref(), &mut found) {
             Ok(Recognised { matrix, kind, note }) => {
                 sources.push(Source::Made(matrix, DType::F32));
                 if let Some(kind) = kind {
@@ -139,6 +159,60 @@ pub(crate) fn open(
     Ok((given(files, sources), all))
 }
 
+/// Finds matrices, and those that several tensors are rows of once.
+struct Matrices<'a> {
+    files: &'a Files,
+    declared: &'a Declared,
+    /// By the name of the stored matrix; `None` if it has problems, which are reported.
+    known: HashMap<&'a str, Option<Recognised>>,
+}
+
+impl<'a> Matrices<'a> {
+    fn of(
+        &mut self,
+        tensor: &Tensor,
+        piece: Option<&'a Piece>,
+        found: &mut HashMap<String, Found>,
+    ) -> Result<Recognised, Vec<Problem>> {
+        let (rows, cols) = (tensor.shape[0], tensor.shape[1]);
+        let Some(piece) = piece else {
+            return checkpoint::matrix(
+                &tensor.name,
+                (rows, cols),
+                found,
+                self.files,
+                self.declared,
+            );
+        };
+        let known = match self.known.entry(&piece.name) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(vacant) => {
+                let recognised = match &piece.change {
+                    // Experts lie transposed: rows of codes are the columns of the unquantised form.
+                    Change::Strided(Strided { shape, .. }) => {
+                        let shape = [shape[0], shape[2], shape[1]].map(u64::from);
+                        checkpoint::stacked(&piece.name, shape, found, self.files)
+                    }
+                    Change::None | Change::Order(_) | Change::Affine { .. } => {
+                        let size = (piece.of, cols);
+                        checkpoint::matrix(&piece.name, size, found, self.files, self.declared)
+                    }
+                };
+                match recognised {
+                    Ok(recognised) => vacant.insert(Some(recognised)),
+                    Err(problems) => {
+                        vacant.insert(None);
+                        return Err(problems);
+                    }
+                }
+            }
+        };
+        let Some(known) = known else { return Err(Vec::new()) };
+        let matrix = Matrix { view: View::of(piece, rows), ..known.matrix.clone() };
+        Ok(Recognised { matrix, kind: known.kind, note: known.note.clone() })
+    }
+}
+
 /// The weights of these sources, in the order of the graph's tensors.
 fn given(files: Files, sources: Vec<Source>) -> Box<dyn Weights + Send + Sync> {
     let made = sources.iter().map(|_| OnceLock::new()).collect();
@@ -167,7 +241,11 @@ fn check_codes(
     let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
     let matrix = |i: usize| match sources.get(i)? {
         Source::Made(matrix, _) => Some(matrix),
-        Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
+        Source::Stored(_)
+        | Source::Piece(_)
+        | Source::Rows(..)
+        | Source::Grouped(_)
+        | Source::Scales(_) => None,
     };
     let next = AtomicUsize::new(0);
     let scan = || loop {

@@ -1,10 +1,10 @@
 //! The dimensions of a model, and the graph built from them.
 
-use ir::{Activation, DType, Graph, Layer};
+use ir::{Activation, Attention, Block, DType, FeedForward, Gated, Graph, Layer};
 
 use crate::error::Problem;
 pub use crate::family::Family;
-use crate::family::{Bias, QkNorm};
+use crate::family::{ExpertShape, QkNorm};
 use crate::pieces::{HeadOrder, Piece, Tensors};
 use crate::rope::{Rope, Scaling};
 
@@ -85,6 +85,8 @@ pub struct Options {
     pub sliding_rope: Option<Rope>,
     /// Layers that do not rotate: `true` for each of them; empty for none.
     pub unrotated: Vec<bool>,
+    /// Experts, in families that have them.
+    pub experts: Option<ExpertShape>,
     /// What the user should know.
     pub notes: Vec<String>,
 }
@@ -104,6 +106,7 @@ impl Default for Options {
             rotary_divisors: Vec::new(),
             sliding_rope: None,
             unrotated: Vec::new(),
+            experts: None,
             notes: Vec::new(),
         }
     }
@@ -272,68 +275,85 @@ impl Shape {
 
     fn layer(&self, index: u32, tensors: &mut Tensors) -> Layer {
         let at = format!("model.layers.{index}.");
-        let (row, hidden, ffn) = (self.family.row(), self.hidden, self.ffn);
-        let (q_width, kv_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let asked = |bias: Bias, flag| bias == Bias::Always || bias == Bias::Asked && flag;
-        let mlp_bias = asked(row.mlp_bias, self.mlp_bias);
-        let qkv_bias = asked(row.qkv_bias, self.attention_bias);
-        let o_bias = asked(row.o_bias, self.attention_bias);
+        let norms = self.family.row().norms;
         let norm = |tensors: &mut Tensors, name: Option<&str>| {
             let name = name.map(|name| format!("{at}{name}.weight"));
-            name.map(|name| tensors.norm(&name, hidden, row.norm_add, 1.0))
+            name.map(|name| tensors.norm(&name, self.hidden, self.family.row().norm_add, 1.0))
         };
-        let attn_norm = norm(tensors, row.norms.attn);
-        let order = HeadOrder::new(self.head_dim, self.rotated_dims(), row.neighbours);
-        let fused_rows = q_width + 2 * kv_width;
-        let (fused, turned) =
-            (row.fused_qkv.then_some(("self_attn.qkv_proj", fused_rows)), order.as_ref());
-        let mut linear =
-            |name: &str, (rows, cols), bias, fused: Option<(&str, u32)>, first, turned| {
-                let fused = fused.map(|(name, of)| (format!("{at}{name}"), first, of));
-                tensors.linear(&format!("{at}{name}"), (rows, cols), bias, fused, turned)
-            };
-        let q = linear("self_attn.q_proj", (q_width, hidden), qkv_bias, fused, 0, turned);
-        let k = linear("self_attn.k_proj", (kv_width, hidden), qkv_bias, fused, q_width, turned);
-        let v = linear(
-            "self_attn.v_proj",
-            (kv_width, hidden),
-            qkv_bias,
-            fused,
-            q_width + kv_width,
-            None,
-        );
-        let o = linear("self_attn.o_proj", (hidden, q_width), o_bias, None, 0, None);
-        let fused = row.fused_gate_up.then_some(("mlp.gate_up_proj", 2 * ffn));
-        let gate = linear("mlp.gate_proj", (ffn, hidden), mlp_bias, fused, 0, None);
-        let up = linear("mlp.up_proj", (ffn, hidden), mlp_bias, fused, ffn, None);
-        let down = linear("mlp.down_proj", (hidden, ffn), mlp_bias, None, 0, None);
-        let of_heads = |all| match row.qk_norm {
-            QkNorm::None => None,
-            QkNorm::Head => Some(self.head_dim),
-            QkNorm::All => Some(all),
-        };
-        let mut head_norm = |name: &str, all| {
-            let name = format!("{at}self_attn.{name}.weight");
-            of_heads(all).map(|len| tensors.norm(&name, len, row.norm_add, 1.0))
-        };
-        let (q_norm, k_norm) = (head_norm("q_norm", q_width), head_norm("k_norm", kv_width));
+        // Ids of graphs depend on this order of the tensors.
+        let attn_norm = norm(tensors, norms.attn);
+        let mut attention = self.attention(&at, index as usize, tensors);
+        let mlp = self.feed_forward(&at, index as usize, tensors);
+        self.head_norms(&at, &mut attention, tensors);
+        let mlp_norm = norm(tensors, norms.mlp);
+        let attn_post = norm(tensors, norms.attn_post);
+        let mlp_post = norm(tensors, norms.mlp_post);
         Layer {
-            attn_norm,
-            q,
-            k,
-            v,
-            q_norm,
-            k_norm,
-            o,
-            mlp_norm: norm(tensors, row.norms.mlp),
-            attn_post_norm: norm(tensors, row.norms.attn_post),
-            mlp_post_norm: norm(tensors, row.norms.mlp_post),
-            gate,
-            up,
-            down,
-            window: self.window.of(index as usize),
-            rotary: self.rotary(index as usize),
+            attention: Block { norm: attn_norm, post_norm: attn_post, body: attention },
+            mlp: Block { norm: mlp_norm, post_norm: mlp_post, body: mlp },
         }
+    }
+
+    /// Attention without what belongs to heads.
+    fn attention(&self, at: &str, index: usize, tensors: &mut Tensors) -> Attention {
+        let (row, hidden) = (self.family.row(), self.hidden);
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let qkv_bias = row.qkv_bias.applies(self.attention_bias);
+        let o_bias = row.o_bias.applies(self.attention_bias);
+        let order = HeadOrder::new(self.head_dim, self.rotated_dims(), row.neighbours);
+        let mut linear = |name: &str, size, first, order| {
+            let fused =
+                row.fused_qkv.then(|| (format!("{at}self_attn.qkv_proj"), first, q + 2 * kv));
+            tensors.linear(&format!("{at}self_attn.{name}"), size, qkv_bias, fused, order)
+        };
+        Attention {
+            q: linear("q_proj", (q, hidden), 0, order.as_ref()),
+            k: linear("k_proj", (kv, hidden), q, order.as_ref()),
+            v: linear("v_proj", (kv, hidden), q + kv, None),
+            q_norm: None,
+            k_norm: None,
+            o: tensors.linear(&format!("{at}self_attn.o_proj"), (hidden, q), o_bias, None, None),
+            sinks: None,
+            window: self.window.of(index),
+            rotary: self.rotary(index),
+        }
+    }
+
+    fn head_norms(&self, at: &str, attention: &mut Attention, tensors: &mut Tensors) {
+        let row = self.family.row();
+        let mut norm = |name: &str, heads| {
+            let len = match row.qk_norm {
+                QkNorm::None => return None,
+                QkNorm::Head => self.head_dim,
+                QkNorm::All => heads * self.head_dim,
+            };
+            let name = format!("{at}self_attn.{name}.weight");
+            Some(tensors.norm(&name, len, row.norm_add, 1.0))
+        };
+        attention.q_norm = norm("q_norm", self.heads);
+        attention.k_norm = norm("k_norm", self.kv_heads);
+        if row.sinks {
+            attention.sinks = Some(tensors.add(&format!("{at}self_attn.sinks"), &[self.heads]));
+        }
+    }
+
+    fn feed_forward(&self, at: &str, index: usize, tensors: &mut Tensors) -> FeedForward {
+        let (row, hidden, ffn) = (self.family.row(), self.hidden, self.ffn);
+        let experts = self.options.experts.as_ref().filter(|experts| experts.in_layer(index));
+        if let (Some(row), Some(experts)) = (&row.experts, experts) {
+            return row.layer(at, hidden, experts, tensors);
+        }
+        let bias = row.mlp_bias.applies(self.mlp_bias);
+        let mut linear = |name: &str, size, first: Option<u32>| {
+            let fused = first.filter(|_| row.fused_gate_up);
+            let fused = fused.map(|first| (format!("{at}mlp.gate_up_proj"), first, 2 * ffn));
+            tensors.linear(&format!("{at}mlp.{name}"), size, bias, fused, None)
+        };
+        FeedForward::Gated(Gated {
+            gate: linear("gate_proj", (ffn, hidden), Some(0)),
+            up: linear("up_proj", (ffn, hidden), Some(ffn)),
+            down: linear("down_proj", (hidden, ffn), None),
+        })
     }
 
     /// Every reason why these dimensions cannot be run, by `config.json`'s field names. Empty means valid.
@@ -427,6 +447,9 @@ impl Shape {
                 let value = value.unwrap_or(f32::NAN);
                 found.push(Problem::new(field, format!("is {value}; supported: 1e-6 to 1e6")));
             }
+        }
+        if let Some(experts) = &options.experts {
+            experts.check(found);
         }
         let none = self.head_dim > 0 && self.rotated_dims() == 0;
         if !(options.rotated > 0.0 && options.rotated <= 1.0) || none {

@@ -1,6 +1,6 @@
 //! The tensors of a model folder: mapped files, matched with the graph.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::OnceLock;
@@ -71,9 +71,21 @@ struct Mapped {
 }
 
 /// Where a tensor comes from.
-struct Source {
+pub(crate) struct Source {
     place: Place,
     made: Option<Made>,
+}
+
+impl Source {
+    pub(crate) fn bytes<'a>(&'a self, files: &'a Files) -> &'a [u8] {
+        let stored = files.slice(self.place);
+        let Some(made) = &self.made else { return stored };
+        made.bytes.get_or_init(|| made.change.apply(&made.tensor, made.dtype, stored))
+    }
+
+    pub(crate) fn file_range(&self, files: &Files) -> Option<FileRange> {
+        self.made.is_none().then(|| files.range(self.place))
+    }
 }
 
 /// A tensor that is made of a stored one when it is first read.
@@ -87,15 +99,11 @@ struct Made {
 
 impl Weights for Mapped {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
-        let Source { place, made } = &self.sources[tensor.index()];
-        let stored = self.files.slice(*place);
-        let Some(made) = made else { return stored };
-        made.bytes.get_or_init(|| made.change.apply(&made.tensor, made.dtype, stored))
+        self.sources[tensor.index()].bytes(&self.files)
     }
 
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {
-        let Source { place, made } = &self.sources[tensor.index()];
-        made.is_none().then(|| self.files.range(*place))
+        self.sources[tensor.index()].file_range(&self.files)
     }
 }
 
@@ -124,29 +132,17 @@ pub(crate) fn open(
     declared: Option<&Declared>,
     form: Form,
 ) -> Result<Opening, ModelError> {
-    let (files, mut found) = if exists(&dir.join(SINGLE)) {
-        open_single(dir)?
-    } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
-        open_shards(dir, &index)?
-    } else {
-        let reason = format!("it has neither {SINGLE} nor {INDEX}{}", other_format(dir));
-        return Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason });
-    };
+    let (files, mut found) = open_checkpoint(dir)?;
     let wrong = |problems| ModelError::Tensors { path: dir.to_path_buf(), problems };
     let ignored = language_model(&mut found);
     let mut notes = Vec::new();
     if ignored > 0 {
         notes.push(format!("{ignored} tensors are not of the language model and are ignored"));
     }
-    if let (Some(declared), Some(piece)) = (declared, pieces.iter().flatten().next()) {
-        let reason = format!(
-            "is {:?}; quantised weights of {} are not supported: {} is not used as it is stored",
-            declared.method, graph.family, piece.name
-        );
-        return Err(wrong(vec![Problem::new("quantization_config.quant_method", reason)]));
-    }
     if let Some(declared) = declared {
-        return quantised::open(files, found, graph, declared, form).map_err(wrong);
+        let (weights, more) =
+            quantised::open(files, found, graph, pieces, declared, form).map_err(wrong)?;
+        return Ok((weights, more.into_iter().chain(notes).collect()));
     }
     if let Some(name) = checkpoint::sign(&found) {
         let reason = format!(
@@ -157,6 +153,40 @@ pub(crate) fn open(
     }
     let sources = matched(found, graph, pieces).map_err(wrong)?;
     Ok((Box::new(Mapped { files, sources }), notes))
+}
+
+/// The tensors of a folder's language model with these names, as they are stored, in the order of their names.
+pub(crate) fn as_stored(
+    dir: &Path,
+    names: &BTreeSet<String>,
+) -> Result<(Vec<Tensor>, Box<dyn Weights + Send + Sync>), ModelError> {
+    let (files, mut found) = open_checkpoint(dir)?;
+    language_model(&mut found);
+    let (mut tensors, mut sources, mut problems) = (Vec::new(), Vec::new(), Vec::new());
+    for name in names {
+        let shape = found.get(name).map(|found| found.entry.shape.iter().map(|&side| side as u32));
+        let shape = shape.map(Iterator::collect).unwrap_or_default();
+        let mut tensor = Tensor { name: name.clone(), dtype: DType::F32, shape };
+        let place = take(&mut tensor, &mut found, &mut problems);
+        sources.extend(place.map(|place| Source { place, made: None }));
+        tensors.push(tensor);
+    }
+    if problems.is_empty() {
+        return Ok((tensors, Box::new(Mapped { files, sources })));
+    }
+    Err(ModelError::Tensors { path: dir.to_path_buf(), problems })
+}
+
+/// Maps the files of a folder's checkpoint.
+fn open_checkpoint(dir: &Path) -> Result<Opened, ModelError> {
+    if exists(&dir.join(SINGLE)) {
+        open_single(dir)
+    } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
+        open_shards(dir, &index)
+    } else {
+        let reason = format!("it has neither {SINGLE} nor {INDEX}{}", other_format(dir));
+        Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason })
+    }
 }
 
 /// Names the tensors of a multimodal folder's language model as those of a model of text, and drops all others. Returns
@@ -316,22 +346,13 @@ fn matched(
     let mut problems = Vec::new();
     let mut sources = Vec::with_capacity(graph.tensors.len());
     let mut first_matrix = None;
-    let mut fused: HashMap<&str, Option<Found>> = HashMap::new();
+    let mut cuts = Cuts::default();
     for (tensor, piece) in graph.tensors.iter_mut().zip(pieces) {
         let source = match piece {
             None => {
                 take(tensor, &mut found, &mut problems).map(|place| Source { place, made: None })
             }
-            Some(piece) => {
-                let stored = fused.entry(&piece.name).or_insert_with(|| {
-                    let stored = found.remove(&piece.name);
-                    if stored.is_none() {
-                        problems.push(Problem::new(&piece.name, missing(&piece.name)));
-                    }
-                    stored
-                });
-                stored.as_ref().and_then(|stored| cut(tensor, piece, stored, &mut problems))
-            }
+            Some(piece) => cuts.cut(tensor, piece, &mut found, &mut problems),
         };
         let Some(source) = source else { continue };
         if tensor.shape.len() == 2 {
@@ -353,6 +374,30 @@ fn matched(
     if problems.is_empty() { Ok(sources) } else { Err(problems) }
 }
 
+/// Stored tensors that several are pieces of.
+#[derive(Default)]
+pub(crate) struct Cuts<'a>(HashMap<&'a str, Option<Found>>);
+
+impl<'a> Cuts<'a> {
+    /// Finds a tensor that is a piece of a stored one, which is taken from `found` once.
+    pub(crate) fn cut(
+        &mut self,
+        tensor: &mut Tensor,
+        piece: &'a Piece,
+        found: &mut HashMap<String, Found>,
+        problems: &mut Vec<Problem>,
+    ) -> Option<Source> {
+        let stored = self.0.entry(&piece.name).or_insert_with(|| {
+            let stored = found.remove(&piece.name);
+            if stored.is_none() {
+                problems.push(Problem::new(&piece.name, missing(&piece.name)));
+            }
+            stored
+        });
+        stored.as_ref().and_then(|stored| cut(tensor, piece, stored, problems))
+    }
+}
+
 /// A tensor that is a piece of a stored one.
 fn cut(
     tensor: &mut Tensor,
@@ -360,8 +405,8 @@ fn cut(
     stored: &Found,
     problems: &mut Vec<Problem>,
 ) -> Option<Source> {
-    let mut whole = Tensor { name: piece.name.clone(), ..tensor.clone() };
-    whole.shape[0] = piece.of;
+    let shape = piece.stored_shape(tensor);
+    let mut whole = Tensor { name: piece.name.clone(), shape, ..tensor.clone() };
     // Every piece of it has the same problems: the first reports them.
     let mut found = HashMap::from([(piece.name.clone(), stored.clone())]);
     let mut wrong = Vec::new();
@@ -372,7 +417,12 @@ fn cut(
     problems.extend(new);
     let place = place.filter(|_| fits)?;
     let row = whole.bytes() as u64 / u64::from(piece.of.max(1));
-    let (offset, bytes) = (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row);
+    let (offset, bytes) = match piece.change {
+        Change::Strided(_) => (0, place.bytes),
+        Change::None | Change::Order(_) | Change::Affine { .. } => {
+            (u64::from(piece.first) * row, u64::from(tensor.shape[0]) * row)
+        }
+    };
     let place = Place { offset: place.offset + offset, bytes, ..place };
     tensor.dtype = piece.change.dtype(whole.dtype);
     let (dtype, change) = (whole.dtype, piece.change.clone());

@@ -522,7 +522,7 @@ fn ends_layer(graph: &Graph, program: &Program, layer: usize, p: &MatvecParams) 
     if graph.ffn != graph.q_width() {
         return p.k_len == graph.ffn;
     }
-    multiplies(program, p, graph.layers[layer].down.weight)
+    graph.layers[layer].gated().is_some_and(|mlp| multiplies(program, p, mlp.down.weight))
 }
 
 fn multiplies(program: &Program, p: &MatvecParams, weight: TensorId) -> bool {
@@ -533,11 +533,14 @@ fn multiplies(program: &Program, p: &MatvecParams, weight: TensorId) -> bool {
 /// The role of products that are stored as they are. A wrong matrix is one of the same size: then the sizes decide.
 fn stored(graph: &Graph, program: &Program, of: &Layer, p: &MatvecParams, layer: usize) -> Role {
     let is = |weight: TensorId| multiplies(program, p, weight);
-    if is(of.q.weight) || p.prologue == Prologue::Rms as u32 || p.rows != graph.hidden {
+    if is(of.attention.body.q.weight)
+        || p.prologue == Prologue::Rms as u32
+        || p.rows != graph.hidden
+    {
         Role::Qkv(layer)
-    } else if is(of.o.weight) || p.prologue == Prologue::Merge as u32 {
+    } else if is(of.attention.body.o.weight) || p.prologue == Prologue::Merge as u32 {
         Role::AttentionSums(layer)
-    } else if is(of.down.weight) || p.k_len == graph.ffn {
+    } else if of.gated().is_some_and(|mlp| is(mlp.down.weight)) || p.k_len == graph.ffn {
         Role::MlpSums(layer)
     } else {
         Role::AttentionSums(layer)
@@ -553,9 +556,9 @@ fn normed(program: &Program, of: &Layer, task: &Task, layer: usize) -> Role {
         }
         _ => false,
     };
-    if is(of.mlp_post_norm) {
+    if is(of.mlp.post_norm) {
         Role::AfterMlp(layer)
-    } else if is(of.attn_post_norm) {
+    } else if is(of.attention.post_norm) {
         Role::AfterAttention(layer)
     } else {
         Role::NormedQkv(layer)

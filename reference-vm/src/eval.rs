@@ -5,21 +5,23 @@
 //! bits; together they share each pass over the weights, and most of the work is matrix products.
 
 mod attention;
+mod bind;
+mod experts;
 mod ops;
 
 use std::collections::BTreeSet;
 
 use half::{bf16, f16};
-use ir::{DType, Graph, Layer, Linear, TensorId, Weights};
+use ir::{Clamped, DType, Graph, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
-use attention::{Cache, attend};
+use attention::{Cache, Sees, attend};
+use bind::Binder;
+use experts::{BoundExperts, clamped_product};
 
 pub(crate) use ops::{Belongs, greatest};
 
-use crate::math::{
-    Matrix, activate, argmax, capped, make_room, rms_norm, rotate, rotations, stored_bytes,
-};
+use crate::math::{Matrix, activate, argmax, capped, make_room, rms_norm, rotate, rotations};
 use crate::trap::InputError;
 
 /// Positions per pass over the weights; bounds the memory of a long prompt.
@@ -41,6 +43,14 @@ pub enum EvalError {
         head_dim: u32,
         /// Length of `inv_freq`.
         frequencies: usize,
+    },
+    /// A router chooses none of its experts, or more than there are.
+    #[error("a router chooses {top_k} of {count} experts")]
+    Experts {
+        /// Experts chosen for a position.
+        top_k: u32,
+        /// Experts.
+        count: usize,
     },
     /// The graph refers to a tensor that it does not have.
     #[error("tensor {tensor} does not exist: the graph has {len}")]
@@ -110,22 +120,40 @@ struct BoundLinear<'a> {
     bias: Option<Vec<f32>>,
 }
 
+/// A layer's blocks with their weights.
 struct BoundLayer<'a> {
-    attn_norm: Option<Vec<f32>>,
-    attn_post_norm: Option<Vec<f32>>,
+    attention: Block<BoundAttention<'a>>,
+    mlp: Block<BoundFeedForward<'a>>,
+}
+
+/// A block's norms and body.
+struct Block<B> {
+    norm: Option<Vec<f32>>,
+    post_norm: Option<Vec<f32>>,
+    body: B,
+}
+
+struct BoundAttention<'a> {
     q: BoundLinear<'a>,
     k: BoundLinear<'a>,
     v: BoundLinear<'a>,
     q_norm: Option<Vec<f32>>,
     k_norm: Option<Vec<f32>>,
     o: BoundLinear<'a>,
-    mlp_norm: Option<Vec<f32>>,
-    mlp_post_norm: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+    window: Option<u32>,
+    rotary: u32,
+}
+
+enum BoundFeedForward<'a> {
+    Gated(Box<BoundGated<'a>>),
+    Experts(Box<BoundExperts<'a>>),
+}
+
+struct BoundGated<'a> {
     gate: BoundLinear<'a>,
     up: BoundLinear<'a>,
     down: BoundLinear<'a>,
-    window: Option<u32>,
-    rotary: u32,
 }
 
 impl<'a> Evaluator<'a> {
@@ -135,7 +163,7 @@ impl<'a> Evaluator<'a> {
     /// If the graph contradicts itself or the weights do not have its shapes.
     pub fn new(graph: &'a Graph, weights: &'a dyn Weights) -> Result<Self, EvalError> {
         check_heads(graph)?;
-        let bind = Binder { graph, weights };
+        let bind = Binder::new(graph, weights);
         let lm_head = Linear { weight: graph.lm_head, scale: graph.lm_head_scale, bias: None };
         let layers: Vec<_> =
             graph.layers.iter().map(|layer| bind.layer(layer)).collect::<Result<_, _>>()?;
@@ -347,9 +375,12 @@ impl<'a> Evaluator<'a> {
             std::iter::once(&graph.inv_freq).chain(&graph.rotary).map(of_table).collect();
         self.rounding.handoff(&mut x);
         for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
-            let rotations = &rotations[layer.rotary as usize];
-            layer.attend(graph, cache, rotations, self.rounding, &mut x);
-            layer.feed_forward(graph, self.rounding, &mut x);
+            let rotations = &rotations[layer.attention.body.rotary as usize];
+            let add = Adding { graph, rounding: self.rounding };
+            add.block(&layer.attention, &mut x, |attention, h| {
+                attention.attend(graph, cache, rotations, self.rounding, &h)
+            });
+            add.block(&layer.mlp, &mut x, |mlp, h| mlp.feed_forward(graph, self.rounding, &h));
         }
         self.positions += tokens.len();
         let mut last = norm_rows(&x, Some(&self.final_norm), graph.norm_eps, hidden);
@@ -432,17 +463,18 @@ impl BoundLinear<'_> {
     }
 }
 
-impl BoundLayer<'_> {
-    /// Attention and its residual; appends the new positions' keys and values to the cache.
+impl BoundAttention<'_> {
+    /// What attention adds to the residual stream for normed inputs `h`; appends the new positions' keys and values to
+    /// the cache.
     fn attend(
         &self,
         graph: &Graph,
         cache: &mut Cache,
         rotations: &[Vec<(f32, f32)>],
         rounding: Rounding,
-        x: &mut [f32],
-    ) {
-        let [mut q, mut k, mut v] = self.qkv(graph, rounding, x);
+        h: &[f32],
+    ) -> Vec<f32> {
+        let [mut q, mut k, mut v] = self.qkv(h);
         for qkv in [&mut q, &mut k, &mut v] {
             rounding.handoff(qkv);
         }
@@ -455,10 +487,9 @@ impl BoundLayer<'_> {
         rounding.cache(&mut k);
         rounding.cache(&mut v);
         cache.extend(&k, &v, graph.kv_width() as usize);
-        let mut mixed = attend(graph, cache, &q, self.window);
+        let mut mixed = attend(graph, cache, &q, self.sees());
         rounding.handoff(&mut mixed);
-        let sums = self.project(rounding, mixed);
-        add_block(graph, rounding, x, sums, self.attn_post_norm.as_deref());
+        self.project(rounding, mixed)
     }
 
     /// Whether the norms of queries and keys are over all heads together, before heads are shaped.
@@ -488,10 +519,13 @@ impl BoundLayer<'_> {
     }
 
     /// Queries, keys and values before the norms of heads and rotation.
-    fn qkv(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> [Vec<f32>; 3] {
-        let mut h = norm_rows(x, self.attn_norm.as_deref(), graph.norm_eps, graph.hidden as usize);
-        rounding.factor(&mut h);
-        [&self.q, &self.k, &self.v].map(|linear| linear.apply(&h))
+    fn qkv(&self, h: &[f32]) -> [Vec<f32>; 3] {
+        [&self.q, &self.k, &self.v].map(|linear| linear.apply(h))
+    }
+
+    /// What each query attends to beside all keys before it.
+    fn sees(&self) -> Sees<'_> {
+        Sees { window: self.window, sinks: self.sinks.as_deref() }
     }
 
     /// The output projection.
@@ -499,31 +533,92 @@ impl BoundLayer<'_> {
         rounding.factor(&mut mixed);
         self.o.apply(&mixed)
     }
+}
 
-    fn feed_forward(&self, graph: &Graph, rounding: Rounding, x: &mut [f32]) {
-        let [mut gate, up] = self.gate_up(graph, rounding, x);
-        let ffn = graph.ffn as usize;
+impl BoundFeedForward<'_> {
+    /// What the block adds to the residual stream for normed inputs `h`.
+    fn feed_forward(&self, graph: &Graph, rounding: Rounding, h: &[f32]) -> Vec<f32> {
+        match self {
+            Self::Gated(mlp) => mlp.feed_forward(graph, None, rounding, h),
+            Self::Experts(experts) => experts.feed_forward(graph, rounding, h),
+        }
+    }
+
+    /// The MLP of a layer of a program, which has no others.
+    fn gated(&self) -> Option<&BoundGated<'_>> {
+        match self {
+            Self::Gated(mlp) => Some(mlp),
+            Self::Experts(_) => None,
+        }
+    }
+}
+
+impl BoundGated<'_> {
+    /// What the MLP adds to the residual stream for normed inputs `h`.
+    fn feed_forward(
+        &self,
+        graph: &Graph,
+        clamped: Option<Clamped>,
+        rounding: Rounding,
+        h: &[f32],
+    ) -> Vec<f32> {
+        let [mut gate, up] = self.gate_up(h);
+        let ffn = self.gate.weight.rows();
         gate.par_chunks_mut(ffn).zip(up.par_chunks(ffn)).for_each(|(gate, up)| {
-            for (gate, up) in gate.iter_mut().zip(up) {
-                *gate = activate(graph.activation, *gate) * up;
+            for (gate, &up) in gate.iter_mut().zip(up) {
+                *gate = match clamped {
+                    Some(clamped) => clamped_product(clamped, *gate, up),
+                    None => activate(graph.activation, *gate) * up,
+                };
             }
         });
         rounding.handoff(&mut gate);
-        let sums = self.contract(rounding, gate);
-        add_block(graph, rounding, x, sums, self.mlp_post_norm.as_deref());
+        self.contract(rounding, gate)
     }
 
     /// Both products of the MLP's first half.
-    fn gate_up(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> [Vec<f32>; 2] {
-        let mut h = norm_rows(x, self.mlp_norm.as_deref(), graph.norm_eps, graph.hidden as usize);
-        rounding.factor(&mut h);
-        [&self.gate, &self.up].map(|linear| linear.apply(&h))
+    fn gate_up(&self, h: &[f32]) -> [Vec<f32>; 2] {
+        [&self.gate, &self.up].map(|linear| linear.apply(h))
     }
 
     /// The down projection.
     fn contract(&self, rounding: Rounding, mut hidden: Vec<f32>) -> Vec<f32> {
         rounding.factor(&mut hidden);
         self.down.apply(&hidden)
+    }
+}
+
+impl<B> Block<B> {
+    /// The inputs of the body's first products.
+    fn normed(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> Vec<f32> {
+        let mut h = norm_rows(x, self.norm.as_deref(), graph.norm_eps, graph.hidden as usize);
+        rounding.factor(&mut h);
+        h
+    }
+}
+
+/// Adds results of blocks to the residual stream.
+struct Adding<'a> {
+    graph: &'a Graph,
+    rounding: Rounding,
+}
+
+impl Adding<'_> {
+    /// `x + post_norm(body(norm(x)))`.
+    fn block<B>(
+        &self,
+        block: &Block<B>,
+        x: &mut [f32],
+        body: impl FnOnce(&B, Vec<f32>) -> Vec<f32>,
+    ) {
+        let Self { graph, rounding } = *self;
+        let mut sums = body(&block.body, block.normed(graph, rounding, x));
+        if block.post_norm.is_some() {
+            rounding.handoff(&mut sums);
+        }
+        let width = graph.hidden as usize;
+        add(x, &norm_rows(&sums, block.post_norm.as_deref(), graph.norm_eps, width));
+        rounding.handoff(x);
     }
 }
 
@@ -556,21 +651,6 @@ fn norm_rows(x: &[f32], weight: Option<&[f32]>, eps: f32, width: usize) -> Vec<f
     out
 }
 
-/// Adds a block's result, normed if it has a norm, to the residual stream.
-fn add_block(
-    graph: &Graph,
-    rounding: Rounding,
-    x: &mut [f32],
-    mut sums: Vec<f32>,
-    norm: Option<&[f32]>,
-) {
-    if norm.is_some() {
-        rounding.handoff(&mut sums);
-    }
-    add(x, &norm_rows(&sums, norm, graph.norm_eps, graph.hidden as usize));
-    rounding.handoff(x);
-}
-
 fn add(x: &mut [f32], y: &[f32]) {
     for (x, y) in x.iter_mut().zip(y) {
         *x += y;
@@ -590,76 +670,4 @@ fn check_heads(graph: &Graph) -> Result<(), EvalError> {
         return Ok(());
     }
     Err(EvalError::Heads { heads, kv_heads, head_dim, frequencies })
-}
-
-struct Binder<'a> {
-    graph: &'a Graph,
-    weights: &'a dyn Weights,
-}
-
-impl<'a> Binder<'a> {
-    fn layer(&self, layer: &Layer) -> Result<BoundLayer<'a>, EvalError> {
-        let graph = self.graph;
-        let (hidden, ffn) = (graph.hidden, graph.ffn);
-        let norm = |id: Option<TensorId>, len| id.map(|id| self.vector(id, len)).transpose();
-        let whole = graph.norms_all_heads(layer);
-        let of_heads = |width: u32| if whole { width } else { graph.head_dim };
-        Ok(BoundLayer {
-            attn_norm: norm(layer.attn_norm, hidden)?,
-            attn_post_norm: norm(layer.attn_post_norm, hidden)?,
-            q: self.linear(layer.q, graph.q_width(), hidden)?,
-            k: self.linear(layer.k, graph.kv_width(), hidden)?,
-            v: self.linear(layer.v, graph.kv_width(), hidden)?,
-            q_norm: norm(layer.q_norm, of_heads(graph.q_width()))?,
-            k_norm: norm(layer.k_norm, of_heads(graph.kv_width()))?,
-            o: self.linear(layer.o, hidden, graph.q_width())?,
-            mlp_norm: norm(layer.mlp_norm, hidden)?,
-            mlp_post_norm: norm(layer.mlp_post_norm, hidden)?,
-            gate: self.linear(layer.gate, ffn, hidden)?,
-            up: self.linear(layer.up, ffn, hidden)?,
-            down: self.linear(layer.down, hidden, ffn)?,
-            window: layer.window,
-            rotary: layer.rotary,
-        })
-    }
-
-    fn linear(&self, linear: Linear, rows: u32, cols: u32) -> Result<BoundLinear<'a>, EvalError> {
-        let rows_of = |id: Option<TensorId>| id.map(|id| self.vector(id, rows)).transpose();
-        let (scale, bias) = (rows_of(linear.scale)?, rows_of(linear.bias)?);
-        Ok(BoundLinear { weight: self.matrix(linear.weight, rows, cols)?, scale, bias })
-    }
-
-    fn matrix(&self, tensor: TensorId, rows: u32, cols: u32) -> Result<Matrix<'a>, EvalError> {
-        let (dtype, bytes) = self.stored(tensor, &[rows, cols])?;
-        Matrix::new(dtype, rows as usize, cols as usize, bytes).ok_or(EvalError::Empty(tensor))
-    }
-
-    fn vector(&self, tensor: TensorId, len: u32) -> Result<Vec<f32>, EvalError> {
-        let (dtype, bytes) = self.stored(tensor, &[len])?;
-        let mut out = vec![0f32; len as usize];
-        ir::decode(dtype, bytes, &mut out);
-        Ok(out)
-    }
-
-    fn stored(&self, tensor: TensorId, shape: &[u32]) -> Result<(DType, &'a [u8]), EvalError> {
-        let len = self.graph.tensors.len();
-        let stored = self
-            .graph
-            .tensors
-            .get(tensor.index())
-            .ok_or(EvalError::MissingTensor { tensor, len })?;
-        if stored.shape != shape {
-            return Err(EvalError::Shape {
-                tensor,
-                want: shape.to_vec(),
-                got: stored.shape.clone(),
-            });
-        }
-        let bytes = self.weights.bytes(tensor);
-        let want = stored_bytes(stored).unwrap_or(usize::MAX);
-        if bytes.len() != want {
-            return Err(EvalError::Bytes { tensor, want, got: bytes.len() });
-        }
-        Ok((stored.dtype, bytes))
-    }
 }

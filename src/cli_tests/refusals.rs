@@ -121,6 +121,26 @@ fn a_config_without_weights_is_scheduled_and_predicted_for_and_no_more() {
     }
 }
 
+/// Models with experts run on the evaluator alone.
+#[test]
+fn a_model_with_experts_is_refused_where_it_would_be_lowered() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/families/gpt-oss-bf16");
+    let of = |command: &[&str]| amk(&[command, &["--model", model]].concat());
+    let what = ["number of layers with experts is 4", "number of layers with attention sinks is 4"];
+    let all = [what[0], what[1], "--device eval"];
+    for command in ["lower", "propose"] {
+        of(&[command, "--kv-capacity", "64"]).fails(1, &all);
+    }
+    of(&["propose"]).fails(1, &["A step would read 0.5 MB of the 0.7 MB of weights"]);
+    of(&["generate", "--tokens", "1", "--device", "cpu"]).fails(1, &what);
+    let config = format!("{model}/config.json");
+    let alone = amk(&["propose", "--model", &config]);
+    alone.fails(1, &all);
+    let tokens = "17,40,251";
+    let eval = ["generate", "--tokens", tokens, "--max-new-tokens", "4", "--device", "eval"];
+    of(&eval).succeeds("amk.generate.v1");
+}
+
 #[test]
 fn a_prediction_for_a_card_without_a_kernel_says_so() {
     let notes = |target: &str| {

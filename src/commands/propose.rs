@@ -1,6 +1,7 @@
 //! `amk propose`: the schedule to edit and every knob with its legal values.
 
-use ir::schedule::{Knob, ScheduleConfig};
+use ir::Rule;
+use ir::schedule::{Knob, ScheduleConfig, validate};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -30,6 +31,7 @@ pub(crate) struct Proposal {
 
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     let context = Context::of_shape(&args.model)?;
+    refuse_without_ops(&context)?;
     let (config, from) = match &args.ledger {
         None => (context.default_config(), "the rule-based default".to_owned()),
         Some(path) => incumbent(&context, path)?,
@@ -55,6 +57,24 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
         search_space,
     };
     Ok(Answer { document, exit: Exit::Yes })
+}
+
+/// Refuses a model with blocks that no op computes, with the least time that a step of it would take.
+fn refuse_without_ops(context: &Context) -> Result<(), Failure> {
+    let (graph, target) = (context.graph(), &context.target);
+    let Err(violations) = validate(context.default_config(), graph, target) else { return Ok(()) };
+    if !violations.has(Rule::SGraph) {
+        return Ok(());
+    }
+    let (step, all) = (graph.step_bytes(), graph.weight_bytes());
+    let mb = |bytes: usize| bytes as f64 / 1e6;
+    Err(Failure::refused(format!(
+        "{violations}. A step would read {:.1} MB of the {:.1} MB of weights, which takes {:.0} us on {}",
+        mb(step),
+        mb(all),
+        step as f64 / target.bandwidth as f64 * 1e6,
+        target.name,
+    )))
 }
 
 fn incumbent(

@@ -8,7 +8,7 @@ use abi::{
 use ir::program::{
     Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
 };
-use ir::{BufferId, CounterId, Graph, MatrixId, TensorId};
+use ir::{BufferId, CounterId, Graph, Layer, MatrixId, TensorId};
 
 use crate::toy::{Shape, graph};
 
@@ -232,7 +232,12 @@ impl Builder<'_> {
         let m = &self.program.matrices[matrix.index()];
         let granule = if epilogue == Epilogue::SiluMul { 2 } else { 1 };
         let merge = prologue == Prologue::Merge;
-        let window = self.graph.layers.get(layer as usize).and_then(|l| l.window).unwrap_or(0);
+        let window = self
+            .graph
+            .layers
+            .get(layer as usize)
+            .and_then(|l| l.attention.body.window)
+            .unwrap_or(0);
         let share = |(candidate, (tile0, tiles)): (u32, (u32, u32))| {
             let params = MatvecParams {
                 matrix: matrix.0,
@@ -319,12 +324,14 @@ impl Builder<'_> {
 
     fn layer(&mut self, layer: u32, x: Output, inv_freq: BufferId) -> Output {
         let graph = self.graph;
-        let l = &graph.layers[layer as usize];
+        let Layer { attention, mlp } = &graph.layers[layer as usize];
+        let l = &attention.body;
+        let gated = graph.layers[layer as usize].gated().expect("a toy has no experts");
         let name = |part: &str| format!("layers.{layer}.{part}");
         let (q, kv) = (graph.q_width(), graph.kv_width());
         let parts = vec![(Some(l.q.weight), q), (Some(l.k.weight), kv), (Some(l.v.weight), kv)];
         let matrix = self.matrix(&name("qkv"), RowMap { parts, interleaved: false }, graph.hidden);
-        let norm = l.attn_norm.map(|norm| self.vector(name("attn_norm"), norm));
+        let norm = attention.norm.map(|norm| self.vector(name("attn_norm"), norm));
         let bias = l.q.bias.is_some().then(|| {
             let map = RowMap {
                 parts: vec![(l.q.bias, q), (l.k.bias, kv), (l.v.bias, kv)],
@@ -352,16 +359,16 @@ impl Builder<'_> {
         let tasks = self.matvecs(matrix, prologue, Epilogue::Residual, layer);
         let mid = self.added(Phase::OProj, tasks, input, x, out);
 
-        let parts = vec![(Some(l.gate.weight), graph.ffn), (Some(l.up.weight), graph.ffn)];
+        let parts = vec![(Some(gated.gate.weight), graph.ffn), (Some(gated.up.weight), graph.ffn)];
         let matrix =
             self.matrix(&name("gate_up"), RowMap { parts, interleaved: true }, graph.hidden);
-        let norm = l.mlp_norm.map(|norm| self.vector(name("mlp_norm"), norm));
+        let norm = mlp.norm.map(|norm| self.vector(name("mlp_norm"), norm));
         let out = self.activation(Phase::GateUp, layer, "h", graph.ffn);
         let tasks = self.matvecs(matrix, Prologue::Rms, Epilogue::SiluMul, layer);
         let h = self.linear(Phase::GateUp, tasks, mid, [norm, None, None], out);
 
         let matrix =
-            self.matrix(&name("down"), RowMap::single(l.down.weight, graph.hidden), graph.ffn);
+            self.matrix(&name("down"), RowMap::single(gated.down.weight, graph.hidden), graph.ffn);
         let out = self.activation(Phase::Down, layer, "x_out", graph.hidden);
         let tasks = self.matvecs(matrix, Prologue::Copy, Epilogue::Residual, layer);
         self.added(Phase::Down, tasks, h, mid, out)
@@ -369,7 +376,7 @@ impl Builder<'_> {
 
     fn attention(&mut self, layer: u32, qkv: Output, inv_freq: BufferId) -> Output {
         let (graph, plan) = (self.graph, self.plan);
-        let l = &graph.layers[layer as usize];
+        let l = &graph.layers[layer as usize].attention.body;
         let q_norm = l.q_norm.map(|tensor| self.vector(format!("layers.{layer}.q_norm"), tensor));
         let k_norm = l.k_norm.map(|tensor| self.vector(format!("layers.{layer}.k_norm"), tensor));
         let words = 2 * graph.kv_width() * plan.kv_capacity;
@@ -422,7 +429,7 @@ impl Builder<'_> {
                 head_dim: graph.head_dim,
                 splits: self.plan.splits,
                 kv_block: self.plan.kv_block,
-                window: graph.layers[layer as usize].window.unwrap_or(0),
+                window: graph.layers[layer as usize].attention.body.window.unwrap_or(0),
                 reserved: [0; 9],
             };
             let mut task = Task::new(Opcode::AttentionMerge, layer as u16, params);

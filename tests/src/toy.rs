@@ -1,6 +1,9 @@
 //! Toy models: a graph of any small shape and seeded weights for it.
 
-use ir::{Activation, DType, Graph, Layer, Linear, Tensor, TensorId, Weights};
+use ir::{
+    Activation, Attention, Block, DType, FeedForward, Gated, Graph, Layer, Linear, Tensor,
+    TensorId, Weights,
+};
 
 /// The shape of a toy model.
 #[derive(Clone, Copy, Debug)]
@@ -49,22 +52,27 @@ impl Tensors {
     fn layer(&mut self, s: &Shape, index: u32) -> Layer {
         let name = |part: &str| format!("model.layers.{index}.{part}");
         let (q, kv) = (s.heads * s.head_dim, s.kv_heads * s.head_dim);
-        Layer {
-            attn_norm: Some(self.add(name("input_layernorm.weight"), &[s.hidden])),
-            attn_post_norm: None,
+        let attn_norm = Some(self.add(name("input_layernorm.weight"), &[s.hidden]));
+        let attention = Attention {
             q: self.linear(&name("self_attn.q_proj"), q, s.hidden, s.bias),
             k: self.linear(&name("self_attn.k_proj"), kv, s.hidden, s.bias),
             v: self.linear(&name("self_attn.v_proj"), kv, s.hidden, s.bias),
             q_norm: s.qk_norm.then(|| self.add(name("self_attn.q_norm.weight"), &[s.head_dim])),
             k_norm: s.qk_norm.then(|| self.add(name("self_attn.k_norm.weight"), &[s.head_dim])),
             o: self.linear(&name("self_attn.o_proj"), s.hidden, q, false),
-            mlp_norm: Some(self.add(name("post_attention_layernorm.weight"), &[s.hidden])),
-            mlp_post_norm: None,
+            sinks: None,
+            window: s.window,
+            rotary: 0,
+        };
+        let mlp_norm = Some(self.add(name("post_attention_layernorm.weight"), &[s.hidden]));
+        let gated = Gated {
             gate: self.linear(&name("mlp.gate_proj"), s.ffn, s.hidden, false),
             up: self.linear(&name("mlp.up_proj"), s.ffn, s.hidden, false),
             down: self.linear(&name("mlp.down_proj"), s.hidden, s.ffn, false),
-            window: s.window,
-            rotary: 0,
+        };
+        Layer {
+            attention: Block { norm: attn_norm, post_norm: None, body: attention },
+            mlp: Block { norm: mlp_norm, post_norm: None, body: FeedForward::Gated(gated) },
         }
     }
 }

@@ -46,12 +46,14 @@ pub struct Resources {
 #[must_use]
 pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     let packed = PackedModel::new(graph);
+    let norms_each =
+        |layer: &ir::Layer| layer.attention.body.q_norm.is_some() && !graph.norms_all_heads(layer);
     Variant {
         dtype: graph.dtype,
         unpack: unpack_mask(&packed),
         head_dim: graph.head_dim,
         group: graph.group(),
-        qk_norm: graph.layers.iter().any(|l| l.q_norm.is_some() && !graph.norms_all_heads(l)),
+        qk_norm: graph.layers.iter().any(norms_each),
         features: features(graph),
         widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn],
         shares: share_mask(&packed),
@@ -66,7 +68,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
 /// What the model needs beside what every kernel has. Bit n: the `Feature` of number n.
 pub(crate) fn features(graph: &Graph) -> u32 {
     let normed = |layer: &ir::Layer| {
-        layer.attn_post_norm.or(layer.mlp_post_norm).is_some() || graph.norms_all_heads(layer)
+        layer.attention.post_norm.or(layer.mlp.post_norm).is_some() || graph.norms_all_heads(layer)
     };
     let needed = [
         (Feature::GeluTanh, graph.activation == Activation::GeluTanh),

@@ -97,7 +97,10 @@ pub struct Prefilled {
 #[must_use]
 pub fn prefill_refused(graph: &Graph) -> Option<String> {
     let same_blocks = |layer: &ir::Layer| {
-        layer.attn_norm.is_some() && layer.mlp_norm.is_some() && !graph.norms_all_heads(layer)
+        layer.gated().is_some()
+            && layer.attention.norm.is_some()
+            && layer.mlp.norm.is_some()
+            && !graph.norms_all_heads(layer)
     };
     let narrow = graph.head_dim.is_power_of_two() && (16..=128).contains(&graph.head_dim);
     if compile::features(graph) != 0 || !graph.layers.iter().all(same_blocks) || !narrow {
@@ -380,7 +383,7 @@ fn variant(graph: &Graph, options: &PrefillOptions) -> PrefillVariant {
         dtype: graph.dtype,
         head_dim: graph.head_dim,
         group: graph.group(),
-        qk_norm: graph.layers.iter().any(|layer| layer.q_norm.is_some()),
+        qk_norm: graph.layers.iter().any(|layer| layer.attention.body.q_norm.is_some()),
         vector_halves: options.vector_halves.clamp(1, 2),
     }
 }

@@ -170,7 +170,7 @@ fn read_golden(dir: &std::path::Path) -> Golden {
 
 fn config(text: &str, graph: &ir::Graph, target: &Target) -> Valid<ir::ScheduleConfig> {
     // Not every model's first product can read the embedding itself (S-EMBED).
-    let normed = graph.layers.iter().all(|layer| layer.attn_norm.is_some());
+    let normed = graph.layers.iter().all(|layer| layer.attention.norm.is_some());
     let fuses = normed && graph.embed_scale == 1.0;
     let separate = text.replace(r#""embed": "qkv""#, r#""embed": "separate""#);
     let text = if fuses { text } else { &separate };

@@ -1,7 +1,8 @@
 //! The packed matrices of a model and their tensors. They depend on the graph alone, never on a schedule.
 
+use crate::block::{Attention, Gated, Layer};
 use crate::format::Format;
-use crate::graph::{Graph, Layer, Linear};
+use crate::graph::{Graph, Linear};
 use crate::id::{MatrixId, TensorId};
 use crate::program::{Matrix, RowMap};
 
@@ -23,8 +24,8 @@ pub struct PackedModel {
 pub struct PackedLayer {
     /// Attention.
     pub attention: PackedAttention,
-    /// The MLP.
-    pub mlp: PackedMlp,
+    /// The MLP; `None` if a router chooses among experts, which have no packed form yet.
+    pub mlp: Option<PackedMlp>,
 }
 
 /// The matrices of an attention block.
@@ -84,17 +85,17 @@ impl List<'_> {
         let graph = self.graph;
         let (hidden, q, kv, ffn) = (graph.hidden, graph.q_width(), graph.kv_width(), graph.ffn);
         let name = |part: &str| format!("layers.{n}.{part}");
-        let (qkv, gate_up) =
-            ([(layer.q, q), (layer.k, kv), (layer.v, kv)], [(layer.gate, ffn), (layer.up, ffn)]);
+        let Attention { q: query, k, v, o, .. } = layer.attention.body;
+        let qkv = [(query, q), (k, kv), (v, kv)];
         PackedLayer {
             attention: PackedAttention {
                 qkv: self.add(name("qkv"), &qkv, false, hidden),
-                o: self.add(name("o"), &[(layer.o, hidden)], false, q),
+                o: self.add(name("o"), &[(o, hidden)], false, q),
             },
-            mlp: PackedMlp {
-                gate_up: self.add(name("gate_up"), &gate_up, true, hidden),
-                down: self.add(name("down"), &[(layer.down, hidden)], false, ffn),
-            },
+            mlp: layer.gated().map(|&Gated { gate, up, down }| PackedMlp {
+                gate_up: self.add(name("gate_up"), &[(gate, ffn), (up, ffn)], true, hidden),
+                down: self.add(name("down"), &[(down, hidden)], false, ffn),
+            }),
         }
     }
 

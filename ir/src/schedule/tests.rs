@@ -3,7 +3,8 @@
 use serde_json::json;
 
 use super::*;
-use crate::graph::{Activation, DType, Graph, Layer, Linear, Tensor};
+use crate::block::{Attention, Block, FeedForward, Gated, Layer};
+use crate::graph::{Activation, DType, Graph, Linear, Tensor};
 use crate::id::TensorId;
 use crate::target::Target;
 use crate::violation::{At, Rule, Violations};
@@ -21,22 +22,22 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
         tensor("down", &[4096, ffn]),
     ];
     let linear = |id: u32| Linear { weight: TensorId(id), scale: None, bias: None };
-    let layer = Layer {
-        attn_norm: Some(TensorId(1)),
-        attn_post_norm: None,
+    let attention = Attention {
         q: linear(2),
         k: linear(3),
         v: linear(3),
         q_norm: None,
         k_norm: None,
         o: linear(2),
-        mlp_norm: Some(TensorId(1)),
-        mlp_post_norm: None,
-        gate: linear(4),
-        up: linear(4),
-        down: linear(5),
+        sinks: None,
         window: None,
         rotary: 0,
+    };
+    let mlp = FeedForward::Gated(Gated { gate: linear(4), up: linear(4), down: linear(5) });
+    let norm = Some(TensorId(1));
+    let layer = Layer {
+        attention: Block { norm, post_norm: None, body: attention },
+        mlp: Block { norm, post_norm: None, body: mlp },
     };
     Graph {
         name: "test".into(),

@@ -10,6 +10,7 @@
 
 use super::value::{Domain, EmbedGrouping, Value};
 use super::{Knob, ScheduleConfig, Valid};
+use crate::block::Layer;
 use crate::graph::Graph;
 use crate::program::{Dims, attended, smem};
 use crate::target::Target;
@@ -108,6 +109,10 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
     if graph.layers.is_empty() || graph.layers.len() >= usize::from(u16::MAX) {
         refuse("number of layers", graph.layers.len() as u32, format!("1 to {}", u16::MAX - 1));
     }
+    for (what, count) in without_ops(graph) {
+        let legal = "0, until an op does it; `--device eval` runs it".to_owned();
+        refuse(what, count, legal);
+    }
     if graph.head_dim == 0
         || graph.head_dim > abi::HEAD_DIM_MAX
         || !graph.head_dim.is_multiple_of(2)
@@ -126,6 +131,19 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
             );
         }
     }
+}
+
+/// Blocks that no op computes: what they are, and the number of layers that have them.
+fn without_ops(graph: &Graph) -> impl Iterator<Item = (&'static str, u32)> {
+    let count = |has: fn(&Layer) -> bool| graph.layers.iter().filter(|layer| has(layer)).count();
+    let counts = [
+        ("number of layers with experts", count(|layer| layer.gated().is_none())),
+        (
+            "number of layers with attention sinks",
+            count(|layer| layer.attention.body.sinks.is_some()),
+        ),
+    ];
+    counts.into_iter().map(|(what, count)| (what, count as u32)).filter(|(_, count)| *count > 0)
 }
 
 fn target_limits(target: &Target, found: &mut Violations) {
@@ -218,7 +236,7 @@ fn threads(target: &Target, found: &mut Violations) {
 }
 
 fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
-    let normed = graph.layers.first().is_some_and(|layer| layer.attn_norm.is_some());
+    let normed = graph.layers.first().is_some_and(|layer| layer.attention.norm.is_some());
     if config.fusion_grouping.embed == EmbedGrouping::Separate || normed && graph.embed_scale == 1.0
     {
         return;
@@ -238,7 +256,12 @@ fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
 /// Most keys that any layer attends to, at the last position.
 fn keys_max(graph: &Graph) -> u32 {
     let last = graph.max_positions.saturating_sub(1);
-    graph.layers.iter().map(|layer| attended(last, layer.window.unwrap_or(0))).max().unwrap_or(1)
+    graph
+        .layers
+        .iter()
+        .map(|layer| attended(last, layer.attention.body.window.unwrap_or(0)))
+        .max()
+        .unwrap_or(1)
 }
 
 fn splits(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {

@@ -8,6 +8,7 @@ pub(super) const GLM4: Row = Row {
     max_positions: 131_072,
     kv_heads: Some(2),
     head_dim: Some(128),
+    norm_eps: 1.5625e-7,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,
     norms: Norms {

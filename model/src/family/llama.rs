@@ -15,6 +15,7 @@ pub(super) const LLAMA: Row = Row {
     head_dim: None,
     tied: false,
     theta: 10_000.0,
+    norm_eps: 1e-6,
     activation_field: "hidden_act",
     activation: "silu",
     qkv_bias: Bias::Asked,
@@ -34,6 +35,8 @@ pub(super) const LLAMA: Row = Row {
     longrope: false,
     neighbours: false,
     windows: WindowRule::None,
+    sinks: false,
+    experts: None,
     read: |_, _| {},
 };
 

@@ -1,16 +1,22 @@
 //! Families: what each does differently from a llama. A family is a [`Row`], most in a file of its own; what follows
 //! from a configuration's values is read by its `read`.
 
+mod experts;
 mod gemma;
 mod glm4;
+mod gpt_oss;
 mod granite;
 mod llama;
+mod mixtral;
 mod olmo;
 mod phi3;
+mod qwen_moe;
 mod smollm3;
 
 use crate::fields::Fields;
 use crate::shape::Shape;
+pub(crate) use experts::ExpertRow;
+pub use experts::ExpertShape;
 
 macro_rules! families {
     ($($(#[doc = $doc:literal])+ $variant:ident = $row:path,)+) => {
@@ -56,6 +62,16 @@ families! {
     Gemma3 = gemma::GEMMA3,
     /// GLM 4: neighbours rotated as pairs in half of each head, norms before and after the blocks.
     Glm4 = glm4::GLM4,
+    /// Mixtral: Mistral with experts.
+    Mixtral = mixtral::MIXTRAL,
+    /// OLMoE: experts, q and k norms over all heads.
+    Olmoe = olmo::OLMOE,
+    /// Qwen 2 with experts: one of them shared, with a gate.
+    Qwen2Moe = qwen_moe::QWEN2_MOE,
+    /// Qwen 3 with experts.
+    Qwen3Moe = qwen_moe::QWEN3_MOE,
+    /// GPT-OSS: experts with biases, attention sinks, alternating windows.
+    GptOss = gpt_oss::GPT_OSS,
 }
 
 impl Family {
@@ -79,6 +95,12 @@ pub(crate) enum Bias {
     Always,
     /// If this flag of the configuration is true: `attention_bias` or `mlp_bias`.
     Asked,
+}
+
+impl Bias {
+    pub(crate) fn applies(self, asked: bool) -> bool {
+        self == Self::Always || self == Self::Asked && asked
+    }
 }
 
 /// Norms of queries and keys.
@@ -128,6 +150,7 @@ pub(crate) struct Row {
     pub(crate) head_dim: Option<u32>,
     pub(crate) tied: bool,
     pub(crate) theta: f64,
+    pub(crate) norm_eps: f64,
     pub(crate) activation_field: &'static str,
     pub(crate) activation: &'static str,
     pub(crate) qkv_bias: Bias,
@@ -148,6 +171,10 @@ pub(crate) struct Row {
     /// Elements `2 i` and `2 i + 1` are rotated together, not `i` and `i + n / 2`.
     pub(crate) neighbours: bool,
     pub(crate) windows: WindowRule,
+    /// Whether each head has an attention sink.
+    pub(crate) sinks: bool,
+    /// Experts in place of the MLP.
+    pub(crate) experts: Option<ExpertRow>,
     /// Reads what else the family's configurations say.
     pub(crate) read: fn(&mut Fields<'_>, &mut Shape),
 }

@@ -1,11 +1,13 @@
-//! OLMo 2 and 3: no norm before a block, one after it, and norms over all queries and all keys.
+//! OLMo 2 and 3: no norm before a block, one after it, and norms over all queries and all keys. OLMoE: a llama with
+//! such norms of queries and keys, and experts.
 
-use super::{Bias, Norms, QkNorm, Row, WindowRule, llama};
+use super::{Bias, ExpertRow, Norms, QkNorm, Row, WindowRule, llama};
 use crate::rope::Rope;
 
 pub(super) const OLMO2: Row = Row {
     model_type: "olmo2",
     architecture: "Olmo2ForCausalLM",
+    norm_eps: 1e-5,
     norms: Norms {
         attn: None,
         attn_post: Some("post_attention_layernorm"),
@@ -28,4 +30,27 @@ pub(super) const OLMO3: Row = Row {
         shape.options.sliding_rope = shape.options.sliding_rope.or(Some(plain));
     },
     ..OLMO2
+};
+
+pub(super) const OLMOE: Row = Row {
+    model_type: "olmoe",
+    architecture: "OlmoeForCausalLM",
+    max_positions: 4096,
+    norm_eps: 1e-5,
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::All,
+    experts: Some(ExpertRow {
+        block: "mlp",
+        router: "gate",
+        parts: Some(["gate_proj", "up_proj", "down_proj"]),
+        normalised: None,
+        width: "intermediate_size",
+        count: 64,
+        top_k: 8,
+        ffn: 2048,
+        shared: None,
+        sparse: false,
+        clamped: None,
+    }),
+    ..llama::LLAMA
 };

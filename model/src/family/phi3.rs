@@ -8,6 +8,7 @@ pub(super) const PHI3: Row = Row {
     model_type: "phi3",
     architecture: "Phi3ForCausalLM",
     max_positions: 4096,
+    norm_eps: 1e-5,
     qkv_bias: Bias::Never,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,

@@ -12,7 +12,7 @@ use crate::chat::Template;
 use crate::config;
 use crate::error::{ModelError, Problem, quoted};
 use crate::model::{Model, Origin};
-use crate::quantised::{BlockType, Layout, Matrix, Source, dequantised, summary};
+use crate::quantised::{BlockType, Layout, Matrix, Source, View, dequantised, summary};
 use crate::rope::{Rope, Scaling};
 use crate::shape::Shape;
 use crate::store::{Files, Place};
@@ -147,7 +147,7 @@ fn source(
         rows: rows as usize,
         cols: cols as usize,
         layout: Layout::Blocks(place, kind),
-        pairs: permuted.filter(|_| turned),
+        view: permuted.filter(|_| turned).map_or(View::Whole, View::Pairs),
     };
     let kind = (!matches!(kind, BlockType::Float(_))).then_some(kind.name());
     Ok((Source::Made(matrix, DType::F32), kind))

@@ -10,7 +10,7 @@ use ir::DType;
 
 use super::codes::{Codes, Order};
 use super::declared::{Declared, Kind, Scheme, Strategy};
-use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
+use super::matrix::{Layout, Matrix, ScaleType, Scales, View, Zeros};
 use crate::error::Problem;
 use crate::store::{Files, Found};
 
@@ -51,6 +51,52 @@ pub(crate) struct Recognised {
     pub(crate) kind: Option<Kind>,
     /// Something that the user should know.
     pub(crate) note: Option<String>,
+}
+
+/// Finds the matrix that lies as codes of e2m1 in blocks of 32 with a power of two each: mxfp4, the experts of a layer
+/// in one tensor of `[experts, rows, cols]`. Its tensors are removed from `found`.
+pub(crate) fn stacked(
+    name: &str,
+    [experts, rows, cols]: [u64; 3],
+    found: &mut HashMap<String, Found>,
+    files: &Files,
+) -> Result<Recognised, Vec<Problem>> {
+    /// Columns that share a scale.
+    const EACH: u64 = 32;
+    let mut stored = BTreeMap::new();
+    for part in ["_blocks", "_scales"] {
+        stored.extend(found.remove(&format!("{name}{part}")).map(|found| (part, found)));
+    }
+    let problems = Vec::new();
+    let mut parts = Parts { module: name, rows: experts * rows, cols, stored, files, problems };
+    let blocks = [experts, rows, cols.div_ceil(EACH), EACH / 2];
+    let codes = parts.want_stacked("_blocks", &blocks);
+    let scales = parts.want_stacked("_scales", &blocks[..3]);
+    if !cols.is_multiple_of(EACH) {
+        let reason = format!("have {cols} columns; expected a multiple of {EACH}");
+        parts.problems.push(Problem::new(name, reason));
+    }
+    let (Some(codes), Some(scales), true) = (codes, scales, parts.problems.is_empty()) else {
+        return Err(parts.problems);
+    };
+    let scales = Scales {
+        place: scales.place(),
+        element: ScaleType::E8m0,
+        rows_each: 1,
+        cols_each: EACH as usize,
+        transposed: false,
+        divisor: None,
+        groups: None,
+    };
+    if let Some((index, value)) = scales.unsound(files) {
+        let reason = format!("holds {value} at index {index}; expected finite numbers");
+        return Err(vec![Problem::new(format!("{name}_scales"), reason)]);
+    }
+    let layout =
+        Layout::Scaled { place: codes.place(), codes: Codes::E2m1, zeros: Zeros::None, scales };
+    let (rows, cols) = ((experts * rows) as usize, cols as usize);
+    let matrix = Matrix { rows, cols, layout, view: View::Whole };
+    Ok(Recognised { matrix, kind: Some(Kind::Mxfp4), note: None })
 }
 
 /// A tensor that only quantised checkpoints have, if there is one.
@@ -98,7 +144,7 @@ pub(crate) fn matrix(
         match layout {
             Some(layout) if parts.problems.is_empty() => {
                 let matrix =
-                    Matrix { rows: rows as usize, cols: cols as usize, layout, pairs: None };
+                    Matrix { rows: rows as usize, cols: cols as usize, layout, view: View::Whole };
                 return Ok(Recognised { matrix, kind: Some(scheme.kind), note });
             }
             _ if refused.is_empty() => refused = parts.problems,
@@ -168,6 +214,8 @@ impl Stored {
                 Kind::Nvfp4 => self == Self::PackedBytes,
                 Kind::Gptq { .. } | Kind::Awq => self == Self::Qweight,
                 Kind::Nf4 { .. } => self == Self::Bytes,
+                // Of experts in one tensor, which are found elsewhere.
+                Kind::Mxfp4 => false,
             }
     }
 
@@ -197,6 +245,15 @@ pub(super) struct Parts<'a> {
 }
 
 impl Parts<'_> {
+    /// As [`want`](Self::want), of bytes whose name follows the module's without a dot.
+    fn want_stacked(&mut self, part: &'static str, shape: &[u64]) -> Option<Found> {
+        let found = self.want(part, &["U8"], &[shape]);
+        for problem in &mut self.problems {
+            problem.subject = problem.subject.replace("._", "_");
+        }
+        found
+    }
+
     pub(super) fn complain(&mut self, part: &str, reason: impl Into<String>) {
         self.problems.push(Problem::new(format!("{}.{part}", self.module), reason));
     }
@@ -243,7 +300,7 @@ impl Parts<'_> {
         let (rows, cols) = (self.rows as usize, self.cols as usize);
         match place {
             Some(layout) if self.problems.is_empty() => {
-                Ok(Matrix { rows, cols, layout, pairs: None })
+                Ok(Matrix { rows, cols, layout, view: View::Whole })
             }
             _ => Err(self.problems),
         }
@@ -265,6 +322,7 @@ impl Parts<'_> {
             Kind::Gptq { .. } => packed("qweight", Order::Gptq, n, k),
             Kind::Awq => packed("qweight", Order::Awq, n, k),
             Kind::Nf4 { nested } => return self.nf4(nested).map(Layout::Nf4),
+            Kind::Mxfp4 => return None,
         };
         let weight = self.want(part, &[elements], &[&shape]);
         let scales = self.scales(scheme, (rows_each, cols_each), groups);
@@ -287,6 +345,7 @@ impl Parts<'_> {
             | Kind::Int8
             | Kind::Int4
             | Kind::Nvfp4
+            | Kind::Mxfp4
             | Kind::Nf4 { .. } => true,
         };
         if !eights {
@@ -325,7 +384,7 @@ impl Parts<'_> {
         let (part, elements, transposed) = match scheme.kind {
             Kind::Fp8Blocks => ("weight_scale_inv", FLOATS, false),
             // Those of nf4 are read elsewhere.
-            Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Nf4 { .. } => {
+            Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Mxfp4 | Kind::Nf4 { .. } => {
                 ("weight_scale", FLOATS, false)
             }
             Kind::Nvfp4 => ("weight_scale", &["F8_E4M3"][..], false),
@@ -347,6 +406,7 @@ impl Parts<'_> {
             | Kind::Int4
             | Kind::Gptq { .. }
             | Kind::Awq
+            | Kind::Mxfp4
             | Kind::Nf4 { .. } => Some(None),
         };
         let columns = match scheme.kind {
@@ -356,6 +416,7 @@ impl Parts<'_> {
             | Kind::Fp8
             | Kind::Int8
             | Kind::Nvfp4
+            | Kind::Mxfp4
             | Kind::Awq
             | Kind::Nf4 { .. } => Some(None),
         };
@@ -415,9 +476,12 @@ impl Parts<'_> {
     fn zeros(&mut self, scheme: &Scheme, groups: u64, other_convention: bool) -> Option<Zeros> {
         let n = self.rows;
         match scheme.kind {
-            Kind::Fp8Blocks | Kind::Fp8 | Kind::Int8 | Kind::Nvfp4 | Kind::Nf4 { .. } => {
-                Some(Zeros::None)
-            }
+            Kind::Fp8Blocks
+            | Kind::Fp8
+            | Kind::Int8
+            | Kind::Nvfp4
+            | Kind::Mxfp4
+            | Kind::Nf4 { .. } => Some(Zeros::None),
             Kind::Int4 if scheme.symmetric => Some(Zeros::All(8.0)),
             Kind::Int4 => {
                 let part = "weight_zero_point";

@@ -8,7 +8,7 @@ use crate::fields::Fields;
 /// Prefix of the fields in errors.
 const PREFIX: &str = "quantization_config.";
 /// Values of `quant_method` that are read.
-const METHODS: &str = "fp8, compressed-tensors, gptq, awq, bitsandbytes";
+const METHODS: &str = "fp8, compressed-tensors, gptq, awq, bitsandbytes, mxfp4";
 /// Values of compressed-tensors' `format` that are read.
 const CT_FORMATS: &str = "float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized";
 
@@ -53,6 +53,8 @@ pub(crate) enum Kind {
     Gptq { less_one: bool },
     /// AWQ gemm.
     Awq,
+    /// mxfp4: experts in one tensor, a power of two for 32 columns.
+    Mxfp4,
     /// nf4 of bitsandbytes; its scales may be quantised too.
     Nf4 { nested: bool },
 }
@@ -68,6 +70,7 @@ impl Kind {
             Self::Nvfp4 => "nvfp4 of compressed-tensors",
             Self::Gptq { .. } => "int4 of GPTQ",
             Self::Awq => "int4 of AWQ",
+            Self::Mxfp4 => "mxfp4",
             Self::Nf4 { .. } => "nf4 of bitsandbytes",
         }
     }
@@ -114,6 +117,10 @@ fn method(fields: &mut Fields<'_>) -> Option<Declared> {
         "gptq" => vec![gptq(fields)],
         "awq" => vec![awq(fields)],
         "bitsandbytes" => vec![bitsandbytes(fields)],
+        "mxfp4" => {
+            let strategy = Strategy::Group(32);
+            vec![Scheme { kind: Kind::Mxfp4, strategy, symmetric: true, act_order: false }]
+        }
         other => {
             let reason = format!("is {}; supported: {METHODS}; {}", quoted(other), advice(other));
             fields.complain("quant_method", reason);
@@ -143,7 +150,6 @@ fn advice(method: &str) -> &'static str {
         "auto-round" | "intel/auto-round" => {
             "export it again with the format auto_gptq or auto_awq"
         }
-        "mxfp4" => "the gpt-oss family does not run yet",
         _ => "use the 16-bit original, or a copy in one of these formats",
     }
 }

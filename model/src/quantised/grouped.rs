@@ -31,7 +31,8 @@ impl Grouped {
     pub(super) fn new(matrix: &Matrix, files: &Files) -> Option<Self> {
         let (dtype, block) = block_of(matrix, files)?;
         let mut all = Self { matrix: matrix.clone(), dtype, block, factors: Vec::new() };
-        all.factors = (0..matrix.rows).map(|row| all.factor(files, row)).collect::<Option<_>>()?;
+        all.factors =
+            (0..matrix.given_rows()).map(|row| all.factor(files, row)).collect::<Option<_>>()?;
         Some(all)
     }
 
@@ -59,7 +60,7 @@ impl Grouped {
     /// All rows.
     pub(super) fn encode(&self, files: &Files) -> Vec<u8> {
         let row_bytes = self.dtype.row_bytes(self.matrix.cols);
-        let mut out = vec![0; self.matrix.rows * row_bytes];
+        let mut out = vec![0; self.matrix.given_rows() * row_bytes];
         parallel::fill(&mut out, row_bytes, &parallel::threads, |first, out| {
             let mut values = vec![0.0; self.matrix.cols];
             for (row, out) in (first..).zip(out.chunks_mut(row_bytes)) {
@@ -116,9 +117,10 @@ fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let zeros = parts.needs_zeros(scalar, files, matrix)?;
     let each = parts.scales.cols_each;
     // The rows of a tile share a scale only if no tile has rows of two groups, of two tensors or beyond the last.
-    let alike = parts.scales.rows_each.is_multiple_of(ir::TILE_ROWS)
-        && matrix.rows.is_multiple_of(ir::TILE_ROWS)
-        && matrix.pairs.is_none();
+    let whole = |rows: usize| rows.is_multiple_of(ir::TILE_ROWS);
+    let alike = whole(parts.scales.rows_each)
+        && whole(matrix.given_rows())
+        && matrix.run().is_some_and(whole);
     let holds = |block: &CodeBlock| {
         let fits = each >= matrix.cols || each.is_multiple_of(block.group as usize);
         block.zeros == zeros && fits && (alike || !block.shared)

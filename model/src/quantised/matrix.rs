@@ -7,16 +7,45 @@ use super::blocks::BlockType;
 use super::codes::{Codes, E4M3, Order, e8m0, has_nan, nibble};
 use super::nf4::Nf4;
 use crate::parallel;
+use crate::pieces::{Change, HeadOrder, Piece};
 use crate::store::{Files, Place};
 
 /// A matrix that is not stored as 32-bit floats, row-major.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
+    /// Those that are stored.
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) layout: Layout,
-    /// Elements of a head, if the two elements that are rotated together lie in neighbouring rows: GGUF of llama.
-    pub(crate) pairs: Option<usize>,
+    pub(crate) view: View,
+}
+
+/// Which of the stored rows a matrix has, and their order.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum View {
+    /// All, as they lie.
+    Whole,
+    /// All; the two elements of a head of this width that are rotated together lie in neighbouring rows: GGUF of llama.
+    Pairs(usize),
+    /// `count` rows, each `step` after the one before; the rows of each head may lie in another order.
+    Rows { first: usize, step: usize, count: usize, order: Option<HeadOrder> },
+}
+
+impl View {
+    /// The rows of a stored matrix with the same width that a tensor is made of.
+    pub(super) fn of(piece: &Piece, rows: u32) -> Self {
+        let (first, step, order) = match &piece.change {
+            Change::Strided(strided) => {
+                // The stored rows are the columns of the strided form, whose elements are transposed.
+                let each = u64::from(strided.shape[1]) * u64::from(strided.shape[2]);
+                let first = strided.first / each * u64::from(strided.shape[2]);
+                (first + strided.first % each, strided.row, None)
+            }
+            Change::Order(order) => (piece.first.into(), 1, Some(order.clone())),
+            Change::None | Change::Affine { .. } => (piece.first.into(), 1, None),
+        };
+        Self::Rows { first: first as usize, step: step as usize, count: rows as usize, order }
+    }
 }
 
 /// How a matrix is stored. Every format is a combination of these parts.
@@ -171,12 +200,42 @@ impl Matrix {
         }
     }
 
+    /// Rows of the matrix.
+    pub(crate) fn given_rows(&self) -> usize {
+        match self.view {
+            View::Whole | View::Pairs(_) => self.rows,
+            View::Rows { count, .. } => count,
+        }
+    }
+
     /// Where a row is stored.
     pub(super) fn stored_row(&self, row: usize) -> usize {
-        let Some(width) = self.pairs else { return row };
-        let (head, element) = (row / width, row % width);
-        let (half, pair) = (element / (width / 2), element % (width / 2));
-        head * width + 2 * pair + half
+        match &self.view {
+            View::Whole => row,
+            &View::Pairs(width) => {
+                let (head, element) = (row / width, row % width);
+                let (half, pair) = (element / (width / 2), element % (width / 2));
+                head * width + 2 * pair + half
+            }
+            View::Rows { first, step, order, .. } => {
+                first + step * order.as_ref().map_or(row, |order| order.source(row))
+            }
+        }
+    }
+
+    /// The first stored row, if the rows lie one after the other.
+    pub(super) fn run(&self) -> Option<usize> {
+        match self.view {
+            View::Whole => Some(0),
+            View::Rows { first, step: 1, order: None, .. } => Some(first),
+            View::Pairs(_) | View::Rows { .. } => None,
+        }
+    }
+
+    /// The rows of elements of `row_bytes`, in their order.
+    pub(super) fn gather(&self, stored: &[u8], row_bytes: usize) -> Vec<u8> {
+        let rows = (0..self.given_rows()).map(|row| self.stored_row(row) * row_bytes);
+        rows.flat_map(|at| &stored[at..at + row_bytes]).copied().collect()
     }
 
     /// What is wrong with the codes: NaN of e4m3, or a block's scale. This reads them once.
@@ -236,7 +295,7 @@ impl Matrix {
     /// All rows, as little-endian f32.
     pub(crate) fn dequantise(&self, files: &Files, dtype: DType) -> Vec<u8> {
         let row_bytes = dtype.row_bytes(self.cols);
-        let mut out = vec![0; self.rows * row_bytes];
+        let mut out = vec![0; self.given_rows() * row_bytes];
         parallel::fill(&mut out, row_bytes, &parallel::threads, |first, out| {
             let mut values = vec![0.0; self.cols];
             for (row, out) in out.chunks_mut(row_bytes).enumerate() {

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ir::{DType, Graph, Layer, Linear, Tensor, TensorId};
+use ir::{Attention, DType, Gated, Graph, Layer, Linear, Tensor, TensorId};
 
 use super::Source;
 use super::codes::Codes;
@@ -30,6 +30,8 @@ struct Streamed {
 /// Where its elements come from.
 enum From {
     File(Place),
+    /// Rows of this many bytes at a place, in another order.
+    Rows(Matrix, Place, usize),
     Blocks(Grouped),
     /// Its values, which are of 16 bits.
     Values(Matrix),
@@ -45,9 +47,11 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
             parts.iter().all(|part| dtype(part) == dtype(&parts[0]))
         };
         // Rows that alternate have no place for both (ir/src/program/rules/task.rs).
-        let biased = [layer.gate, layer.up].iter().any(|linear| linear.bias.is_some());
-        let scaled = all[&layer.gate.weight].dtype.is_scaled();
-        alike(&[layer.q, layer.k, layer.v]) && alike(&[layer.gate, layer.up]) && !(biased && scaled)
+        let Attention { q, k, v, .. } = layer.attention.body;
+        let Some(&Gated { gate, up, .. }) = layer.gated() else { return false };
+        let biased = [gate, up].iter().any(|linear| linear.bias.is_some());
+        let scaled = all[&gate.weight].dtype.is_scaled();
+        alike(&[q, k, v]) && alike(&[gate, up]) && !(biased && scaled)
     };
     let operand = operand(&all);
     if all[&graph.embed].dtype.is_scaled()
@@ -61,13 +65,13 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
         graph.tensors[id.index()].dtype = matrix.dtype;
         sources[id.index()] = match matrix.from {
             From::File(place) => Source::Stored(place),
+            From::Rows(matrix, place, row_bytes) => Source::Rows(matrix, place, row_bytes),
             From::Blocks(grouped) => Source::Grouped(grouped),
             From::Values(values) => Source::Made(values, matrix.dtype),
         };
     }
     for layer in &mut graph.layers {
-        let Layer { q, k, v, o, gate, up, down, .. } = layer;
-        for linear in [q, k, v, o, gate, up, down] {
+        for linear in layer.linears_mut() {
             linear.scale = scales.get(&linear.weight).copied();
         }
     }
@@ -88,7 +92,11 @@ fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Strea
     let ids = (0..).map(TensorId);
     let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
         Source::Made(matrix, _) => Some((id, matrix)),
-        Source::Stored(_) | Source::Grouped(_) | Source::Scales(_) => None,
+        Source::Stored(_)
+        | Source::Piece(_)
+        | Source::Rows(..)
+        | Source::Grouped(_)
+        | Source::Scales(_) => None,
     });
     matrices.map(|(id, matrix)| Some((id, one(matrix, files)?))).collect()
 }
@@ -96,7 +104,8 @@ fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Strea
 fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
     match &matrix.layout {
         &Layout::Floats(place, dtype @ (DType::F16 | DType::Bf16)) => {
-            Some(Streamed { from: From::File(place), dtype, scales: Vec::new() })
+            let from = rows_at(matrix, place, matrix.cols * dtype.bytes());
+            Some(Streamed { from, dtype, scales: Vec::new() })
         }
         Layout::Scaled { place, codes, zeros: Zeros::None, scales }
             if scales.cols_each >= matrix.cols && scales.groups.is_none() =>
@@ -106,8 +115,9 @@ fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
                 Codes::Int8 => DType::Int8,
                 Codes::E2m1 | Codes::Int4(_) => return grouped(matrix, files),
             };
-            let scales = (0..matrix.rows).map(|row| scales.of_group(files, matrix, row, 0));
-            Some(Streamed { from: From::File(*place), dtype, scales: scales.collect() })
+            let scale = |row| scales.of_group(files, matrix, matrix.stored_row(row), 0);
+            let scales = (0..matrix.given_rows()).map(scale).collect();
+            Some(Streamed { from: rows_at(matrix, *place, matrix.cols), dtype, scales })
         }
         Layout::Nf4(nf4) if nf4.dtype() != DType::F32 => Some(Streamed {
             from: From::Values(matrix.clone()),
@@ -118,6 +128,13 @@ fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
             grouped(matrix, files)
         }
     }
+}
+
+/// The rows of a matrix whose elements are used as they lie.
+fn rows_at(matrix: &Matrix, place: Place, row_bytes: usize) -> From {
+    let Some(first) = matrix.run() else { return From::Rows(matrix.clone(), place, row_bytes) };
+    let bytes = (matrix.given_rows() * row_bytes) as u64;
+    From::File(Place { offset: place.offset + (first * row_bytes) as u64, bytes, ..place })
 }
 
 fn grouped(matrix: &Matrix, files: &Files) -> Option<Streamed> {
@@ -137,8 +154,10 @@ fn beyond_f16(all: &HashMap<TensorId, Streamed>, files: &Files) -> bool {
     }
     let found = AtomicBool::new(false);
     let matrices = all.values().filter_map(|matrix| match matrix.from {
-        From::File(place) if matrix.dtype == DType::Bf16 => Some(files.slice(place)),
-        From::File(_) | From::Blocks(_) | From::Values(_) => None,
+        From::File(place) | From::Rows(_, place, _) if matrix.dtype == DType::Bf16 => {
+            Some(files.slice(place))
+        }
+        From::File(_) | From::Rows(..) | From::Blocks(_) | From::Values(_) => None,
     });
     for bytes in matrices {
         let parts = std::sync::Mutex::new(bytes.chunks(PART_BYTES));

@@ -9,7 +9,7 @@ use super::checkpoint;
 use super::codes::Codes;
 use super::declared::Declared;
 use super::grouped::Grouped;
-use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
+use super::matrix::{Layout, Matrix, ScaleType, Scales, View, Zeros};
 use crate::store::{self, Files, Found};
 use crate::{files, import, import_dequantised};
 
@@ -164,7 +164,8 @@ fn mxfp4_has_the_bits_of_the_reference_library() {
         };
         let (place, codes, zeros) = (part("blocks"), Codes::E2m1, Zeros::None);
         let layout = Layout::Scaled { place, codes, zeros, scales };
-        let matrix = Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, pairs: None };
+        let matrix =
+            Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, view: View::Whole };
         assert!(bits(&matrix.dequantise(&files, DType::F32)) == want, "{tensor}");
     }
 }
@@ -173,7 +174,7 @@ fn mxfp4_has_the_bits_of_the_reference_library() {
 fn a_tile_whose_rows_would_share_a_foreign_scale_is_not_streamed_as_codes() {
     let (files, found) = opened("fp8-block-llama");
     let tensor = "model.layers.0.mlp.gate_proj.weight";
-    let matrix = |rows, rows_each, pairs| {
+    let matrix = |rows, rows_each, view| {
         let place = |suffix: &str| found[&format!("{tensor}{suffix}")].place();
         let scales = Scales {
             place: place("_scale_inv"),
@@ -186,12 +187,12 @@ fn a_tile_whose_rows_would_share_a_foreign_scale_is_not_streamed_as_codes() {
         };
         let (codes, zeros) = (Codes::E4m3, Zeros::None);
         let layout = Layout::Scaled { place: place(""), codes, zeros, scales };
-        Matrix { rows, cols: 128, layout, pairs }
+        Matrix { rows, cols: 128, layout, view }
     };
     let streamed =
-        |rows, rows_each, pairs| Grouped::new(&matrix(rows, rows_each, pairs), &files).is_some();
-    assert!(streamed(16, 128, None));
-    assert!(!streamed(12, 128, None), "a tile's last rows are those of another tensor");
-    assert!(!streamed(16, 4, None), "a tile has rows of two scales");
-    assert!(!streamed(16, 128, Some(16)), "neighbours come from two halves of a head");
+        |rows, rows_each, view| Grouped::new(&matrix(rows, rows_each, view), &files).is_some();
+    assert!(streamed(16, 128, View::Whole));
+    assert!(!streamed(12, 128, View::Whole), "a tile's last rows are those of another tensor");
+    assert!(!streamed(16, 4, View::Whole), "a tile has rows of two scales");
+    assert!(!streamed(16, 128, View::Pairs(16)), "neighbours come from two halves of a head");
 }

@@ -94,11 +94,11 @@ fn llama3_scaling_takes_its_original_length_from_where_transformers_does() {
 fn mistral_windows_are_in_every_layer() {
     let copy = Copy::of("mistral-f16");
     copy.set(json!({ "sliding_window": 16 }));
-    assert!(graph(&copy).layers.iter().all(|layer| layer.window == Some(16)));
+    assert!(graph(&copy).layers.iter().all(|layer| layer.attention.body.window == Some(16)));
     copy.config(|config| {
         config.remove("sliding_window");
     });
-    assert!(graph(&copy).layers.iter().all(|layer| layer.window == Some(4096)));
+    assert!(graph(&copy).layers.iter().all(|layer| layer.attention.body.window == Some(4096)));
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn qwen_windows_follow_switch_layer_types_and_first_layer() {
         let windows = |fields: serde_json::Value| -> Vec<Option<u32>> {
             let copy = Copy::of(name);
             copy.set(fields);
-            graph(&copy).layers.iter().map(|layer| layer.window).collect()
+            graph(&copy).layers.iter().map(|layer| layer.attention.body.window).collect()
         };
         let mixed = json!(["sliding_attention", "full_attention"]);
         let off = json!({ "use_sliding_window": false, "sliding_window": 8, "layer_types": mixed });

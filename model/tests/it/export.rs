@@ -1,14 +1,20 @@
 //! An exported model imports as the same model, and appears complete or not at all.
 
 use std::fs;
+use std::path::Path;
 
 use ir::{DType, TensorId};
 use model::{Family, Model, Rope, Scaling, Shape, Window, export, import, preset};
 
-use crate::folder::{GOLDEN, golden};
+use crate::folder::{GOLDEN, golden, quantised};
 
 /// Exports, imports, and compares everything but the name.
 fn round_trip(model: &Model) {
+    round_trip_of(model, model.graph.tensors.len());
+}
+
+/// The same for a model whose checkpoint has this many tensors.
+fn round_trip_of(model: &Model, stored: usize) {
     let parent = tempfile::tempdir().expect("a folder");
     let dir = parent.path().join("nested/model");
     export(model, &dir).expect("an export");
@@ -26,7 +32,7 @@ fn round_trip(model: &Model) {
     }
     let file = fs::read(dir.join("model.safetensors")).expect("the checkpoint");
     let reference = safetensors::SafeTensors::deserialize(&file).expect("a checkpoint");
-    assert_eq!(reference.len(), model.graph.tensors.len());
+    assert_eq!(reference.len(), stored);
     let left: Vec<_> = fs::read_dir(dir.parent().expect("a parent")).expect("a folder").collect();
     assert_eq!(left.len(), 1, "a temporary folder stayed");
 }
@@ -36,6 +42,39 @@ fn golden_models() {
     for name in GOLDEN {
         round_trip(&import(&golden(name)).expect(name));
     }
+}
+
+/// Families whose tensors are cut, reordered, changed or stacked: written as they are stored.
+#[test]
+fn golden_models_of_families() {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/families");
+    let mut names: Vec<_> = fs::read_dir(&families)
+        .expect("a folder")
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| path.is_dir())
+        .collect();
+    names.sort();
+    assert!(names.len() >= 19, "{names:?}");
+    for folder in names {
+        let file = fs::read(folder.join("model.safetensors")).expect("a checkpoint");
+        let stored = safetensors::SafeTensors::deserialize(&file).expect("a checkpoint").len();
+        let model = import(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+        round_trip_of(&model, stored);
+    }
+}
+
+#[test]
+fn a_family_that_has_no_folder_or_is_quantised_is_refused() {
+    let parent = tempfile::tempdir().expect("a folder");
+    let refusal = |model: &Model| {
+        let error = export(model, &parent.path().join("m")).expect_err("a refusal").to_string();
+        assert!(!parent.path().join("m").exists());
+        error
+    };
+    let text = refusal(&preset("gemma-3-1b").expect("a preset"));
+    assert!(text.contains("a gemma3_text that is neither an imported folder"), "{text}");
+    let text = refusal(&import(&quantised("mxfp4-gpt-oss")).expect("a model"));
+    assert!(text.contains("a quantised gpt_oss cannot be written; export the folder"), "{text}");
 }
 
 #[test]

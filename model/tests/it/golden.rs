@@ -36,9 +36,9 @@ fn llama_tied() {
     assert_eq!((graph.norm_eps, graph.max_positions, graph.attn_scale), (1e-6, 512, 0.25));
     assert_eq!(graph.inv_freq.len(), 8);
     assert_eq!(graph.inv_freq[0], 1.0);
-    assert!(
-        graph.layers.iter().all(|l| l.q.bias.is_none() && l.q_norm.is_none() && l.window.is_none())
-    );
+    assert!(graph.layers.iter().all(|l| l.attention.body.q.bias.is_none()
+        && l.attention.body.q_norm.is_none()
+        && l.attention.body.window.is_none()));
 }
 
 #[test]
@@ -59,8 +59,15 @@ fn mistral_f16() {
 fn qwen2_has_biases_on_q_k_v_only() {
     let graph = import(&golden("qwen2-bias-bf16")).expect("a model").graph;
     for layer in &graph.layers {
-        assert!(layer.q.bias.is_some() && layer.k.bias.is_some() && layer.v.bias.is_some());
-        assert!(layer.o.bias.is_none() && layer.gate.bias.is_none());
+        assert!(
+            layer.attention.body.q.bias.is_some()
+                && layer.attention.body.k.bias.is_some()
+                && layer.attention.body.v.bias.is_some()
+        );
+        assert!(
+            layer.attention.body.o.bias.is_none()
+                && layer.gated().is_some_and(|mlp| mlp.gate.bias.is_none())
+        );
     }
     assert_eq!((graph.bos, graph.eos.len()), (None, 0));
 }
@@ -69,9 +76,9 @@ fn qwen2_has_biases_on_q_k_v_only() {
 fn qwen3_has_q_and_k_norms() {
     let graph = import(&golden("qwen3-qknorm-bf16")).expect("a model").graph;
     for layer in &graph.layers {
-        let norm = layer.q_norm.expect("a q norm");
+        let norm = layer.attention.body.q_norm.expect("a q norm");
         assert_eq!(graph.tensor(norm).shape, [32]);
-        assert!(layer.k_norm.is_some() && layer.q.bias.is_none());
+        assert!(layer.attention.body.k_norm.is_some() && layer.attention.body.q.bias.is_none());
     }
     assert_eq!(graph.q_width(), 128);
 }

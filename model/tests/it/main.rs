@@ -1,6 +1,7 @@
 //! Tests of the crate's promises on the golden folders and on broken copies of them.
 
 mod config;
+mod experts;
 mod export;
 mod families;
 mod folder;

@@ -141,7 +141,26 @@ fn a_preset_of_70b_is_only_numbers() {
 fn windows_reach_the_graph() {
     let window = Window::Layers { window: 8, sliding: vec![true, false] };
     let graph = Shape { layers: 2, window, ..Shape::default() }.graph();
-    assert_eq!(graph.layers.iter().map(|l| l.window).collect::<Vec<_>>(), [Some(8), None]);
+    assert_eq!(
+        graph.layers.iter().map(|l| l.attention.body.window).collect::<Vec<_>>(),
+        [Some(8), None]
+    );
     let problems = Shape { layers: 3, window: Window::All(0), ..Shape::default() }.problems();
     assert_eq!(problems[0].to_string(), "\"sliding_window\" is 0; use null for full attention");
+}
+
+/// Ledgers, grids and bundles name graphs by these ids.
+#[test]
+fn graphs_keep_the_ids_that_results_are_stored_under() {
+    let ids = [
+        ("toy", "cc5dd864d682857a"),
+        ("smollm2-135m", "e4a95c097a1504ed"),
+        ("qwen3-0.6b", "f940d54bc11a1134"),
+        ("llama-3.2-1b", "c80a821b3a482d99"),
+        ("gemma-3-4b", "a3d4961ed0fe5eb2"),
+        ("phi-4-mini", "25985941be2e5c9c"),
+    ];
+    for (name, id) in ids {
+        assert_eq!(preset(name).expect(name).graph.id(), id, "{name}");
+    }
 }

@@ -265,7 +265,7 @@ fn tensors_that_contradict_the_configuration_are_all_named() {
 
 #[test]
 fn formats_that_are_not_read_are_named() {
-    let methods = "supported: fp8, compressed-tensors, gptq, awq, bitsandbytes";
+    let methods = "supported: fp8, compressed-tensors, gptq, awq, bitsandbytes, mxfp4";
     let original = "use the 16-bit original";
     for (method, instead) in [
         ("hqq", original),
@@ -274,7 +274,6 @@ fn formats_that_are_not_read_are_named() {
         ("eetq", original),
         ("modelopt", "use the compressed-tensors copy"),
         ("auto-round", "the format auto_gptq or auto_awq"),
-        ("mxfp4", "does not run yet"),
         ("new", original),
     ] {
         let text = config("ct-int8-llama", |config| config["quant_method"] = json!(method));

@@ -20,7 +20,7 @@ fn llama(fields: Value) -> String {
 #[test]
 fn other_families() {
     let families = "llama, mistral, ministral, qwen2, qwen3, phi3, granite, smollm3, olmo2, olmo3, gemma2, \
-                    gemma3_text, glm4";
+                    gemma3_text, glm4, mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss";
     assert_eq!(
         llama(json!({ "model_type": "gpt2" })),
         format!("\"model_type\" is \"gpt2\"; supported: {families}")
@@ -203,7 +203,7 @@ fn every_unsupported_field_is_named_whatever_the_family() {
         ["num_local_experts", "num_experts_per_tok", "swiglu_limit", "embedding_multiplier"];
     let known = llama(mixture.clone());
     let mut unknown = mixture;
-    unknown["model_type"] = "mixtral".into();
+    unknown["model_type"] = "jamba".into();
     let unknown = llama(unknown);
     assert!(known.starts_with("4 problems: ") && unknown.starts_with("5 problems: "), "{unknown}");
     for field in wrong {

@@ -62,9 +62,18 @@ impl Cache {
     }
 }
 
+/// What a query attends to beside all keys before it.
+#[derive(Clone, Copy)]
+pub(super) struct Sees<'a> {
+    /// Only this many of the last positions.
+    pub(super) window: Option<u32>,
+    /// For each query head a score with a value of zero.
+    pub(super) sinks: Option<&'a [f32]>,
+}
+
 /// Attention at the cache's last positions, whose rotated queries are `[positions, heads * head_dim]`; returns the
 /// mixed values in the same shape.
-pub(super) fn attend(graph: &Graph, cache: &Cache, q: &[f32], window: Option<u32>) -> Vec<f32> {
+pub(super) fn attend(graph: &Graph, cache: &Cache, q: &[f32], sees: Sees<'_>) -> Vec<f32> {
     let (head_dim, group) = (graph.head_dim as usize, graph.group() as usize);
     let (width, kv_heads) = (graph.q_width() as usize, graph.kv_heads as usize);
     let n = q.len() / width;
@@ -80,10 +89,15 @@ pub(super) fn attend(graph: &Graph, cache: &Cache, q: &[f32], window: Option<u32
         rows.par_chunks_mut(TASK_ROWS * head_dim).enumerate().for_each(|(task, rows)| {
             let ranges = (0..rows.len() / head_dim).map(|row| {
                 let end = first + (task * TASK_ROWS + row) / group + 1;
-                (window.map_or(0, |window| end.saturating_sub(window as usize)), end)
+                (sees.window.map_or(0, |window| end.saturating_sub(window as usize)), end)
             });
             let ranges: Vec<_> = ranges.collect();
-            Walk::new(graph, cache, kv_head, ranges).run(rows);
+            let sink = |row| kv_head * group + (task * TASK_ROWS + row) % group;
+            let mut walk = Walk::new(graph, cache, kv_head, ranges);
+            if let Some(sinks) = sees.sinks {
+                walk.begin_with((0..walk.ranges.len()).map(|row| sinks[sink(row)]).collect());
+            }
+            walk.run(rows);
         });
     });
     let mut mixed = vec![0f32; q.len()];
@@ -137,6 +151,12 @@ impl<'a> Walk<'a> {
             part: vec![0.0; rows * head_dim],
             rescale: vec![1.0; rows],
         }
+    }
+
+    /// Begins with one score for each row, whose values are zero.
+    fn begin_with(&mut self, scores: Vec<f32>) {
+        self.greatest = scores;
+        self.total.fill(1.0);
     }
 
     /// Replaces the queries `[rows, head_dim]` by the mixed values.

@@ -44,13 +44,15 @@ impl Evaluator<'_> {
 
     /// Queries, keys and values before the norms of heads and rotation.
     pub(crate) fn qkv(&self, layer: usize, x: &[f32]) -> Belongs {
-        let [q, k, v] = self.layers[layer].qkv(self.graph, self.rounding, x).map(Belongs::sums);
+        let block = &self.layers[layer].attention;
+        let [q, k, v] =
+            block.body.qkv(&block.normed(self.graph, self.rounding, x)).map(Belongs::sums);
         q.and(k).and(v)
     }
 
     /// The same after norms and rotation: queries, keys and values of this position.
     pub(crate) fn heads(&self, layer: usize, qkv: &[f32], position: u32) -> [Vec<f32>; 3] {
-        let (graph, bound) = (self.graph, &self.layers[layer]);
+        let (graph, bound) = (self.graph, &self.layers[layer].attention.body);
         let (q, rest) = qkv.split_at(graph.q_width() as usize);
         let (k, v) = rest.split_at(graph.kv_width() as usize);
         let [mut q, mut k, mut v] = [q, k, v].map(<[f32]>::to_vec);
@@ -67,7 +69,7 @@ impl Evaluator<'_> {
         let (graph, width) = (self.graph, self.graph.kv_width() as usize);
         let mut cache = Cache::default();
         cache.extend(keys, values, width);
-        let mixed = attend(graph, &cache, q, self.layers[layer].window);
+        let mixed = attend(graph, &cache, q, self.layers[layer].attention.body.sees());
         Belongs { scales: vec![greatest(values); mixed.len()], values: mixed }
     }
 
@@ -76,33 +78,35 @@ impl Evaluator<'_> {
         let graph = self.graph;
         let (q, rest) = qkv.split_at(graph.q_width() as usize);
         let (k, v) = rest.split_at(graph.kv_width() as usize);
-        let (q, k) = self.layers[layer].norm_heads(graph, q, k);
+        let (q, k) = self.layers[layer].attention.body.norm_heads(graph, q, k);
         Belongs::sums(q).and(Belongs::sums(k)).and(Belongs::copied(v.to_vec()))
     }
 
     /// What attention adds to the residual stream, before its norm.
     pub(crate) fn attention_sums(&self, layer: usize, mixed: Vec<f32>) -> Belongs {
-        Belongs::sums(self.layers[layer].project(self.rounding, mixed))
+        Belongs::sums(self.layers[layer].attention.body.project(self.rounding, mixed))
     }
 
     /// What the MLP adds to the residual stream, before its norm.
     pub(crate) fn mlp_sums(&self, layer: usize, hidden: Vec<f32>) -> Belongs {
-        Belongs::sums(self.layers[layer].contract(self.rounding, hidden))
+        Belongs::sums(self.contracted(layer, hidden))
     }
 
     /// The residual stream after a block whose result `sums` is normed: `mlp` tells which of a layer's two.
     pub(crate) fn after_norm(&self, layer: usize, mlp: bool, x: &[f32], sums: &[f32]) -> Belongs {
         let bound = &self.layers[layer];
-        let norm = if mlp { &bound.mlp_post_norm } else { &bound.attn_post_norm };
+        let norm = if mlp { &bound.mlp.post_norm } else { &bound.attention.post_norm };
         added(x, norm_rows(sums, norm.as_deref(), self.graph.norm_eps, sums.len()))
     }
 
     pub(crate) fn after_attention(&self, layer: usize, x: &[f32], mixed: Vec<f32>) -> Belongs {
-        added(x, self.layers[layer].project(self.rounding, mixed))
+        added(x, self.layers[layer].attention.body.project(self.rounding, mixed))
     }
 
     pub(crate) fn hidden(&self, layer: usize, x: &[f32]) -> Belongs {
-        let [gate, up] = self.layers[layer].gate_up(self.graph, self.rounding, x);
+        let block = &self.layers[layer].mlp;
+        let Some(mlp) = block.body.gated() else { return Belongs::default() };
+        let [gate, up] = mlp.gate_up(&block.normed(self.graph, self.rounding, x));
         let scale = greatest(&gate) * greatest(&up);
         let activate = |gate| activate(self.graph.activation, gate);
         let values: Vec<f32> =
@@ -111,7 +115,13 @@ impl Evaluator<'_> {
     }
 
     pub(crate) fn after_mlp(&self, layer: usize, x: &[f32], hidden: Vec<f32>) -> Belongs {
-        added(x, self.layers[layer].contract(self.rounding, hidden))
+        added(x, self.contracted(layer, hidden))
+    }
+
+    /// The down projection; a program has no layers with experts.
+    fn contracted(&self, layer: usize, hidden: Vec<f32>) -> Vec<f32> {
+        let mlp = self.layers[layer].mlp.body.gated();
+        mlp.map_or_else(Vec::new, |mlp| mlp.contract(self.rounding, hidden))
     }
 
     pub(crate) fn logits_of(&self, x: &[f32]) -> Belongs {
@@ -122,7 +132,7 @@ impl Evaluator<'_> {
 
     /// The window of a layer; zero for none.
     pub(crate) fn window(&self, layer: usize) -> u32 {
-        self.layers[layer].window.unwrap_or(0)
+        self.layers[layer].attention.body.window.unwrap_or(0)
     }
 
     /// Keys or values as rounded by this evaluator's executor for its cache.

@@ -1,12 +1,12 @@
 //! Tests of the evaluator: feeding, truncating and refusing.
 
-use ir::{DType, Graph, TensorId};
+use ir::{DType, FeedForward, Graph, TensorId};
 use model::{Model, Shape, Window};
 use reference_vm::InputError;
 use reference_vm::compare::{Tolerance, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 
-use crate::{Golden, each, each_family, each_quantised};
+use crate::{EXPERTS, Golden, each, each_family, each_quantised, each_with_experts};
 
 fn evaluator(golden: &Golden) -> Evaluator<'_> {
     Evaluator::new(&golden.model.graph, &*golden.model.weights).unwrap()
@@ -23,6 +23,7 @@ fn logits_are_those_of_transformers() {
     each(check);
     each_quantised(check);
     each_family(check);
+    each_with_experts(check);
 }
 
 #[test]
@@ -35,11 +36,12 @@ fn greedy_tokens_are_those_of_transformers() {
     each(check);
     each_quantised(check);
     each_family(check);
+    each_with_experts(check);
 }
 
 #[test]
 fn one_at_a_time_has_the_bits_of_all_at_once() {
-    each(|name, golden| {
+    let check = |name: &str, golden: &Golden| {
         let mut together = evaluator(golden);
         let logits = together.run(&golden.tokens, Logits::All).unwrap();
         let mut single = evaluator(golden);
@@ -51,7 +53,9 @@ fn one_at_a_time_has_the_bits_of_all_at_once() {
             assert_eq!(single.values(layer), together.values(layer), "{name}");
             assert_eq!(single.keys(layer).len(), 48 * golden.model.graph.kv_width() as usize);
         }
-    });
+    };
+    each(check);
+    each_with_experts(check);
 }
 
 #[test]
@@ -191,7 +195,7 @@ fn a_window_of_the_whole_sequence_is_full_attention_and_a_shorter_one_is_not() {
         let windowed = |window| {
             let mut graph = golden.model.graph.clone();
             for layer in &mut graph.layers {
-                layer.window = Some(window);
+                layer.attention.body.window = Some(window);
             }
             Evaluator::new(&graph, &*golden.model.weights)
                 .unwrap()
@@ -265,4 +269,40 @@ fn a_graph_that_contradicts_itself_is_refused() {
 
 fn other(dtype: DType) -> DType {
     if dtype == DType::F32 { DType::F16 } else { DType::F32 }
+}
+
+/// Logits of transformers tell each option of experts and of attention from its neighbour.
+#[test]
+fn a_changed_option_of_experts_is_seen() {
+    let with = |change: fn(&mut ir::Experts)| {
+        move |graph: &mut Graph| {
+            for layer in &mut graph.layers {
+                if let FeedForward::Experts(experts) = &mut layer.mlp.body {
+                    change(experts);
+                }
+            }
+        }
+    };
+    let changed = |name: &str, what: &str, change: &dyn Fn(&mut Graph)| {
+        let mut golden = Golden::open("families", name);
+        change(&mut golden.model.graph);
+        let logits = evaluator(&golden).run(&golden.tokens, Logits::All).unwrap();
+        let agreement = compare(&golden.logits, &logits, Tolerance::REFERENCE);
+        assert!(agreement.is_err(), "{name}: {what}");
+    };
+    for name in EXPERTS {
+        changed(name, "weights of the other kind", &with(|experts| experts.normalised ^= true));
+        changed(name, "one expert fewer", &with(|experts| experts.top_k -= 1));
+        changed(name, "one expert more", &with(|experts| experts.top_k += 1));
+        changed(name, "experts in another order", &with(|experts| experts.experts.reverse()));
+    }
+    changed("qwen2-moe-bf16", "no shared expert", &with(|experts| experts.shared = None));
+    changed("gpt-oss-bf16", "no clamp", &with(|experts| experts.clamped = None));
+    changed("gpt-oss-bf16", "no sinks", &|graph| {
+        graph.layers.iter_mut().for_each(|layer| layer.attention.body.sinks = None);
+    });
+    let mut golden = Golden::open("families", "mixtral-bf16");
+    with(|experts| experts.top_k = 5)(&mut golden.model.graph);
+    let error = Evaluator::new(&golden.model.graph, &*golden.model.weights).err();
+    assert_eq!(error, Some(EvalError::Experts { top_k: 5, count: 4 }));
 }

@@ -27,7 +27,12 @@ fn check(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order)
 }
 
 /// The same, and within how much.
-fn checked(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order) -> Summary {
+pub(crate) fn checked(
+    golden: &Golden,
+    config: ScheduleConfig,
+    target: &Target,
+    order: Order,
+) -> Summary {
     let Golden { model, tokens, logits, greedy } = golden;
     let config = validate(config, &model.graph, target).unwrap();
     let program = lower(&config, &model.graph, target, Options { kv_capacity: 96 }).unwrap();
@@ -103,7 +108,10 @@ fn codes_with_biases_and_a_head_of_codes_mean_their_values() {
         quantise(&Model::random(shape, 5), everything, &folder).unwrap();
         let (codes, values) = (import(&folder).unwrap(), import_dequantised(&folder).unwrap());
         assert_eq!((codes.graph.dtype, values.graph.dtype), (DType::F16, DType::F32));
-        assert!(codes.graph.layers[0].q.bias.is_some() && codes.graph.lm_head_scale.is_some());
+        assert!(
+            codes.graph.layers[0].attention.body.q.bias.is_some()
+                && codes.graph.lm_head_scale.is_some()
+        );
         let tokens: Vec<u32> = (0..16).map(|i| i * 37 % 300).collect();
         let evaluated = |model: &Model| {
             let mut evaluator = Evaluator::new(&model.graph, &*model.weights).unwrap();

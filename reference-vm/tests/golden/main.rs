@@ -2,6 +2,7 @@
 
 mod eval;
 mod lowered;
+mod quantised_families;
 
 use std::path::Path;
 
@@ -51,6 +52,13 @@ const FAMILIES: [&str; 14] = [
     "smollm3-bf16",
 ];
 
+/// Folders of families with experts, which only the evaluator runs.
+const EXPERTS: [&str; 5] =
+    ["gpt-oss-bf16", "mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
+
+/// Quantised ones of them, in `corpus/quantised`.
+const EXPERTS_QUANTISED: [&str; 2] = ["fp8-block-qwen3-moe", "mxfp4-gpt-oss"];
+
 /// A model with its tokens and logits.
 struct Golden {
     model: Model,
@@ -89,6 +97,13 @@ fn each(check: impl Fn(&str, &Golden)) {
 /// Runs `check` on a folder of each family.
 fn each_family(check: impl Fn(&str, &Golden)) {
     for name in FAMILIES {
+        check(name, &Golden::open("families", name));
+    }
+}
+
+/// Runs `check` on a folder of each family with experts.
+fn each_with_experts(check: impl Fn(&str, &Golden)) {
+    for name in EXPERTS {
         check(name, &Golden::open("families", name));
     }
 }

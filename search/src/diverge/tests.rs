@@ -173,7 +173,7 @@ impl Weights for Zeroed<'_> {
 fn a_machine_and_a_graph_that_were_given_other_weights_name_no_task() {
     let model = model::preset("toy-2l").unwrap();
     let (graph, weights) = (&model.graph, &*model.weights);
-    let up = graph.layers[1].up.weight;
+    let up = graph.layers[1].gated().expect("an MLP").up.weight;
     let zeroed = Zeroed(weights, up, vec![0; weights.bytes(up).len()]);
     let (config, target) = neutral(&model);
     let options = lower::Options { kv_capacity: KV_CAPACITY };

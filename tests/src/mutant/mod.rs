@@ -170,7 +170,7 @@ impl<'b> Mutant<'b> {
 /// The neutral schedule with knob values, in JSON.
 fn config(base: &str, graph: &Graph, target: &ir::Target) -> ScheduleConfig {
     let neutral = ir::schedule::neutral_config(graph, target);
-    let normed = graph.layers.iter().all(|layer| layer.attn_norm.is_some());
+    let normed = graph.layers.iter().all(|layer| layer.attention.norm.is_some());
     // S-EMBED
     let embed = if normed && graph.embed_scale == 1.0 { "qkv" } else { "separate" };
     let base = base.replace(r#""embed": "qkv""#, &format!(r#""embed": "{embed}""#));

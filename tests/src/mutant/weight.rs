@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use abi::{Activation, Epilogue, MatvecParams, Opcode, Prologue};
 use half::{bf16, f16};
 use ir::program::{Program, Task};
-use ir::{DType, Graph, Scalar, TensorId, Weights};
+use ir::{Attention, DType, Graph, Scalar, TensorId, Weights};
 use model::{Rope, Scaling};
 
 use super::blame::reads;
@@ -40,7 +40,8 @@ impl Patched<'_> {
         let epilogue = |which: Epilogue| {
             task.opcode == Opcode::Matvec && task.params::<MatvecParams>().epilogue == which as u32
         };
-        let window = |graph: &Graph| graph.layers.get(layer).and_then(|layer| layer.window);
+        let window =
+            |graph: &Graph| graph.layers.get(layer).and_then(|layer| layer.attention.body.window);
         reads(program, task, &|tensor| self.tensors.contains_key(&tensor))
             || attends && scoring(graph) != scoring(right)
             || task.opcode == Opcode::Embed && graph.embed_scale != right.embed_scale
@@ -76,14 +77,15 @@ pub fn weights(base: &Base, seed: u64) -> Vec<Mutant<'_>> {
     }
     mutants.tensor("final norm", graph.final_norm);
     for layer in &graph.layers {
+        let (attention, Some(gated)) = (&layer.attention.body, layer.gated()) else { continue };
         let linears = [
-            ("q_proj", layer.q),
-            ("k_proj", layer.k),
-            ("v_proj", layer.v),
-            ("o_proj", layer.o),
-            ("gate_proj", layer.gate),
-            ("up_proj", layer.up),
-            ("down_proj", layer.down),
+            ("q_proj", attention.q),
+            ("k_proj", attention.k),
+            ("v_proj", attention.v),
+            ("o_proj", attention.o),
+            ("gate_proj", gated.gate),
+            ("up_proj", gated.up),
+            ("down_proj", gated.down),
         ];
         for (class, linear) in linears {
             mutants.tensor(class, linear.weight);
@@ -92,15 +94,15 @@ pub fn weights(base: &Base, seed: u64) -> Vec<Mutant<'_>> {
             }
         }
         let norms = [
-            ("input norm", layer.attn_norm),
-            ("post-attention norm", layer.mlp_norm),
-            ("norm of a block's result", layer.attn_post_norm),
-            ("norm of a block's result", layer.mlp_post_norm),
+            ("input norm", layer.attention.norm),
+            ("post-attention norm", layer.mlp.norm),
+            ("norm of a block's result", layer.attention.post_norm),
+            ("norm of a block's result", layer.mlp.post_norm),
         ];
         for (class, norm) in norms {
             norm.iter().for_each(|&norm| mutants.tensor(class, norm));
         }
-        for norm in [layer.q_norm, layer.k_norm].into_iter().flatten() {
+        for norm in [attention.q_norm, attention.k_norm].into_iter().flatten() {
             mutants.tensor("q and k norms", norm);
         }
     }
@@ -215,36 +217,40 @@ impl<'b> Mutants<'b> {
         let graph = self.base.graph();
         let mut pairs = Vec::new();
         for layer in &graph.layers {
+            let (attention, Some(gated)) = (&layer.attention.body, layer.gated()) else { continue };
             pairs.extend([
-                ("gate_proj", layer.gate.weight, layer.up.weight),
-                ("k_proj", layer.k.weight, layer.v.weight),
+                ("gate_proj", gated.gate.weight, gated.up.weight),
+                ("k_proj", attention.k.weight, attention.v.weight),
             ]);
-            if let (Some(attn), Some(mlp)) = (layer.attn_norm, layer.mlp_norm) {
+            if let (Some(attn), Some(mlp)) = (layer.attention.norm, layer.mlp.norm) {
                 pairs.push(("input norm", attn, mlp));
                 pairs.push(("final norm", graph.final_norm, attn));
             }
-            if let (Some(attn), Some(mlp)) = (layer.attn_post_norm, layer.mlp_post_norm) {
+            if let (Some(attn), Some(mlp)) = (layer.attention.post_norm, layer.mlp.post_norm) {
                 pairs.push(("norm of a block's result", attn, mlp));
             }
-            if let (Some(q), Some(k)) = (layer.q_norm, layer.k_norm)
+            if let (Some(q), Some(k)) = (attention.q_norm, attention.k_norm)
                 && graph.tensor(q).len() == graph.tensor(k).len()
             {
                 pairs.push(("q and k norms", q, k));
             }
-            if let (Some(k), Some(v)) = (layer.k.bias, layer.v.bias) {
+            if let (Some(k), Some(v)) = (attention.k.bias, attention.v.bias) {
                 pairs.push(("bias", k, v));
             }
         }
-        if let [first, second, ..] = &graph.layers[..] {
+        if let [first, second, ..] = &graph.layers[..]
+            && let (Some(c), Some(d)) = (first.gated(), second.gated())
+        {
+            let (a, b) = (&first.attention.body, &second.attention.body);
             pairs.extend([
-                ("q_proj", first.q.weight, second.q.weight),
-                ("k_proj", first.k.weight, second.k.weight),
-                ("v_proj", first.v.weight, second.v.weight),
-                ("o_proj", first.o.weight, second.o.weight),
-                ("up_proj", first.up.weight, second.up.weight),
-                ("down_proj", first.down.weight, second.down.weight),
+                ("q_proj", a.q.weight, b.q.weight),
+                ("k_proj", a.k.weight, b.k.weight),
+                ("v_proj", a.v.weight, b.v.weight),
+                ("o_proj", a.o.weight, b.o.weight),
+                ("up_proj", c.up.weight, d.up.weight),
+                ("down_proj", c.down.weight, d.down.weight),
             ]);
-            if let (Some(first), Some(second)) = (first.mlp_norm, second.mlp_norm) {
+            if let (Some(first), Some(second)) = (first.mlp.norm, second.mlp.norm) {
                 pairs.push(("post-attention norm", first, second));
             }
         }
@@ -269,7 +275,7 @@ impl<'b> Mutants<'b> {
         let one_on: Vec<usize> = (0..heads).map(|h| (h + 1) % heads).collect();
         let orders =
             [("interleaved", interleaved), ("one group on", turned), ("one head on", one_on)];
-        for layer in graph.layers.clone() {
+        for Attention { q, o, .. } in graph.layers.iter().map(|layer| &layer.attention.body) {
             for (name, order) in &orders {
                 let cols = graph.hidden as usize;
                 let mut tensors = BTreeMap::new();
@@ -281,18 +287,18 @@ impl<'b> Mutants<'b> {
                         .collect();
                     tensors.insert(id, encode(graph.tensor(id).dtype, &moved));
                 };
-                permute(layer.q.weight, cols);
-                if let Some(bias) = layer.q.bias {
+                permute(q.weight, cols);
+                if let Some(bias) = q.bias {
                     permute(bias, 1);
                 }
-                let o = self.stored(layer.o.weight);
-                let moved: Vec<f32> = o
+                let columns = self.stored(o.weight);
+                let moved: Vec<f32> = columns
                     .chunks_exact(heads * dim)
                     .flat_map(|row| order.iter().flat_map(|&h| row[h * dim..][..dim].to_vec()))
                     .collect();
-                tensors.insert(layer.o.weight, encode(graph.dtype, &moved));
+                tensors.insert(o.weight, encode(graph.dtype, &moved));
                 if tensors.iter().any(|(&id, bytes)| bytes != self.base.weights().bytes(id)) {
-                    let what = format!("{}: heads {name}", graph.tensor(layer.q.weight).name);
+                    let what = format!("{}: heads {name}", graph.tensor(q.weight).name);
                     self.push("head mapping", what, graph.clone(), tensors);
                 }
             }
@@ -375,7 +381,7 @@ impl<'b> Mutants<'b> {
                     "other rotary tables",
                     &format!("layer {layer} by table {table}"),
                     |g| {
-                        g.layers[layer].rotary = table;
+                        g.layers[layer].attention.body.rotary = table;
                     },
                 );
             }
@@ -396,7 +402,9 @@ impl<'b> Mutants<'b> {
         for layer in 0..self.base.graph().layers.len() {
             for window in [None, Some(1), Some(39), Some(41), Some(20), Some(144), Some(1000)] {
                 let what = format!("layer {layer}: {window:?}");
-                self.graph("sliding window", &what, |g| g.layers[layer].window = window);
+                self.graph("sliding window", &what, |g| {
+                    g.layers[layer].attention.body.window = window
+                });
             }
         }
     }

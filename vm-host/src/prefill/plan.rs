@@ -80,18 +80,20 @@ impl Lookup<'_> {
 
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
         let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
+        let attention = &layer.attention.body;
+        let mlp = packed.mlp.as_ref().ok_or_else(|| self.missing("an MLP without a router"))?;
         Ok(LayerPlan {
-            attn_norm: self.optional(layer.attn_norm, hidden)?,
+            attn_norm: self.optional(layer.attention.norm, hidden)?,
             qkv: self.matrix(&packed.attention.qkv)?,
-            q_norm: self.optional(layer.q_norm, self.graph.head_dim)?,
-            k_norm: self.optional(layer.k_norm, self.graph.head_dim)?,
+            q_norm: self.optional(attention.q_norm, self.graph.head_dim)?,
+            k_norm: self.optional(attention.k_norm, self.graph.head_dim)?,
             cache: self.residents.caches[index],
             o: self.matrix(&packed.attention.o)?,
-            mlp_norm: self.optional(layer.mlp_norm, hidden)?,
-            gate_up: self.matrix(&packed.mlp.gate_up)?,
-            down: self.matrix(&packed.mlp.down)?,
-            window: layer.window.unwrap_or(0),
-            rope: self.residents.rope[layer.rotary as usize],
+            mlp_norm: self.optional(layer.mlp.norm, hidden)?,
+            gate_up: self.matrix(&mlp.gate_up)?,
+            down: self.matrix(&mlp.down)?,
+            window: attention.window.unwrap_or(0),
+            rope: self.residents.rope[attention.rotary as usize],
         })
     }
 

@@ -102,7 +102,7 @@ fn pages_in_any_order_give_the_same_bits() {
     let Some(info) = device() else { return };
     for (preset, window) in [("smollm2-135m", None), ("toy-2l", None), ("toy-2l", Some(250))] {
         let mut model = model::preset(preset).expect("a preset");
-        model.graph.layers.iter_mut().for_each(|layer| layer.window = window);
+        model.graph.layers.iter_mut().for_each(|layer| layer.attention.body.window = window);
         let vocab = model.graph.vocab;
         let mut random = Xoshiro256PlusPlus::seed_from_u64(4);
         let sequences: Vec<Vec<u32>> = (0..3).map(|_| tokens(&mut random, vocab, LENGTH)).collect();

@@ -7,7 +7,7 @@ use abi::{
 use ir::program::{
     Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
 };
-use ir::{BufferId, CounterId, Format, Graph, Layer, Linear, MatrixId, TensorId};
+use ir::{Attention, BufferId, CounterId, Format, Gated, Graph, Layer, Linear, MatrixId, TensorId};
 
 /// Options of a program.
 #[derive(Clone, Copy, Debug)]
@@ -138,11 +138,13 @@ impl Builder<'_> {
     fn attend(&mut self, index: u16, layer: &Layer, x: BufferId, inv_freq: BufferId) -> BufferId {
         let graph = self.graph;
         let (q_width, kv_width) = (graph.q_width(), graph.kv_width());
-        let parts = [(layer.q, q_width), (layer.k, kv_width), (layer.v, kv_width)];
+        let Attention { q, k, v, o, window, .. } = layer.attention.body;
+        let parts = [(q, q_width), (k, kv_width), (v, kv_width)];
         let around = Around {
             x: Some(x),
             norm: layer
-                .attn_norm
+                .attention
+                .norm
                 .map(|norm| self.constant("attn_norm", RowMap::single(norm, graph.hidden))),
             bias: self.bias(&parts, false),
             residual: None,
@@ -154,7 +156,7 @@ impl Builder<'_> {
 
         let partials = self.attention(index, layer, qkv, inv_freq);
         let (splits, kv_block, window) =
-            (self.plan.splits, self.plan.kv_block, layer.window.unwrap_or(0));
+            (self.plan.splits, self.plan.kv_block, window.unwrap_or(0));
         let head_dim = graph.head_dim;
         let params = MatvecParams {
             epilogue: Epilogue::Residual as u32,
@@ -165,7 +167,7 @@ impl Builder<'_> {
             window,
             ..bytemuck::Zeroable::zeroed()
         };
-        let parts = [(layer.o, graph.hidden)];
+        let parts = [(o, graph.hidden)];
         let matrix = self.matrix("o", rows(&parts, false), q_width);
         let mut around = Around {
             x: Some(partials),
@@ -223,7 +225,8 @@ impl Builder<'_> {
             words,
             BufferSource::KvCache { layer: index.into() },
         );
-        let norms = [layer.q_norm, layer.k_norm].map(|norm| {
+        let Attention { q_norm, k_norm, window, .. } = layer.attention.body;
+        let norms = [q_norm, k_norm].map(|norm| {
             norm.map(|norm| self.constant("head_norm", RowMap::single(norm, graph.head_dim)))
         });
         let task = |kv_head, split| {
@@ -235,7 +238,7 @@ impl Builder<'_> {
                 split,
                 splits,
                 kv_block: self.plan.kv_block,
-                window: layer.window.unwrap_or(0),
+                window: window.unwrap_or(0),
                 scale: graph.attn_scale,
                 eps: graph.norm_eps,
                 cap: 0.0,
@@ -255,11 +258,13 @@ impl Builder<'_> {
 
     fn feed_forward(&mut self, index: u16, layer: &Layer, x: BufferId) -> BufferId {
         let graph = self.graph;
-        let parts = [(layer.gate, graph.ffn), (layer.up, graph.ffn)];
+        let Gated { gate, up, down } = *layer.gated().unwrap();
+        let parts = [(gate, graph.ffn), (up, graph.ffn)];
         let around = Around {
             x: Some(x),
             norm: layer
-                .mlp_norm
+                .mlp
+                .norm
                 .map(|norm| self.constant("mlp_norm", RowMap::single(norm, graph.hidden))),
             bias: self.bias(&parts, true),
             residual: None,
@@ -270,7 +275,7 @@ impl Builder<'_> {
             MatvecParams { epilogue: Epilogue::SiluMul as u32, ..bytemuck::Zeroable::zeroed() };
         self.matvec(index, matrix, around, params, [Some(h), None]);
 
-        let parts = [(layer.down, graph.hidden)];
+        let parts = [(down, graph.hidden)];
         let around = Around {
             x: Some(h),
             bias: self.bias(&parts, false),

@@ -1,0 +1,82 @@
+//! Experts: a router chooses some of many MLPs for each position.
+
+use ir::{Clamped, Graph};
+
+use super::{BoundGated, BoundLinear, Rounding, add};
+
+pub(super) struct BoundExperts<'a> {
+    pub(super) router: BoundLinear<'a>,
+    pub(super) top_k: usize,
+    pub(super) normalised: bool,
+    pub(super) experts: Vec<BoundGated<'a>>,
+    pub(super) clamped: Option<Clamped>,
+    pub(super) shared: Option<BoundShared<'a>>,
+}
+
+pub(super) struct BoundShared<'a> {
+    pub(super) gate: BoundLinear<'a>,
+    pub(super) mlp: BoundGated<'a>,
+}
+
+impl BoundExperts<'_> {
+    /// What the block adds to the residual stream for normed inputs `h`.
+    ///
+    /// Each expert's weights are read once for all positions that chose it. A position's sum is in the order of the
+    /// experts' numbers, so it does not depend on the other positions.
+    pub(super) fn feed_forward(&self, graph: &Graph, rounding: Rounding, h: &[f32]) -> Vec<f32> {
+        let hidden = graph.hidden as usize;
+        let logits = self.router.apply(h);
+        let choices: Vec<_> =
+            logits.chunks_exact(self.experts.len()).map(|logits| self.choose(logits)).collect();
+        let mut sums = vec![0.0; h.len()];
+        for (number, expert) in self.experts.iter().enumerate() {
+            let chosen = choices.iter().enumerate().filter_map(|(position, choice)| {
+                let weight = choice.iter().find(|(expert, _)| *expert == number)?.1;
+                Some((position, weight))
+            });
+            let chosen: Vec<_> = chosen.collect();
+            let inputs = chosen.iter().flat_map(|(p, _)| h[p * hidden..][..hidden].iter().copied());
+            let inputs: Vec<f32> = inputs.collect();
+            if inputs.is_empty() {
+                continue;
+            }
+            let mut outs = expert.feed_forward(graph, self.clamped, rounding, &inputs);
+            for (out, (position, weight)) in outs.chunks_exact_mut(hidden).zip(chosen) {
+                out.iter_mut().for_each(|value| *value *= weight);
+                add(&mut sums[position * hidden..][..hidden], out);
+            }
+        }
+        if let Some(shared) = &self.shared {
+            let gates = shared.gate.apply(h);
+            let mut outs = shared.mlp.feed_forward(graph, None, rounding, h);
+            for (out, gate) in outs.chunks_exact_mut(hidden).zip(gates) {
+                out.iter_mut().for_each(|value| *value *= sigmoid(gate));
+            }
+            add(&mut sums, &outs);
+        }
+        sums
+    }
+
+    /// The experts of a position with their weights, the largest logit first.
+    fn choose(&self, logits: &[f32]) -> Vec<(usize, f32)> {
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+        let chosen = &order[..self.top_k];
+        let best = f64::from(logits[order[0]]);
+        let weight = |expert: &usize| (f64::from(logits[*expert]) - best).exp();
+        let among = if self.normalised { chosen } else { &order[..] };
+        let total: f64 = among.iter().map(weight).sum();
+        chosen.iter().map(|expert| (*expert, (weight(expert) / total) as f32)).collect()
+    }
+}
+
+/// The product of an expert's halves.
+pub(super) fn clamped_product(clamped: Clamped, gate: f32, up: f32) -> f32 {
+    let Clamped { limit, alpha } = clamped;
+    let (gate, up) = (gate.min(limit), up.clamp(-limit, limit));
+    (up + 1.0) * (gate * sigmoid(alpha * gate))
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}

@@ -21,7 +21,7 @@ pub enum Cause {
     Output,
     /// From the producer's last store until the consumer saw all of its input.
     HandOff,
-    /// Waiting for an input whose producer was done before the worker was free: what is left of the hand-off.
+    /// The first look at an input that had arrived before the worker was free.
     Look,
     /// Between two tasks of a worker.
     Issue,

@@ -41,28 +41,15 @@ fn place(cause: Cause) -> usize {
 /// Where the input had been there for a while, the recorded difference says nothing of the hand-off; the middle one of
 /// the same op stands in, as far as the record allows: neither the look nor the hand-off may end after the arrival.
 pub(crate) fn recorded(timeline: &Timeline) -> Vec<Parts> {
-    let mut hops: Vec<Vec<u64>> = vec![Vec::new(); timeline.names.len()];
-    let mut looks: Vec<Vec<u64>> = vec![Vec::new(); timeline.names.len()];
-    for (index, task) in timeline.tasks.iter().enumerate() {
-        match timeline.hand_off(index) {
-            Some(hop) => hops[task.name].push(hop),
-            None => looks[task.name].push(task.arrived - task.begin),
-        }
-    }
-    let middle = |all: &mut Vec<u64>| {
-        all.sort_unstable();
-        all.get(all.len() / 2).copied().unwrap_or(0)
-    };
-    let hops: Vec<u64> = hops.iter_mut().map(middle).collect();
-    let looks: Vec<u64> = looks.iter_mut().map(middle).collect();
     let of = |(index, task): (usize, &Task)| {
         // Clocks of two workers may put a producer's end after the arrival: then the room is negative.
         let last = task.producer.map_or(timeline.start, |of| timeline.tasks[of].end);
         let room = (task.arrived as i64 - last as i64) as f64; // absolute times have more digits than an f64
         let own = task.arrived - task.begin;
+        let usual = timeline.usual(task);
         let (look, hop) = match timeline.hand_off(index) {
-            Some(hop) => (looks[task.name].min(own), hop as f64),
-            None => (own, room.min(hops[task.name] as f64)),
+            Some(hop) => (usual.look.min(own), hop as f64),
+            None => (own, room.min(usual.hand_off as f64)),
         };
         let starved = task.starved.min(task.multiplied - task.staged);
         Parts([

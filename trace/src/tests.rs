@@ -14,18 +14,18 @@ use crate::{Cause, Clock, Edit, Path, Predicted, digest, predicted, replay};
 
 /// The program, and the bytes that each of its tasks takes.
 fn program_and_bytes() -> (Verified<Program>, Vec<Vec<u64>>) {
-    let (program, kernel, target) = lowered();
+    let (program, kernel, target) = lowered("toy-2l");
     let bytes = Predictor::new(&program, &kernel, &target, 128).task_bytes();
     (program, bytes)
 }
 
 fn traced() -> Predicted {
-    let (program, kernel, target) = lowered();
+    let (program, kernel, target) = lowered("toy-2l");
     predicted(&program, &kernel, &target, 128, Rates::shipped())
 }
 
-fn lowered() -> (Verified<Program>, KernelConfig, Target) {
-    let model = model::load("toy-2l").unwrap();
+fn lowered(model: &str) -> (Verified<Program>, KernelConfig, Target) {
+    let model = model::load(model).unwrap();
     let target = Target::by_name("h200").unwrap();
     let config = neutral_config(&model.graph, &target);
     let config = validate(config, &model.graph, &target).unwrap();
@@ -157,6 +157,29 @@ fn the_critical_path_has_no_gap() {
         path.pieces.iter().filter(|piece| piece.cause == cause).map(|p| p.to - p.from).sum()
     };
     assert!(us(Cause::HandOff) > 0 && us(Cause::Products) > 0, "{:?}", path.pieces);
+}
+
+#[test]
+fn an_input_on_its_way_is_a_hand_off_and_one_that_was_there_is_looked_at() {
+    // Workers that attended are late for the merge, but not so late that its input is there.
+    let (program, kernel, target) = lowered("smollm2-135m");
+    let mut timeline = predicted(&program, &kernel, &target, 128, Rates::shipped()).timeline;
+    let ends: Vec<u64> = timeline.tasks.iter().map(|task| task.end).collect();
+    let mut late = 0;
+    for index in 0..timeline.tasks.len() {
+        let task = &timeline.tasks[index];
+        let Some(end) = task.producer.map(|of| ends[of]) else { continue };
+        if timeline.name(task) != "merge" || end >= task.begin {
+            continue;
+        }
+        late += 1;
+        assert_eq!(timeline.hand_off(index), Some(task.arrived - end), "{task:?}");
+        // The same look much later finds what was there.
+        let task = &mut timeline.tasks[index];
+        (task.begin, task.arrived) = (task.begin + 10_000, task.arrived + 10_000);
+        assert_eq!(timeline.hand_off(index), None, "{:?}", timeline.tasks[index]);
+    }
+    assert_eq!(late, 3 * 30, "three workers attend in each of 30 layers");
 }
 
 #[test]

@@ -124,6 +124,18 @@ pub struct Timeline {
     pub moved: u64,
     /// The tasks in an order in which queues and dependencies point backwards.
     pub order: Arc<[u32]>,
+    /// How long a phase usually waits for its input, by name.
+    usual: Vec<Usual>,
+}
+
+/// Usual times of a phase in nanoseconds; zero where the step has none.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Usual {
+    /// From the end of the last producer to the arrival, of tasks that began before that end: the middle one.
+    pub(crate) hand_off: u64,
+    /// From the begin to the arrival, of the other tasks. For some of them the input was still on its way, so that it is
+    /// one of the shortest.
+    pub(crate) look: u64,
 }
 
 impl Timeline {
@@ -183,6 +195,7 @@ impl Timeline {
             end: start,
             moved: 0,
             order: Arc::new([]),
+            usual: Vec::new(),
         };
         let mut names = HashMap::new();
         let mut bounds = Bounds { bytes: 0, workers: program.workers.len() as u64, bandwidth };
@@ -230,27 +243,43 @@ impl Timeline {
             let last = task.dependencies.iter().max_by_key(|&&of| (ends[of as usize], of));
             task.producer = last.map(|&of| of as usize);
         }
+        self.usual = self.usual_times();
         self.wait_for_the_last();
+    }
+
+    fn usual_times(&self) -> Vec<Usual> {
+        let mut all: Vec<[Vec<u64>; 2]> = vec![Default::default(); self.names.len()];
+        for task in &self.tasks {
+            let Some(producer) = task.producer else { continue };
+            let [hand_offs, looks] = &mut all[task.name];
+            let end = self.tasks[producer].end;
+            match end < task.begin {
+                true => looks.push(task.arrived - task.begin),
+                false => hand_offs.extend(task.arrived.checked_sub(end)),
+            }
+        }
+        let at = |mut times: Vec<u64>, part: usize| {
+            times.sort_unstable();
+            times.get(times.len() / part).copied().unwrap_or(0)
+        };
+        all.into_iter().map(|[h, l]| Usual { hand_off: at(h, 2), look: at(l, 10) }).collect()
+    }
+
+    /// The usual times of a task's phase.
+    pub(crate) fn usual(&self, task: &Task) -> Usual {
+        self.usual.get(task.name).copied().unwrap_or_default()
     }
 
     /// Moves the marks of tasks whose last producer ended after them. One thread takes the marks, for its own warp; another
     /// warp's part of the input may come later, and no product is complete before it has.
     fn wait_for_the_last(&mut self) {
-        let mut hops: Vec<Vec<u64>> = vec![Vec::new(); self.names.len()];
-        for (index, task) in self.tasks.iter().enumerate() {
-            hops[task.name].extend(self.hand_off(index));
-        }
-        let middle = |all: &mut Vec<u64>| {
-            all.sort_unstable();
-            all.get(all.len() / 2).copied().unwrap_or(0)
-        };
-        let hops: Vec<u64> = hops.iter_mut().map(middle).collect();
         for index in 0..self.tasks.len() {
             let Some(producer) = self.tasks[index].producer else { continue };
             let produced = self.tasks[producer].end;
+            let usual = self.usual(&self.tasks[index]).hand_off;
             let task = &mut self.tasks[index];
             if produced > task.arrived {
-                let arrived = (produced + hops[task.name]).min(task.end);
+                let arrived = (produced + usual).min(task.end);
                 for mark in [&mut task.arrived, &mut task.staged, &mut task.multiplied] {
                     *mark = arrived.max(*mark);
                 }
@@ -271,12 +300,16 @@ impl Timeline {
         self.previous(task).map_or(self.start, |previous| self.tasks[previous].end)
     }
 
-    /// The hand-off of a task that was there before its producer was done: from that end to the arrival of its input.
+    /// The hand-off that a task waited for: from the end of its last producer to the arrival of its input. The input of a
+    /// task that began after that end was still on its way, or there to be looked at; the one that takes less beyond its
+    /// usual time is taken to be true.
     #[must_use]
     pub fn hand_off(&self, task: usize) -> Option<u64> {
         let of = &self.tasks[task];
-        let end = self.tasks[of.producer?].end;
-        (end >= of.begin && end <= of.arrived).then(|| of.arrived - end)
+        let took = of.arrived.checked_sub(self.tasks[of.producer?].end)?;
+        let (own, usual) = (of.arrived - of.begin, self.usual(of));
+        let on_its_way = took + usual.look <= own + usual.hand_off;
+        (took <= own || on_its_way).then_some(took)
     }
 
     /// The marks: begin, arrival, staged, multiplied, end; in order, and not before the end of the previous task.

@@ -17,8 +17,9 @@ const H200_WORKERS: f64 = 132.0;
 const H200_BANDWIDTH: f64 = 4.67e12;
 const H200_CLOCK_MHZ: f64 = 1980.0;
 
-/// Latency of a load from memory, derived from the measured stream with 16 KB in flight.
-const MEMORY_US: f64 = 16.0 * KIB / (3.08e12 / H200_WORKERS / 1e6);
+/// Latency of a copy of so many bytes from memory, derived from the measured stream with one of them in flight.
+const MEMORY_BYTES: f64 = 16.0 * KIB;
+const MEMORY_US: f64 = MEMORY_BYTES / (3.08e12 / H200_WORKERS / 1e6);
 
 /// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once.
 const TAKEN_STAGES: u32 = 2;
@@ -84,7 +85,7 @@ rates! {
     /// One trip of a message through L2 with nothing else in flight.
     trip_us: [0.2, 1.5],
     /// Fraction of the measured delay by bytes in flight that a message really sees.
-    queue_share: [0.0, 1.5],
+    queue_share: [0.9, 1.1],
     /// The same for the delay by the bytes in flight beyond 32 KiB, which a wait sees only until they have arrived.
     queue_more_share: [0.0, 1.5],
     /// Cost of a counter hand-off beyond four trips.
@@ -94,21 +95,27 @@ rates! {
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
-    vector_us: [0.0, 1.0],
+    vector_us: [0.1, 0.3],
     /// Taking a stage out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
     /// Multiplying 1 KiB of weights that have arrived, where each warp loads its fragment of a stage into registers at
     /// once.
     kib_us: [0.0, 0.03],
     /// The same where the warps read the stage unit by unit.
-    odd_kib_us: [0.002, 0.06],
+    odd_kib_us: [0.0, 0.06],
+    /// Cost per stage there, beyond its bytes.
+    odd_stage_us: [0.0, 1.0],
     /// Cost per tile there, beyond its bytes.
     odd_tile_us: [0.0, 1.5],
     /// Fraction of the measured stream that the loader reaches.
-    stream_share: [0.5, 1.1],
+    stream_share: [0.95, 1.0],
     /// From a stage's arrival to the next request: the wait of a loader with few bytes in flight, beyond the trip
     /// to memory.
     issue_us: [0.0, 1.0],
+    /// From a freed stage to the arrival of what refills it, beyond the trip to memory.
+    refill_us: [0.0, 1.0],
+    /// Additional time of a copy to arrive, per KiB beyond 16.
+    copy_kib_us: [0.0, 0.03],
     /// Fraction of idle workers' bandwidth that the busy ones get, where a phase is assigned unevenly.
     idle_share: [0.0, 1.0],
     /// Fixed part of attention if there are keys.
@@ -158,25 +165,34 @@ fn interpolate(points: &[(f64, f64)], x: f64) -> f64 {
     y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 }
 
-/// Flow of one kind of matrix through the ring of a worker. Bytes and microseconds.
+/// Flow of one kind of task's weights through the ring of a worker. The ring is counted in stages, since a stage is taken
+/// however little of it is filled.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flow {
-    /// Bytes in a full ring.
+    /// Stages of the ring.
     pub(super) ring: f64,
-    /// Bytes per microsecond that arrive inside a phase, and before a wait, with every worker streaming.
+    /// Stages of the task that its warps load into registers before its input arrives, which frees them.
+    pub(super) taken: f64,
+    /// Stages of the task.
+    pub(super) needed: f64,
+    /// Bytes of a stage.
+    pub(super) payload: f64,
+    /// Stages per microsecond that arrive inside a phase, and before a wait, with every worker streaming.
     pub(super) stream: f64,
     pub(super) stream_before_wait: f64,
-    /// Bytes per microsecond that the bytes in flight allow if no other worker streams.
+    /// Stages per microsecond that the bytes in flight allow if no other worker streams.
     pub(super) alone: f64,
     /// Multiplying one byte, and the additional cost per stage and per tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
     pub(super) tile: f64,
-    /// Delay of one trip caused by the bytes in flight before a wait.
-    pub(super) queue: f64,
+    /// Stages in flight before a wait at most.
+    pub(super) before_wait: f64,
+    /// From a request to its arrival.
+    pub(super) refill: f64,
 }
 
-/// The parameters of a [`Flow`]: the ring's stages, and how much of a stage the matrix fills.
+/// The parameters of a [`Flow`]: the ring's stages, and how the task fills and uses them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) stages: u32,
@@ -186,6 +202,8 @@ pub(super) struct Shape {
     pub(super) payload: f64,
     /// Whether each warp loads its fragment of a stage into registers at once.
     pub(super) even: bool,
+    /// Stages of the task.
+    pub(super) needed: f64,
 }
 
 /// The rates of one worker for one kernel and GPU.
@@ -229,44 +247,43 @@ impl Speeds {
         let rates = &self.rates;
         let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
         let byte = kib / KIB / self.clock;
-        let stage = rates.stage_us / self.clock;
+        let stage = if shape.even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
         let free = shape.stages.saturating_sub(HELD_STAGES).max(1);
         let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
-        let taken = if shape.even { TAKEN_STAGES } else { 0 };
-        let ring = f64::from(shape.stages + taken) * shape.payload;
+        let copy = (shape.payload - MEMORY_BYTES).max(0.0) / KIB * rates.copy_kib_us;
+        let memory = MEMORY_US + copy + rates.issue_us;
         // While products run, a stage becomes free once it has arrived and been multiplied.
-        let refill = ring / (MEMORY_US + rates.issue_us + stage + shape.payload * byte);
+        let refill = in_flight / (memory + stage + shape.payload * byte);
         Flow {
-            ring,
-            stream: self.stream(in_flight).min(refill),
-            stream_before_wait: self.stream(before_wait),
-            alone: self.alone(in_flight).min(refill),
+            ring: f64::from(shape.stages),
+            taken: if shape.even { shape.needed.min(f64::from(TAKEN_STAGES)) } else { 0.0 },
+            needed: shape.needed,
+            payload: shape.payload,
+            stream: self.stream(in_flight, memory) / shape.payload,
+            stream_before_wait: self.stream(before_wait, memory) / shape.payload,
+            alone: refill / shape.payload,
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
-            queue: self.queue(before_wait / self.scale),
+            before_wait: f64::from(shape.in_flight_before_wait),
+            refill: MEMORY_US + copy + rates.refill_us,
         }
     }
 
-    /// Delay of a trip by this many bytes in flight on an H200.
-    fn queue(&self, in_flight: f64) -> f64 {
+    /// Delay of a trip by this many bytes in flight to its worker.
+    pub(super) fn queue(&self, in_flight: f64) -> f64 {
+        let in_flight = in_flight / self.scale;
         let little = interpolate(QUEUE, in_flight.min(QUEUE_KNEE));
         let more = interpolate(QUEUE, in_flight) - little;
         self.rates.queue_share * little + self.rates.queue_more_share * more
     }
 
-    /// Bytes per microsecond with this many in flight, while every worker streams.
-    fn stream(&self, in_flight: f64) -> f64 {
+    /// Bytes per microsecond with this many in flight that take `memory` microseconds, while every worker streams.
+    fn stream(&self, in_flight: f64, memory: f64) -> f64 {
         let measured = interpolate(STREAM, (in_flight / self.scale).min(176.0 * KIB));
         let share = measured / H200_BANDWIDTH * self.rates.stream_share * self.evict;
-        (share.min(1.0) * self.per_worker).min(self.alone(in_flight))
-    }
-
-    /// Bytes per microsecond with this many in flight, while no other worker streams: each request waits for a trip to
-    /// memory.
-    fn alone(&self, in_flight: f64) -> f64 {
-        in_flight / (MEMORY_US + self.rates.issue_us)
+        (share.min(1.0) * self.per_worker).min(in_flight / memory)
     }
 
     /// Bytes per microsecond of a worker that streams `bytes` in a phase, where workers stream `mean` on average:

@@ -11,7 +11,10 @@ const STEPS: usize = 3;
 const COUNTER_TRIPS: f64 = 4.0;
 const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 
-/// Bytes per microsecond of a stream that nobody waits for.
+/// Elements of an input vector that arrive within the last trip; measured with an exchange of so many words.
+const TRIP_ELEMENTS: f64 = 2048.0;
+
+/// Stages per microsecond of a stream that nobody waits for.
 const ENDLESS: f64 = 1e12;
 
 #[derive(Clone, Copy, Default)]
@@ -32,8 +35,14 @@ struct WorkerState {
     next: usize,
     /// Time at which it becomes free.
     time: f64,
-    /// Bytes that have arrived and not been multiplied.
+    /// Stages that have arrived and not been multiplied.
     arrived: f64,
+    /// Time up to which they have been counted: before `time` after attention, while the stream goes on.
+    streamed: f64,
+    /// Time at which what was requested last has arrived.
+    quiet: f64,
+    /// End of its last task, whose rows are stored while other warps begin the next one.
+    ended: f64,
 }
 
 pub(super) struct Step {
@@ -97,7 +106,8 @@ impl<'a> Simulation<'a> {
                 stream: ENDLESS,
                 stream_before_wait: ENDLESS,
                 alone: ENDLESS,
-                queue: 0.0,
+                before_wait: 0.0,
+                refill: 0.0,
                 ..*flow
             };
         }
@@ -142,7 +152,7 @@ impl<'a> Simulation<'a> {
         for worker in 0..self.states.len() {
             let first = self.plan.workers[worker].first();
             let flow = self.flows[first.map_or(0, |task| task.flow as usize)];
-            advance(&mut self.states[worker], &flow, start);
+            advance(&mut self.states[worker], &flow, flow.ring, start);
             self.states[worker].next = 0;
         }
         let mut progress = true;
@@ -155,7 +165,7 @@ impl<'a> Simulation<'a> {
                 }
             }
         }
-        let end = self.states.iter().map(|state| state.time).fold(start, f64::max);
+        let end = self.ends.iter().copied().fold(start, f64::max);
         end + self.speeds.rates.step_us
     }
 
@@ -184,37 +194,51 @@ impl<'a> Simulation<'a> {
         let late = |time: Option<f64>| time.map(|time| time + delay.hand_off);
         let arrival =
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
-        let ready = self.ready(&self.states[worker], &flow, arrival);
+        let ready = self.ready(&self.states[worker], task, &flow, arrival);
         let state = &mut self.states[worker];
-        let mut times = TaskTimes { begin: state.time, ready, ..TaskTimes::default() };
-        advance(state, &flow, ready);
+        // A warp that stores rows takes the marks, so that no task begins in them before the one before has ended.
+        let begin = state.time.max(state.ended).min(ready);
+        let mut times = TaskTimes { begin, ready, ..TaskTimes::default() };
+        let room = room(task, &flow);
+        advance(state, &flow, room, ready);
         let mut aside = self.speeds.aside(&task.work);
         aside.after += delay.output;
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
-        state.arrived = (state.arrived + aside.before * flow.stream_before_wait).min(flow.ring);
-        times.staged = ready + aside.before;
-        times.arrived[0] = state.arrived;
+        advance(state, &flow, room, ready + aside.before);
+        times.staged = state.time;
+        times.arrived[0] = state.arrived * flow.payload;
+        let attends = matches!(task.work, Work::Attention { .. });
         let mut multiply = 0.0;
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
             let phase = &self.plan.phases[task.phase as usize];
             let all = (phase.stream_bytes + phase.kv_bytes) as f64;
             let stream = self.speeds.stream_of(&flow, bytes, all / self.plan.workers.len() as f64);
-            let missing = (bytes - state.arrived).max(0.0);
+            let needed = bytes / flow.payload;
+            let missing = (needed - state.arrived).max(0.0);
             // The last stage is used after it has arrived.
             multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
-            state.arrived = (state.arrived + multiply * stream - bytes).max(0.0);
+            // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
+            let refill = if attends && missing == 0.0 { 0.0 } else { multiply * stream };
+            state.arrived = (state.arrived + refill - needed).clamp(0.0, flow.ring);
             times.starved = multiply - consume;
         }
-        multiply += delay.products;
-        times.multiplied = times.staged + multiply;
-        times.arrived[1] = state.arrived;
-        state.arrived = (state.arrived + aside.after * flow.stream_before_wait).min(flow.ring);
-        state.time += aside.before + multiply + aside.after;
+        state.time += multiply + delay.products;
+        state.streamed = state.time;
+        if attends || flow.needed > flow.taken {
+            state.quiet = state.time + flow.refill;
+        }
+        times.multiplied = state.time;
+        times.arrived[1] = state.arrived * flow.payload;
+        // A product's rows are reduced and stored by the first warps while the others begin the next task.
+        let end = times.multiplied + aside.after;
+        if !matches!(task.work, Work::Product { .. }) {
+            advance(state, &flow, flow.ring, end);
+        }
         state.next += 1;
-        let end = state.time;
         times.end = end;
-        if matches!(task.work, Work::Attention { .. }) {
-            advance(state, &flow, end + self.speeds.rates.attended_us);
+        state.ended = end;
+        if attends {
+            state.time += self.speeds.rates.attended_us;
         }
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
@@ -236,11 +260,15 @@ impl<'a> Simulation<'a> {
 
     /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
-    fn ready(&self, state: &WorkerState, flow: &Flow, arrival: Arrival) -> f64 {
+    fn ready(&self, state: &WorkerState, task: &Cost, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
-        let idle = (latest - state.time).max(0.0);
-        let arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
-        let trips = |count| self.speeds.trips(count, flow, flow.ring - arrived);
+        let from = latest.max(state.time);
+        let room = room(task, flow);
+        let idle = from - state.streamed;
+        let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
+        let takes = if room > flow.ring { state.streamed + flow.refill } else { 0.0 };
+        let fill = state.quiet.max(takes) - from;
+        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
@@ -280,11 +308,18 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Continues the stream of an idle worker until `time`.
-fn advance(state: &mut WorkerState, flow: &Flow, time: f64) {
-    let idle = (time - state.time).max(0.0);
-    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(flow.ring);
+/// Stages that a worker holds before a task's products: those of the ring, and those that it takes into registers as soon
+/// as it begins the task. So what is in flight when the task before has just ended is what this task takes.
+fn room(task: &Cost, flow: &Flow) -> f64 {
+    flow.ring + if matches!(task.work, Work::Product { .. }) { flow.taken } else { 0.0 }
+}
+
+/// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
+fn advance(state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
+    let idle = (time - state.streamed).max(0.0);
+    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
     state.time = state.time.max(time);
+    state.streamed = state.time;
 }
 
 /// Time of a task outside its products: before them, and after.
@@ -302,7 +337,8 @@ impl Speeds {
         };
         match *work {
             Work::Product { elements, merged, .. } => Aside {
-                before: elements / 1024.0 * rates.vector_us + merge(merged),
+                before: (elements - TRIP_ELEMENTS).max(0.0) / 1024.0 * rates.vector_us
+                    + merge(merged),
                 after: rates.task_us,
             },
             Work::Attention { .. } => Aside { before: rates.attention_us, after: 0.0 },
@@ -317,7 +353,9 @@ impl Speeds {
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
         match *work {
             Work::Product { bytes, stages, tiles, .. } => {
-                let us = bytes * flow.byte + stages * flow.stage + tiles * flow.tile;
+                // Those in registers are multiplied at once; each further one is waited for, loaded and freed.
+                let further = (stages - flow.taken).max(0.0);
+                let us = bytes * flow.byte + further * flow.stage + tiles * flow.tile;
                 Some((bytes, us, us / stages.max(1.0)))
             }
             Work::Attention { passes, bytes } => {
@@ -328,12 +366,17 @@ impl Speeds {
         }
     }
 
-    /// Time of `trips` dependent trips through L2 to a worker with `free` bytes free in its ring. Trips are slow while
-    /// bytes are in flight; once the ring is full none are, and the remaining trips take their unloaded time.
-    fn trips(&self, trips: f64, flow: &Flow, free: f64) -> f64 {
+    /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring, whose last request
+    /// arrives after `quiet`. Trips are slow while bytes are in flight; once the ring is full none are, and the remaining
+    /// trips take their unloaded time.
+    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
-        let loaded = idle + trips * flow.queue;
-        let fill = free.max(0.0) / flow.stream_before_wait;
+        let fill = quiet.max(free / flow.stream_before_wait);
+        if fill <= 0.0 {
+            return idle;
+        }
+        let in_flight = free.max(1.0).min(flow.before_wait) * flow.payload;
+        let loaded = idle + trips * self.queue(in_flight);
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 }

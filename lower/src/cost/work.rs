@@ -8,9 +8,12 @@ use rustc_hash::FxHashMap;
 
 use super::rates::Shape;
 
-/// Keys that all warps of a worker process at once: a tile of 32 each, or of 16 wide ones (keys.cuh).
-fn pass_keys(head_dim: u32) -> u32 {
-    abi::CONSUMER_WARPS * if head_dim > 128 { 16 } else { 32 }
+/// Keys of a tile of a consumer warp, and of a block in the ring, of which the warps take every other one (keys.cuh).
+fn tile_keys(head_dim: u32) -> u32 {
+    if head_dim > 128 { 16 } else { 32 }
+}
+fn block_keys(head_dim: u32) -> u32 {
+    tile_keys(head_dim) * abi::CONSUMER_WARPS / 2
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -111,6 +114,8 @@ impl Plan {
 /// Average number of stages, by the rule that the device loads by.
 struct Stages {
     units: f64,
+    /// Units of a full stage.
+    full: u32,
     /// Tiles per stage; a fraction of one where a tile spans several stages.
     tiles: f64,
     /// Whether each warp loads its part of a stage into registers at once.
@@ -125,13 +130,27 @@ impl Stages {
             true => f64::from(tile) / f64::from(tile.div_ceil(staging.stage_units)),
             false => f64::from(staging.stage_units),
         };
-        Self { units, tiles: units / f64::from(tile), even }
+        Self { units, full: staging.stage_units, tiles: units / f64::from(tile), even }
     }
 
     /// Stages of this many tiles.
     fn of(&self, tiles: u32) -> f64 {
         (f64::from(tiles) / self.tiles).ceil()
     }
+}
+
+/// Stages of `keys` keys and their values: blocks of which each takes one stage if it fits, and else has the keys and the
+/// values in stages of their own. The rule of vm-device/cuda/keys.cuh.
+fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
+    let row_bytes = head_dim * abi::KV_ELEMENT_BYTES as u32;
+    // A stage of units with scales is a little longer than a power of two.
+    let room = 1 << stage_bytes.ilog2();
+    let stages = |keys: u32| {
+        let half = keys.next_multiple_of(tile_keys(head_dim)) * row_bytes;
+        if 2 * half <= room { 1 } else { 2 * half.div_ceil(room) }
+    };
+    let (block, rest) = (block_keys(head_dim), keys % block_keys(head_dim));
+    keys / block * stages(block) + if rest > 0 { stages(rest) } else { 0 }
 }
 
 /// Computes the cost of tasks one by one, and numbers flows, phases and flag-in-data buffers on the way.
@@ -160,7 +179,7 @@ impl<'a> Builder<'a> {
             names: Vec::new(),
             kv_bytes: 0,
         };
-        builder.flow(program.pipeline.stage_units, abi::UNIT_BYTES);
+        builder.flow(program.pipeline.stage_units, 0, 0);
         let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
         for region in tasks.flat_map(|task| accesses(program, task).writes) {
             if !builder.is_flag_in_data(&region) {
@@ -181,16 +200,28 @@ impl<'a> Builder<'a> {
         self.program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
     }
 
-    /// The flow of matrices whose tiles have this many units of this many bytes.
-    fn flow(&mut self, units: u32, unit_bytes: u32) -> u32 {
+    /// The flow of tasks of this many tiles and bytes, whose tiles have this many units.
+    fn flow(&mut self, units: u32, tiles: u32, bytes: u64) -> u32 {
         let pipeline = self.program.pipeline;
         let staging = Stages::new(units.max(1), pipeline.stage_units.max(1));
+        let needed = staging.of(tiles);
+        let full = staging.units * f64::from(abi::UNIT_BYTES);
+        let payload = if needed > 0.0 { bytes as f64 / needed } else { full };
+        self.numbered(payload, staging.full, staging.even, needed)
+    }
+
+    fn numbered(&mut self, payload: f64, full: u32, even: bool, needed: f64) -> u32 {
+        let pipeline = self.program.pipeline;
+        // The loader's rule: caps are bytes, so more stages that are filled in part may be in flight.
+        let cap =
+            |stages: u32| (stages * pipeline.stage_units / full.max(1)).clamp(1, pipeline.stages);
         let shape = Shape {
             stages: pipeline.stages,
-            in_flight: pipeline.in_flight,
-            in_flight_before_wait: pipeline.in_flight_before_wait,
-            payload: staging.units * f64::from(unit_bytes),
-            even: staging.even,
+            in_flight: cap(pipeline.in_flight),
+            in_flight_before_wait: cap(pipeline.in_flight_before_wait),
+            payload,
+            even,
+            needed,
         };
         let found = self.flows.iter().position(|flow| *flow == shape);
         found.unwrap_or_else(|| {
@@ -240,13 +271,13 @@ impl<'a> Builder<'a> {
         match task.opcode {
             Opcode::Matvec => {
                 let p: MatvecParams = task.params();
-                *flow = self
-                    .flow(p.units, self.program.matrices[p.matrix as usize].format.unit_bytes());
                 let stage_units = self.program.pipeline.stage_units.max(1);
-                let stages = Stages::new(p.units.max(1), stage_units).of(p.tiles);
+                let staging = Stages::new(p.units.max(1), stage_units);
+                let stages = staging.of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
                 let bytes = task.load().map_or(0, |load| self.program.weight_bytes(load));
+                *flow = self.flow(p.units, p.tiles, bytes);
                 let work = Work::Product {
                     bytes: bytes as f64,
                     stages,
@@ -256,7 +287,7 @@ impl<'a> Builder<'a> {
                 };
                 (work, bytes)
             }
-            Opcode::Attention => (self.attention(&task.params()), 0),
+            Opcode::Attention => (self.attention(&task.params(), flow), 0),
             Opcode::AttentionMerge => {
                 let p: AttentionMergeParams = task.params();
                 let merged = self.merged(p.window, p.kv_block, p.splits);
@@ -273,7 +304,7 @@ impl<'a> Builder<'a> {
         if active > 1 { active } else { 0 }
     }
 
-    fn attention(&mut self, p: &AttentionParams) -> Work {
+    fn attention(&mut self, p: &AttentionParams, flow: &mut u32) -> Work {
         let keys = attended(self.position, p.window);
         let active = active_splits(keys, p.kv_block, p.splits);
         if p.split >= active {
@@ -282,7 +313,12 @@ impl<'a> Builder<'a> {
         let mine = split_range(keys, p.kv_block, active, p.split).len() as u32;
         let bytes = u64::from(mine) * 2 * u64::from(p.head_dim) * abi::KV_ELEMENT_BYTES;
         self.kv_bytes += bytes;
-        Work::Attention { passes: mine.div_ceil(pass_keys(p.head_dim)), bytes: bytes as f64 }
+        let stages = f64::from(kv_stages(mine, p.head_dim, self.program.stage_bytes()));
+        *flow =
+            self.numbered(bytes as f64 / stages, self.program.pipeline.stage_units, false, stages);
+        // All warps at once take two blocks.
+        let passes = mine.div_ceil(2 * block_keys(p.head_dim));
+        Work::Attention { passes, bytes: bytes as f64 }
     }
 
     fn phase(&mut self, task: &Task, stream_bytes: u64) -> u32 {

@@ -329,7 +329,7 @@ pub(crate) enum Command {
 /// What runs the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum DeviceChoice {
+pub enum DeviceChoice {
     /// The GPU if there is one, else the CPU.
     #[default]
     Auto,
@@ -355,7 +355,7 @@ pub(crate) struct ModelArgs {
 }
 
 /// Where a model runs.
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct PlaceArgs {
     /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: the live device, else h200.
     #[arg(long, value_name = "GPU")]
@@ -373,7 +373,7 @@ pub(crate) struct PlaceArgs {
 }
 
 /// Whether a measurement may share the GPU.
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct SharingArgs {
     /// Measure even if other processes use the GPU. The conditions of the measurement say so.
     #[arg(long)]
@@ -438,7 +438,7 @@ pub(crate) struct EvaluateArgs {
     pub(crate) aa: Option<u16>,
 }
 
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder, a model of the Hub or a preset. Default: smollm2-135m, or the resumed search's.
     #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]

@@ -10,7 +10,7 @@ use fleet::protocol::Terms;
 use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Worker};
 use ir::schedule::ScheduleConfig;
 use rand::RngExt;
-use search::Budget;
+use search::{Budget, Trial};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -18,9 +18,10 @@ use super::finding::finding;
 use super::open;
 use crate::cli::{DeviceChoice, FixedTerms, FleetWorkerArgs, LoopArgs, PlaceArgs, SharingArgs};
 use crate::commands::runs;
-use crate::commands::search_loop::{self, Progress, Watch};
+use crate::commands::search_loop::{Progress, Watch};
 use crate::device::probe;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::library::Search;
 use crate::{interrupt, report};
 
 /// How often a waiting thread looks around.
@@ -188,7 +189,7 @@ impl Watch for Shared {
 
     fn begins(&self, _: &Progress) {}
 
-    fn trial(&self, _: &Progress) {}
+    fn trial(&self, _: &Progress, _: &Trial) {}
 }
 
 /// Runs a leased job to its end, with a second thread for the lease.
@@ -289,8 +290,8 @@ fn search(
     let folder = args.out.join(&worker.id).join(format!("{}-{}", leased.id, leased.fence));
     let kept = || format!("its ledger stays in {}", folder.display());
     let found = terms(args, leased, folder.clone())
-        .and_then(|terms| search_loop::answer(&terms, shared))
-        .and_then(|answer| match answer.document.was_interrupted() {
+        .and_then(|terms| Search::of(terms).watched(shared).run())
+        .and_then(|found| match found.was_interrupted() {
             true => Ok(None),
             false => result(worker, &leased.spec, &folder.join(runs::LEDGER)).map(Some),
         });

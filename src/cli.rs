@@ -279,6 +279,12 @@ pub(crate) enum Command {
         On a GPU a prediction has the range in which four of five past ones on this card ended (--check). Exit code 5: fewer than 20 of them."
     )]
     Levers(LeversArgs),
+    /// Searches decisions, lab notebooks and ledgers for a question: what was tried, and what came of it. Failures come first.
+    #[command(
+        after_help = "Examples:\n  amk notes \"does prefetching into L2 help\"\n  amk notes \"attention kv_split at 16384\" --in runs --in docs/lab\n\n\
+        Plain ranked text search (BM25). Each note names its file and lines, or its run and trial. Exit code 1: nothing matches."
+    )]
+    Notes(NotesArgs),
     /// Explains a word: a knob, a rule, a trap, an exit code, a term.
     #[command(
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
@@ -508,6 +514,18 @@ pub(crate) struct FixedTerms {
     pub(crate) known: Vec<KnownRun>,
     /// Of a race: where it begins, and its only candidate.
     pub(crate) race: Option<[ScheduleConfig; 2]>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NotesArgs {
+    /// The question, or some words.
+    pub(crate) question: String,
+    /// A page, a ledger, or a folder of pages or runs; may be repeated. Default: those of docs/decisions, docs/lab and runs that exist.
+    #[arg(long = "in", value_name = "PATH")]
+    pub(crate) places: Vec<PathBuf>,
+    /// The most notes.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub(crate) most: u8,
 }
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]

@@ -73,6 +73,8 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("runs compare runs/a runs/b"),
         plain("runs replay runs/a"),
         plain("runs export runs --out trajectories"),
+        plain("runs export runs --out prompts --sft"),
+        plain("notes kept --in runs"),
         plain("runs gc runs"),
         plain("corpus show"),
         plain("corpus check"),
@@ -177,7 +179,10 @@ fn files(dir: &Path) -> Vec<Value> {
     let split = |name: &str| std::fs::metadata(dir.join(name)).is_ok_and(|file| file.len() > 0);
     let trajectories = ["trajectories/train.jsonl", "trajectories/validation.jsonl"];
     let trajectory = trajectories.into_iter().find(|name| split(name)).unwrap();
+    let prompts = ["prompts/train.jsonl", "prompts/validation.jsonl"];
+    let prompt = prompts.into_iter().find(|name| split(name)).unwrap();
     vec![
+        first(&dir.join(prompt)),
         first(&dir.join("runs/a/ledger.jsonl"))["record"].clone(),
         first(&dir.join("runs/a/manifest.json")),
         first(&dir.join(trajectory)),

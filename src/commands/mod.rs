@@ -17,6 +17,7 @@ pub(crate) mod html;
 pub(crate) mod levers;
 pub(crate) mod measured_grid;
 pub(crate) mod migrate;
+pub(crate) mod notes;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod provenance;

@@ -265,6 +265,7 @@ fn settings(context: &Context, header: &Header) -> Settings {
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
         finalists: header.finalists,
+        simplest: Some(context.default_config()),
     }
 }
 

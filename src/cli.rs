@@ -16,6 +16,7 @@ mod config;
 mod fleet;
 mod gpu;
 mod help;
+mod inspect;
 mod load;
 pub(crate) mod renamed;
 mod runs;
@@ -27,6 +28,7 @@ pub(crate) use self::trace::*;
 pub(crate) use config::*;
 pub(crate) use gpu::*;
 pub(crate) use help::command;
+pub(crate) use inspect::*;
 pub(crate) use load::LoadArgs;
 pub(crate) use runs::*;
 pub(crate) use text::*;
@@ -279,6 +281,12 @@ pub(crate) enum Command {
         On a GPU a prediction has the range in which four of five past ones on this card ended (--check). Exit code 5: fewer than 20 of them."
     )]
     Levers(LeversArgs),
+    /// Looks into what was compiled.
+    Inspect {
+        /// The subcommand.
+        #[command(subcommand)]
+        command: InspectCommand,
+    },
     /// Searches decisions, lab notebooks and ledgers for a question: what was tried, and what came of it. Failures come first.
     #[command(
         after_help = "Examples:\n  amk notes \"does prefetching into L2 help\"\n  amk notes \"attention kv_split at 16384\" --in runs --in docs/lab\n\n\

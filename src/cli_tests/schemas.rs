@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 use super::{Path, amk_in, folder, golden};
 
 #[path = "fields.rs"]
-mod fields;
+pub(super) mod fields;
 
 use fields::{Fields, broken, fields_of, known, settle};
 
-/// Documents that need a card: the unit tests inside the binary check them against the record.
-const ON_A_CARD: [&str; 2] = ["amk.aa.v1", "amk.found.v1"];
+/// Documents that need a card or nvdisasm: unit tests inside the binary and `inspect.rs` check them against the record.
+const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.inspect_kernel.v1"];
 
 /// Ids that are no longer written, and are refused or read by name.
 const NOT_WRITTEN: [&str; 4] =

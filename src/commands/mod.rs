@@ -14,6 +14,7 @@ pub(crate) mod fleet;
 pub(crate) mod generate;
 #[cfg(feature = "full")]
 pub(crate) mod html;
+pub(crate) mod inspect;
 pub(crate) mod levers;
 pub(crate) mod measured_grid;
 pub(crate) mod migrate;

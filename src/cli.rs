@@ -287,7 +287,7 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: InspectCommand,
     },
-    /// Searches decisions, lab notebooks and ledgers for a question: what was tried, and what came of it. Failures come first.
+    /// Searches decisions, notebooks and ledgers for a question: what was tried, and what came of it. Failures come first.
     #[command(
         after_help = "Examples:\n  amk notes \"does prefetching into L2 help\"\n  amk notes \"attention kv_split at 16384\" --in runs --in docs/lab\n\n\
         Plain ranked text search (BM25). Each note names its file and lines, or its run and trial. Exit code 1: nothing matches."

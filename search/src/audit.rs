@@ -248,9 +248,10 @@ impl Audit {
         if trial.gain != Some(look.gain) {
             return Err(format!("its gain is not that of its samples ({:?})", look.gain));
         }
-        let outcome = match look.decision.map_or(Outcome::Inconclusive, Outcome::from) {
-            _ if is_equal(look.gain, threshold) => Outcome::Kept,
-            outcome => outcome,
+        let outcome = if is_equal(look.gain, threshold) {
+            Outcome::Kept
+        } else {
+            look.decision.map_or(Outcome::Inconclusive, Outcome::from)
         };
         let same = outcome == trial.outcome;
         if same { Ok(()) } else { Err(format!("its samples say {}", outcome.name())) }

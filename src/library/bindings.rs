@@ -20,7 +20,7 @@ struct Generate {
     model: ModelArgs,
     #[serde(flatten)]
     config: ConfigArgs,
-    prompt: Text,
+    prompt: Given,
     max_new_tokens: usize,
     stop: Vec<u32>,
     logprobs: Option<usize>,
@@ -35,18 +35,18 @@ struct Generate {
 /// A prompt: token ids, a text or messages.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum Text {
+enum Given {
     Tokens(Vec<u32>),
     Text(String),
     Chat(Vec<Message>),
 }
 
-impl From<Text> for Prompt {
-    fn from(text: Text) -> Self {
-        match text {
-            Text::Tokens(tokens) => Self::Tokens(tokens),
-            Text::Text(text) => Self::Text(text),
-            Text::Chat(messages) => Self::Chat(messages),
+impl From<Given> for Prompt {
+    fn from(given: Given) -> Self {
+        match given {
+            Given::Tokens(tokens) => Self::Tokens(tokens),
+            Given::Text(text) => Self::Text(text),
+            Given::Chat(messages) => Self::Chat(messages),
         }
     }
 }

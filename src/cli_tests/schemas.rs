@@ -28,6 +28,9 @@ const NOT_WRITTEN: [&str; 4] =
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
+/// What is asked of the runs of the session.
+const ON_RUNS: [&str; 2] = ["runs export runs --out prompts --sft", "notes kept --in runs"];
+
 /// The session of a fleet of one worker.
 const FLEET: [&str; 7] = [
     "fleet init --board b.sqlite",
@@ -73,8 +76,6 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("runs compare runs/a runs/b"),
         plain("runs replay runs/a"),
         plain("runs export runs --out trajectories"),
-        plain("runs export runs --out prompts --sft"),
-        plain("notes kept --in runs"),
         plain("runs gc runs"),
         plain("corpus show"),
         plain("corpus check"),
@@ -110,7 +111,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("evaluate --model no-such-model"),
     ];
     let mut all: BTreeMap<String, Fields> = BTreeMap::new();
-    for call in calls.into_iter().chain(FLEET.map(plain)) {
+    for call in calls.into_iter().chain(FLEET.map(plain)).chain(ON_RUNS.map(plain)) {
         let args: Vec<&str> = call.iter().map(String::as_str).collect();
         let document = amk_in(dir.path(), &args).json();
         let schema = document["schema"].as_str().unwrap_or_else(|| panic!("{args:?}: {document}"));

@@ -13,7 +13,6 @@ const STOP: &[&str] = &[
 const TODAY: &[(&str, &str)] = &[
     ("card", "gpu"),
     ("floor", "bound"),
-    ("lane", "sequenc"),
     ("machin", "vm"),
     ("session", "sequenc"),
     ("shar", "fragment"),

@@ -1,8 +1,11 @@
-//! Runs a child process to its end or its time limit and collects its output. The child is always reaped.
+//! Child processes: this program again, and a command that is run to its end or its time limit, whose output is
+//! collected. The child is always reaped.
 
+use std::ffi::OsString;
 use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::mpsc;
+use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 /// The polling interval of a running child.
@@ -10,6 +13,29 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// How long the pipes may stay open after a child has ended: a grandchild can hold them.
 const DRAIN: Duration = Duration::from_secs(2);
+
+/// The command that starts `amk`: program and first arguments.
+static START: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// Names the command that starts `amk` with the arguments that follow: a program and its first arguments, such as
+/// `python -m amk`. It must be of this build. The first call takes effect; without one it is `amk` of `PATH`.
+pub fn starts_as(command: impl IntoIterator<Item = OsString>) {
+    let _ = START.set(command.into_iter().collect());
+}
+
+/// This program again, even if its file was replaced: both sides are the same build.
+pub(crate) fn this_program() -> Command {
+    let start = START.get().map_or(&[][..], Vec::as_slice);
+    let (program, first) = start
+        .split_first()
+        .map_or(("amk".into(), &[][..]), |(program, first)| (program.clone(), first));
+    let mut command = Command::new(program);
+    if first.is_empty() {
+        command.arg0("amk");
+    }
+    command.args(first);
+    command
+}
 
 /// A child that ended by itself.
 pub(crate) struct Ended {

@@ -16,6 +16,7 @@ mod config;
 mod fleet;
 mod gpu;
 mod help;
+mod inspect;
 mod load;
 pub(crate) mod renamed;
 mod runs;
@@ -27,6 +28,7 @@ pub(crate) use self::trace::*;
 pub(crate) use config::*;
 pub(crate) use gpu::*;
 pub(crate) use help::command;
+pub(crate) use inspect::*;
 pub(crate) use load::LoadArgs;
 pub(crate) use runs::*;
 pub(crate) use text::*;
@@ -279,6 +281,18 @@ pub(crate) enum Command {
         On a GPU a prediction has the range in which four of five past ones on this card ended (--check). Exit code 5: fewer than 20 of them."
     )]
     Levers(LeversArgs),
+    /// Looks into what was compiled.
+    Inspect {
+        /// The subcommand.
+        #[command(subcommand)]
+        command: InspectCommand,
+    },
+    /// Searches decisions, notebooks and ledgers for a question: what was tried, and what came of it. Failures come first.
+    #[command(
+        after_help = "Examples:\n  amk notes \"does prefetching into L2 help\"\n  amk notes \"attention kv_split at 16384\" --in runs --in docs/lab\n\n\
+        Plain ranked text search (BM25). Each note names its file and lines, or its run and trial. Exit code 1: nothing matches."
+    )]
+    Notes(NotesArgs),
     /// Explains a word: a knob, a rule, a trap, an exit code, a term.
     #[command(
         after_help = "Examples:\n  amk explain                       every name there is\n  amk explain pipeline.stages\n  amk explain R-HAPPENS\n  \
@@ -329,7 +343,7 @@ pub(crate) enum Command {
 /// What runs the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum DeviceChoice {
+pub enum DeviceChoice {
     /// The GPU if there is one, else the CPU.
     #[default]
     Auto,
@@ -355,7 +369,7 @@ pub(crate) struct ModelArgs {
 }
 
 /// Where a model runs.
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct PlaceArgs {
     /// The GPU to schedule for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: the live device, else h200.
     #[arg(long, value_name = "GPU")]
@@ -373,7 +387,7 @@ pub(crate) struct PlaceArgs {
 }
 
 /// Whether a measurement may share the GPU.
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct SharingArgs {
     /// Measure even if other processes use the GPU. The conditions of the measurement say so.
     #[arg(long)]
@@ -438,7 +452,7 @@ pub(crate) struct EvaluateArgs {
     pub(crate) aa: Option<u16>,
 }
 
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder, a model of the Hub or a preset. Default: smollm2-135m, or the resumed search's.
     #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
@@ -508,6 +522,18 @@ pub(crate) struct FixedTerms {
     pub(crate) known: Vec<KnownRun>,
     /// Of a race: where it begins, and its only candidate.
     pub(crate) race: Option<[ScheduleConfig; 2]>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct NotesArgs {
+    /// The question, or some words.
+    pub(crate) question: String,
+    /// A page, a ledger, or a folder of pages or runs; may be repeated. Default: those of docs/decisions, docs/lab and runs that exist.
+    #[arg(long = "in", value_name = "PATH")]
+    pub(crate) places: Vec<PathBuf>,
+    /// The most notes.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub(crate) most: u8,
 }
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]

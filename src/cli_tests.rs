@@ -15,6 +15,8 @@ mod feedback;
 #[cfg(feature = "full")]
 #[path = "cli_tests/hub.rs"]
 mod hub;
+#[path = "cli_tests/inspect.rs"]
+mod inspect;
 #[path = "cli_tests/manifest.rs"]
 mod manifest;
 #[path = "cli_tests/memory.rs"]

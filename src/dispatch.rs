@@ -4,11 +4,13 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::cli::{Command, CorpusCommand, FleetCommand, MeasuredGridCommand, RunsCommand};
+use crate::cli::{
+    Command, CorpusCommand, FleetCommand, InspectCommand, MeasuredGridCommand, RunsCommand,
+};
 use crate::commands::{
     bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export, fleet,
-    generate, levers, measured_grid, migrate, program, propose, provenance, quantize, rerun, runs,
-    search_loop, trace,
+    generate, inspect, levers, measured_grid, migrate, notes, program, propose, provenance,
+    quantize, rerun, runs, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -32,9 +34,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Runs { command: RunsCommand::Verify(args) } => runs::verify(&args)?.print(),
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
-        Command::Runs { command: RunsCommand::Compare(args) } => {
-            runs::compare::answer(&args)?.print()
-        }
+        Command::Runs { command: RunsCommand::Compare(args) } => runs::compare::run(&args),
         Command::Runs { command: RunsCommand::Replay(args) } => runs::replay::run(&args),
         Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
         Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
@@ -57,6 +57,8 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Quantize(args) => quantize::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Levers(args) => levers::run(&args),
+        Command::Inspect { command: InspectCommand::Kernel(args) } => inspect::kernel(&args),
+        Command::Notes(args) => notes::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),
         Command::Diff(args) => diff::answer(&args)?.print(),
         #[cfg(feature = "full")]

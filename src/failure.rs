@@ -12,24 +12,35 @@ use vm_host::HostError;
 
 /// The exit codes. They are part of the interface: scripts and agents depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::VariantArray)]
-pub(crate) enum Exit {
+pub enum Exit {
+    /// The answer is yes, or the work is done.
     Yes = 0,
+    /// A gate said no.
     No = 1,
+    /// Wrong usage, or input that cannot be read or written.
     Usage = 2,
+    /// This machine lacks something, such as a GPU.
     Missing = 3,
+    /// A file was tampered with or is corrupt.
     Integrity = 4,
+    /// The samples do not decide.
     Inconclusive = 5,
+    /// A bug in amk.
     Bug = 70,
+    /// Stopped by Ctrl-C.
     Interrupted = 130,
 }
 
 impl Exit {
-    pub(crate) fn code(self) -> i32 {
+    /// The exit code of the process.
+    #[must_use]
+    pub fn code(self) -> i32 {
         self as i32
     }
 
     /// The word in an error document.
-    pub(crate) fn name(self) -> &'static str {
+    #[must_use]
+    pub fn name(self) -> &'static str {
         self.words().0
     }
 
@@ -76,12 +87,22 @@ impl From<Exit> for ExitCode {
     }
 }
 
+/// Why a command ended without its answer.
 #[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) exit: Exit,
+pub struct Failure {
+    /// The class of the failure: the exit code of the command.
+    pub exit: Exit,
     /// What, where and the remedy, in one line.
-    pub(crate) message: String,
+    pub message: String,
 }
+
+impl Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Failure {}
 
 impl Failure {
     pub(crate) fn usage(message: impl Into<String>) -> Self {

@@ -2,6 +2,10 @@
 //!
 //! The application: it reads arguments and files, connects the device to `search`, prints one JSON document on stdout
 //! and everything for people on stderr. Decisions are made in the crates below it. [`main`] is the command line.
+//!
+//! A program calls [`Search`] and [`Engine`], of which `amk loop` and `amk generate` are made. They print nothing. A
+//! search on a GPU drives it in a process of its own, the program `amk` of `PATH`, which must be of the same build
+//! ([`starts_as`] names another).
 
 #![cfg_attr(
     not(feature = "full"),
@@ -24,6 +28,7 @@ mod files;
 mod found;
 mod host_rules;
 mod interrupt;
+mod library;
 mod live_text;
 mod log;
 #[cfg(feature = "full")]
@@ -43,12 +48,22 @@ mod spinner;
 mod top;
 
 use std::ffi::OsString;
-use std::os::unix::process::CommandExt;
 use std::panic::AssertUnwindSafe;
 use std::process::{Command, ExitCode};
 
 use clap::FromArgMatches as _;
-use failure::Failure;
+
+pub use child_process::starts_as;
+pub use cli::DeviceChoice;
+pub use commands::search_loop::{Card, Found, Kept};
+pub use failure::{Exit, Failure};
+pub use ir::sampling::{Logprobs, Sampling};
+pub use ir::schedule::ScheduleConfig;
+#[doc(hidden)]
+pub use library::bindings;
+pub use library::{Engine, Generated, Prompt, Request, Search};
+pub use model::Message;
+pub use search::{Budget, Outcome, Trial, Verdict};
 
 /// Most threads of a pool, whatever the environment sets: the target machines have some hundred cores.
 const THREADS_MAX: usize = 512;
@@ -56,19 +71,27 @@ const THREADS_MAX: usize = 512;
 /// The command line: runs this process's arguments.
 #[must_use]
 pub fn main() -> ExitCode {
+    starts_as(["/proc/self/exe".into()]);
+    command_line(std::env::args_os().collect()).into()
+}
+
+/// The command line with these arguments, of which the first is the program's name. The process should end after it.
+#[must_use]
+pub fn command_line(arguments: Vec<OsString>) -> Exit {
     bug::install_panic_hook();
+    spinner::all();
     model::templates_run_in(template_child);
     // A panic that reaches this point is a bug in amk: one line that says so, and its own exit code.
-    std::panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+    std::panic::catch_unwind(AssertUnwindSafe(|| run(arguments))).unwrap_or_else(|_| {
         report::say_failure(&format!("amk: {}", bug::last_panic()));
-        failure::Exit::Bug.into()
+        Exit::Bug
     })
 }
 
-/// This program again, even if its file was replaced, to render a chat template.
+/// This program again, to render a chat template.
 fn template_child() -> Command {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("amk").arg("template-child");
+    let mut command = child_process::this_program();
+    command.arg("template-child");
     command
 }
 
@@ -85,18 +108,18 @@ fn limit_threads() {
     }
 }
 
-fn run() -> ExitCode {
-    let (arguments, renamed) = cli::renamed::today(std::env::args_os());
+fn run(given: Vec<OsString>) -> Exit {
+    let (arguments, renamed) = cli::renamed::today(given.iter().cloned());
     let parsed = cli::command().try_get_matches_from(arguments).and_then(|found| {
         cli::Cli::from_arg_matches(&found).map_err(|error| error.format(&mut cli::command()))
     });
     let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => return report::usage(&error),
+        Err(error) => return report::usage(&error, &given),
     };
     let Some(command) = cli.command else {
         report::say_text(cli::FIRST_STEPS);
-        return ExitCode::SUCCESS;
+        return Exit::Yes;
     };
     // `top` has a flag of its own, which needs --once.
     if cli.json || matches!(&command, cli::Command::Top(args) if args.json) {
@@ -110,10 +133,8 @@ fn run() -> ExitCode {
     if !matches!(command, cli::Command::TemplateChild) {
         limit_threads();
     }
-    match texts_only(std::env::args_os()).and_then(|()| dispatch::run(command)) {
-        Ok(exit) => exit.into(),
-        Err(failure) => report::fail(&failure),
-    }
+    let done = texts_only(given.into_iter()).and_then(|()| dispatch::run(command));
+    done.unwrap_or_else(|failure| report::fail(&failure))
 }
 
 /// Refuses arguments that are not UTF-8 and could not be repeated in a JSON document, before anything runs.

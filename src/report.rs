@@ -2,8 +2,8 @@
 //! `--json`, since people read the lines on stderr.
 
 use std::borrow::Cow;
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
-use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::error::ErrorKind;
@@ -153,10 +153,10 @@ fn is_harmful(c: char) -> bool {
 }
 
 /// Reports a failure on stdout and stderr.
-pub(crate) fn fail(failure: &Failure) -> ExitCode {
+pub(crate) fn fail(failure: &Failure) -> Exit {
     say_failure(&format!("amk: {}", failure.message.replace('\n', " | ")));
     let _ = document(&error_document(failure.exit, &failure.message));
-    failure.exit.into()
+    failure.exit
 }
 
 pub(crate) fn error_document(exit: Exit, message: &str) -> Value {
@@ -169,14 +169,14 @@ pub(crate) fn error_document(exit: Exit, message: &str) -> Value {
 }
 
 /// Wrong arguments, or a request for help.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+pub(crate) fn usage(error: &clap::Error, arguments: &[OsString]) -> Exit {
     let _ = error.print();
     let asked_for = [ErrorKind::DisplayHelp, ErrorKind::DisplayVersion];
     if asked_for.contains(&error.kind()) {
-        return Exit::Yes.into();
+        return Exit::Yes;
     }
     // The parser failed, so the parsed flag is not available.
-    if std::env::args_os().any(|argument| argument == "--json") {
+    if arguments.iter().any(|argument| argument == "--json") {
         json_wanted();
     }
     let rendered = error.render().to_string();
@@ -186,7 +186,7 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
         usage_message(&rendered)
     };
     let _ = document(&error_document(Exit::Usage, &message));
-    Exit::Usage.into()
+    Exit::Usage
 }
 
 /// The subcommands in a help page, for an error about a missing one.

@@ -10,6 +10,8 @@ use serde_json::Value;
 mod cards;
 #[path = "runs_tests/hostile.rs"]
 mod hostile;
+#[path = "runs_tests/sft.rs"]
+mod sft;
 
 /// A way to change a ledger: its header and its rows.
 type Forge = fn(&mut Value, &mut Vec<Value>);

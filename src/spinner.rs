@@ -8,13 +8,18 @@ use std::time::Duration;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
 
-/// The verbosity of the output for people.
-static SAID: AtomicU8 = AtomicU8::new(ALL);
+/// The verbosity of the output for people: a program that uses the library has its own.
+static SAID: AtomicU8 = AtomicU8::new(NOTHING);
 const ALL: u8 = 0;
 const FAILURES: u8 = 1;
 const NOTHING: u8 = 2;
 
 const TICK: Duration = Duration::from_millis(250);
+
+/// From now on everything for people is printed: the command line.
+pub(crate) fn all() {
+    SAID.store(ALL, Ordering::Relaxed);
+}
 
 /// From now on only the reasons of failures are printed.
 pub(crate) fn only_failures() {

@@ -85,6 +85,7 @@ fn search(device: &mut dyn Device) -> Result<Vec<Trial>, SearchError> {
         space: knobs.into_iter().map(values).collect(),
         timing: Timing { rounds: 12, warmup: 1 },
         finalists: 0,
+        simplest: None,
     };
     let mut search = Search::new(gate, Some(device), settings);
     let mut trials = Vec::new();

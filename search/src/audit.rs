@@ -14,8 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::assess::Timing;
 use crate::decide::{Decision, decide_measured};
 use crate::device::{Samples, Side};
-use crate::device_worker::Noise;
-use crate::effort::StoppingRule;
+use crate::device_worker::{Noise, is_equal};
+use crate::effort::{Interim, StoppingRule};
 use crate::measure::{Interval, gain, median, median_interval, noise_floor};
 use crate::propose::{Origin, changes, mixed};
 use crate::trial::{Beside, Confirmation, Outcome, Row, Trial, changed, together};
@@ -208,6 +208,9 @@ impl Audit {
         }
         let bar =
             StoppingRule { threshold, spread: noise.spread, rounds: self.terms.timing.rounds };
+        if let Some(departures) = trial.simpler {
+            return self.simpler(trial, departures, &bar.look(&samples, seed), threshold);
+        }
         // Measuring ends at the first look that decides.
         let mut done = 0;
         while let Some(more) = bar.more(done).filter(|more| done + more <= rounds) {
@@ -225,6 +228,33 @@ impl Audit {
             return if same { Ok(()) } else { Err(format!("its samples say {}", outcome.name())) };
         }
         Err(format!("its {rounds} rounds decide nothing"))
+    }
+
+    /// Checks a raced trial with fewer departures than the incumbent, which is measured in full: it leads unless it is
+    /// slower. The number of departures is its own claim.
+    fn simpler(
+        &self,
+        trial: &Trial,
+        [own, other]: [usize; 2],
+        look: &Interim,
+        threshold: f64,
+    ) -> Result<(), String> {
+        let rounds = (trial.samples_us.len(), self.terms.timing.rounds);
+        if trial.origin != Origin::Race || own >= other || rounds.0 != rounds.1 {
+            return Err(
+                "it claims to be simpler than the incumbent, and is not raced in full".to_owned()
+            );
+        }
+        if trial.gain != Some(look.gain) {
+            return Err(format!("its gain is not that of its samples ({:?})", look.gain));
+        }
+        let outcome = if is_equal(look.gain, threshold) {
+            Outcome::Kept
+        } else {
+            look.decision.map_or(Outcome::Inconclusive, Outcome::from)
+        };
+        let same = outcome == trial.outcome;
+        if same { Ok(()) } else { Err(format!("its samples say {}", outcome.name())) }
     }
 
     /// The noise of a card. It is an error to compare on a card that has not measured it.
@@ -313,6 +343,7 @@ impl Audit {
 
     fn predicted(&self, trial: &Trial, us: f64, bound: f64) -> Result<(), String> {
         if !trial.samples_us.is_empty()
+            || trial.simpler.is_some()
             || trial.noise_floor.is_some()
             || trial.predicted_us.is_some()
             || trial.verdict.ci_us.is_some()

@@ -15,7 +15,7 @@ use crate::effort::{Interim, StoppingRule, spread};
 use crate::gate::Gate;
 use crate::history::{Guess, Proposal};
 use crate::measure::{Interval, gain, noise_floor};
-use crate::propose::{changes, mixed};
+use crate::propose::{Origin, changes, mixed};
 use crate::rejection::Rejection;
 use crate::settings::{Clock, Settings};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial, changed};
@@ -326,6 +326,10 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
     ) -> Result<bool, Rejection> {
         let (bar, seed) = (self.stopping_rule(job), self.seed_of(job.index));
         let Some((_, incumbent)) = &self.incumbent else { return Ok(false) };
+        // A simpler schedule need not be faster.
+        if self.simpler(job).is_some() {
+            return Ok(false);
+        }
         let (gate, verdict) = (&self.gate, &mut trial.verdict);
         let found = assess::quick_look(gate, device, incumbent, screened, &bar, seed, verdict)?;
         let given_up = found.is_some();
@@ -391,7 +395,12 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
             (trial.noise_floor, trial.samples_us) = (Some(noise), samples.rounds);
             return Ok(());
         };
-        let enough = |samples: &Samples| bar.enough(samples, seed);
+        // A tie takes all rounds to see.
+        let (simpler, mut fixed) = (self.simpler(job), assess::fixed(timing.rounds));
+        let enough = |samples: &Samples| match simpler {
+            Some(_) => fixed(samples),
+            None => bar.enough(samples, seed),
+        };
         let sides = [incumbent, assessed];
         let samples = assess::race(&self.gate, device, sides, timing, enough)?;
         assess::set_measured(verdict, agreement, &samples, bounds, seed)?;
@@ -403,7 +412,26 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
             verdict.notes.push(LEFT_BEHIND.to_owned());
         }
         compared(trial, look, samples, bar.threshold);
+        trial.simpler = simpler;
+        if let Some([own, other]) = simpler
+            && trial.outcome != Outcome::Kept
+            && is_equal(look.gain, bar.threshold)
+        {
+            trial.outcome = Outcome::Kept;
+            trial.why += &format!(
+                "; no difference, and {own} instead of {other} knobs depart from the default"
+            );
+        }
         Ok(())
+    }
+
+    /// The number of knobs in which a raced candidate and the incumbent depart from the default, if the candidate does in
+    /// fewer.
+    fn simpler(&self, job: &Job) -> Option<[usize; 2]> {
+        let plain = self.settings.simplest.filter(|_| job.proposal.origin == Origin::Race)?;
+        let departures = |config| changes(&plain, config).len();
+        let found = [departures(&job.proposal.config), departures(&job.lead?.config)];
+        (found[0] < found[1]).then_some(found)
     }
 
     /// Announces likely kernels to the device: the incumbent's with its kernel knobs changed, single changes first.
@@ -521,6 +549,12 @@ fn attend_alike(one: &Candidate, other: &Candidate) -> bool {
         (attention, config.fusion_grouping.merge, handoffs)
     };
     shape(one) == shape(other)
+}
+
+/// Whether a gain is no difference: its interval includes zero, and reaches below it by at most twice the threshold,
+/// which in a race is the noise of the device.
+pub(crate) fn is_equal(gain: Interval, threshold: f64) -> bool {
+    gain.low <= 0.0 && gain.high >= 0.0 && gain.low >= -2.0 * threshold
 }
 
 /// Records a comparison in a trial.

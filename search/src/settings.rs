@@ -27,6 +27,9 @@ pub struct Settings {
     pub timing: Timing,
     /// How many of the best schedules a measured search races at its end; 0 is none.
     pub finalists: usize,
+    /// Of schedules that take the same time in that race, the one that departs from this one in fewer knobs leads; `None`: the one that
+    /// led before.
+    pub simplest: Option<ScheduleConfig>,
 }
 
 /// Time since any fixed moment. The search has no clock of its own; it uses this one to record where the time went.

@@ -191,6 +191,10 @@ pub struct Trial {
     /// For a measured trial: predicted µs per token at the position where it was timed. It decides nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted_us: Option<f64>,
+    /// For a trial of the race that is simpler than the incumbent and leads if it is as fast: the number of knobs in which it and the
+    /// incumbent depart from the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub simpler: Option<[usize; 2]>,
     /// Raw samples: microseconds per token of each round's four blocks (incumbent, candidate, candidate, incumbent).
     pub samples_us: Vec<[f64; 4]>,
     /// The card that measured it, if the search has several: its number in the header's `cards`.

@@ -58,6 +58,7 @@ impl Bench {
             space: vec![(Knob::KernelEvict, values)],
             timing: Timing { rounds: 4, warmup: 1 },
             finalists: 0,
+            simplest: None,
         };
         let mut search = Search::new(self.gate(contexts), Some(&mut device), settings);
         let mut trials = Vec::new();

@@ -53,6 +53,7 @@ impl Bench {
             space: [Knob::SyncQkv, Knob::PipelineStages].map(values).to_vec(),
             timing: Timing::default(),
             finalists: 0,
+            simplest: None,
         };
         let mut search = Search::new(self.gate(), device, settings);
         while let Step::Trial(_) = search.step(Duration::ZERO).unwrap() {}

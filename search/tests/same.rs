@@ -74,6 +74,7 @@ fn kept(seed: u64, jitter: Jitter) -> usize {
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
         finalists: 0,
+        simplest: None,
     };
     let same = |_: &_, _: &_| Behaviour::takes(100.0);
     let mut device = ScriptedDevice::new(expected().logits, seed, same).with_jitter(jitter);

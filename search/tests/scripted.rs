@@ -62,6 +62,7 @@ impl Bench {
             space: knobs.into_iter().map(values).collect(),
             timing: Timing { rounds: 12, warmup: 1 },
             finalists: 0,
+            simplest: None,
         }
     }
 

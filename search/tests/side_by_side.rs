@@ -75,6 +75,7 @@ impl Host {
             space: Knob::ALL.iter().map(values).collect(),
             timing: Timing { rounds: 12, warmup: 1 },
             finalists: 5,
+            simplest: None,
         }
     }
 

@@ -28,7 +28,7 @@ pub(crate) enum ScheduleChoice {
 }
 
 /// A schedule.
-#[derive(Debug, Args, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct ConfigArgs {
     /// A JSON file with any subset of the knobs, - for standard input, or the JSON itself. Knobs that it leaves out take the rule-based
     /// default for the model and GPU. Default: see --schedule.

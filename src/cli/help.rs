@@ -15,6 +15,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
         "Inspect",
         &[
             "explain",
+            "notes",
             "diff",
             "trace",
             "levers",
@@ -24,6 +25,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
             "interpret",
             "rerun",
             "provenance",
+            "inspect",
         ],
     ),
     ("Develop amk", &["grid", "calibrate", "migrate", "man", "completions"]),

@@ -38,7 +38,7 @@ pub(crate) enum RunsCommand {
     Replay(ReplayArgs),
     /// Writes trajectories for training and study: state, edit, verdict, decision; one line each, split by whole runs.
     #[command(
-        after_help = "Examples:\n  amk runs export --out trajectories\n  amk runs export runs/llama --out t --validation 20"
+        after_help = "Examples:\n  amk runs export --out trajectories\n  amk runs export runs/llama --out t --validation 20\n  amk runs export --out t --sft"
     )]
     Export(RunsExportArgs),
     /// Lists the runs that could be deleted to make room; deletes them with --apply.
@@ -91,6 +91,10 @@ pub(crate) struct RunsExportArgs {
     /// Percentage of the runs that go to validation.
     #[arg(long, value_name = "PERCENT", default_value_t = 10)]
     pub(crate) validation: u64,
+    /// Write prompts and completions instead: model, GPU and leading schedule, and the change that was kept. No model and GPU is on both
+    /// sides.
+    #[arg(long)]
+    pub(crate) sft: bool,
 }
 
 #[derive(Debug, Args)]

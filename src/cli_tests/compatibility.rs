@@ -40,7 +40,7 @@ fn all_flags() -> Flags {
     let mut flags = Flags::new();
     for command in commands_of(&[]) {
         let nested: Vec<String> = match command.as_str() {
-            "runs" | "corpus" | "fleet" | "grid" => commands_of(&[&command]),
+            "runs" | "corpus" | "fleet" | "grid" | "inspect" => commands_of(&[&command]),
             _ => vec![String::new()],
         };
         for sub in nested.iter().filter(|sub| *sub != "help") {

@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 use super::{Path, amk_in, folder, golden};
 
 #[path = "fields.rs"]
-mod fields;
+pub(super) mod fields;
 
 use fields::{Fields, broken, fields_of, known, settle};
 
-/// Documents that need a card: the unit tests inside the binary check them against the record.
-const ON_A_CARD: [&str; 2] = ["amk.aa.v1", "amk.found.v1"];
+/// Documents that need a card or nvdisasm: unit tests inside the binary and `inspect.rs` check them against the record.
+const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.inspect_kernel.v1"];
 
 /// Ids that are no longer written, and are refused or read by name.
 const NOT_WRITTEN: [&str; 4] =
@@ -27,6 +27,9 @@ const NOT_WRITTEN: [&str; 4] =
 
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
+
+/// What is asked of the runs of the session.
+const ON_RUNS: [&str; 2] = ["runs export runs --out prompts --sft", "notes kept --in runs"];
 
 /// The session of a fleet of one worker; its ledgers go through a store and out of it.
 const FLEET: [&str; 9] = [
@@ -110,7 +113,7 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("evaluate --model no-such-model"),
     ];
     let mut all: BTreeMap<String, Fields> = BTreeMap::new();
-    for call in calls.into_iter().chain(FLEET.map(plain)) {
+    for call in calls.into_iter().chain(FLEET.map(plain)).chain(ON_RUNS.map(plain)) {
         let args: Vec<&str> = call.iter().map(String::as_str).collect();
         let document = amk_in(dir.path(), &args).json();
         let schema = document["schema"].as_str().unwrap_or_else(|| panic!("{args:?}: {document}"));
@@ -179,7 +182,10 @@ fn files(dir: &Path) -> Vec<Value> {
     let split = |name: &str| std::fs::metadata(dir.join(name)).is_ok_and(|file| file.len() > 0);
     let trajectories = ["trajectories/train.jsonl", "trajectories/validation.jsonl"];
     let trajectory = trajectories.into_iter().find(|name| split(name)).unwrap();
+    let prompts = ["prompts/train.jsonl", "prompts/validation.jsonl"];
+    let prompt = prompts.into_iter().find(|name| split(name)).unwrap();
     vec![
+        first(&dir.join(prompt)),
         first(&dir.join("runs/a/ledger.jsonl"))["record"].clone(),
         first(&dir.join("runs/a/manifest.json")),
         first(&dir.join(trajectory)),

@@ -14,9 +14,11 @@ pub(crate) mod fleet;
 pub(crate) mod generate;
 #[cfg(feature = "full")]
 pub(crate) mod html;
+pub(crate) mod inspect;
 pub(crate) mod levers;
 pub(crate) mod measured_grid;
 pub(crate) mod migrate;
+pub(crate) mod notes;
 pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod provenance;

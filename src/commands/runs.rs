@@ -26,7 +26,7 @@ pub(crate) mod replay;
 pub(crate) mod show;
 
 /// The file whose presence marks a folder as a search.
-pub(super) const LEDGER: &str = "ledger.jsonl";
+pub(in crate::commands) const LEDGER: &str = "ledger.jsonl";
 
 /// Folder of the searches if none is named.
 const RUNS: &str = "runs";

@@ -45,7 +45,8 @@ use header::Header;
 use proposer::{OnlyCandidate, Proposer};
 use store_sink::StoreSink;
 
-pub(crate) use document::{Card, Found, Kept, cards as cards_of};
+pub(crate) use document::cards as cards_of;
+pub use document::{Card, Found, Kept};
 pub(crate) use watch::{Progress, Watch};
 
 const COLUMNS: &[&str] = &[
@@ -70,7 +71,7 @@ const COLUMNS: &[&str] = &[
 const CHANGES_SHOWN: usize = 3;
 
 pub(crate) fn run(args: &LoopArgs) -> Outcome {
-    answer(args, &watch::Interrupts)?.print()
+    crate::library::Search::of(args.clone()).watched(&watch::Interrupts).answer()?.print()
 }
 
 /// Searches until the budget is spent or the watcher stops it.
@@ -277,6 +278,7 @@ fn settings(context: &Context, header: &Header) -> Settings {
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
         finalists: header.finalists,
+        simplest: Some(context.default_config()),
     }
 }
 
@@ -428,7 +430,8 @@ impl Session<'_> {
         let cells = cells(&trial);
         // The trial is acknowledged from here on: its line is printed only after it is on the disk.
         let leads = trial.outcome.leads().then_some(trial.config);
-        let link = self.ledger.append(&Row::Trial(Box::new(trial)));
+        let row = Row::Trial(Box::new(trial));
+        let link = self.ledger.append(&row);
         self.keeper.row(link.map_err(|error| self.full(error))?);
         if let Some(config) = leads {
             self.keeper.program(search, &config);
@@ -442,7 +445,9 @@ impl Session<'_> {
             )),
             None => self.bar.set_message("nothing correct yet"),
         }
-        self.watch.trial(&self.progress(search, Some(line.trim().to_owned())));
+        if let Row::Trial(trial) = &row {
+            self.watch.trial(&self.progress(search, Some(line.trim().to_owned())), trial);
+        }
         self.bar.set_position(match self.header.budget {
             Budget::Trials(_) => search.trials().len() as u64,
             Budget::Time(most) => self.elapsed().min(most).as_secs(),

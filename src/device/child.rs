@@ -1,6 +1,5 @@
 //! The GPU in a process of its own: how a search starts the process, and what it does.
 
-use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::PoisonError;
 
@@ -11,13 +10,11 @@ use telemetry::{Publisher, now_ns};
 use vm_host::HostError;
 
 use super::{Gpu, LOGITS_ROWS, device_error, sharing};
+use crate::child_process::this_program;
 use crate::cli::{DeviceChildArgs, DeviceChoice, PlaceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::observe::{self, KernelWatch, SharedMonitor};
-
-/// This program, even if its file was replaced: both sides are the same build.
-const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Starts a process that drives the GPU for a model. This process does not touch the device, so that the child is alone
 /// on it. With `shared` other processes may use it, and with `named` the child sees only this GPU. The error names what
@@ -52,8 +49,8 @@ pub(crate) fn clocks(uuid: &str) -> Option<Clocks> {
 
 /// The command `amk device-child ..`, which runs [`serve`]. A GPU that is made visible alone is number 0 there.
 fn command(context: &Context, visible: Option<&str>) -> Command {
-    let mut command = Command::new(THIS_PROGRAM);
-    command.arg0("amk").args(["device-child", "--model", &context.name, "--kv-capacity"]);
+    let mut command = this_program();
+    command.args(["device-child", "--model", &context.name, "--kv-capacity"]);
     command.arg(context.kv_capacity.to_string());
     command.args(crate::log::arguments());
     if let Some(target) = &context.named_target {

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use search::Trial;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, SemaphorePermit, watch};
 
 use crate::commands::search_loop::{Found, Progress, Watch};
@@ -205,10 +206,10 @@ impl Watch for Follow {
     }
 
     fn begins(&self, progress: &Progress) {
-        self.trial(progress);
+        self.progress.send_replace(Some(progress.clone()));
     }
 
-    fn trial(&self, progress: &Progress) {
+    fn trial(&self, progress: &Progress, _: &Trial) {
         self.progress.send_replace(Some(progress.clone()));
     }
 }

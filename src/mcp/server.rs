@@ -20,8 +20,9 @@ use super::jobs::{Follow, Jobs, on_thread};
 use super::resources;
 use super::tools::{self, Entry, Run};
 use crate::cli::LoopArgs;
-use crate::commands::search_loop::{self, Progress};
+use crate::commands::search_loop::Progress;
 use crate::failure::{Exit, Failure};
+use crate::library::Search;
 use crate::report::{self, Answer};
 
 /// How long a result waits for the client to take the last progress.
@@ -108,7 +109,7 @@ impl Server {
         let end = on_thread(turn, move || {
             // Recorded on this thread: a later status is correct even if no one awaits the result.
             let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                search_loop::answer(&args, &*watch).map(|answer| answer.document)
+                Search::of(args).watched(&*watch).run()
             }));
             let bug = |_| Err(Failure::bug(crate::bug::last_panic()));
             let end = Arc::new(end.unwrap_or_else(bug));

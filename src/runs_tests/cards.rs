@@ -43,6 +43,7 @@ fn settings(graph: &ir::Graph, target: &Target, knob: Knob) -> Settings {
         space: vec![(knob, ir::schedule::legal_values(knob, graph, target))],
         timing: Timing::default(),
         finalists: 0,
+        simplest: None,
     }
 }
 

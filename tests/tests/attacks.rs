@@ -314,6 +314,7 @@ impl Bench {
                 .to_vec(),
             timing: Timing::default(),
             finalists: 0,
+            simplest: None,
         }
     }
 

@@ -44,6 +44,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "vm-host",
         ],
     ),
+    ("python", &["amk"]),
     (
         "tests",
         &[

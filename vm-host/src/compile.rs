@@ -384,7 +384,35 @@ fn refused(call: &'static str) -> impl Fn(NvrtcError) -> HostError {
     move |error| HostError::Driver { call, message: format!("{:?}", error.0) }
 }
 
+/// The PTX of a variant, which is compiled for it: the cache has none.
+///
+/// # Errors
+/// If NVRTC is missing or refuses the source.
+pub fn ptx(variant: &Variant, arch: &str) -> Result<String, HostError> {
+    let source = unit(row(arch).sources.iter())?;
+    let (text, _) = nvrtc(&source, &options(variant, arch), program_ptx)?;
+    Ok(text)
+}
+
+/// A program of the CUDA toolkit: in `PATH`, or where NVRTC is looked for.
+#[must_use]
+pub fn cuda_tool(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let beside = nvrtc_folders().into_iter().filter_map(|lib| Some(lib.parent()?.join("bin")));
+    let mut folders = std::env::split_paths(&path).chain(beside).map(|folder| folder.join(name));
+    folders.find(|file| file.is_file())
+}
+
 fn run_nvrtc(source: &str, options: &[String]) -> Result<(Vec<u8>, String), HostError> {
+    nvrtc(source, options, program_image)
+}
+
+/// Compiles, and returns what `emit` reads of the program, and the log.
+fn nvrtc<T>(
+    source: &str,
+    options: &[String],
+    emit: fn(sys::nvrtcProgram) -> Result<T, NvrtcError>,
+) -> Result<(T, String), HostError> {
     load_nvrtc()?;
     let no_nul = |_| HostError::Compile("the source or an option holds a NUL byte".into());
     let source = CString::new(source).map_err(no_nul)?;
@@ -400,12 +428,20 @@ fn run_nvrtc(source: &str, options: &[String]) -> Result<(Vec<u8>, String), Host
         .unwrap_or_default();
     let log = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy().into_owned();
     let image = match compiled {
-        Ok(()) => program_image(program).map_err(refused("nvrtcGetCUBIN")),
+        Ok(()) => emit(program).map_err(refused("nvrtcGetCUBIN, nvrtcGetPTX")),
         Err(_) => Err(HostError::Compile(log.clone())),
     };
     // SAFETY: `program` is live and not used after. Failing to free it is not failing to compile.
     let _ = unsafe { result::destroy_program(program) };
     Ok((image?, log))
+}
+
+fn program_ptx(program: sys::nvrtcProgram) -> Result<String, NvrtcError> {
+    // SAFETY: `program` is live and compiled.
+    let text = unsafe { result::get_ptx(program) }?;
+    let bytes: Vec<u8> = text.into_iter().map(i8::cast_unsigned).collect();
+    let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+    Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
 }
 
 fn program_image(program: sys::nvrtcProgram) -> Result<Vec<u8>, NvrtcError> {

@@ -34,8 +34,8 @@ mod weight_stream;
 pub use boot::BootOptions;
 pub use card::Card;
 pub use compile::{
-    Cubin, Resources, compile, compile_prefill, default_cache, kernel_id, nvrtc_version, options,
-    resources, variant,
+    Cubin, Resources, compile, compile_prefill, cuda_tool, default_cache, kernel_id, nvrtc_version,
+    options, ptx, resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};

@@ -46,6 +46,7 @@ fn ran(measured: bool) -> Ran {
         space: space.to_vec(),
         timing,
         finalists: 0,
+        simplest: None,
     };
     let kind = if measured { LatencyKind::MeasuredGpu } else { LatencyKind::Predicted };
     let device = measured.then_some(&mut device as &mut dyn crate::device::Device);

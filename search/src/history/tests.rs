@@ -112,6 +112,7 @@ fn trial(index: u64, config: ScheduleConfig) -> Trial {
         threshold: None,
         noise_floor: None,
         predicted_us: None,
+        simpler: None,
         samples_us: Vec::new(),
         card: None,
         beside: Vec::new(),

@@ -41,6 +41,7 @@ fn guessed(
         space: Knob::ALL.iter().map(values).collect(),
         timing: Timing::default(),
         finalists: 0,
+        simplest: None,
     };
     let mut search = Search::new(gate, Some(&mut device), settings);
     let mut guesses = Vec::new();

@@ -151,7 +151,7 @@ impl RowSpec {
 
     /// The command that measures it once.
     fn command(&self, args: &BenchArgs, rounds: u32, bundle: Option<&Path>) -> Command {
-        let mut command = Command::new("/proc/self/exe");
+        let mut command = child_process::this_program();
         command.args(["bench", "--json", "--model", &self.model]);
         let device = args.place.device.to_possible_value();
         let schedule = self.schedule.to_possible_value();

@@ -2,7 +2,6 @@
 //! spills of the kernel; with `--kernel-dir` also those of edited kernel sources, in alternating processes.
 
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -52,7 +51,7 @@ pub(super) fn run(args: &BenchArgs, phase: &str) -> Outcome {
 
 /// One schedule's part of the answer of `amk trace`, in a process that compiles these sources.
 fn trace(args: &BenchArgs, phase: &str, dir: Option<&Path>) -> Result<Value, Failure> {
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = child_process::this_program();
     command.args(["trace", "--json", "--kernel", "--model"]).args(&args.model);
     command.arg(format!("--context={}", args.context));
     let word = |value: Option<clap::builder::PossibleValue>| value.map(|v| v.get_name().to_owned());

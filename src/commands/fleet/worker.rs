@@ -10,7 +10,7 @@ use fleet::protocol::Terms;
 use fleet::{Board, BoardError, Claim, Device, Leased, Recorded, Spec, Worker};
 use ir::schedule::ScheduleConfig;
 use rand::RngExt;
-use search::Budget;
+use search::{Budget, Trial};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -197,7 +197,7 @@ impl Watch for Shared {
 
     fn begins(&self, _: &Progress) {}
 
-    fn trial(&self, _: &Progress) {}
+    fn trial(&self, _: &Progress, _: &Trial) {}
 }
 
 /// Runs a leased job to its end, with a second thread for the lease.

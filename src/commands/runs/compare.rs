@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::recorded::Recorded;
 use crate::cli::CompareArgs;
-use crate::failure::{Exit, Failure};
+use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 
 /// Header fields that must be equal: the name, the JSON pointer, and why it matters.
@@ -77,6 +77,10 @@ pub(crate) struct Compared {
     better: Option<&'static str>,
     /// The figures behind it.
     why: String,
+}
+
+pub(crate) fn run(args: &CompareArgs) -> Outcome {
+    answer(args)?.print()
 }
 
 pub(crate) fn answer(args: &CompareArgs) -> Result<Answer<Compared>, Failure> {

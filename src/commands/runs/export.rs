@@ -3,7 +3,7 @@
 //!
 //! Runs go to `train.jsonl` or `validation.jsonl` whole, by a hash of the inputs of their proposals (graph, target,
 //! device, kind of latency, seed): a run that repeats another one lands on the same side and does not leak into the
-//! other.
+//! other. With `--sft` the hash is of graph and target alone, and a line is a prompt with its completion.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
         }
     }
     let placed = files::new_folder(&args.out, |folder| {
-        let written = write(folder, &runs, args.validation);
+        let written = write(folder, &runs, args);
         written.map_err(Failure::cannot("write", &args.out, "there may be no room"))
     })?;
     let count =
@@ -97,6 +97,7 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     ));
     report::document(&json!({
         "schema": "amk.trajectories.v1",
+        "format": if args.sft { "sft" } else { "trajectories" },
         "out": args.out,
         "train": train,
         "validation": validation,
@@ -106,17 +107,23 @@ pub(crate) fn run(args: &RunsExportArgs) -> Outcome {
     Ok(exit)
 }
 
-fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<Vec<Placed>> {
+fn write(folder: &Path, runs: &[Recorded], args: &RunsExportArgs) -> std::io::Result<Vec<Placed>> {
     let create = |name: &str| File::create(folder.join(name)).map(BufWriter::new);
     let mut files = [create("train.jsonl")?, create("validation.jsonl")?];
     let mut placed = Vec::new();
     for found in runs {
-        let side = usize::from(percentile(found) < validation);
+        let side = usize::from(percentile(found, args.sft) < args.validation);
         let mut steps = 0;
-        for line in found.trials.iter().flat_map(|trial| lines(found, trial)) {
-            serde_json::to_writer(&mut files[side], &line)?;
-            files[side].write_all(b"\n")?;
+        let mut write = |line: Value| {
             steps += 1;
+            writeln!(files[side], "{line}")
+        };
+        for trial in &found.trials {
+            if args.sft {
+                sft(found, trial).map_or(Ok(()), &mut write)?;
+            } else {
+                lines(found, trial).iter().try_for_each(|line| write(json!(line)))?;
+            }
         }
         let split = ["train", "validation"][side];
         let (run, ledger) = (found.run.clone(), found.ledger.clone());
@@ -129,14 +136,44 @@ fn write(folder: &Path, runs: &[Recorded], validation: u64) -> std::io::Result<V
     Ok(placed)
 }
 
-/// The percentile of a run, by a hash of the inputs of its proposals.
-fn percentile(found: &Recorded) -> u64 {
+/// The percentile of a run, by a hash of the inputs of its proposals, or of graph and target alone.
+fn percentile(found: &Recorded, pair: bool) -> u64 {
     let graph = found.word("graph_id").or_else(|| found.word("graph")).unwrap_or("");
     let words = ["target", "device", "latency_kind"].map(|key| found.word(key).unwrap_or(""));
     let seed = found.header.get("seed").and_then(Value::as_u64).unwrap_or(0);
-    let drawn_from = format!("{graph}\n{}\n{seed}", words.join("\n"));
+    let drawn_from = match pair {
+        true => format!("{graph}\n{}", words[0]),
+        false => format!("{graph}\n{}\n{seed}", words.join("\n")),
+    };
     let id = corpus::store::fresh_run_id(&drawn_from);
     u64::from_str_radix(&id, 16).unwrap_or(0) % 100
+}
+
+/// A kept trial as a prompt and its completion; `None` for others, and where the prompt would tell the completion.
+fn sft(found: &Recorded, trial: &Trial) -> Option<Value> {
+    let leads = trial.outcome == End::Kept && !trial.changed.is_empty();
+    let parent = trial.incumbent.filter(|_| leads)?;
+    let parent = found.trials.iter().find(|trial| trial.trial == parent)?;
+    let changes = trial.changed.iter();
+    let changes: Vec<String> =
+        changes.map(|(knob, pair)| format!("{knob}={}", report::word(pair.get(1)))).collect();
+    let word = |key| found.word(key).unwrap_or("-");
+    let prompt = format!(
+        "Change this schedule so that a decode step takes less time.\nmodel: {} {}\ngpu: {}\nlatency: {}\nschedule: {}\nus per token: {}\n",
+        word("graph"),
+        found.header["shape"],
+        word("target"),
+        word("latency_kind"),
+        json!(parent.config),
+        report::word(Some(&json!(parent.verdict.latency_us)))
+    );
+    if changes.iter().any(|change| prompt.contains(change.as_str())) {
+        return None;
+    }
+    let completion = changes.join("\n");
+    let schema = "amk.sft.v1";
+    let line = json!({"schema": schema, "run": found.run, "trial": trial.trial, "prompt": prompt, "completion": completion});
+    Some(line)
 }
 
 /// The steps of a trial: the untried proposals before it, then the trial.

@@ -10,49 +10,49 @@ use serde_json::{Map, Value};
 
 /// The result of a search, and its files.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(crate) struct Found {
+pub struct Found {
     #[schemars(extend("const" = "amk.loop.v1"))]
     pub(super) schema: &'static str,
     /// The verdict on the best schedule: from the confirmation, if there was one.
-    pub(super) best_verdict: Option<Verdict>,
+    pub best_verdict: Option<Verdict>,
     /// The best schedule.
-    pub(super) best_config: Option<ScheduleConfig>,
+    pub best_config: Option<ScheduleConfig>,
     /// Trials, those before a resume included, without the race at the end.
-    pub(super) n_trials: usize,
+    pub n_trials: usize,
     /// Trials of the race at the end.
-    pub(super) n_raced: usize,
+    pub n_raced: usize,
     /// Trials, raced ones included, that were lowered and verified.
-    pub(super) n_valid: usize,
+    pub n_valid: usize,
     /// Of these, those that agreed with the graph.
-    pub(super) n_correct: usize,
+    pub n_correct: usize,
     /// Of these, those that were kept.
-    pub(super) n_kept: usize,
+    pub n_kept: usize,
     /// Illegal proposals, which cost no trial.
-    pub(super) n_rejected: u64,
+    pub n_rejected: u64,
     /// The table of trials.
-    pub(super) results_tsv: PathBuf,
+    pub results_tsv: PathBuf,
     /// The ledger.
-    pub(super) ledger: PathBuf,
+    pub ledger: PathBuf,
     /// The store that also holds its rows. None if there is none, or if it could not be kept up to date.
-    pub(super) store: Option<PathBuf>,
+    pub store: Option<PathBuf>,
     /// trials, time, exhausted or interrupted.
-    pub(super) stopped_by: String,
+    pub stopped_by: String,
     /// The best schedule as a file for `--config`.
-    pub(super) best_config_file: Option<PathBuf>,
+    pub best_config_file: Option<PathBuf>,
     /// The file of the best schedule for `generate` and `serve` on this machine: a measured champion that was confirmed.
-    pub(super) found_schedule_file: Option<PathBuf>,
+    pub found_schedule_file: Option<PathBuf>,
     /// Where the search began. None in searches before there was a choice: they began with the neutral schedule.
-    pub(super) schedule_source: Option<Value>,
+    pub schedule_source: Option<Value>,
     /// The trials that led, first to last.
-    pub(super) kept: Vec<Kept>,
+    pub kept: Vec<Kept>,
     /// The best schedule judged again, on fresh tokens and against the baseline. None after an interruption.
-    pub(super) confirmation: Option<Confirmation>,
+    pub confirmation: Option<Confirmation>,
     /// The cards of a search with several, by their numbers.
-    pub(super) cards: Vec<Card>,
+    pub cards: Vec<Card>,
     /// The breakdown of the time.
-    pub(super) spent: Value,
+    pub spent: Value,
     /// The command that resumes this search.
-    pub(super) resume: String,
+    pub resume: String,
 }
 
 impl Found {
@@ -63,20 +63,23 @@ impl Found {
 
 /// One of several cards. Its figures are its own: figures of two cards are never compared.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub(crate) struct Card {
-    pub(crate) card: u32,
-    pub(crate) name: String,
-    pub(crate) uuid: Option<String>,
+pub struct Card {
+    /// Its number.
+    pub card: u32,
+    /// The name of the product.
+    pub name: String,
+    /// The driver's unique id of it.
+    pub uuid: Option<String>,
     /// Trials that it measured.
-    pub(crate) trials: usize,
+    pub trials: usize,
     /// The gain that the baseline appears to have over itself there.
-    pub(crate) noise_floor: Option<f64>,
+    pub noise_floor: Option<f64>,
     /// Microseconds per token of the baseline there.
-    pub(crate) baseline_us: Option<f64>,
+    pub baseline_us: Option<f64>,
     /// Why the search went on without it, if it did.
-    pub(crate) left_out: Option<String>,
+    pub left_out: Option<String>,
     /// The first trial without it.
-    pub(crate) left_out_at: Option<u64>,
+    pub left_out_at: Option<u64>,
 }
 
 /// The cards of a header with the figures from the trials.
@@ -108,11 +111,13 @@ pub(crate) fn cards(conditions: &[Conditions], trials: &[Trial]) -> Vec<Card> {
 
 /// A trial that led.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(crate) struct Kept {
-    trial: u64,
+pub struct Kept {
+    /// Its number.
+    pub trial: u64,
     /// The knobs in which it differs from the schedule that led before: path to before and after.
-    changed: Map<String, Value>,
-    why: String,
+    pub changed: Map<String, Value>,
+    /// The reason of the decision, in a line.
+    pub why: String,
 }
 
 impl From<&Trial> for Kept {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use schemars::JsonSchema;
-use search::Budget;
+use search::{Budget, Trial};
 use serde::Serialize;
 
 use crate::failure::Exit;
@@ -49,7 +49,7 @@ pub(crate) trait Watch {
     fn begins(&self, progress: &Progress);
 
     /// Another trial is on the disk.
-    fn trial(&self, progress: &Progress);
+    fn trial(&self, progress: &Progress, trial: &Trial);
 }
 
 /// Set when there is a trial to wait for.
@@ -82,5 +82,5 @@ impl Watch for Interrupts {
     }
 
     // The session itself prints the progress bar and the lines of the trials.
-    fn trial(&self, _: &Progress) {}
+    fn trial(&self, _: &Progress, _: &Trial) {}
 }

@@ -107,6 +107,7 @@ fn rows() -> Vec<Value> {
         space: Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect(),
         timing: Timing::default(),
         finalists: 0,
+        simplest: None,
     };
     let mut search = Search::new(gate, None, settings);
     let mut rows = vec![json!({"seed": 0, "min_gain": 0.001, "latency_kind": "predicted"})];

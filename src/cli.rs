@@ -282,6 +282,7 @@ pub(crate) enum Command {
     )]
     Levers(LeversArgs),
     /// Looks into what was compiled.
+    #[command(after_help = "Examples:\n  amk inspect kernel --model toy")]
     Inspect {
         /// The subcommand.
         #[command(subcommand)]

@@ -37,6 +37,25 @@ fn predicted(server: &mut Server, config: &Value) -> Option<f64> {
     answer["lowered"]["predicted_us"][0].as_f64()
 }
 
+/// Every change of this many knobs, one or two.
+fn moves(knobs: &Value, together: usize) -> Vec<Vec<(String, Value)>> {
+    let all: Vec<(String, Value)> = knobs
+        .as_object()
+        .unwrap()
+        .iter()
+        .flat_map(|(path, values)| {
+            values.as_array().unwrap().iter().map(|value| (path.clone(), value.clone()))
+        })
+        .collect();
+    if together == 1 {
+        return all.into_iter().map(|one| vec![one]).collect();
+    }
+    let all = &all;
+    let second = move |i: usize| all[i + 1..].iter().filter(move |(path, _)| *path != all[i].0);
+    let pairs = move |i: usize| second(i).map(move |other| vec![all[i].clone(), other.clone()]);
+    (0..all.len()).flat_map(pairs).collect()
+}
+
 /// Passes over the knobs from a schedule on, until one changes nothing. Nothing is asked twice.
 fn agent(server: &mut Server, start: &Value, knobs: &Value) -> (Value, usize) {
     let mut seen = BTreeMap::new();
@@ -44,14 +63,20 @@ fn agent(server: &mut Server, start: &Value, knobs: &Value) -> (Value, usize) {
     let mut best = predicted(server, &config).expect("the first is legal");
     loop {
         let before = config.clone();
-        for (path, values) in knobs.as_object().unwrap() {
-            for value in values.as_array().unwrap() {
-                let tried = set(&config, path, value);
+        // One knob at a time, and two where one alone brings nothing: a hand-off and what it feeds, say.
+        for together in [1, 2] {
+            for moves in moves(knobs, together) {
+                let tried = moves
+                    .iter()
+                    .fold(config.clone(), |config, (path, value)| set(&config, path, value));
                 let ask = || predicted(server, &tried);
                 let us = *seen.entry(tried.to_string()).or_insert_with(ask);
                 if let Some(us) = us.filter(|us| *us < best * (1.0 - GAIN)) {
                     (best, config) = (us, tried);
                 }
+            }
+            if config != before {
+                break;
             }
         }
         if config == before {

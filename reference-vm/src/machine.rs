@@ -411,6 +411,9 @@ impl<'a> Machine<'a> {
                     let best = chosen.map_or(best, |other| best.better(other));
                     chosen = Some(best);
                     samples = samples.saturating_sub(1);
+                    if let Some(fired) = self.trace.as_mut().and_then(|all| all.last_mut()) {
+                        fired.chosen = Some(best.token).filter(|_| samples == 0);
+                    }
                     if samples == 0 {
                         self.end(worker, &workers[worker], best.token, left)?;
                     }

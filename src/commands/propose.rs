@@ -72,7 +72,7 @@ fn refuse_without_ops(context: &Context) -> Result<(), Failure> {
         "{violations}. A step would read {:.1} MB of the {:.1} MB of weights, which takes {:.0} us on {}",
         mb(step),
         mb(all),
-        step as f64 / target.bandwidth as f64 * 1e6,
+        step as f64 / target.total_bandwidth() as f64 * 1e6,
         target.name,
     )))
 }

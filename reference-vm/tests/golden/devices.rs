@@ -1,8 +1,9 @@
 //! Schedules with one `numeric_id` give the same bits on any number of workers and devices.
 
-use ir::program::Program;
+use abi::{BufferKind, Opcode, SampleParams};
+use ir::program::{Program, verify};
 use ir::schedule::{MergeGrouping, default_config, numeric_id, validate};
-use ir::{Knob, Rule, ScheduleConfig, Target};
+use ir::{BufferId, Knob, Rule, ScheduleConfig, Target};
 use lower::{Options, lower};
 use reference_vm::Order;
 use reference_vm::machine::{Machine, Outputs, Run};
@@ -53,7 +54,7 @@ fn check_shape(program: &Program, target: &Target) {
     let queues = program.workers.chunks(target.sms as usize);
     for queue in queues {
         let mut tasks = queue.iter().flat_map(|worker| &worker.tasks);
-        assert!(tasks.any(|task| task.opcode == abi::Opcode::Matvec));
+        assert!(tasks.any(|task| task.opcode == Opcode::Matvec));
     }
 }
 
@@ -134,4 +135,93 @@ fn the_numeric_id_is_of_what_decides_the_bits() {
     assert_eq!(numeric_id(&config), numeric_id(&other));
     other.tiling.attention.kv_split = 4;
     assert_ne!(numeric_id(&config), numeric_id(&other));
+}
+
+/// The logits of a changed program, if it verifies and runs.
+fn ran(golden: &Golden, program: Program) -> Option<Vec<Vec<f32>>> {
+    let program = verify(program).ok()?;
+    let mut machine = Machine::new(&program, &golden.model.graph, &*golden.model.weights).unwrap();
+    let run = machine.run(&golden.tokens[..3], Order::Seeded(2)).unwrap();
+    Some(run.finished().unwrap_or_else(|| panic!("a verified program does not finish")).logits)
+}
+
+/// Changes of what makes a program one of several devices. Each is refused or changes nothing.
+fn mutants(right: &Program) -> Vec<(String, Program)> {
+    let mut all = Vec::new();
+    let mut push = |what: String, change: &dyn Fn(&mut Program)| {
+        let mut program = right.clone();
+        change(&mut program);
+        if program != *right {
+            all.push((what, program));
+        }
+    };
+    for index in 0..right.topology.replicated.len() {
+        push(format!("replica {index} is local"), &|p| {
+            p.topology.replicated.remove(index);
+        });
+    }
+    for buffer in (0..right.buffers.len() as u32).map(BufferId) {
+        push(format!("{buffer} is replicated"), &|p| {
+            p.topology.replicated.push(buffer);
+            p.topology.replicated.sort_unstable();
+            p.topology.replicated.dedup();
+        });
+        push(format!("{buffer} is plain"), &|p| p.buffers[buffer.index()].kind = BufferKind::Plain);
+    }
+    for devices in [0, 1, 3, 4, 9] {
+        push(format!("{devices} devices"), &|p| p.topology.devices = devices);
+    }
+    let per = right.workers_per_device();
+    for worker in 0..right.workers.len() {
+        let other = (worker + per) % right.workers.len();
+        push(format!("w{worker} and w{other} change places"), &|p| p.workers.swap(worker, other));
+        for task in 0..right.workers[worker].tasks.len() {
+            push(format!("w{worker}.{task} on another device"), &|p| {
+                let moved = p.workers[worker].tasks.remove(task);
+                let at = task.min(p.workers[other].tasks.len());
+                p.workers[other].tasks.insert(at, moved);
+            });
+            push(format!("w{worker}.{task} is done by another device too"), &|p| {
+                let twice = p.workers[worker].tasks[task].clone();
+                let at = task.min(p.workers[other].tasks.len());
+                p.workers[other].tasks.insert(at, twice);
+            });
+            push(format!("w{worker}.{task} does not wait"), &|p| {
+                p.workers[worker].tasks[task].waits.clear();
+            });
+            push(format!("w{worker}.{task} signals nothing"), &|p| {
+                p.workers[worker].tasks[task].signal = None;
+            });
+            push(format!("w{worker}.{task} takes a candidate less"), &|p| {
+                let task = &mut p.workers[worker].tasks[task];
+                if task.opcode == Opcode::Sample {
+                    let SampleParams { candidates, reserved } = task.params();
+                    let fewer = SampleParams { candidates: candidates - 1, reserved };
+                    task.params = bytemuck::cast(fewer);
+                }
+            });
+        }
+    }
+    all
+}
+
+#[test]
+fn what_verify_accepts_of_changed_devices_has_the_same_bits() {
+    let golden = Golden::open("golden", "qwen3-qknorm-bf16");
+    let target = target(2, 2);
+    for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
+        let config = validate(split(&golden, merge), &golden.model.graph, &target).unwrap();
+        let options = Options { kv_capacity: 96 };
+        let right = lower(&config, &golden.model.graph, &target, options).unwrap().into_inner();
+        let bits = ran(&golden, right.clone()).unwrap();
+        let (mut accepted, mutants) = (0, mutants(&right));
+        for (what, program) in &mutants {
+            if let Some(logits) = ran(&golden, program.clone()) {
+                accepted += 1;
+                assert!(logits == bits, "{merge:?}: {what}");
+            }
+        }
+        println!("{merge:?}: {accepted} of {} accepted", mutants.len());
+        assert!(mutants.len() > 100 && accepted < mutants.len() / 4, "{accepted}");
+    }
 }

@@ -15,7 +15,7 @@ fn the_logits_are_those_of_one_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let run = |gpus: &str, name: &str| {
         let path = folder.path().join(name);
-        let document = generated(gpus, path.to_str().unwrap()).succeeds("amk.generation.v1");
+        let document = generated(gpus, path.to_str().unwrap()).succeeds("amk.generate.v1");
         (document["tokens"].clone(), std::fs::read(path).unwrap())
     };
     let one = run("1", "one");
@@ -42,6 +42,18 @@ fn a_schedule_for_several_gpus_is_judged_and_predicted() {
 }
 
 #[test]
+fn a_program_has_devices_and_its_schedule_a_numeric_id() {
+    let lower = |gpus: &str| {
+        let place = ["lower", "--model", "toy", "--device", "cpu", "--gpus", gpus];
+        amk(&place).succeeds("amk.lower.v2")
+    };
+    let (one, two) = (lower("1"), lower("2"));
+    assert_eq!((&one["devices"], &two["devices"]), (&1.into(), &2.into()));
+    assert_eq!(one["numeric_id"], two["numeric_id"]);
+    assert_ne!(one["program_id"], two["program_id"]);
+}
+
+#[test]
 fn a_search_for_two_gpus_is_resumed_as_one() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().to_str().unwrap();
@@ -63,9 +75,12 @@ fn what_several_gpus_cannot_do_is_refused_with_what_is_missing() {
         .fails(2, &["h200x4", "--gpus 2"]);
     amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "eval", "--gpus", "2"])
         .fails(2, &["--device eval"]);
-    let config = r#"{"sync": {"down": "counter"}}"#;
-    let counted = ["evaluate", "--model", "toy", "--device", "cpu", "--gpus", "2", "--config", "-"];
-    let refused = super::amk_with(&counted, config);
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("counter.json");
+    std::fs::write(&config, r#"{"sync": {"down": "counter"}}"#).unwrap();
+    let config = config.to_str().unwrap();
+    let place = ["evaluate", "--model", "toy", "--device", "cpu", "--gpus", "2"];
+    let refused = amk(&[&place[..], &["--config", config]].concat());
     assert_eq!(refused.code, 1, "{}", refused.stderr);
     assert!(refused.stdout.contains("S-REMOTE") && refused.stdout.contains("sync.down"));
     for gpus in ["0", "9", "0,0"] {

@@ -490,6 +490,7 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
     let inside = layer < graph.layers.len();
     match task.opcode {
         Opcode::Nop | Opcode::Sample => None,
+        Opcode::Route => None,
         Opcode::Embed => Some(Role::Embedded),
         Opcode::Attention => inside.then_some(Role::Partials(layer)),
         Opcode::AttentionMerge => inside.then_some(Role::Mixed(layer)),

@@ -237,6 +237,41 @@ fn every_shape_of_heads_compiles() {
     check(&variants);
 }
 
+/// Those of the golden folders with experts, and of shapes of published models: qwen3-30b-a3b, mixtral-8x7b and gpt-oss-20b.
+#[test]
+fn kernels_of_experts_compile_and_nothing_spills() {
+    if !nvrtc() {
+        return;
+    }
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/families");
+    let kernel = ScheduleConfig::default().kernel;
+    let golden = |name: &str| {
+        let model = model::import(&families.join(name)).unwrap_or_else(|error| panic!("{error}"));
+        vm_host::variant(&kernel, &model.graph)
+    };
+    let folders =
+        ["gpt-oss-bf16", "mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
+    let mut variants: Vec<Variant> = folders.map(golden).to_vec();
+    let features = |all: &[Feature]| all.iter().fold(0, |mask, &f| mask | 1 << f as u32);
+    let plain = variants[1];
+    let shapes = [
+        (128, 8, true, [2048, 4096, 6144], 1 << 8, features(&[Feature::Route])),
+        (128, 4, false, [4096, 4096, 28672], 1 << 8, features(&[Feature::Route])),
+        (64, 8, false, [2880, 4096, 11520], 1 << 6 | 1 << 8 | 1, variants[0].features),
+    ];
+    variants.extend(shapes.map(|(head_dim, group, qk_norm, widths, shares, features)| Variant {
+        head_dim,
+        group,
+        qk_norm,
+        widths,
+        shares,
+        features,
+        ..plain
+    }));
+    variants.push(Variant { trace: Trace::Delays, ..variants[0] });
+    check(&variants);
+}
+
 /// The kernels for prompt chunks: narrow heads, normalised wide ones, and those of llama-3.2-1b.
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {

@@ -1,6 +1,8 @@
 //! Tests of lowered programs on the machine.
 
-use ir::schedule::{ActsOn, MergeGrouping, default_config, legal_values, neutral_config, validate};
+use ir::schedule::{
+    ActsOn, MergeGrouping, SmAssignment, default_config, legal_values, neutral_config, validate,
+};
 use ir::{DType, Knob, ScheduleConfig, Target};
 use lower::{Options, lower};
 use model::{Family, Format, Model, Quantisation, Shape, import, import_dequantised, quantise};
@@ -9,7 +11,7 @@ use reference_vm::compare::{Summary, Tolerance, compare};
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 
-use crate::{Golden, each, each_family, each_quantised};
+use crate::{EXPERTS_QUANTISED, Golden, each, each_family, each_quantised, each_with_experts};
 
 fn finished(run: Run) -> Outputs {
     match run {
@@ -55,28 +57,56 @@ fn goldens_agree_on_as_many_workers_as_a_gpu_has() {
     });
 }
 
-#[test]
-fn families_agree_with_every_kind_of_schedule() {
+/// Runs a model with six schedules; none uses more than this part of the gate's tolerance.
+fn check_schedules(name: &str, golden: &Golden, most: f64) {
     let (gpu, small) = (Target::by_name("h200").unwrap(), Target::by_name("h200").unwrap());
     let small = Target { sms: 5, ..small };
-    each_family(|name, golden| {
-        // Large scores and caps amplify the rounding of flag-in-data words: most of the gate's tolerance is left.
-        let check = |config, target: &Target, order| {
-            let summary = checked(golden, config, target, order);
-            println!("{name}: {summary:?}");
-            assert!(summary.max_tolerance_used < 0.2, "{name}: {summary:?}");
-        };
-        let graph = &golden.model.graph;
-        check(default_config(graph, &gpu), &gpu, Order::Waves);
-        check(neutral_config(graph, &small), &small, Order::Seeded(3));
-        let mut split = default_config(graph, &small);
-        split.tiling.attention.kv_block = 32;
-        split.tiling.attention.kv_split = 2;
-        for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
-            split.fusion_grouping.merge = merge;
-            check(split, &small, Order::Reverse);
-        }
-    });
+    let check = |config, target: &Target, order| {
+        let summary = checked(golden, config, target, order);
+        println!("{name}: {summary:?}");
+        assert!(summary.max_tolerance_used < most, "{name}: {summary:?}");
+    };
+    let graph = &golden.model.graph;
+    check(default_config(graph, &gpu), &gpu, Order::Waves);
+    check(neutral_config(graph, &small), &small, Order::Seeded(3));
+    let mut split = default_config(graph, &small);
+    split.tiling.attention.kv_block = 32;
+    split.tiling.attention.kv_split = 2;
+    for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
+        split.fusion_grouping.merge = merge;
+        check(split, &small, Order::Reverse);
+    }
+    // A worker's rows end within an expert's, and those of two slots are in one task.
+    for assignment in [SmAssignment::RoundRobin, SmAssignment::ByteBalance] {
+        split.sm_assignment = assignment;
+        split.tiling.gate_up.rows = 8;
+        split.tiling.down.rows = 8;
+        let few = Target { sms: 3, ..small.clone() };
+        check(split, &few, Order::Seeded(7));
+    }
+}
+
+#[test]
+fn families_agree_with_every_kind_of_schedule() {
+    // Large scores and caps amplify the rounding of flag-in-data words: most of the gate's tolerance is left.
+    each_family(|name, golden| check_schedules(name, golden, 0.2));
+}
+
+#[test]
+fn experts_agree_with_every_kind_of_schedule() {
+    // The halves of a clamped expert are multiplied without a sigmoid's saturation, and amplify the same rounding more.
+    each_with_experts(|name, golden| check_schedules(name, golden, 0.5));
+}
+
+#[test]
+fn quantised_experts_agree_with_the_default_schedule() {
+    let target = Target::by_name("h200").unwrap();
+    for name in EXPERTS_QUANTISED {
+        let golden = Golden::open("quantised", name);
+        let config = default_config(&golden.model.graph, &target);
+        let summary = checked(&golden, config, &target, Order::Waves);
+        assert!(summary.max_tolerance_used < 0.5, "{name}: {summary:?}");
+    }
 }
 
 #[test]

@@ -358,6 +358,7 @@ impl Builder<'_> {
             map,
             cols,
             format: Format::of(self.graph.dtype, self.graph.dtype),
+            experts: 1,
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }

@@ -31,10 +31,10 @@ macro_rules! for_each_op {
             ///
             /// Reads `[x, norm weight, bias, residual, route]` (each but `x` may be none), writes `[out, candidates]`.
             ///
-            /// With a route of k slots the matrix holds experts one after the other, of which the route chooses one per slot. With `silu_mul`
-            /// its rows are those of the first slot's expert, of the second's, and so on, and each result is multiplied by its slot's weight.
-            /// Otherwise `x` has a part for each slot, and a row is the sum of the chosen experts' rows times these parts, with their biases times
-            /// the slots' weights.
+            /// With a route of k slots the matrix holds experts one after the other, of which the route chooses one per slot. With
+            /// `silu_mul` its rows are those of the first slot's expert, of the second's, and so on, and each result is multiplied by
+            /// its slot's weight. Otherwise `x` has a part for each slot, and a row is the sum of the chosen experts' rows times these
+            /// parts, with their biases times the slots' weights.
             matvec = Matvec = 2 MatvecParams amk_matvec_params { reads 5, writes 2 } {
                 /// Matrix of the program; the rows come from the worker's load stream, in order.
                 pub matrix: u32,
@@ -72,8 +72,8 @@ macro_rules! for_each_op {
             /// Attention of one key/value head's query group over one split of the keys. The task that owns the newest position also
             /// normalises, rotates and appends its key and value.
             ///
-            /// Reads `[qkv, q norm, k norm, inverse frequencies, sinks]` (norms and sinks may be none), writes `[partials, kv cache]`. A head's sink
-            /// is a score of the newest key's split whose value is zero.
+            /// Reads `[qkv, q norm, k norm, inverse frequencies, sinks]` (norms and sinks may be none), writes `[partials, kv cache]`.
+            /// A head's sink is a score of the newest key's split whose value is zero.
             attention = Attention = 3 AttentionParams amk_attention_params { reads 5, writes 2 } {
                 /// Key/value head.
                 pub kv_head: u32,

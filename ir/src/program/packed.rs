@@ -196,3 +196,27 @@ impl List<'_> {
         PackedMatrix { id, constants }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_lie_one_after_the_other_each_filled_up_with_zeros() {
+        let tensor = |id| Some(TensorId(id));
+        let mut parts = Vec::new();
+        for expert in 0..2 {
+            parts.extend([(tensor(2 * expert), 12), (tensor(2 * expert + 1), 12)]);
+            parts.extend([(None, 16); 2]);
+        }
+        let map = RowMap { parts, interleaved: true };
+        assert_eq!(map.rows(), 2 * 2 * (16 + 16));
+        let at = |row| map.locate(row).map(|(tensor, row)| (tensor.0, row));
+        // A tile of gate, one of up, the second of gate with four rows, the second of up.
+        assert_eq!([at(0), at(7), at(8), at(16)], [(0, 0), (0, 7), (1, 0), (0, 8)].map(Some));
+        assert_eq!([at(19), at(20), at(27), at(28)], [Some((0, 11)), None, Some((1, 11)), None]);
+        assert_eq!([at(32), at(63)], [None, None], "zeros behind the first expert");
+        assert_eq!([at(64), at(72), at(91)], [(2, 0), (3, 0), (3, 11)].map(Some));
+        assert_eq!([at(92), at(127), at(128)], [None, None, None]);
+    }
+}

@@ -3,7 +3,7 @@
 use ir::schedule::{
     ActsOn, MergeGrouping, SmAssignment, default_config, legal_values, neutral_config, validate,
 };
-use ir::{DType, Knob, ScheduleConfig, Target};
+use ir::{DType, FeedForward, Knob, ScheduleConfig, Target, TensorId, Weights};
 use lower::{Options, lower};
 use model::{Family, Format, Model, Quantisation, Shape, import, import_dequantised, quantise};
 use reference_vm::Order;
@@ -96,6 +96,61 @@ fn families_agree_with_every_kind_of_schedule() {
 fn experts_agree_with_every_kind_of_schedule() {
     // The halves of a clamped expert are multiplied without a sigmoid's saturation, and amplify the same rounding more.
     each_with_experts(|name, golden| check_schedules(name, golden, 0.5));
+}
+
+/// Weights whose routers' biases decide alone.
+struct Forced<'w> {
+    base: &'w dyn Weights,
+    routers: Vec<TensorId>,
+    bias: Vec<u8>,
+}
+
+impl Weights for Forced<'_> {
+    fn bytes(&self, tensor: TensorId) -> &[u8] {
+        if self.routers.contains(&tensor) { &self.bias } else { self.base.bytes(tensor) }
+    }
+}
+
+/// One program, every set of experts: nothing in it depends on the route.
+#[test]
+fn a_program_is_right_for_every_route() {
+    let Golden { model, tokens, .. } = Golden::open("families", "gpt-oss-bf16");
+    let (graph, target) = (&model.graph, Target::by_name("h200").unwrap());
+    let target = Target { sms: 5, ..target };
+    let config = validate(default_config(graph, &target), graph, &target).unwrap();
+    let program = lower(&config, graph, &target, Options { kv_capacity: 16 }).unwrap();
+    let experts = graph.layers.iter().map(|layer| match &layer.mlp.body {
+        FeedForward::Experts(experts) => (**experts).clone(),
+        FeedForward::Gated(_) => panic!("every layer has experts"),
+    });
+    let experts: Vec<_> = experts.collect();
+    let (count, top_k) = (experts[0].experts.len(), experts[0].top_k);
+    let mut routes = 0;
+    for set in (0_u32..1 << count).filter(|set| set.count_ones() == top_k) {
+        // Apart by little, so that each of the chosen has a weight that counts.
+        let bias = |expert| if set >> expert & 1 == 1 { 100.0 + 0.5 * expert as f32 } else { 0.0 };
+        let bits = (0..count).map(bias).map(|bias: f32| (bias.to_bits() >> 16) as u16);
+        let weights = Forced {
+            base: &*model.weights,
+            routers: experts.iter().filter_map(|experts| experts.router.bias).collect(),
+            bias: bits.flat_map(u16::to_le_bytes).collect(),
+        };
+        let mut machine = Machine::new(&program, graph, &weights).unwrap();
+        let run = finished(machine.run(&tokens[..3], Order::Seeded(u64::from(set))).unwrap());
+        let mut evaluator = Evaluator::new(graph, &weights).unwrap();
+        let logits = evaluator.run(&tokens[..3], Logits::All).unwrap();
+        compare(&logits, &run.logits, Tolerance::REFERENCE).unwrap_or_else(|d| panic!("{d}"));
+        for (layer, _) in experts.iter().enumerate() {
+            let name = format!("layers.{layer}.route");
+            let found = program.buffers.iter().position(|buffer| buffer.name == name).unwrap();
+            let words = machine.buffer(ir::BufferId(found as u32)).unwrap();
+            let chosen =
+                words[..top_k as usize].iter().fold(0, |all, &word| all | 1 << word as u32);
+            assert_eq!(chosen, set, "{words:?}");
+        }
+        routes += 1;
+    }
+    assert_eq!(routes, 20, "3 of 6");
 }
 
 #[test]

@@ -70,6 +70,9 @@ impl Plan<'_> {
         if let Some(residual) = phase.residual {
             task.reads[3] = Some(self.flow.buffer(residual));
         }
+        if let Some(route) = phase.route {
+            task.reads[4] = Some(self.flow.buffer(route));
+        }
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
         {
@@ -115,6 +118,7 @@ impl Plan<'_> {
                 let params = NormParams { offset: items.start, len, ..p };
                 push(Task::new(opcode, layer, params));
             }
+            Op::Route(p) => push(Task::new(opcode, layer, p)),
             Op::Sample => {
                 let writer = self.flow.writer(phase.input);
                 let candidates =

@@ -8,6 +8,7 @@ mod attention;
 mod attention_merge;
 mod matvec;
 mod norm;
+mod route;
 mod sample;
 
 use abi::Params;
@@ -59,6 +60,7 @@ pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
         Params::AttentionMerge(p) => attention_merge::inputs(context, p),
         Params::Sample(p) => sample::inputs(context, p),
         Params::Norm(p) => norm::inputs(context, p),
+        Params::Route(p) => route::inputs(context, p),
     }
 }
 
@@ -78,6 +80,7 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
         Params::AttentionMerge(p) => attention_merge::fire(context, p),
         Params::Sample(p) => sample::fire(context, p),
         Params::Norm(p) => norm::fire(context, p),
+        Params::Route(p) => route::fire(context, p),
     }
 }
 

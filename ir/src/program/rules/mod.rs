@@ -7,6 +7,7 @@ pub(super) mod counter;
 pub(super) mod limit;
 pub(super) mod matrix;
 pub(super) mod order;
+pub(super) mod route;
 pub(super) mod task;
 pub(super) mod words;
 

@@ -2,7 +2,7 @@
 //
 // A block processes 64 tokens of one query head, a warp 16 of them, over the keys in blocks of 64, two of which are in flight or arrived. They
 // keep the cache's layout: the permuted chunks of its rows (keys.cuh) avoid bank conflicts here too. Queries and softmax weights are
-// multiplied as a high and a low half, 22 bits together.
+// multiplied as f16, as keys and values are.
 #pragma once
 
 constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
@@ -11,17 +11,17 @@ static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8, DIM_TILES = AMK_HEAD_DIM / 8;
 
 struct Attend {
-  char* out;           // vectors of `units` units
+  char* out;           // vectors, `pitch` tokens apart from 64 columns to the next
   char const* queries; // as amk_prefill_heads writes them
   char const* keys;    // of the head, in page 0
   uint16_t const* pages;
   uint32_t values;     // byte distance from a head's keys in a page to its values
-  uint32_t units, tokens, heads, head, start, window;
+  uint32_t pitch, tokens, heads, head, start, window;
 };
 
 // A warp's 16 queries: per lane, rows lane / 4 and lane / 4 + 8, 8 elements of each block of 32.
 struct WarpQueries {
-  uint4 bits[2][BLOCKS][2];
+  uint4 bits[BLOCKS][2];
 };
 
 __device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, uint32_t token0) {
@@ -29,13 +29,10 @@ __device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, ui
 #pragma unroll
   for (uint32_t upper = 0; upper < 2; ++upper) {
     uint32_t const token = token0 + upper * 8 + lane / 4;
-    char const* row = a.queries + ((uint64_t)(token < a.tokens ? token : 0) * a.heads + a.head) * 2 * ROW_BYTES + lane % 4 * 16;
+    char const* row = a.queries + ((uint64_t)(token < a.tokens ? token : 0) * a.heads + a.head) * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-#pragma unroll
-      for (uint32_t b = 0; b < BLOCKS; ++b) {
-        q.bits[half][b][upper] = block_lane() ? *(uint4 const*)(row + half * ROW_BYTES + b * 64) : make_uint4(0, 0, 0, 0);
-      }
+    for (uint32_t b = 0; b < BLOCKS; ++b) {
+      q.bits[b][upper] = block_lane() ? *(uint4 const*)(row + b * 64) : make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -63,12 +60,9 @@ __device__ __forceinline__ void scores(WarpQueries const& q, char const* keys, f
     for (uint32_t b = 0; b < BLOCKS; ++b) {
       char const* at = keys + (j * 8 + lane / 4) * ROW_BYTES + ((b * 4 + lane % 4) ^ swizzle) * 16;
       uint4 const k = block_lane() ? *(uint4 const*)at : make_uint4(0, 0, 0, 0);
-#pragma unroll
-      for (uint32_t half = 0; half < 2; ++half) {
-        uint4 const x = q.bits[half][b][0], y = q.bits[half][b][1];
-        mma_f16(s[j], make_uint4(x.x, y.x, x.y, y.y), k.x, k.y);
-        mma_f16(s[j], make_uint4(x.z, y.z, x.w, y.w), k.z, k.w);
-      }
+      uint4 const x = q.bits[b][0], y = q.bits[b][1];
+      mma_f16(s[j], make_uint4(x.x, y.x, x.y, y.y), k.x, k.y);
+      mma_f16(s[j], make_uint4(x.z, y.z, x.w, y.w), k.z, k.w);
     }
   }
 }
@@ -136,15 +130,12 @@ __device__ __forceinline__ uint4 values_pair(char const* values, uint32_t chunk)
 __device__ __forceinline__ void values_add(Summed& r, float const (&s)[KEY_TILES][4], char const* values) {
 #pragma unroll
   for (uint32_t k = 0; k < KEY_TILES; k += 2) {
-    uint2 const a = halves(s[k][0], s[k][1]), b = halves(s[k][2], s[k][3]), c = halves(s[k + 1][0], s[k + 1][1]), d = halves(s[k + 1][2], s[k + 1][3]);
-    uint4 const high = make_uint4(a.x, b.x, c.x, d.x), low = make_uint4(a.y, b.y, c.y, d.y);
+    uint4 const p = make_uint4(half_pair(s[k][0], s[k][1]), half_pair(s[k][2], s[k][3]), half_pair(s[k + 1][0], s[k + 1][1]), half_pair(s[k + 1][2], s[k + 1][3]));
 #pragma unroll
     for (uint32_t chunk = 0; chunk < DIM_TILES; chunk += 2) {
       uint4 const v = values_pair(values + k * 8 * ROW_BYTES, chunk);
-      mma_f16(r.out[chunk], high, v.x, v.y);
-      mma_f16(r.out[chunk + 1], high, v.z, v.w);
-      mma_f16(r.out[chunk], low, v.x, v.y);
-      mma_f16(r.out[chunk + 1], low, v.z, v.w);
+      mma_f16(r.out[chunk], p, v.x, v.y);
+      mma_f16(r.out[chunk + 1], p, v.z, v.w);
     }
   }
 }
@@ -161,7 +152,7 @@ __device__ __forceinline__ void attend_finish(Attend const& a, Summed& r, uint32
     if (token < a.tokens) {
 #pragma unroll
       for (uint32_t d = 0; d < DIM_TILES; ++d) {
-        x_write2(a.out, a.units, token, a.head * AMK_HEAD_DIM + d * 8 + lane % 4 * 2, r.out[d][2 * upper] * inverse, r.out[d][2 * upper + 1] * inverse);
+        x_write2(a.out, a.pitch, token, a.head * AMK_HEAD_DIM + d * 8 + lane % 4 * 2, r.out[d][2 * upper] * inverse, r.out[d][2 * upper + 1] * inverse);
       }
     }
   }
@@ -206,8 +197,8 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   attend_finish(a, r, token0);
 }
 
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t units, uint32_t tokens,
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, AMK_HEAD_DIM <= 64 ? 3 : 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t pitch, uint32_t tokens,
                                                                                     uint32_t kv_heads, uint32_t start, uint32_t window) {
   uint32_t const heads = kv_heads * AMK_GROUP, head = blockIdx.x % heads, run_bytes = PAGE_KEYS * ROW_BYTES;
-  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, units, tokens, heads, head, start, window}, blockIdx.x / heads);
+  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, pitch, tokens, heads, head, start, window}, blockIdx.x / heads);
 }

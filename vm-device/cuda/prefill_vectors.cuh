@@ -70,9 +70,10 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
   __shared__ float sums[PREFILL_THREADS / 32];
   float const* row = residual + (uint64_t)blockIdx.x * stride;
   float square = 0.f;
-  for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e); // zero after the last column
-    square = fmaf(v.x, v.x, fmaf(v.y, v.y, square));
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e); // zero after the last column
+    square = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, square))));
   }
   square = warp_sum(square);
   if (threadIdx.x % 32 == 0) {
@@ -84,9 +85,11 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
     square += sums[i];
   }
   float const scale = rsqrtf(square / (float)columns + eps);
-  for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e), n = *(float2 const*)(norm + e);
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e), n = *(float4 const*)(norm + e);
     x_write2(x, pitch, blockIdx.x, e, v.x * scale * n.x, v.y * scale * n.y);
+    x_write2(x, pitch, blockIdx.x, e + 2, v.z * scale * n.z, v.w * scale * n.w);
   }
 }
 

@@ -579,7 +579,7 @@ impl Run<'_> {
         let scale = match finish {
             Finish::SiluMul => HIDDEN_SCALE,
             _ if x == buffers.hidden.address => 1.0 / HIDDEN_SCALE,
-            _ => 1.0,
+            Finish::Store | Finish::Residual => 1.0,
         };
         let mut values = [
             out,

@@ -381,24 +381,20 @@ struct Scaled {
     bytes: Vec<u8>,
 }
 
-impl Scaled {
-    /// Multiplies a tensor of bf16 or f32 by 65536.
-    fn new(model: Model, tensor: TensorId) -> Model {
-        let mut bytes = model.weights.bytes(tensor).to_vec();
-        let width = match model.graph.tensors[tensor.index()].dtype {
-            DType::F32 => 4,
-            DType::Bf16 => 2,
-            other => panic!("{other:?}: elements with 8 bits of exponent"),
-        };
-        for element in bytes.chunks_exact_mut(width) {
-            let mut word = [0; 4];
-            word[4 - width..].copy_from_slice(element);
-            let word = (f32::from_le_bytes(word) * 65536.0).to_le_bytes();
-            element.copy_from_slice(&word[4 - width..]);
-        }
-        let weights = Box::new(Self { weights: model.weights, tensor, bytes });
-        Model { weights, ..model }
+/// Multiplies a tensor of bf16 or f32 by 65536.
+fn scaled(model: Model, tensor: TensorId) -> Model {
+    let dtype = model.graph.tensors[tensor.index()].dtype;
+    assert!(matches!(dtype, DType::F32 | DType::Bf16), "{dtype:?}: 8 bits of exponent");
+    let width = if dtype == DType::F32 { 4 } else { 2 };
+    let mut bytes = model.weights.bytes(tensor).to_vec();
+    for element in bytes.chunks_exact_mut(width) {
+        let mut word = [0; 4];
+        word[4 - width..].copy_from_slice(element);
+        let word = (f32::from_le_bytes(word) * 65536.0).to_le_bytes();
+        element.copy_from_slice(&word[4 - width..]);
     }
+    let weights = Box::new(Scaled { weights: model.weights, tensor, bytes });
+    Model { weights, ..model }
 }
 
 impl Weights for Scaled {
@@ -413,7 +409,7 @@ fn a_hidden_layer_out_of_range_is_reported() {
     let Some(info) = device() else { return };
     let model = golden("llama3-rope-bf16");
     let norm = model.graph.layers[0].mlp.norm.expect("a norm");
-    let bench = Bench::new(Scaled::new(model, norm), &[150], info.sms);
+    let bench = Bench::new(scaled(model, norm), &[150], info.sms);
     let mut idle = bench.boot();
     for shape in SHAPES {
         let options = PrefillOptions { shape, ..ONE_CHUNK };

@@ -243,12 +243,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
         return;
     }
-    let of = |dtype, head_dim, group, qk_norm| PrefillVariant {
-        dtype,
-        head_dim,
-        group,
-        qk_norm,
-    };
+    let of = |dtype, head_dim, group, qk_norm| PrefillVariant { dtype, head_dim, group, qk_norm };
     let variants = [
         of(DType::F16, 16, 2, false),
         of(DType::Bf16, 128, 2, true),

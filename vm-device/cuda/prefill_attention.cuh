@@ -28,22 +28,19 @@ struct Attend {
   uint32_t pitch, tokens, heads, head, start, window;
 };
 
-// A warp's 16 queries: the first operand of PART_STEPS products of each part.
-struct WarpQueries {
-  uint32_t a[PARTS * PART_STEPS][4];
-};
+// A thread's part of its warp's 16 queries: the first operand of STEPS products. It is kept in shared memory, behind the keys and values, and
+// loaded for each block of keys: of an operand in registers the assembler (13.0) takes the first loop's products for the last that read it.
+constexpr uint32_t STEPS = PARTS * PART_STEPS, QUERIES_AT = 2 * 2 * ATTEND_BLOCK_BYTES;
+__device__ __forceinline__ uint32_t queries_place(uint32_t step) { return shared_address(prefill_memory) + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
 
-__device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, uint32_t token0) {
-  uint32_t const lane = threadIdx.x % 32;
+__device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
+  uint32_t const lane = threadIdx.x % 32, first = token0 + lane / 4, second = first + 8;
+  char const* head = a.queries + (uint64_t)a.head * ROW_BYTES + lane % 4 * 4;
+  char const* p = head + (uint64_t)(first < a.tokens ? first : 0) * a.heads * ROW_BYTES;
+  char const* q = head + (uint64_t)(second < a.tokens ? second : 0) * a.heads * ROW_BYTES;
 #pragma unroll
-  for (uint32_t upper = 0; upper < 2; ++upper) {
-    uint32_t const token = token0 + upper * 8 + lane / 4;
-    char const* row = a.queries + ((uint64_t)(token < a.tokens ? token : 0) * a.heads + a.head) * ROW_BYTES + lane % 4 * 4;
-#pragma unroll
-    for (uint32_t k = 0; k < PARTS * PART_STEPS; ++k) {
-      q.a[k][upper] = *(uint32_t const*)(row + k * 32);
-      q.a[k][2 + upper] = *(uint32_t const*)(row + k * 32 + 16);
-    }
+  for (uint32_t k = 0; k < STEPS; ++k, p += 32, q += 32) {
+    shared_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
   }
 }
 
@@ -62,15 +59,21 @@ __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32
 }
 
 // Scores of 64 queries and 64 keys: a thread has rows lane / 4 and lane / 4 + 8 of the warp's, and the keys of rows 8 * j + lane % 4 * 2 and the next.
-__device__ __forceinline__ void scores(WarpQueries const& q, uint32_t keys, float (&s)[KEY_TILES][4]) {
+__device__ __forceinline__ void scores(uint32_t keys, float (&s)[KEY_TILES][4]) {
+  uint32_t q[STEPS][4];
+#pragma unroll
+  for (uint32_t k = 0; k < STEPS; ++k) {
+    uint4 const v = shared_load(queries_place(k));
+    q[k][0] = v.x, q[k][1] = v.y, q[k][2] = v.z, q[k][3] = v.w;
+  }
 #pragma unroll
   for (uint32_t j = 0; j < KEY_TILES; ++j) {
     s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
   }
   group_fence();
 #pragma unroll
-  for (uint32_t k = 0; k < PARTS * PART_STEPS; ++k) {
-    group_multiply(s, q.a[k], operand<PART_ROW>(keys + k / PART_STEPS * PART_BYTES + k % PART_STEPS * 32));
+  for (uint32_t k = 0; k < STEPS; ++k) {
+    group_multiply(s, q[k], operand<PART_ROW>(keys + k / PART_STEPS * PART_BYTES + k % PART_STEPS * 32));
   }
   group_commit();
   group_wait<0>();
@@ -172,8 +175,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   uint32_t const tokens = a.tokens - block0 < ATTEND_TOKENS ? a.tokens - block0 : ATTEND_TOKENS, end = a.start + block0 + tokens;
   uint32_t const oldest = a.start + block0 + 1; // number of the first token's keys
   uint32_t const begin = a.window != 0 && oldest > a.window ? (oldest - a.window) / ATTEND_KEYS * ATTEND_KEYS : 0;
-  WarpQueries q;
-  queries_load(a, q, token0);
+  queries_keep(a, token0);
   Summed r = {};
   r.m[0] = r.m[1] = LOWEST;
   keys_copy(a, a.pages[begin / PAGE_KEYS], begin, end, prefill_memory);
@@ -191,7 +193,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
     __syncthreads();
     uint32_t const keys = shared_address(prefill_memory) + stage * 2 * ATTEND_BLOCK_BYTES;
     float s[KEY_TILES][4];
-    scores(q, keys, s);
+    scores(keys, s);
     if (first + ATTEND_KEYS > position + 1 || (a.window != 0 && position + 16 > first + a.window)) {
       scores_mask(s, first, position, a.window);
     }

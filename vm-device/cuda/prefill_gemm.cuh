@@ -2,7 +2,7 @@
 //
 // Weights are the first operand of the warpgroup products (wgmma) and come from registers: a thread's 16 bytes of a unit of 8 rows are its part
 // of the operand for two products, and are converted from bf16 to f16 there. Vectors are the second operand and come from shared memory; their
-// columns are in the order that this gives (x_column). A producer warp fills a ring of stages with bulk copies, 64 columns each; the consumer
+// columns are in the order that this gives (x_column). Producer warps fill a ring of stages with bulk copies, 64 columns each; the consumer
 // warpgroups take 64 rows each. Blocks are persistent, so the first stages of the next tile arrive during the epilogue.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Gemm {
 
 // Shape of a block: TOKENS by 64 rows for each of GROUPS warpgroups. Two of them take registers from the producer's warpgroup.
 template <uint32_t TOKENS_, uint32_t GROUPS, uint32_t STAGES_> struct GemmShape {
-  static constexpr uint32_t TOKENS = TOKENS_, STAGES = STAGES_, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (GROUPS == 2 ? 128 : 32);
+  static constexpr uint32_t TOKENS = TOKENS_, STAGES = STAGES_, CONSUMERS = GROUPS * 128, PRODUCERS = GROUPS == 2 ? 4 : 1, THREADS = CONSUMERS + PRODUCERS * 32;
   static constexpr uint32_t TILES = GROUPS * 8, X_BYTES = TOKENS * X_ROW_BYTES;
   static constexpr uint32_t STAGE_BYTES = X_BYTES + TILES * 2 * AMK_UNIT_BYTES;
 };
@@ -61,30 +61,36 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// The producer warp: a thread copies two units of a tile of rows, another one the columns of all tokens.
+// A producer warp: one of its threads copies two units of each of its tiles of rows, and the columns of its part of the tokens. Copies of
+// several threads of a warp would be started one after the other by a loop, 50 cycles and more each.
 template <typename Shape> __device__ __forceinline__ void gemm_produce(Gemm const& g) {
-  uint32_t const lane = threadIdx.x % 32;
+  constexpr uint32_t TILES = Shape::TILES / Shape::PRODUCERS, X_PART = Shape::X_BYTES / Shape::PRODUCERS;
+  uint32_t const warp = __shfl_sync(~0u, threadIdx.x / 32 - Shape::CONSUMERS / 32, 0);
+  bool const elected = warp_elect();
   Stages<Shape> stage;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x; index < gemm_tiles<Shape>(g); index += gridDim.x) {
     GemmTile const place = gemm_tile<Shape>(g, index);
-    uint32_t const tiles = g.tiles - place.tile0 < Shape::TILES ? g.tiles - place.tile0 : Shape::TILES;
-    bool const x_lane = lane == Shape::TILES;
-    char const* from = x_lane ? g.x + (uint64_t)place.token0 * X_ROW_BYTES : g.weights + (uint64_t)(place.tile0 + lane) * g.units * AMK_UNIT_BYTES;
+    uint32_t const tile0 = place.tile0 + warp * TILES, left = tile0 < g.tiles ? g.tiles - tile0 : 0, tiles = left < TILES ? left : TILES;
+    char const* x = g.x + (uint64_t)place.token0 * X_ROW_BYTES + warp * X_PART;
+    char const* weights = g.weights + (uint64_t)tile0 * g.units * AMK_UNIT_BYTES;
+    uint64_t const next = (uint64_t)g.units * AMK_UNIT_BYTES;
 #pragma unroll 1
     for (uint32_t unit = 0; unit < g.units; unit += 2) {
-      uint32_t const bytes = (g.units - unit < 2 ? 1 : 2) * AMK_UNIT_BYTES;
+      uint32_t const bytes = (g.units - unit < 2 ? 1 : 2) * AMK_UNIT_BYTES, to = stage.memory() + Shape::X_BYTES + warp * TILES * 2 * AMK_UNIT_BYTES;
       barrier_wait(stage.empty(), stage.parity ^ 1);
-      if (x_lane) {
-        stage_expect_at(stage.full(), Shape::X_BYTES + tiles * bytes);
+      if (elected) {
+        stage_expect_at(stage.full(), X_PART + tiles * bytes);
+        bulk_copy(stage.memory() + warp * X_PART, x, X_PART, stage.full());
+#pragma unroll
+        for (uint32_t t = 0; t < TILES; ++t) {
+          if (t < tiles) {
+            bulk_copy(to + t * 2 * AMK_UNIT_BYTES, weights + t * next, bytes, stage.full());
+          }
+        }
       }
-      __syncwarp();
-      if (x_lane) {
-        bulk_copy(stage.memory(), from, Shape::X_BYTES, stage.full());
-      } else if (lane < tiles) {
-        bulk_copy(stage.memory() + Shape::X_BYTES + lane * 2 * AMK_UNIT_BYTES, from, bytes, stage.full());
-      }
-      from += x_lane ? (uint64_t)g.pitch * X_ROW_BYTES : 2 * AMK_UNIT_BYTES;
+      x += (uint64_t)g.pitch * X_ROW_BYTES;
+      weights += 2 * AMK_UNIT_BYTES;
       stage.next();
     }
   }
@@ -261,7 +267,7 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_bl
   if (threadIdx.x == 0) {
     for (uint32_t s = 0; s < Shape::STAGES; ++s) {
       uint64_t* const full = (uint64_t*)(prefill_memory + Shape::STAGES * Shape::STAGE_BYTES + s * 16);
-      barrier_init(full, 1);
+      barrier_init(full, Shape::PRODUCERS);
       barrier_init(full + 1, Shape::CONSUMERS / 32);
     }
     barrier_init_fence();
@@ -271,9 +277,7 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_bl
     if (Shape::THREADS % 128 == 0) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     }
-    if (threadIdx.x / 32 == Shape::CONSUMERS / 32) {
-      gemm_produce<Shape>(g);
-    }
+    gemm_produce<Shape>(g);
   } else {
     if (Shape::THREADS % 128 == 0) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

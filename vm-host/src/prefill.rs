@@ -239,9 +239,9 @@ impl GemmBlock {
     }
 }
 
-/// Bytes of shared memory per block of the attention: keys and values, double-buffered.
+/// Bytes of shared memory per block of the attention: keys and values, double-buffered, and the queries.
 fn attend_shared(head_dim: u32) -> u32 {
-    2 * 2 * ATTEND_KEYS * head_dim * HALF_BYTES
+    (2 * 2 * ATTEND_KEYS + ATTEND_TOKENS) * head_dim * HALF_BYTES
 }
 
 /// The shape that is likely the fastest for a matrix, unless one is requested.

@@ -60,6 +60,23 @@ pub fn lower(
     ir::program::verify(program).map_err(LowerError::Internal)
 }
 
+/// The work of a schedule at each position, without a proof of its program: for rankings of proposals, which decide
+/// nothing. Verifying takes most of the time of a prediction.
+///
+/// # Errors
+/// Those of [`lower`], but for programs that do not verify.
+pub fn unverified_work(
+    config: &Valid<ScheduleConfig>,
+    graph: &Graph,
+    target: &Target,
+    options: Options,
+    positions: &[u32],
+) -> Result<Vec<Predictor>, LowerError> {
+    let program = build(config, graph, target, options)?;
+    let at = |&at: &u32| Predictor::unverified(&program, &config.kernel, target, at);
+    Ok(positions.iter().map(at).collect())
+}
+
 /// The program before it is verified.
 pub(crate) fn build(
     config: &Valid<ScheduleConfig>,

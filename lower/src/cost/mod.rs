@@ -131,6 +131,16 @@ impl Predictor {
         target: &Target,
         position: u32,
     ) -> Self {
+        Self::unverified(program, kernel, target, position)
+    }
+
+    /// The same for a program without a proof.
+    pub(crate) fn unverified(
+        program: &Program,
+        kernel: &KernelConfig,
+        target: &Target,
+        position: u32,
+    ) -> Self {
         Self {
             plan: Plan::new(program, position),
             workers: program.workers.len(),

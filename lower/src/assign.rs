@@ -121,7 +121,7 @@ mod tests {
         let (class, handoff, input) = (PhaseClass::Embed, None, ValueId(0));
         let op = Op::Embed(abi::EmbedParams::default());
         let (reads, writes) = ([None; abi::READS_MAX], [None; abi::WRITES_MAX]);
-        let (layer, residual, output, item_bytes) = (0, None, None, 10);
+        let (layer, residual, route, output, item_bytes) = (0, None, None, None, 10);
         Phase {
             class,
             layer,
@@ -129,6 +129,7 @@ mod tests {
             handoff,
             input,
             residual,
+            route,
             output,
             reads,
             writes,

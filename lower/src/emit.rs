@@ -32,7 +32,7 @@ pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
     let ranges = shares.iter().flatten();
     match phase.op {
         Op::Attention(_) => ranges.map(|range| range.end - range.start).sum(),
-        Op::Embed(_) | Op::Matvec(_) | Op::Merge(_) | Op::Norm(_) | Op::Sample => {
+        Op::Embed(_) | Op::Matvec(_) | Op::Merge(_) | Op::Norm(_) | Op::Route(_) | Op::Sample => {
             ranges.count() as u32
         }
     }
@@ -75,6 +75,9 @@ impl Plan<'_> {
         task.reads[0] = Some(self.flow.buffer(phase.input));
         if let Some(residual) = phase.residual {
             task.reads[3] = Some(self.flow.buffer(residual));
+        }
+        if let Some(route) = phase.route {
+            task.reads[4] = Some(self.flow.buffer(route));
         }
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
@@ -121,6 +124,7 @@ impl Plan<'_> {
                 let params = NormParams { offset: items.start, len, ..p };
                 push(Task::new(opcode, layer, params));
             }
+            Op::Route(p) => push(Task::new(opcode, layer, p)),
             Op::Sample => {
                 let writer = self.flow.writer(phase.input);
                 let candidates =

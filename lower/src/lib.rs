@@ -31,7 +31,7 @@ mod pages;
 
 use ir::program::{Dims, PackedModel, Pipeline, Program, Topology, Verified, Worker};
 use ir::schedule::{Valid, validate};
-use ir::{Graph, ScheduleConfig, Target};
+use ir::{Experts, FeedForward, Graph, ScheduleConfig, Target};
 
 pub use cost::{
     Delay, Disturbance, PhaseTime, Prediction, Predictor, RateFile, Rates, SimulatedStep,
@@ -151,7 +151,16 @@ fn pipeline(config: &ScheduleConfig) -> Pipeline {
 fn rows_max(graph: &Graph) -> u64 {
     let qkv = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
     let gate_up = 2 * u64::from(graph.ffn).next_multiple_of(u64::from(abi::UNIT_ROWS));
-    (qkv * u64::from(graph.head_dim)).max(gate_up).max(u64::from(graph.vocab))
+    let experts = graph.layers.iter().filter_map(|layer| match &layer.mlp.body {
+        FeedForward::Experts(experts) => Some(experts),
+        FeedForward::Gated(_) => None,
+    });
+    let rows = |experts: &Box<Experts>| {
+        let ffn = 2 * u64::from(graph.expert_width(experts));
+        experts.experts.len() as u64 * ffn.max(graph.hidden.into())
+    };
+    let experts = experts.map(rows).max().unwrap_or(0);
+    (qkv * u64::from(graph.head_dim)).max(gate_up).max(u64::from(graph.vocab)).max(experts)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ mod attention;
 mod attention_merge;
 mod matvec;
 mod norm;
+mod route;
 mod sample;
 
 use abi::Params;
@@ -75,6 +76,7 @@ pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
         Params::AttentionMerge(p) => attention_merge::inputs(context, p),
         Params::Sample(p) => sample::inputs(context, p),
         Params::Norm(p) => norm::inputs(context, p),
+        Params::Route(p) => route::inputs(context, p),
     }
 }
 
@@ -94,6 +96,7 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
         Params::AttentionMerge(p) => attention_merge::fire(context, p),
         Params::Sample(p) => sample::fire(context, p),
         Params::Norm(p) => norm::fire(context, p),
+        Params::Route(p) => route::fire(context, p),
     }
 }
 

@@ -4,8 +4,8 @@
 //! that it finds:
 //!
 //! 1. *limits and shapes*: sizes, ids, kinds of buffers, parameters, matrices, dimensions (`P-*`);
-//! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), every word written once (`R-WRITER`, `T-COVER`),
-//!    heads and other words on the device that reads them (`D-*`);
+//! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), routes (`L-ROUTE`), every word written once
+//!    (`R-WRITER`, `T-COVER`), heads and other words on the device that reads them (`D-*`);
 //! 3. *order*: no cycle, and one `sample` at the end (`O-*`);
 //! 4. *data*: every read is ordered after its write (`R-HAPPENS`).
 //!
@@ -114,6 +114,7 @@ fn parts(program: &Program) -> Result<(), Violations> {
     stage(|found| {
         rules::counter::check(program, found);
         rules::attention::check(program, found);
+        rules::route::check(program, found);
         rules::device::heads(program, found);
         rules::words::check(program, found);
     })

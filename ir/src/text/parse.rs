@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use abi::{Activation, BufferKind, Epilogue, Opcode, Prologue, StructLayout, WireType};
+use abi::{Activation, BufferKind, Epilogue, Opcode, Prologue, Scoring, StructLayout, WireType};
 
 use crate::format::Format;
 use crate::graph::DType;
@@ -250,6 +250,8 @@ impl Parser {
         let name = cursor.string("the matrix's name")?;
         let cols = cursor.named_number("cols")?;
         let format = cursor.named_format()?;
+        let routed = cursor.words.first().is_some_and(|word| word.text.starts_with("experts="));
+        let experts = if routed { cursor.named_number("experts")? } else { 1 };
         let interleaved = cursor.take("interleaved");
         if !interleaved && !cursor.take("rows") {
             return cursor.error(
@@ -258,7 +260,7 @@ impl Parser {
             );
         }
         let map = cursor.map(interleaved)?;
-        self.program.matrices.push(Matrix { name, map, cols, format });
+        self.program.matrices.push(Matrix { name, map, cols, format, experts });
         Ok(())
     }
 
@@ -349,6 +351,7 @@ impl Parser {
         let named = match name {
             "prologue" => Prologue::from_name(value).map(|v| v as u32),
             "epilogue" => Epilogue::from_name(value).map(|v| v as u32),
+            "scoring" => Scoring::from_name(value).map(|v| v as u32),
             "activation" => Activation::from_name(value).map(|v| v as u32),
             "matrix" => Some(cursor.id(word, value, 'm')?),
             _ => None,

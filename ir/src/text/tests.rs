@@ -21,12 +21,8 @@ fn row_map() -> impl Strategy<Value = RowMap> {
 
 fn matrix() -> impl Strategy<Value = Matrix> {
     let format = proptest::sample::select(Format::ALL);
-    (name(), row_map(), any::<u32>(), format).prop_map(|(name, map, cols, format)| Matrix {
-        name,
-        map,
-        cols,
-        format,
-    })
+    (name(), row_map(), any::<u32>(), format, any::<u32>())
+        .prop_map(|(name, map, cols, format, experts)| Matrix { name, map, cols, format, experts })
 }
 
 fn buffer() -> impl Strategy<Value = Buffer> {
@@ -49,7 +45,7 @@ fn task() -> impl Strategy<Value = Task> {
     let wait = (any::<u32>(), any::<u32>())
         .prop_map(|(counter, count)| Wait { counter: CounterId(counter), count });
     let buffer = || any::<Option<u32>>().prop_map(|id| id.map(BufferId));
-    let buffers = (proptest::array::uniform4(buffer()), proptest::array::uniform2(buffer()));
+    let buffers = (proptest::array::uniform5(buffer()), proptest::array::uniform2(buffer()));
     let signal = any::<Option<u32>>().prop_map(|id| id.map(CounterId));
     (
         proptest::sample::select(Opcode::ALL),

@@ -318,7 +318,8 @@ impl<'a> Builder<'a> {
                 let stages = staging.of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
-                let bytes = task.load().map_or(0, |load| self.program.weight_bytes(load));
+                let bytes =
+                    self.program.load(task).map_or(0, |load| self.program.weight_bytes(load));
                 *flow = self.flow(p.units, p.tiles, bytes);
                 let work = Work::Product {
                     bytes: bytes as f64,
@@ -336,7 +337,7 @@ impl<'a> Builder<'a> {
                 (Work::Merge { merged }, 0)
             }
             Opcode::Nop => (Work::Nothing, 0),
-            Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Small, 0),
+            Opcode::Embed | Opcode::Sample | Opcode::Norm | Opcode::Route => (Work::Small, 0),
         }
     }
 

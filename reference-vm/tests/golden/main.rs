@@ -53,7 +53,7 @@ const FAMILIES: [&str; 14] = [
     "smollm3-bf16",
 ];
 
-/// Folders of families with experts, which only the evaluator runs.
+/// Folders of families with experts.
 const EXPERTS: [&str; 5] =
     ["gpt-oss-bf16", "mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
 

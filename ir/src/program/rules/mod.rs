@@ -8,6 +8,7 @@ pub(super) mod device;
 pub(super) mod limit;
 pub(super) mod matrix;
 pub(super) mod order;
+pub(super) mod route;
 pub(super) mod task;
 pub(super) mod words;
 

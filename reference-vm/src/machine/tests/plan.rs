@@ -246,7 +246,7 @@ impl Builder<'_> {
                 reserved: [0; 5],
             };
             let mut task = Task::new(Opcode::Attention, index, params);
-            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq)];
+            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq), None];
             task.writes = [Some(partials), Some(cache)];
             task
         };
@@ -325,7 +325,7 @@ impl Builder<'_> {
                 ..params
             };
             let mut task = Task::new(Opcode::Matvec, layer, params);
-            task.reads = [around.x, around.norm, around.bias, around.residual];
+            task.reads = [around.x, around.norm, around.bias, around.residual, None];
             task.writes = writes;
             tasks.push(task);
         }
@@ -359,6 +359,7 @@ impl Builder<'_> {
             map,
             cols,
             format: Format::of(self.graph.dtype, self.graph.dtype),
+            experts: 1,
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }

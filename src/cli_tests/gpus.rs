@@ -60,7 +60,8 @@ fn a_search_for_two_gpus_is_resumed_as_one() {
     let search =
         ["loop", "--model", "toy", "--device", "cpu", "--gpus", "2", "--budget", "3", "--out", out];
     assert_eq!(amk(&search).json()["best_verdict"]["target"], "h200x2");
-    let other = ["loop", "--model", "toy", "--gpus", "4", "--budget", "4", "--out", out, "--resume"];
+    let other =
+        ["loop", "--model", "toy", "--gpus", "4", "--budget", "4", "--out", out, "--resume"];
     amk(&other).fails(2, &["--gpus", "2"]);
     let on = ["loop", "--budget", "4", "--out", out, "--resume"];
     assert_eq!(amk(&on).json()["best_verdict"]["target"], "h200x2");

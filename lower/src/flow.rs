@@ -15,6 +15,8 @@ use ir::{
     TensorId,
 };
 
+use crate::devices::Split;
+
 /// Least elements of the embedding row that one task copies: four per thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
 
@@ -60,6 +62,8 @@ pub(crate) struct Phase {
     pub(crate) block: u32,
     /// Bytes that one item adds to a worker, for balance.
     pub(crate) item_bytes: u64,
+    /// Which items each device does.
+    pub(crate) split: Split,
 }
 
 /// A value of a flow, by index.
@@ -76,6 +80,8 @@ pub(crate) struct Value {
     /// Words of the buffer; per task of the phase if `per_task`.
     pub(crate) words: u64,
     pub(crate) per_task: bool,
+    /// Whether all devices have a whole copy, of which each writes a part.
+    pub(crate) replicated: bool,
 }
 
 /// The phases of a step, in order.
@@ -99,7 +105,21 @@ impl Flow {
         let rotary = Vec::new();
         let mut builder = Builder { config, graph, packed, kv_words, rotary, flow };
         builder.model();
+        builder.flow.replicate();
         builder.flow
+    }
+
+    /// Finds the values of which a device reads more than it writes. Candidates are not among them: `sample` reads those
+    /// of its own device, and the devices exchange the best of them.
+    fn replicate(&mut self) {
+        for phase in &self.phases {
+            let Some(writer) = self.values[phase.input.0].writer else { continue };
+            let read = match (&self.phases[writer].split, &phase.split) {
+                (Split::Whole, _) | (Split::Heads { .. }, Split::Heads { .. }) => false,
+                (Split::Heads { .. } | Split::Even { .. }, _) => true,
+            };
+            self.values[phase.input.0].replicated |= read && phase.class != PhaseClass::Sample;
+        }
     }
 
     pub(crate) fn buffer(&self, value: ValueId) -> BufferId {
@@ -143,7 +163,9 @@ impl Builder<'_> {
             let scale = if graph.embed_scale == 1.0 { 0.0 } else { graph.embed_scale };
             let params = EmbedParams { scale, ..EmbedParams::default() };
             let embed = self.phase(PhaseClass::Embed, 0, Op::Embed(params), x);
-            let embed = Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, ..embed };
+            let split = Split::Whole;
+            let embed =
+                Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, split, ..embed };
             x = self.push(embed, graph.hidden.into());
         }
         for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
@@ -172,7 +194,12 @@ impl Builder<'_> {
         let name = |part: &str| format!("layers.{n}.{part}");
         let norm = norm.map(|norm| self.vector(name("attn_norm"), norm, graph.hidden));
         let params = product(first_prologue(norm), Epilogue::Store);
-        let qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
+        let mut qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
+        if !graph.norms_all_heads(layer) {
+            let (q, kv) = (graph.q_width(), graph.kv_width());
+            let parts = vec![(0, q), (q, kv), (q + kv, kv)];
+            qkv.split = self.heads(parts, UNIT_ROWS);
+        }
         let mut qkv = self.push(qkv, u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()));
         let (mut q_norm, mut k_norm) = (None, None);
         if graph.norms_all_heads(layer) {
@@ -204,6 +231,7 @@ impl Builder<'_> {
             writes: [None, Some(kv)],
             items: graph.kv_heads * splits,
             item_bytes: key_bytes * u64::from(kv_block),
+            split: self.heads(vec![(0, graph.kv_heads * splits)], 1),
             ..self.phase(PhaseClass::Attention, n, Op::Attention(params), qkv)
         };
         let words = u64::from(graph.heads) * u64::from(head_dim + abi::PARTIAL_HEADER);
@@ -268,6 +296,7 @@ impl Builder<'_> {
             items: params.width,
             block: NORM_BLOCK,
             item_bytes: 4,
+            split: Split::Whole,
             ..self.phase(PhaseClass::Norm, layer, Op::Norm(params), input)
         }
     }
@@ -286,6 +315,7 @@ impl Builder<'_> {
         let merge = Phase {
             items: graph.heads,
             item_bytes: u64::from(tiling.kv_split) * words * 4,
+            split: self.heads(vec![(0, graph.heads)], 1),
             ..self.phase(PhaseClass::Merge, n, Op::Merge(params), partials)
         };
         self.push(merge, graph.q_width().into())
@@ -394,7 +424,7 @@ impl Builder<'_> {
         let candidates = self.push(Phase { writes: [Some(logits), None], ..lm_head }, 2);
         self.flow.values[candidates.0].per_task = true;
         let sample = self.phase(PhaseClass::Sample, n, Op::Sample, candidates);
-        self.push(Phase { items: 1, ..sample }, 0);
+        self.push(Phase { items: 1, split: Split::Whole, ..sample }, 0);
     }
 
     /// Adds the product of a matrix with the prologue's result on `input`. `params.rows` and `params.units` are the slots
@@ -432,6 +462,7 @@ impl Builder<'_> {
             items: params.rows.div_ceil(UNIT_ROWS),
             block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
             item_bytes: u64::from(params.units) * u64::from(matrix.format.unit_bytes()),
+            split: Split::Even { granule: interleaved },
             ..self.phase(class, n, Op::Matvec(params), input)
         }
     }
@@ -451,7 +482,14 @@ impl Builder<'_> {
             items: 0,
             block: 1,
             item_bytes: 0,
+            split: Split::Even { granule: 1 },
         }
+    }
+
+    /// The split of items of which each part belongs to the key/value heads in order, with `granule` of its units in an
+    /// item.
+    fn heads(&self, parts: Vec<(u32, u32)>, granule: u32) -> Split {
+        Split::Heads { kv_heads: self.graph.kv_heads, parts, granule }
     }
 
     /// Adds a phase whose output has this many words; returns the value that the next phase reads.
@@ -470,7 +508,14 @@ impl Builder<'_> {
         // A candidate holds a row number, which leaves no bits for a tag: it has no knob.
         let handoff = phase.handoff.unwrap_or(Handoff::Counter);
         let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
-        self.flow.values.push(Value { writer, handoff, name, words, per_task: false });
+        self.flow.values.push(Value {
+            writer,
+            handoff,
+            name,
+            words,
+            per_task: false,
+            replicated: false,
+        });
         let next = ValueId(self.flow.values.len() - 1);
         self.flow.phases.push(Phase { output: Some(next), ..phase });
         next

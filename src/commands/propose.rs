@@ -79,7 +79,7 @@ fn bound(context: &Context) -> String {
         "A step reads {:.1} MB of the {:.1} MB of weights, which takes {:.0} us on {}",
         mb(step),
         mb(all),
-        step as f64 / target.bandwidth as f64 * 1e6,
+        step as f64 / target.total_bandwidth() as f64 * 1e6,
         target.name,
     )
 }

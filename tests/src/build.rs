@@ -6,7 +6,7 @@ use abi::{
     Prologue, SampleParams,
 };
 use ir::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 use ir::{BufferId, CounterId, Graph, Layer, MatrixId, TensorId};
 
@@ -132,6 +132,7 @@ fn empty(graph: &Graph, plan: &Plan) -> Program {
         counters: 0,
         arena_bytes: 0,
         workers: vec![Worker::default(); plan.workers as usize],
+        topology: Topology::default(),
     }
 }
 

@@ -54,7 +54,7 @@ const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
 /// Number of kernels for prompt chunks.
-const PREFILL_KERNELS: usize = 11;
+const PREFILL_KERNELS: usize = 14;
 const WIDE_SPILLS: u32 = 192;
 /// Kernels of codes in groups, whose scales wait in registers beside the codes while the vector is staged: 132 to 680 bytes, stores and loads together. The cost was not measured.
 const GROUP_SPILLS: u32 = 700;
@@ -286,13 +286,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
         return;
     }
-    let of = |dtype, head_dim, group, qk_norm| PrefillVariant {
-        dtype,
-        head_dim,
-        group,
-        qk_norm,
-        vector_halves: 2,
-    };
+    let of = |dtype, head_dim, group, qk_norm| PrefillVariant { dtype, head_dim, group, qk_norm };
     let variants = [
         of(DType::F16, 16, 2, false),
         of(DType::Bf16, 128, 2, true),

@@ -11,6 +11,7 @@ mod rules;
 pub mod smem;
 pub mod staging;
 mod stream;
+mod topology;
 mod verify;
 
 pub use access::{Accesses, Region, accesses};
@@ -20,6 +21,7 @@ pub use packed::{
 pub use rules::order::Order;
 pub use rules::words::Unordered;
 pub use stream::{Load, Selection};
+pub use topology::{DEVICES_MAX, Topology};
 pub use verify::{
     Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify,
 };
@@ -308,6 +310,9 @@ impl From<&Graph> for Dims {
     }
 }
 
+/// The default topology in postcard: one device, no replicated buffer.
+const ONE_DEVICE: [u8; 2] = [1, 0];
+
 /// A lowered program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Program {
@@ -329,6 +334,8 @@ pub struct Program {
     pub arena_bytes: u64,
     /// Workers, each with its queue of tasks.
     pub workers: Vec<Worker>,
+    /// The devices that the workers are on.
+    pub topology: Topology,
 }
 
 impl Program {
@@ -367,10 +374,31 @@ impl Program {
         elements * (u64::from(position) + 1) * abi::KV_ELEMENT_BYTES
     }
 
+    /// The program in postcard. One of a single device ends with its workers, as before there were several.
+    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>, postcard::Error> {
+        let mut bytes = postcard::to_stdvec(self)?;
+        if self.topology == Topology::default() {
+            bytes.truncate(bytes.len() - ONE_DEVICE.len());
+        }
+        Ok(bytes)
+    }
+
+    /// The program that [`to_bytes`](Self::to_bytes) wrote.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self, postcard::Error> {
+        let whole = [bytes, &ONE_DEVICE].concat();
+        match postcard::take_from_bytes::<Self>(&whole)? {
+            (program, []) => Ok(program),
+            (program, rest) if rest == ONE_DEVICE && program.topology != Topology::default() => {
+                Ok(program)
+            }
+            (_, [..]) => Err(postcard::Error::DeserializeBadEncoding),
+        }
+    }
+
     /// The stable id of the program: equal programs have equal ids on every machine.
     #[must_use]
     pub fn id(&self) -> String {
-        let bytes = postcard::to_stdvec(self).unwrap_or_default();
+        let bytes = self.to_bytes().unwrap_or_default();
         let mut hasher = blake3::Hasher::new();
         hasher.update(&abi::program_hash().to_le_bytes());
         hasher.update(&bytes);

@@ -2,7 +2,7 @@
 //!
 //! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the
 //! rules between knobs (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`,
-//! `S-SPLIT`, `S-EMBED`). A rule between knobs is
+//! `S-SPLIT`, `S-EMBED`, `S-REMOTE`). A rule between knobs is
 //! skipped if one of its knobs is outside its domain. **Not checked:** limits of the lowered program (`lower`), and
 //! that the kernel compiles (the build).
 //!
@@ -10,11 +10,11 @@
 
 use abi::Activation;
 
-use super::value::{Domain, EmbedGrouping, Value};
+use super::value::{Domain, EmbedGrouping, Handoff, KnobType as _, MergeGrouping, Value};
 use super::{Knob, ScheduleConfig, Valid};
 use crate::block::{FeedForward, Gated};
 use crate::graph::{Graph, Linear};
-use crate::program::{Dims, attended, smem};
+use crate::program::{DEVICES_MAX, Dims, attended, smem};
 use crate::target::Target;
 use crate::violation::{At, Rule, Violation, Violations};
 
@@ -48,6 +48,7 @@ pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> 
         ring(config, graph, target, &mut found);
         splits(config, graph, &mut found);
         embedding(config, graph, &mut found);
+        remote(config, graph, target, &mut found);
     }
     in_flight(config, &mut found);
     threads(target, &mut found);
@@ -176,6 +177,11 @@ fn target_limits(target: &Target, found: &mut Violations) {
         let legal = format!("1 to {}", abi::WORKERS_MAX);
         found.add(Violation::new(Rule::STarget, At::Target, detail).value(target.sms).legal(legal));
     }
+    if !(1..=DEVICES_MAX).contains(&target.devices) {
+        let detail = format!("{} is {} GPUs", target.name, target.devices);
+        let violation = Violation::new(Rule::STarget, At::Target, detail).value(target.devices);
+        found.add(violation.legal(format!("1 to {DEVICES_MAX}")));
+    }
 }
 
 fn ring(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
@@ -275,6 +281,52 @@ fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
             .legal("separate")
             .suggest(format!("{knob} = separate")),
     );
+}
+
+/// The hand-offs whose words all GPUs read, if there are several: everything but the embedding, what attention reads of
+/// its own heads, and partials that the GPU which has the heads merges.
+#[must_use]
+pub fn remote_handoffs(config: &ScheduleConfig, graph: &Graph) -> Vec<Knob> {
+    let attended = match config.fusion_grouping.merge {
+        MergeGrouping::OProj => Knob::SyncAttention,
+        MergeGrouping::Separate => Knob::SyncMerge,
+    };
+    let mut knobs = vec![attended, Knob::SyncOProj, Knob::SyncGateUp, Knob::SyncDown];
+    if graph.layers.iter().any(|layer| graph.norms_all_heads(layer)) {
+        knobs.insert(0, Knob::SyncQkv);
+    }
+    knobs
+}
+
+/// Another GPU's counter cannot be waited for, and each GPU needs a candidate.
+fn remote(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
+    if target.devices == 1 {
+        return;
+    }
+    for knob in remote_handoffs(config, graph) {
+        if config.get(knob) == Handoff::FlagInData.to_value() {
+            continue;
+        }
+        let detail = format!("{} GPUs read what it hands over", target.devices);
+        found.add(
+            Violation::new(Rule::SRemote, at(knob), detail)
+                .value(config.get(knob).to_json())
+                .legal("flag_in_data")
+                .suggest(format!("{knob} = flag_in_data")),
+        );
+    }
+    let routed = |layer: &crate::block::Layer| matches!(layer.mlp.body, FeedForward::Experts(_));
+    if graph.layers.iter().any(routed) {
+        let detail = "a route is read on the GPU that wrote it".to_owned();
+        let violation = Violation::new(Rule::SRemote, At::Graph, detail).value(target.devices);
+        found.add(violation.legal("1 GPU for a model with experts"));
+    }
+    let tiles = graph.vocab.div_ceil(abi::UNIT_ROWS);
+    if tiles < target.devices {
+        let detail =
+            format!("{} rows of logits are {tiles} tiles for {} GPUs", graph.vocab, target.devices);
+        found.add(Violation::new(Rule::SRemote, At::Graph, detail).legal(format!("1 to {tiles}")));
+    }
 }
 
 /// Most keys that any layer attends to, at the last position.

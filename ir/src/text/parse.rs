@@ -8,7 +8,7 @@ use crate::format::Format;
 use crate::graph::DType;
 use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 
 use super::lex::{Word, words};
@@ -212,6 +212,7 @@ impl Parser {
         match cursor.first.text.clone().as_str() {
             "matrix" => self.matrix(cursor)?,
             "buffer" => self.buffer(cursor)?,
+            "devices" => self.program.topology = topology(cursor)?,
             "worker" => {
                 cursor.declared('w', self.program.workers.len())?;
                 self.program.workers.push(Worker::default());
@@ -383,6 +384,19 @@ fn dims(cursor: &mut Cursor<'_>) -> Result<Dims, ParseError> {
         layers: cursor.named_number("layers")?,
         dtype: cursor.named_dtype()?,
     })
+}
+
+fn topology(cursor: &mut Cursor<'_>) -> Result<Topology, ParseError> {
+    let mut topology = Topology { devices: cursor.number("devices")?, replicated: Vec::new() };
+    if !cursor.take("replicated") {
+        let column = cursor.words.first().map_or(cursor.end, |word| word.column);
+        return cursor.error(column, "expected `replicated`");
+    }
+    while !cursor.words.is_empty() {
+        let word = cursor.next("a buffer")?;
+        topology.replicated.push(BufferId(cursor.id(word, &word.text, 'b')?));
+    }
+    Ok(topology)
 }
 
 fn pipeline(cursor: &mut Cursor<'_>) -> Result<Pipeline, ParseError> {

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use abi::{Activation, Epilogue, Field, Prologue, Scoring, StructLayout, WireType};
 
 use crate::id::BufferId;
-use crate::program::{Buffer, BufferSource, Matrix, Program, RowMap, Task};
+use crate::program::{Buffer, BufferSource, Matrix, Program, RowMap, Task, Topology};
 
 use super::{FORMAT_VERSION, param_fields};
 
@@ -69,6 +69,11 @@ fn header(out: &mut String, program: &Program) {
     );
     let _ = writeln!(out, "counters {}", program.counters);
     let _ = writeln!(out, "arena {}", program.arena_bytes);
+    let Topology { devices, replicated } = &program.topology;
+    if program.topology != Topology::default() {
+        let buffers: String = replicated.iter().map(|buffer| format!(" {buffer}")).collect();
+        let _ = writeln!(out, "devices {devices} replicated{buffers}");
+    }
 }
 
 fn print_map(out: &mut String, map: &RowMap) {

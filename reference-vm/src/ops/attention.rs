@@ -105,7 +105,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         Some(append) if position == context.step.position => {
             Ok((&append.key[..], &append.value[..]))
         }
-        Some(_) | None => context.memory.key_value(cache, p.kv_head, position),
+        Some(_) | None => context.memory.key_value(cache, p.kv_head, position, context.step),
     };
     let mut keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
     Defect::keys(context.defect, &mut keys);

@@ -211,7 +211,8 @@ fn products(
         let rows = (rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task);
         return Ok(rows.map(product).collect());
     };
-    let shared = wave.operand(context.task, p, || operand(context, p, matrix));
+    let shared =
+        wave.operand((context.step.device, context.task), p, || operand(context, p, matrix));
     let Operand { x, scale, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
     if let Some(known) = known {
         // Outside of the wave's lock: a thread that waits for the thread pool may take up another task of the wave.

@@ -1,5 +1,6 @@
 //! Compares both executors with the logits that transformers computed for small random models.
 
+mod devices;
 mod eval;
 mod lowered;
 mod quantised_families;

@@ -473,7 +473,12 @@ impl<'a> Op<'a> {
 
     fn sample(&mut self, p: &SampleParams) {
         self.zero(&p.reserved);
-        self.read_words("the candidates", 0, CANDIDATES, 2 * u64::from(p.candidates));
+        if self.program.topology.devices == 1 {
+            self.read_words("the candidates", 0, CANDIDATES, 2 * u64::from(p.candidates));
+        } else {
+            // Devices may have different numbers of them: rule D-LOCAL.
+            self.read("the candidates", 0, CANDIDATES);
+        }
         if p.candidates == 0 {
             self.shape("no candidates".into());
         }

@@ -5,7 +5,7 @@ use abi::{
     Prologue, SampleParams,
 };
 use ir::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 use ir::{Attention, BufferId, CounterId, Format, Gated, Graph, Layer, Linear, MatrixId, TensorId};
 
@@ -68,6 +68,7 @@ pub(super) fn program(graph: &Graph, plan: Plan) -> Program {
         counters: 0,
         arena_bytes: 0,
         workers: vec![Worker::default(); plan.workers],
+        topology: Topology::default(),
     };
     let mut builder = Builder { graph, plan, program, wait: None, turn: 0 };
     builder.build();

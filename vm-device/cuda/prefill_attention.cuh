@@ -44,17 +44,19 @@ __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   }
 }
 
-// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero.
+// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunk
+// of every ROWS_APART-th row.
+constexpr uint32_t ROWS_APART = ATTEND_THREADS / ROW_CHUNKS;
+static_assert(ROWS_APART % 8 == 0 && ATTEND_KEYS % ROWS_APART == 0, "rows of a thread are permuted alike");
 __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
-  uint32_t const to = shared_address(stage);
-  char const* keys = a.keys + paged_row(page, a.values, first);
+  uint32_t const row = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+  uint32_t const to = shared_address(stage) + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
+  char const* from = a.keys + paged_row(page, a.values, first) + threadIdx.x * 16;
 #pragma unroll
-  for (uint32_t piece = threadIdx.x; piece < ATTEND_KEYS * ROW_CHUNKS; piece += ATTEND_THREADS) {
-    uint32_t const row = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS, bytes = first + row < end ? 16 : 0;
-    uint32_t const at = to + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
-    char const* from = keys + (bytes != 0 ? piece * 16 : 0);
-    piece_copy(at, from, bytes);
-    piece_copy(at + ATTEND_BLOCK_BYTES, from + a.values, bytes);
+  for (uint32_t i = 0; i < ATTEND_KEYS / ROWS_APART; ++i) {
+    uint32_t const bytes = first + row + i * ROWS_APART < end ? 16 : 0;
+    piece_copy(to + i * ROWS_APART * PART_ROW, from + i * ATTEND_THREADS * 16, bytes);
+    piece_copy(to + ATTEND_BLOCK_BYTES + i * ROWS_APART * PART_ROW, from + a.values + i * ATTEND_THREADS * 16, bytes);
   }
 }
 
@@ -122,7 +124,7 @@ __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
     for (uint32_t j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
       for (uint32_t i = 2 * upper; i < 2 * upper + 2; ++i) {
-        float const p = s[j][i] > LOWEST ? exp2_fast(s[j][i] - top) : 0.f; // a row may have no visible key in its first block
+        float const p = exp2_fast(s[j][i] - top); // 0 of a masked score, even if a row has no visible key in its first block
         s[j][i] = p;
         r.l[upper] += p;
       }
@@ -177,7 +179,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   uint32_t const begin = a.window != 0 && oldest > a.window ? (oldest - a.window) / ATTEND_KEYS * ATTEND_KEYS : 0;
   queries_keep(a, token0);
   Summed r = {};
-  r.m[0] = r.m[1] = LOWEST;
+  r.m[0] = r.m[1] = LOWEST / 2;
   keys_copy(a, a.pages[begin / PAGE_KEYS], begin, end, prefill_memory);
   pieces_group();
   uint32_t stage = 0, page = a.pages[(begin + ATTEND_KEYS) / PAGE_KEYS]; // page of the next block; a session's table has a word after its last page

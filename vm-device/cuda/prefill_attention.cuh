@@ -31,7 +31,7 @@ struct Attend {
 // A thread's part of its warp's 16 queries: the first operand of STEPS products. It is kept in shared memory, behind the keys and values, and
 // loaded for each block of keys: of an operand in registers the assembler (13.0) takes the first loop's products for the last that read it.
 constexpr uint32_t STEPS = PARTS * PART_STEPS, QUERIES_AT = 2 * 2 * ATTEND_BLOCK_BYTES;
-__device__ __forceinline__ uint32_t queries_place(uint32_t step) { return shared_address(prefill_memory) + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
+__device__ __forceinline__ char* queries_place(uint32_t step) { return prefill_memory + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
 
 __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   uint32_t const lane = threadIdx.x % 32, first = token0 + lane / 4, second = first + 8;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   char const* q = head + (uint64_t)(second < a.tokens ? second : 0) * a.heads * ROW_BYTES;
 #pragma unroll
   for (uint32_t k = 0; k < STEPS; ++k, p += 32, q += 32) {
-    shared_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
+    stage_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
   }
 }
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void scores(uint32_t keys, float (&s)[KEY_TILES][4]) 
   uint32_t q[STEPS][4];
 #pragma unroll
   for (uint32_t k = 0; k < STEPS; ++k) {
-    uint4 const v = shared_load(queries_place(k));
+    uint4 const v = stage_load(queries_place(k));
     q[k][0] = v.x, q[k][1] = v.y, q[k][2] = v.z, q[k][3] = v.w;
   }
 #pragma unroll

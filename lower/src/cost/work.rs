@@ -1,6 +1,10 @@
 //! The work of each task of a program, independent of the rates.
 
-use abi::{AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Prologue};
+use std::ops::Range;
+
+use abi::{
+    AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Params, Prologue,
+};
 use ir::BufferId;
 use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
@@ -25,9 +29,7 @@ pub(super) enum Work {
     Attention { passes: u32, bytes: f64 },
     /// A merge of this many splits.
     Merge { merged: u32 },
-    /// Another op.
-    Small,
-    /// Nothing.
+    /// No time of its own that a fit could find: embedding, sampling, norms, splits without keys.
     Nothing,
 }
 
@@ -36,7 +38,7 @@ impl Work {
     pub(super) fn bytes(&self) -> u64 {
         match *self {
             Self::Product { bytes, .. } | Self::Attention { bytes, .. } => bytes as u64,
-            Self::Merge { .. } | Self::Small | Self::Nothing => 0,
+            Self::Merge { .. } | Self::Nothing => 0,
         }
     }
 }
@@ -233,7 +235,10 @@ impl<'a> Builder<'a> {
     fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
-        for region in touched.reads.iter().filter(|region| self.is_flag_in_data(region)) {
+        let unread = self.unread(task);
+        let read = |index: &usize| !unread.contains(index);
+        let reads = touched.reads.iter().enumerate().filter(|(index, _)| read(index));
+        for (_, region) in reads.filter(|(_, region)| self.is_flag_in_data(region)) {
             let Some(&buffer) = self.flag_in_data_ids.get(&region.buffer) else {
                 continue;
             };
@@ -266,6 +271,26 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// The regions that a task does not read at this position although its operands name them, by place in its list: a
+    /// split without keys reads nothing, and a merge reads active splits only.
+    fn unread(&self, task: &Task) -> Range<usize> {
+        let active = |window, kv_block, splits| {
+            active_splits(attended(self.position, window), kv_block, splits)
+        };
+        match task.op() {
+            Params::Attention(p) if p.split >= active(p.window, p.kv_block, p.splits) => {
+                0..usize::MAX
+            }
+            Params::Matvec(p) if p.prologue == Prologue::Merge as u32 => {
+                active(p.window, p.kv_block, p.splits) as usize..p.splits as usize
+            }
+            Params::AttentionMerge(p) => {
+                active(p.window, p.kv_block, p.splits) as usize..p.splits as usize
+            }
+            _ => 0..0,
+        }
+    }
+
     /// The work, and the bytes streamed.
     fn work(&mut self, task: &Task, flow: &mut u32) -> (Work, u64) {
         match task.opcode {
@@ -293,8 +318,7 @@ impl<'a> Builder<'a> {
                 let merged = self.merged(p.window, p.kv_block, p.splits);
                 (Work::Merge { merged }, 0)
             }
-            Opcode::Nop => (Work::Nothing, 0),
-            Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Small, 0),
+            Opcode::Nop | Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Nothing, 0),
         }
     }
 

@@ -24,9 +24,9 @@ const MEMORY_US: f64 = MEMORY_BYTES / (3.08e12 / H200_WORKERS / 1e6);
 /// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once.
 const TAKEN_STAGES: u32 = 2;
 
-/// Stages of the ring that consumers hold while products run, so that nothing is in flight to them: the one that the warps
-/// load into registers, which they give back before they multiply; and where they read unit by unit, those between the
-/// first warp and the last.
+/// Stages of the ring that consumers hold while products run, so that nothing is in flight to them: where they read unit by
+/// unit, those between the first warp and the last; else the one that the warps load into registers, which they give back
+/// before they multiply.
 const HELD_STAGES: [u32; 2] = [3, 1];
 
 /// Measured: bytes in flight per worker, and the stream of all workers in bytes per second.
@@ -94,8 +94,6 @@ rates! {
     /// Average delay of a hand-off whose poller sleeps between two looks. It does not grow with
     /// `kernel.poll_sleep_ns`: 100 ns instead of 0 cost 15 to 76 ns on a card, 20 ns some 56 (corpus/checks).
     poll_us: [0.0, 0.4],
-    /// From the begin of a task until its warps look for their input the first time.
-    begin_us: [0.0, 2.0],
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
@@ -126,12 +124,16 @@ rates! {
     attention_us: [0.2, 6.0],
     /// Attention over 256 keys, one pass of all warps.
     pass_us: [0.2, 3.0],
+    /// How much later a worker that attended begins its next task, beyond the end of its attention.
+    attended_us: [0.0, 4.0],
     /// Fixed part of a merge of several active splits, as a phase or in front of the output projection.
     merge_us: [0.0, 4.0],
     /// Merging one split in front of the output projection.
     fused_split_us: [0.0, 2.0],
     /// Merging one split in a phase of its own.
     split_us: [0.0, 1.0],
+    /// The other ops: copying a part of an embedding row, choosing a token.
+    small_us: [0.0, 4.0],
     /// Between two steps: publishing the last token until every worker sees it.
     step_us: [0.0, 20.0],
     /// Fraction of the stream lost when it does not mark its lines for eviction first.

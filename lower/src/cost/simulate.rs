@@ -37,6 +37,8 @@ struct WorkerState {
     time: f64,
     /// Stages that have arrived and not been multiplied.
     arrived: f64,
+    /// Time up to which they have been counted: before `time` after attention, while the stream goes on.
+    streamed: f64,
     /// Time at which what was requested last has arrived.
     quiet: f64,
     /// End of its last task, whose rows are stored while other warps begin the next one.
@@ -57,8 +59,6 @@ pub(super) struct Simulation<'a> {
     /// End of the last task of each phase.
     ends: Vec<f64>,
     states: Vec<WorkerState>,
-    /// For each phase, the fraction of the workers that load while its inputs arrive.
-    loading: Vec<Option<f64>>,
     /// For each worker, the times of the tasks of the step; only if requested.
     trace_buffer: Option<Vec<Vec<TaskTimes>>>,
     /// Extra time of tasks, by worker and place.
@@ -80,7 +80,6 @@ impl<'a> Simulation<'a> {
             flag_in_data: plan.flag_in_data.iter().map(flag_in_data).collect(),
             ends: vec![0.0; plan.phases.len()],
             states: vec![WorkerState::default(); plan.workers.len()],
-            loading: vec![None; plan.phases.len()],
             trace_buffer: None,
             delays: None,
         }
@@ -146,7 +145,6 @@ impl<'a> Simulation<'a> {
         for counter in &mut self.counters {
             *counter = Counter { have: 0, time: start };
         }
-        self.loading.fill(None);
         for flag_in_data in &mut self.flag_in_data {
             flag_in_data.done.fill(None);
             (flag_in_data.have, flag_in_data.time) = (0, start);
@@ -196,8 +194,7 @@ impl<'a> Simulation<'a> {
         let late = |time: Option<f64>| time.map(|time| time + delay.hand_off);
         let arrival =
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
-        let loading = self.loading(task.phase as usize, arrival);
-        let ready = self.ready(&self.states[worker], task, &flow, arrival, loading);
+        let ready = self.ready(&self.states[worker], task, &flow, arrival);
         let state = &mut self.states[worker];
         // A warp that stores rows takes the marks, so that no task begins in them before the one before has ended.
         let begin = state.time.max(state.ended).min(ready);
@@ -226,6 +223,7 @@ impl<'a> Simulation<'a> {
             times.starved = multiply - consume;
         }
         state.time += multiply + delay.products;
+        state.streamed = state.time;
         if attends || flow.needed > flow.taken {
             state.quiet = state.time + flow.refill;
         }
@@ -239,6 +237,9 @@ impl<'a> Simulation<'a> {
         state.next += 1;
         times.end = end;
         state.ended = end;
+        if attends {
+            state.time += self.speeds.rates.attended_us;
+        }
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
         }
@@ -257,53 +258,26 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Fraction of the workers whose rings are filled while the inputs of a phase arrive, as its first task sees them.
-    fn loading(&mut self, phase: usize, arrival: Arrival) -> f64 {
-        if let Some(known) = self.loading[phase] {
-            return known;
-        }
-        let from = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
-        let window = FLAG_IN_DATA_TRIPS * self.speeds.rates.trip_us;
-        let loads = |(state, tasks): (&WorkerState, &Vec<Cost>)| {
-            let Some(next) = tasks.get(state.next).or(tasks.first()) else { return 0.0 };
-            let flow = self.flows[next.flow as usize];
-            let full = state.time + (room(next, &flow) - state.arrived) / flow.stream_before_wait;
-            ((full - from) / window).clamp(0.0, 1.0)
-        };
-        let all: f64 = self.states.iter().zip(&self.plan.workers).map(loads).sum();
-        let loading = all / self.states.len() as f64;
-        self.loading[phase] = Some(loading);
-        loading
-    }
-
     /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
-    fn ready(
-        &self,
-        state: &WorkerState,
-        task: &Cost,
-        flow: &Flow,
-        arrival: Arrival,
-        loading: f64,
-    ) -> f64 {
+    fn ready(&self, state: &WorkerState, task: &Cost, flow: &Flow, arrival: Arrival) -> f64 {
         let latest = arrival.counter.unwrap_or(0.0).max(arrival.flag_in_data.unwrap_or(0.0));
         let from = latest.max(state.time);
         let room = room(task, flow);
-        let idle = from - state.time;
+        let idle = from - state.streamed;
         let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
-        let takes = if room > flow.ring { state.time + flow.refill } else { 0.0 };
+        let takes = if room > flow.ring { state.streamed + flow.refill } else { 0.0 };
         let fill = state.quiet.max(takes) - from;
-        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill, loading);
-        let begun = state.time + self.speeds.rates.begin_us;
+        let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(begun + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(begun + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -342,9 +316,10 @@ fn room(task: &Cost, flow: &Flow) -> f64 {
 
 /// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
 fn advance(state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
-    let idle = (time - state.time).max(0.0);
+    let idle = (time - state.streamed).max(0.0);
     state.arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
     state.time = state.time.max(time);
+    state.streamed = state.time;
 }
 
 /// Time of a task outside its products: before them, and after.
@@ -367,7 +342,10 @@ impl Speeds {
                 after: rates.task_us,
             },
             Work::Attention { .. } => Aside { before: rates.attention_us, after: 0.0 },
-            Work::Merge { merged } => Aside { before: merge(merged, rates.split_us), after: 0.0 },
+            Work::Merge { merged } => {
+                Aside { before: merge(merged, rates.split_us), after: rates.small_us }
+            }
+            Work::Small => Aside { before: 0.0, after: rates.small_us },
             Work::Nothing => Aside { before: 0.0, after: 0.0 },
         }
     }
@@ -386,21 +364,21 @@ impl Speeds {
                 let us = f64::from(passes) * self.rates.pass_us;
                 Some((bytes, us, us / f64::from(passes.max(1))))
             }
-            Work::Merge { .. } | Work::Nothing => None,
+            Work::Merge { .. } | Work::Small | Work::Nothing => None,
         }
     }
 
     /// Time of `trips` dependent trips through L2 to a worker with `free` stages free in its ring, whose last request
     /// arrives after `quiet`. Trips are slow while bytes are in flight; once the ring is full none are, and the remaining
     /// trips take their unloaded time.
-    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64, loading: f64) -> f64 {
+    fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
         let fill = quiet.max(free / flow.stream_before_wait);
         if fill <= 0.0 {
             return idle;
         }
         let in_flight = free.max(1.0).min(flow.before_wait) * flow.payload;
-        let loaded = idle + trips * loading * self.queue(in_flight);
+        let loaded = idle + trips * self.queue(in_flight);
         if fill >= loaded { loaded } else { fill + (1.0 - fill / loaded) * idle }
     }
 }

@@ -29,7 +29,9 @@ pub(super) enum Work {
     Attention { passes: u32, bytes: f64 },
     /// A merge of this many splits.
     Merge { merged: u32 },
-    /// No time of its own that a fit could find: embedding, sampling, norms, splits without keys.
+    /// Another op.
+    Small,
+    /// Nothing.
     Nothing,
 }
 
@@ -38,7 +40,7 @@ impl Work {
     pub(super) fn bytes(&self) -> u64 {
         match *self {
             Self::Product { bytes, .. } | Self::Attention { bytes, .. } => bytes as u64,
-            Self::Merge { .. } | Self::Nothing => 0,
+            Self::Merge { .. } | Self::Small | Self::Nothing => 0,
         }
     }
 }
@@ -318,7 +320,8 @@ impl<'a> Builder<'a> {
                 let merged = self.merged(p.window, p.kv_block, p.splits);
                 (Work::Merge { merged }, 0)
             }
-            Opcode::Nop | Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Nothing, 0),
+            Opcode::Nop => (Work::Nothing, 0),
+            Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Small, 0),
         }
     }
 

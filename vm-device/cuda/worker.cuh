@@ -16,11 +16,23 @@ struct alignas(16) ResolvedBuffer {
   uint32_t units;
 };
 
+// What the task prefetcher works out about a matvec (op_matvec.cuh).
+struct MatvecPlan {
+  uint32_t chunks, shares;
+  uint32_t held; // see Tiles
+  uint32_t adds; // a mask of ADDS_*
+};
+constexpr uint32_t ADDS_BIAS = 1, ADDS_RESIDUAL = 2; // a residual of flag-in-data words
+
 // A task with its resolved buffers, as staged in shared memory.
 struct alignas(16) StagedTask {
   amk_task task;
   ResolvedBuffer buffer[AMK_READS_MAX + AMK_WRITES_MAX];
+  // In the place of the buffers' numbers, which are resolved.
+  __device__ void* plan() { return task.reads; }
+  __device__ void const* plan() const { return task.reads; }
 };
+static_assert(sizeof(MatvecPlan) <= sizeof(amk_task::reads), "a plan has room");
 
 #if AMK_TRACE
 // Timestamps of the current task, in cycles, and the loader's waits in this step.
@@ -89,6 +101,7 @@ struct Worker {
   uint32_t task;   // tasks begun since the program was adopted
   uint32_t parity; // of the next barrier
   uint32_t progress; // barriers announced, ever
+  uint32_t leaving;  // `leave` of the last barrier
   uint32_t thread;   // threadIdx.x, which the compiler would otherwise reread at every use
 #if AMK_SEQS > 1
   uint32_t seq; // sequence that the op is working on
@@ -123,13 +136,14 @@ __device__ __forceinline__ void barrier_announce(Worker& w) {
 }
 __device__ __forceinline__ void barrier_meet(Worker& w) {
   consumers_sync();
+  w.leaving = w.shared->leave[w.parity]; // long before it is used
   w.parity ^= 1;
 }
 __device__ __forceinline__ void task_barrier(Worker& w) {
   barrier_announce(w);
   barrier_meet(w);
 }
-__device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w.parity ^ 1] != 0; }
+__device__ __forceinline__ bool left(Worker const& w) { return w.leaving != 0; }
 
 // Address of a session's tokens; the token chosen after each is `token_stride` words further on.
 __device__ __forceinline__ uint32_t* session_tokens(amk_launch const& l, uint32_t session) {

@@ -66,6 +66,74 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
+// The input of a matvec, in one of the forms below: `early` requests it, where that is worth its instructions, and `stage` puts a warp's
+// columns of it, times the norm if there is one, in the activation buffer, and returns the warp's sum of squares if it is normalised.
+
+// A vector of WIDTH elements, of which all turns are requested at once.
+template <uint32_t WIDTH, bool NORM> struct WholeVector {
+  static constexpr uint32_t N = turns_of(WIDTH);
+  static constexpr bool EARLY = N <= 3 && !(NORM && N > 1); // there are no registers for more
+  static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
+  uint32_t first; // see VectorUnits
+  Words words;
+  float const* norm;
+  uint32_t at[N];
+  bool wanted[N];
+  uint4 v[N];
+  bool asked;
+  // `skip`: words before the elements of each head.
+  __device__ __forceinline__ WholeVector(Worker const& w, StagedTask const& st, uint32_t skip) : words(buffer_words(w, st.buffer[0])), norm(NORM ? (float const*)st.buffer[1].address : nullptr) {
+    first = vector_units(w, 0, AMK_UNPACK_NONE).first;
+    uint32_t const at0 = first + (first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
+    asked = EARLY && w.thread < 32; // whoever wrote the last task's rows comes late, and finds the input there
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      wanted[i] = (i + 1) * TURN_COLS <= WIDTH || i * TURN_COLS + first < WIDTH;
+      at[i] = at0 + i * step;
+    }
+  }
+  __device__ __forceinline__ void early() {
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (EARLY && asked && wanted[i]) {
+        v[i] = load_u32x4(words.at + at[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ float stage(Worker const& w, StagedTask const&, amk_matvec_params const&) {
+    float4 n[N];
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      n[i] = NORM && wanted[i] ? __ldg((float4 const*)(norm + i * TURN_COLS + first)) : make_float4(1.f, 1.f, 1.f, 1.f);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      if (!asked && wanted[i]) {
+        v[i] = load_u32x4(words.at + at[i]);
+      }
+    }
+    vec4s_arrive(w, words, at, wanted, v);
+    float square = 0.f;
+    if (NORM) {
+#pragma unroll
+      for (uint32_t i = 0; i < N; ++i) {
+        float4 const x = vec4_value(words, v[i]);
+        square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
+      }
+      square = warp_sum(square); // overlaps with what follows
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      float4 const x = vec4_value(words, v[i]);
+      if (wanted[i] || (WIDTH % UNIT_COLS != 0 && i * TURN_COLS + first < (WIDTH + UNIT_COLS - 1) / UNIT_COLS * UNIT_COLS)) {
+        stage_x4(w, i * TURN_COLS + first, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
+      }
+    }
+    return square;
+  }
+};
+
 // One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
 // or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
 template <uint32_t WIDTH, uint32_t MOST, bool NORM>
@@ -107,13 +175,17 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
-// One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
-__device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
+// The same of any form.
+struct AnyInput {
+  __device__ __forceinline__ void early() {}
+  __device__ __forceinline__ float stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p);
+};
+__device__ __forceinline__ float AnyInput::stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
   ResolvedBuffer const& in = st.buffer[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
   VectorUnits const u = vector_units(w, p.units, st.task.unpack);
   if (in.kind == AMK_BUFFER_EMBEDDING) {
-    return stage_embedding(w, in, norm, p, u);
+    return warp_sum(stage_embedding(w, in, norm, p, u));
   }
   Words const words = buffer_words(w, in);
   uint32_t skip = 0;
@@ -126,7 +198,7 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
     skip = PARTIAL_HEAD; // with one split, the partials are the result
   }
   if (norm != nullptr && p.k_len == AMK_HIDDEN) {
-    return stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0); // the norm's weights take as many registers as the vector
+    return warp_sum(stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0)); // the norm's weights take as many registers as the vector
   }
   if (norm == nullptr && p.k_len == AMK_FFN) {
     return stage_vector<AMK_FFN, 8, false>(w, words, norm, p, u, AMK_Q_WIDTH == AMK_FFN ? skip : 0);
@@ -134,7 +206,35 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
   if (norm == nullptr && p.k_len == AMK_Q_WIDTH) {
     return stage_vector<AMK_Q_WIDTH, 8, false>(w, words, norm, p, u, skip);
   }
-  return stage_vector<0, 1, true>(w, words, norm, p, u, skip);
+  return warp_sum(stage_vector<0, 1, true>(w, words, norm, p, u, skip));
+}
+
+// Calls f(input) with the form of a task's input.
+template <typename F> __device__ __forceinline__ void with_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p, F const& f) {
+  if constexpr (!MIXED && AMK_DTYPE != AMK_DTYPE_F32 && turns_at_once(AMK_HIDDEN, 4) == turns_of(AMK_HIDDEN)) {
+    if (st.buffer[0].kind == AMK_BUFFER_FLAG_IN_DATA) {
+      if (p.prologue == AMK_PROLOGUE_RMS && p.k_len == AMK_HIDDEN) {
+        WholeVector<AMK_HIDDEN, true> input(w, st, 0);
+        return f(input);
+      }
+      bool const whole = p.prologue != AMK_PROLOGUE_MERGE || p.splits <= 1 || attended(seq_position(w), p.window) <= p.kv_block;
+      uint32_t const skip = p.prologue == AMK_PROLOGUE_MERGE ? PARTIAL_HEAD : 0;
+      if constexpr (turns_at_once(AMK_FFN, 8) == turns_of(AMK_FFN) && AMK_FFN != AMK_Q_WIDTH) {
+        if (p.prologue == AMK_PROLOGUE_COPY && p.k_len == AMK_FFN) {
+          WholeVector<AMK_FFN, false> input(w, st, 0);
+          return f(input);
+        }
+      }
+      if constexpr (turns_at_once(AMK_Q_WIDTH, 8) == turns_of(AMK_Q_WIDTH)) {
+        if (p.prologue != AMK_PROLOGUE_RMS && whole && p.k_len == AMK_Q_WIDTH) {
+          WholeVector<AMK_Q_WIDTH, false> input(w, st, skip);
+          return f(input);
+        }
+      }
+    }
+  }
+  AnyInput input;
+  f(input);
 }
 
 // A running best: greater value wins, then the smaller row.
@@ -472,10 +572,10 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
+// The same in one pass, for a task whose fragments wait in registers, except one at most. This is the
 // path between one hand-off and the next, so every instruction counts.
 template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
+__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part) {
   constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
   VectorPart<UNPACK, UNITS> x;
   Sums<CHAINS> s[TILES] = {};
@@ -500,9 +600,6 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
   };
   x.load(w, k, 0);
   multiply(v[0]);
-  if (normed) {
-    square = warp_sum(square);
-  }
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
@@ -542,11 +639,13 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
 
 // Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
-__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, uint32_t adds, Share (&v)[TAKE],
+template <typename Input>
+__device__ __forceinline__ float take_and_stage(Input& input, Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, uint32_t adds, Share (&v)[TAKE],
                                                 Addends& add) {
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   float square = 0.f;
   uint32_t taken = 0;
+  input.early();
   // One piece of code that runs twice if needed: before the vector is there, for the stages that have arrived, whose fragments then wait in
   // registers while the stream continues; and afterwards for the rest.
 #pragma unroll 1
@@ -579,7 +678,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     if (late) {
       return square;
     }
-    square = stage_input(w, st, p);
+    square = input.stage(w, st, p);
     __syncwarp();
     if (w.thread == 0) {
       flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -609,7 +708,8 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan.adds, v, add);
+  float square;
+  with_input(w, st, p, [&](auto& input) { square = take_and_stage(input, w, st, p, k, c, mine ? row : p.rows, plan.adds, v, add); });
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -624,12 +724,11 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   };
   if (k.held) {
     with_unpack(st.task.unpack, [&](auto unpack) {
-      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], rms, square); });
+      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp]); });
     });
     rows_finish(w.parity);
     return;
   }
-  square = warp_sum(square);
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;

@@ -82,43 +82,8 @@ __device__ __forceinline__ bool vec4_here(Words const& s, uint4 const& v) {
   return (((v.x ^ s.tag) | (v.y ^ s.tag) | (v.z ^ s.tag) | (v.w ^ s.tag)) & s.mask) == 0;
 }
 
-// Requests groups of 4 words of a buffer, all together. `at[i]` is the first word of group i; groups that are not `wanted` are zero.
-template <uint32_t N> __device__ __forceinline__ void vec4s_ask(Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
-#pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    out[i] = make_uint4(0, 0, 0, 0);
-    if (wanted[i]) {
-      out[i] = load_u32x4(s.at + at[i]);
-    }
-  }
-}
-// Waits until all groups that were requested have arrived: requests those that had not yet again.
-template <uint32_t N> __device__ __forceinline__ void vec4s_arrive(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
-#pragma unroll 1
-  for (uint32_t spin = 1;; ++spin) {
-    bool missing[N], any = false;
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      missing[i] = wanted[i] && !vec4_here(s, out[i]);
-      any |= missing[i];
-    }
-    if (!any || is_dead(w.shared)) {
-      return;
-    }
-    if (spin % SPINS_PER_NOTE == 0) {
-      note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)s.at >> 3), 0, s.tag);
-    }
-    poll_pause();
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      if (missing[i]) {
-        out[i] = load_u32x4(s.at + at[i]);
-      }
-    }
-  }
-}
-
-// Both in one.
+// Waits for groups of 4 words of a buffer: loads all together, and again until all have arrived. `at[i]` is the first word of group i; groups
+// that are not `wanted` are zero.
 template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
   bool missing[N];
 #pragma unroll
@@ -140,10 +105,13 @@ template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w
       missing[i] = missing[i] && !vec4_here(s, out[i]);
       any |= missing[i];
     }
-    if (!any || is_dead(w.shared)) {
+    if (!any) {
       return;
     }
-    if (spin % SPINS_PER_NOTE == 0) {
+    if (spin % SPINS_PER_LOOK == 0) { // seldom, since every instruction between two looks at the words makes them arrive later
+      if (is_dead(w.shared)) {
+        return;
+      }
       note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)s.at >> 3), 0, s.tag);
     }
     poll_pause();

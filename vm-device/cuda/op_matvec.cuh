@@ -66,126 +66,58 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
-// The input of a matvec, in one of the forms below: `early` requests it, where that is worth its instructions, and `stage` puts a warp's
-// columns of it, times the norm if there is one, in the activation buffer, and returns the warp's sum of squares if it is normalised.
+constexpr uint32_t TURN_BYTES = TURN_COLS / UNIT_COLS * X_BYTES; // of the activation buffer
+static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
 
-// A vector of WIDTH elements, of which all turns are requested at once.
-template <uint32_t WIDTH, bool NORM> struct WholeVector {
-  static constexpr uint32_t N = turns_of(WIDTH);
-  static constexpr bool EARLY = N <= 3 && !(NORM && N > 1); // there are no registers for more
-  static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
-  uint32_t first; // see VectorUnits
-  Words words;
-  float const* norm;
-  uint32_t at[N];
-  bool wanted[N];
-  uint4 v[N];
-  bool asked;
-  // `skip`: words before the elements of each head.
-  __device__ __forceinline__ WholeVector(Worker const& w, StagedTask const& st, uint32_t skip) : words(buffer_words(w, st.buffer[0])), norm(NORM ? (float const*)st.buffer[1].address : nullptr) {
-    first = vector_units(w, 0, AMK_UNPACK_NONE).first;
-    uint32_t const at0 = first + (first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
-    asked = EARLY && w.thread < 32; // whoever wrote the last task's rows comes late, and finds the input there
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      wanted[i] = (i + 1) * TURN_COLS <= WIDTH || i * TURN_COLS + first < WIDTH;
-      at[i] = at0 + i * step;
-    }
-  }
-  __device__ __forceinline__ void early() {
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      v[i] = make_uint4(0, 0, 0, 0);
-      if (EARLY && asked && wanted[i]) {
-        v[i] = load_u32x4(words.at + at[i]);
-      }
-    }
-  }
-  __device__ __forceinline__ float stage(Worker const& w, StagedTask const&, amk_matvec_params const&) {
-    float4 n[N];
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      n[i] = NORM && wanted[i] ? __ldg((float4 const*)(norm + i * TURN_COLS + first)) : make_float4(1.f, 1.f, 1.f, 1.f);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      if (!asked && wanted[i]) {
-        v[i] = load_u32x4(words.at + at[i]);
-      }
-    }
-    vec4s_arrive(w, words, at, wanted, v);
-    float square = 0.f;
-    if (NORM) {
-#pragma unroll
-      for (uint32_t i = 0; i < N; ++i) {
-        float4 const x = vec4_value(words, v[i]);
-        square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
-      }
-      square = warp_sum(square); // overlaps with what follows
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      float4 const x = vec4_value(words, v[i]);
-      if (wanted[i] || (WIDTH % UNIT_COLS != 0 && i * TURN_COLS + first < (WIDTH + UNIT_COLS - 1) / UNIT_COLS * UNIT_COLS)) {
-        stage_x4(w, i * TURN_COLS + first, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
-      }
-    }
-    return square;
-  }
-};
-
-// One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
-// or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
+// One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares, if it is normalised. WIDTH:
+// elements of the vector, or 0 if they are not known when the kernel is compiled; MOST: turns that may be requested at once. `skip`: words before
+// the elements of each head. What can be computed before the vector arrives is.
 template <uint32_t WIDTH, uint32_t MOST, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
   constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
-  static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
-  uint32_t const length = WIDTH == 0 ? p.k_len : WIDTH, whole = MIXED || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
+  constexpr bool ALL = N == turns_of(WIDTH), WHOLE = !MIXED && WIDTH != 0 && WIDTH % UNIT_COLS == 0;
+  uint32_t const length = WIDTH == 0 ? p.k_len : WIDTH, whole = WHOLE ? WIDTH : u.elements;
   uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
+  char* const place = x4_place(w, u.first);
   float square = 0.f;
 #pragma unroll 1
-  for (uint32_t first = 0; first < whole; first += N * TURN_COLS) { // once, if N is all turns
+  for (uint32_t turn = 0; turn * TURN_COLS < whole; turn += N) {
     uint32_t at[N];
     bool wanted[N];
     float4 n[N];
     uint4 v[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const turn = first + i * TURN_COLS, e = turn + u.first;
-      wanted[i] = (N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < length;
-      at[i] = at0 + (first / TURN_COLS + i) * step;
-      n[i] = NORM && (norm != nullptr || WIDTH != 0) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
+      uint32_t const e = (turn + i) * TURN_COLS + u.first;
+      wanted[i] = (ALL && (i + 1) * TURN_COLS <= WIDTH) || e < length;
+      at[i] = at0 + (turn + i) * step;
+      n[i] = NORM && (WIDTH != 0 || norm != nullptr) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = first + i * TURN_COLS + u.first;
       float4 const x = vec4_value(words, v[i]);
       if (NORM) {
         square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       }
-      if ((!MIXED && N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
-        stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
+      if ((WHOLE && ALL && (i + 1) * TURN_COLS <= WIDTH) || (turn + i) * TURN_COLS + u.first < whole) {
+        x4_store(place + (turn + i) * TURN_BYTES, NORM ? make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w) : x);
       }
     }
-    if (N == turns_of(WIDTH)) {
+    if (ALL) {
       break;
     }
   }
   return square;
 }
 
-// The same of any form.
-struct AnyInput {
-  __device__ __forceinline__ void early() {}
-  __device__ __forceinline__ float stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p);
-};
-__device__ __forceinline__ float AnyInput::stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
+// One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
+__device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
   ResolvedBuffer const& in = st.buffer[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
   VectorUnits const u = vector_units(w, p.units, st.task.unpack);
   if (in.kind == AMK_BUFFER_EMBEDDING) {
-    return warp_sum(stage_embedding(w, in, norm, p, u));
+    return stage_embedding(w, in, norm, p, u);
   }
   Words const words = buffer_words(w, in);
   uint32_t skip = 0;
@@ -198,7 +130,7 @@ __device__ __forceinline__ float AnyInput::stage(Worker const& w, StagedTask con
     skip = PARTIAL_HEAD; // with one split, the partials are the result
   }
   if (norm != nullptr && p.k_len == AMK_HIDDEN) {
-    return warp_sum(stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0)); // the norm's weights take as many registers as the vector
+    return stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0); // the norm's weights take as many registers as the vector
   }
   if (norm == nullptr && p.k_len == AMK_FFN) {
     return stage_vector<AMK_FFN, 8, false>(w, words, norm, p, u, AMK_Q_WIDTH == AMK_FFN ? skip : 0);
@@ -206,35 +138,7 @@ __device__ __forceinline__ float AnyInput::stage(Worker const& w, StagedTask con
   if (norm == nullptr && p.k_len == AMK_Q_WIDTH) {
     return stage_vector<AMK_Q_WIDTH, 8, false>(w, words, norm, p, u, skip);
   }
-  return warp_sum(stage_vector<0, 1, true>(w, words, norm, p, u, skip));
-}
-
-// Calls f(input) with the form of a task's input.
-template <typename F> __device__ __forceinline__ void with_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p, F const& f) {
-  if constexpr (!MIXED && AMK_DTYPE != AMK_DTYPE_F32 && turns_at_once(AMK_HIDDEN, 4) == turns_of(AMK_HIDDEN)) {
-    if (st.buffer[0].kind == AMK_BUFFER_FLAG_IN_DATA) {
-      if (p.prologue == AMK_PROLOGUE_RMS && p.k_len == AMK_HIDDEN) {
-        WholeVector<AMK_HIDDEN, true> input(w, st, 0);
-        return f(input);
-      }
-      bool const whole = p.prologue != AMK_PROLOGUE_MERGE || p.splits <= 1 || attended(seq_position(w), p.window) <= p.kv_block;
-      uint32_t const skip = p.prologue == AMK_PROLOGUE_MERGE ? PARTIAL_HEAD : 0;
-      if constexpr (turns_at_once(AMK_FFN, 8) == turns_of(AMK_FFN) && AMK_FFN != AMK_Q_WIDTH) {
-        if (p.prologue == AMK_PROLOGUE_COPY && p.k_len == AMK_FFN) {
-          WholeVector<AMK_FFN, false> input(w, st, 0);
-          return f(input);
-        }
-      }
-      if constexpr (turns_at_once(AMK_Q_WIDTH, 8) == turns_of(AMK_Q_WIDTH)) {
-        if (p.prologue != AMK_PROLOGUE_RMS && whole && p.k_len == AMK_Q_WIDTH) {
-          WholeVector<AMK_Q_WIDTH, false> input(w, st, skip);
-          return f(input);
-        }
-      }
-    }
-  }
-  AnyInput input;
-  f(input);
+  return stage_vector<0, 1, true>(w, words, norm, p, u, skip);
 }
 
 // A running best: greater value wins, then the smaller row.
@@ -443,31 +347,32 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share
   stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
   cursor_free(w, stage);
 }
-// Calls f<UNITS>() for the task's fragment size.
-template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
-  auto const of = [&](auto units) {
-    if constexpr (has_share(decltype(units)::value)) {
-      if (k.warp_units == decltype(units)::value) {
-        f(units);
-      }
+// Calls f<UNITS>() for the task's fragment size, which is one of those compiled in; the last of them needs no comparison.
+template <uint32_t UNITS = 1, typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
+  if constexpr (UNITS <= SHARE) {
+    if constexpr (!has_share(UNITS)) {
+      with_share<UNITS + 1>(k, f);
+    } else if constexpr (AMK_SHARES >> UNITS == 1) {
+      f(Number<UNITS>());
+    } else if (k.warp_units == UNITS) {
+      f(Number<UNITS>());
+    } else {
+      with_share<UNITS + 1>(k, f);
     }
-  };
-  of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
+  }
 }
 // Calls f<UNPACK>() for what is done to the task's weights.
-template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpack, F const& f) {
-  if constexpr (!MIXED) {
-    f(Number<AMK_UNPACK_NONE>());
-  } else {
-    auto const of = [&](auto number) {
-      if constexpr (has_unpack(decltype(number)::value)) {
-        if (unpack == decltype(number)::value) {
-          f(number);
-        }
-      }
-    };
-    of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>()), of(Number<AMK_UNPACK_E4M3_G64>());
-    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
+template <uint32_t UNPACK = AMK_UNPACK_NONE, typename F> __device__ __forceinline__ void with_unpack(uint32_t unpack, F const& f) {
+  if constexpr (AMK_UNPACK >> UNPACK != 0) {
+    if constexpr (!has_unpack(UNPACK)) {
+      with_unpack<UNPACK + 1>(unpack, f);
+    } else if constexpr (AMK_UNPACK >> UNPACK == 1) {
+      f(Number<UNPACK>());
+    } else if (unpack == UNPACK) {
+      f(Number<UNPACK>());
+    } else {
+      with_unpack<UNPACK + 1>(unpack, f);
+    }
   }
 }
 // The same for how units lie in a stage, which does not depend on it if none has scales.
@@ -572,47 +477,43 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same in one pass, for a task whose fragments wait in registers, except one at most. This is the
-// path between one hand-off and the next, so every instruction counts.
+// The same in one pass, for a task whose fragments wait in registers, except one at most. This is the path between one hand-off and the next,
+// so every instruction counts.
 template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part) {
+__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
   VectorPart<UNPACK, UNITS> x;
-  Sums<CHAINS> s[TILES] = {};
-  auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
-  auto const finish = [&] {
-#pragma unroll
-    for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+  Sums<CHAINS> s[2][TILES] = {};
+  x.load(w, k, 0);
+  x.multiply(w, s[0], v[0]);
+  if (normed) {
+    square = warp_sum(square);
+  }
+  if (k.shares > TAKE) {
+    cursor_land(w, c);
+    share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+  }
+  if (TILES == 1 && k.chunks > 1) { // of one tile
+    x.load(w, k, 1);
+    x.multiply(w, s[0], v[TAKE - 1]);
+    if (k.shares > TAKE) {
+      x.load(w, k, 2);
+      x.multiply(w, s[0], v[0]);
     }
-  };
-  auto const next = [&](uint32_t chunk) {
-    if (k.chunks > 1) {
-      x.load(w, k, chunk);
+  } else if (k.shares > 1) {
+    x.multiply(w, s[1], v[TAKE - 1]);
+    tiles_finish(w, (Sums<CHAINS> const (&)[2 * TILES])s, part);
+    if (k.shares <= TAKE) {
       return;
     }
-    finish();
-    part += TILES * AMK_UNIT_ROWS;
+    part += 2 * TILES * AMK_UNIT_ROWS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      s[i] = Sums<CHAINS>{};
+      s[0][i] = Sums<CHAINS>{};
     }
-  };
-  x.load(w, k, 0);
-  multiply(v[0]);
-  if (k.shares > 1) {
-    if (k.shares > TAKE) {
-      cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
-    }
-    next(1);
-    multiply(v[TAKE - 1]);
-    if (k.shares > TAKE) {
-      next(2);
-      multiply(v[0]);
-    }
+    x.multiply(w, s[0], v[0]);
   }
-  finish();
+  tiles_finish(w, s[0], part);
 }
 
 // The same for tiles of any length, without fragments.
@@ -637,57 +538,59 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
   }
 }
 
+// Loads the current fragment (the first or the second of the task) into registers and steps to the next. Returns the word to wait for.
+__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+  uint32_t last = 0;
+  with_units(st.task.unpack, [&](auto unpack) {
+    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v); });
+  });
+  return last;
+}
+
 // Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
-template <typename Input>
-__device__ __forceinline__ float take_and_stage(Input& input, Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, uint32_t adds, Share (&v)[TAKE],
+__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, uint32_t adds, Share (&v)[TAKE],
                                                 Addends& add) {
-  uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
-  float square = 0.f;
+  uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE, second = k.chunks == 1 ? 0 : 1; // chunk of the second fragment
   uint32_t taken = 0;
-  input.early();
-  // One piece of code that runs twice if needed: before the vector is there, for the stages that have arrived, whose fragments then wait in
-  // registers while the stream continues; and afterwards for the rest.
+  Cursor const first = c;
+  // Both are loaded in any case, so that the registers are set on every path: what had not arrived is loaded again.
+  if (__builtin_expect(ahead > 0, 1)) {
+    bool const here = cursor_arrived(w, c);
+    uint32_t last = share_of_task(w, st, c, k, 0, v[0]);
+    Cursor const next = c;
+    bool const both = here && ahead > 1 && cursor_arrived(w, c);
+    last |= share_of_task(w, st, c, k, second, v[TAKE - 1]);
+    taken = both ? 2 : here ? 1 : 0;
+    c = both ? c : here ? next : first;
+    stage_read(last);
+    if (here) {
+      cursor_free(w, first.stage);
+    }
+    if (both) {
+      cursor_free(w, next.stage);
+    }
+  } else {
+    v[0] = v[TAKE - 1] = Share{};
+  }
+  add = addends(w, st, p, row, adds);
+  barrier_announce(w);
+  float const square = stage_input(w, st, p);
+  __syncwarp();
+  if (w.thread == 0) {
+    flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
+  }
+  trace_staged(w);
+  if (__builtin_expect(taken != ahead, 0)) {
 #pragma unroll 1
-  for (bool late = false;; late = true) {
-    uint32_t const freed = taken;
-    uint32_t stage = c.stage, last = 0;
-    auto const load = [&](uint32_t chunk, Share& share) {
-      with_units(st.task.unpack, [&](auto unpack) {
-        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, share); });
-      });
-    };
-    if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      load(0, v[0]);
-      taken = 1;
-    }
-    if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      load(k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
-      taken = 2;
-    }
-    if (!late) {
-      add = addends(w, st, p, row, adds);
-      barrier_announce(w);
-    }
-    stage_read(last); // both; they overlap with the code in between
-#pragma unroll 1
-    for (uint32_t i = freed; i < taken; ++i) {
+    for (; taken < ahead; ++taken) {
+      cursor_land(w, c);
+      uint32_t const stage = c.stage;
+      stage_read(taken == 0 ? share_of_task(w, st, c, k, 0, v[0]) : share_of_task(w, st, c, k, second, v[TAKE - 1]));
       cursor_free(w, stage);
-      stage = stage + 1 == w.stages ? 0 : stage + 1;
-    }
-    if (late) {
-      return square;
-    }
-    square = input.stage(w, st, p);
-    __syncwarp();
-    if (w.thread == 0) {
-      flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
-    }
-    trace_staged(w);
-    if (taken == ahead) {
-      return square;
     }
   }
+  return square;
 }
 
 // The factor of a normalised vector's rows, from the warps' sums of squares.
@@ -702,14 +605,13 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   MatvecPlan const plan = *(MatvecPlan const*)st.plan();
   Tiles const k = task_tiles(st, p, plan);
   Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
-  Share v[TAKE] = {};
-  Addends add = {};
+  Share v[TAKE];
+  Addends add;
   float const inverse = __fdividef(1.f, (float)p.k_len);
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square;
-  with_input(w, st, p, [&](auto& input) { square = take_and_stage(input, w, st, p, k, c, mine ? row : p.rows, plan.adds, v, add); });
+  float square = take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan.adds, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -724,11 +626,12 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   };
   if (k.held) {
     with_unpack(st.task.unpack, [&](auto unpack) {
-      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp]); });
+      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], rms, square); });
     });
     rows_finish(w.parity);
     return;
   }
+  square = warp_sum(square);
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;

@@ -20,17 +20,20 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 // What vectors are multiplied with before they are staged: a power of two that keeps large elements in the range of f16.
 constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
 
-// Stages elements e..e+4 of the vector in the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
-// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16
-// bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
-__device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
+// Place of elements e..e+4 of the vector in the activation buffer. They are staged in the form that is multiplied: f32, or for the tensor cores
+// the high and the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go
+// with 16 bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
+__device__ __forceinline__ char* x4_place(Worker const& w, uint32_t e) {
+  return w.x + (AMK_DTYPE == AMK_DTYPE_F32 ? e * 4 : e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
+}
+__device__ __forceinline__ void x4_store(char* place, float4 v) {
 #if AMK_DTYPE == AMK_DTYPE_F32
-  *(float4*)(w.x + (size_t)e * 4) = v;
+  *(float4*)place = v;
 #else
   if (VECTOR_FACTOR != 1.f) {
     v = make_float4(v.x * VECTOR_FACTOR, v.y * VECTOR_FACTOR, v.z * VECTOR_FACTOR, v.w * VECTOR_FACTOR);
   }
-  uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
+  uint32_t* p = (uint32_t*)place;
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   p[0] = h0, p[2] = h1;
@@ -38,6 +41,7 @@ __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) 
   p[0] = element_pair(v.x - b0.x, v.y - b0.y), p[2] = element_pair(v.z - b1.x, v.w - b1.y);
 #endif
 }
+__device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) { x4_store(x4_place(w, e), v); }
 
 // A thread's part of the staged vector for a unit.
 #if AMK_DTYPE == AMK_DTYPE_F32
@@ -178,22 +182,35 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Reduces the sums of a tile's 8 rows over the lanes, into `part`.
-template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
+// Reduces the sums of N tiles' 8 rows each over the lanes, into `part`.
+template <uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
   uint32_t const lane = w.thread % 32;
-  float first = 0.f, second = 0.f; // of the first eight rows of results, and of the others
+  float first[N], second[N]; // of the first eight rows of results, and of the others
 #pragma unroll
-  for (uint32_t i = 0; i < CHAINS; ++i) {
-    first += s.c[i][0] + s.c[i][1], second += s.c[i][2] + s.c[i][3];
+  for (uint32_t n = 0; n < N; ++n) {
+    first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];
+#pragma unroll
+    for (uint32_t i = 1; i < CHAINS; ++i) {
+      first[n] += s[n].c[i][0] + s[n].c[i][1], second[n] += s[n].c[i][2] + s[n].c[i][3];
+    }
   }
+#pragma unroll
+  for (uint32_t n = 0; n < N; ++n) {
 #if AMK_DTYPE == AMK_DTYPE_F32
-  first += second;
-  first += __shfl_xor_sync(~0u, first, 1);
-  first += __shfl_xor_sync(~0u, first, 2);
+    first[n] += second[n];
+    first[n] += __shfl_xor_sync(~0u, first[n], 1);
+    first[n] += __shfl_xor_sync(~0u, first[n], 2);
 #else
-  first += __shfl_down_sync(~0u, second, 1);
+    second[n] = __shfl_down_sync(~0u, second[n], 1);
 #endif
-  if ((lane & 3) == 0) {
-    part[lane / 4] = first;
   }
+  if ((lane & 3) == 0) {
+#pragma unroll
+    for (uint32_t n = 0; n < N; ++n) {
+      part[n * AMK_UNIT_ROWS + lane / 4] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
+    }
+  }
+}
+template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
+  tiles_finish<1, CHAINS>(w, (Sums<CHAINS> const (&)[1])s, part);
 }

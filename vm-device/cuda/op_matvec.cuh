@@ -66,45 +66,41 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
-constexpr uint32_t TURN_BYTES = TURN_COLS / UNIT_COLS * X_BYTES; // of the activation buffer
-static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
-
-// One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares, if it is normalised. WIDTH:
-// elements of the vector, or 0 if they are not known when the kernel is compiled; MOST: turns that may be requested at once. `skip`: words before
-// the elements of each head. What can be computed before the vector arrives is.
+// One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
+// or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
 template <uint32_t WIDTH, uint32_t MOST, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
   constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
-  constexpr bool ALL = N == turns_of(WIDTH), WHOLE = !MIXED && WIDTH != 0 && WIDTH % UNIT_COLS == 0;
-  uint32_t const length = WIDTH == 0 ? p.k_len : WIDTH, whole = WHOLE ? WIDTH : u.elements;
+  static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
+  uint32_t const length = WIDTH == 0 ? p.k_len : WIDTH, whole = MIXED || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
   uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
-  char* const place = x4_place(w, u.first);
   float square = 0.f;
 #pragma unroll 1
-  for (uint32_t turn = 0; turn * TURN_COLS < whole; turn += N) {
+  for (uint32_t first = 0; first < whole; first += N * TURN_COLS) { // once, if N is all turns
     uint32_t at[N];
     bool wanted[N];
     float4 n[N];
     uint4 v[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = (turn + i) * TURN_COLS + u.first;
-      wanted[i] = (ALL && (i + 1) * TURN_COLS <= WIDTH) || e < length;
-      at[i] = at0 + (turn + i) * step;
-      n[i] = NORM && (WIDTH != 0 || norm != nullptr) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
+      uint32_t const turn = first + i * TURN_COLS, e = turn + u.first;
+      wanted[i] = (N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < length;
+      at[i] = at0 + (first / TURN_COLS + i) * step;
+      n[i] = NORM && (norm != nullptr || WIDTH != 0) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
+      uint32_t const e = first + i * TURN_COLS + u.first;
       float4 const x = vec4_value(words, v[i]);
       if (NORM) {
         square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       }
-      if ((WHOLE && ALL && (i + 1) * TURN_COLS <= WIDTH) || (turn + i) * TURN_COLS + u.first < whole) {
-        x4_store(place + (turn + i) * TURN_BYTES, NORM ? make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w) : x);
+      if ((!MIXED && N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
+        stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
       }
     }
-    if (ALL) {
+    if (N == turns_of(WIDTH)) {
       break;
     }
   }
@@ -347,32 +343,31 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share
   stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
   cursor_free(w, stage);
 }
-// Calls f<UNITS>() for the task's fragment size, which is one of those compiled in; the last of them needs no comparison.
-template <uint32_t UNITS = 1, typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
-  if constexpr (UNITS <= SHARE) {
-    if constexpr (!has_share(UNITS)) {
-      with_share<UNITS + 1>(k, f);
-    } else if constexpr (AMK_SHARES >> UNITS == 1) {
-      f(Number<UNITS>());
-    } else if (k.warp_units == UNITS) {
-      f(Number<UNITS>());
-    } else {
-      with_share<UNITS + 1>(k, f);
+// Calls f<UNITS>() for the task's fragment size.
+template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
+  auto const of = [&](auto units) {
+    if constexpr (has_share(decltype(units)::value)) {
+      if (k.warp_units == decltype(units)::value) {
+        f(units);
+      }
     }
-  }
+  };
+  of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
 }
 // Calls f<UNPACK>() for what is done to the task's weights.
-template <uint32_t UNPACK = AMK_UNPACK_NONE, typename F> __device__ __forceinline__ void with_unpack(uint32_t unpack, F const& f) {
-  if constexpr (AMK_UNPACK >> UNPACK != 0) {
-    if constexpr (!has_unpack(UNPACK)) {
-      with_unpack<UNPACK + 1>(unpack, f);
-    } else if constexpr (AMK_UNPACK >> UNPACK == 1) {
-      f(Number<UNPACK>());
-    } else if (unpack == UNPACK) {
-      f(Number<UNPACK>());
-    } else {
-      with_unpack<UNPACK + 1>(unpack, f);
-    }
+template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpack, F const& f) {
+  if constexpr (!MIXED) {
+    f(Number<AMK_UNPACK_NONE>());
+  } else {
+    auto const of = [&](auto number) {
+      if constexpr (has_unpack(decltype(number)::value)) {
+        if (unpack == decltype(number)::value) {
+          f(number);
+        }
+      }
+    };
+    of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>()), of(Number<AMK_UNPACK_E4M3_G64>());
+    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
   }
 }
 // The same for how units lie in a stage, which does not depend on it if none has scales.
@@ -538,59 +533,55 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
   }
 }
 
-// Loads the current fragment (the first or the second of the task) into registers and steps to the next. Returns the word to wait for.
-__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
-  uint32_t last = 0;
-  with_units(st.task.unpack, [&](auto unpack) {
-    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v); });
-  });
-  return last;
-}
-
 // Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
 __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, uint32_t adds, Share (&v)[TAKE],
                                                 Addends& add) {
-  uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE, second = k.chunks == 1 ? 0 : 1; // chunk of the second fragment
+  uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
+  float square = 0.f;
   uint32_t taken = 0;
-  Cursor const first = c;
-  // Both are loaded in any case, so that the registers are set on every path: what had not arrived is loaded again.
-  if (__builtin_expect(ahead > 0, 1)) {
-    bool const here = cursor_arrived(w, c);
-    uint32_t last = share_of_task(w, st, c, k, 0, v[0]);
-    Cursor const next = c;
-    bool const both = here && ahead > 1 && cursor_arrived(w, c);
-    last |= share_of_task(w, st, c, k, second, v[TAKE - 1]);
-    taken = both ? 2 : here ? 1 : 0;
-    c = both ? c : here ? next : first;
-    stage_read(last);
-    if (here) {
-      cursor_free(w, first.stage);
-    }
-    if (both) {
-      cursor_free(w, next.stage);
-    }
-  } else {
-    v[0] = v[TAKE - 1] = Share{};
-  }
-  add = addends(w, st, p, row, adds);
-  barrier_announce(w);
-  float const square = stage_input(w, st, p);
-  __syncwarp();
-  if (w.thread == 0) {
-    flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
-  }
-  trace_staged(w);
-  if (__builtin_expect(taken != ahead, 0)) {
+  // One piece of code that runs twice if needed: before the vector is there, for the stages that have arrived, whose fragments then wait in
+  // registers while the stream continues; and afterwards for the rest.
 #pragma unroll 1
-    for (; taken < ahead; ++taken) {
-      cursor_land(w, c);
-      uint32_t const stage = c.stage;
-      stage_read(taken == 0 ? share_of_task(w, st, c, k, 0, v[0]) : share_of_task(w, st, c, k, second, v[TAKE - 1]));
+  for (bool late = false;; late = true) {
+    uint32_t const freed = taken;
+    uint32_t stage = c.stage, last = 0;
+    auto const load = [&](uint32_t chunk, Share& share) {
+      with_units(st.task.unpack, [&](auto unpack) {
+        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, share); });
+      });
+    };
+    if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
+      load(0, v[0]);
+      taken = 1;
+    }
+    if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
+      load(k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
+      taken = 2;
+    }
+    if (!late) {
+      add = addends(w, st, p, row, adds);
+      barrier_announce(w);
+    }
+    stage_read(last); // both; they overlap with the code in between
+#pragma unroll 1
+    for (uint32_t i = freed; i < taken; ++i) {
       cursor_free(w, stage);
+      stage = stage + 1 == w.stages ? 0 : stage + 1;
+    }
+    if (late) {
+      return square;
+    }
+    square = stage_input(w, st, p);
+    __syncwarp();
+    if (w.thread == 0) {
+      flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
+    }
+    trace_staged(w);
+    if (taken == ahead) {
+      return square;
     }
   }
-  return square;
 }
 
 // The factor of a normalised vector's rows, from the warps' sums of squares.
@@ -605,8 +596,8 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   MatvecPlan const plan = *(MatvecPlan const*)st.plan();
   Tiles const k = task_tiles(st, p, plan);
   Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
-  Share v[TAKE];
-  Addends add;
+  Share v[TAKE] = {};
+  Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;

@@ -22,6 +22,15 @@ __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const
 // Returns whether the current stage has arrived, without waiting. All lanes agree.
 __device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_try(&w.shared->full[c.stage], c.parity)) != 0; }
 
+// The same, but waits if `wait` is set.
+__device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, bool wait) {
+  if (wait) {
+    cursor_land(w, c);
+    return true;
+  }
+  return cursor_arrived(w, c);
+}
+
 // Frees a stage that this warp has stepped past. All lanes have read what they need: used it, or waited for it (stage_read).
 __device__ __forceinline__ void cursor_free(Worker const& w, uint32_t stage) {
   __syncwarp();

@@ -158,21 +158,20 @@ struct Addends {
   float bias, bias_up;
   float scale, scale_up; // of the codes of a row; 1 of operands
 };
-// `adds`: which of them the task has.
-__device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, uint32_t adds) {
-  bool const pairs = p.epilogue == AMK_EPILOGUE_SILU_MUL, biased = (adds & ADDS_BIAS) != 0;
+__device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, MatvecPlan const& plan) {
+  bool const pairs = p.epilogue == AMK_EPILOGUE_SILU_MUL;
   Addends a = {0, 0.f, 0.f, 1.f, 1.f};
   if (row >= p.rows) {
     return a;
   }
-  if ((adds & ADDS_RESIDUAL) != 0) {
+  if (plan.residual) {
     a.residual = load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row);
   }
   float const* constants = (float const*)st.buffer[2].address;
   if (MIXED && st.task.unpack != AMK_UNPACK_NONE) { // the biases lie behind the scales; rows that alternate have none
     a.scale = __ldg(constants + row), a.scale_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 1.f;
     a.bias = st.buffer[2].units > p.rows ? __ldg(constants + p.rows + row) : 0.f;
-  } else if (biased) {
+  } else if (plan.biased) {
     a.bias = __ldg(constants + row), a.bias_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 0.f;
   }
   return a;
@@ -203,8 +202,9 @@ __device__ __forceinline__ float scale_of(float vector, float row) { return MIXE
 
 // Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
-                                         Addends const& add, Best& best) {
+                                         Addends add, Best& best) {
   uint32_t const t = w.thread;
+  float const factor = slot_addends(w, st, p, row, add.bias, add.bias_up);
   float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     v = logit_capped(v, p.cap);
@@ -218,10 +218,10 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     }
     float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale_of(scale, add.scale_up) + add.bias_up;
     row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.buffer[AMK_READS_MAX].units) { // words in the buffer: padding rows are dropped
+    if (row >= st.buffer[AMK_READS_STAGED].units) { // words in the buffer: padding rows are dropped
       return;
     }
-    v = activated(v, p.activation) * up;
+    v = gated(v, up, p.activation, p.cap) * factor;
   }
   if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
     v += residual_value(w, st, row, add.residual);
@@ -244,7 +244,7 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
     }
     // The candidate is the last word that this worker writes in the step. Flag-in-data words order nothing else, so the signal after it releases
     // what it wrote without a signal before (keys and values, logits); pairs with the wait before op_sample.
-    uint32_t* out = (uint32_t*)st.buffer[AMK_READS_MAX + 1].address + (size_t)index * 2;
+    uint32_t* out = (uint32_t*)st.buffer[AMK_READS_STAGED + 1].address + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }
@@ -272,8 +272,7 @@ constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a t
 __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
   amk_task const& task = st.task;
   amk_matvec_params const& p = *(amk_matvec_params const*)task.params;
-  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
-  MatvecPlan plan = {1, 0, 0, (st.buffer[2].address != 0 ? ADDS_BIAS : 0) | (residual ? ADDS_RESIDUAL : 0)};
+  MatvecPlan plan = {0, 1, false, false, false};
   if (task.warp_units > SHARE / 2) { // fragments of one tile
     plan.chunks = (p.units + task.stage_units - 1) / task.stage_units;
     plan.shares = p.tiles * plan.chunks;
@@ -281,12 +280,14 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
     plan.shares = (p.tiles + 1) / 2;
   }
   plan.held = plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
+  plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
   return plan;
 }
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
   amk_task const& task = st.task;
   uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : p.units;
-  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, plan.shares, plan.held != 0};
+  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, plan.shares, plan.held};
 }
 
 // Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
@@ -535,7 +536,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
 
 // Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
-__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, uint32_t adds, Share (&v)[TAKE],
+__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                                 Addends& add) {
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   float square = 0.f;
@@ -560,7 +561,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
       taken = 2;
     }
     if (!late) {
-      add = addends(w, st, p, row, adds);
+      add = addends(w, st, p, row, plan);
       barrier_announce(w);
     }
     stage_read(last); // both; they overlap with the code in between
@@ -593,16 +594,16 @@ __device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, flo
 __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
-  MatvecPlan const plan = *(MatvecPlan const*)st.plan();
+  MatvecPlan const plan = plan_of(st);
   Tiles const k = task_tiles(st, p, plan);
-  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   Share v[TAKE] = {};
   Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan.adds, v, add);
+  float square = take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -643,7 +644,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     row += ROWS_BUF;
     mine = t < ROWS_BUF && t + done * AMK_UNIT_ROWS < p.tiles * AMK_UNIT_ROWS && row < p.rows;
     barrier_announce(w);
-    add = mine ? addends(w, st, p, row, plan.adds) : Addends{};
+    add = mine ? addends(w, st, p, row, plan) : Addends{};
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     write_candidate(w, st, p.candidate, best);

@@ -16,23 +16,33 @@ struct alignas(16) ResolvedBuffer {
   uint32_t units;
 };
 
-// What the task prefetcher works out about a matvec (op_matvec.cuh).
-struct MatvecPlan {
-  uint32_t chunks, shares;
-  uint32_t held; // see Tiles
-  uint32_t adds; // a mask of ADDS_*
-};
-constexpr uint32_t ADDS_BIAS = 1, ADDS_RESIDUAL = 2; // a residual of flag-in-data words
-
 // A task with its resolved buffers, as staged in shared memory.
 struct alignas(16) StagedTask {
   amk_task task;
-  ResolvedBuffer buffer[AMK_READS_MAX + AMK_WRITES_MAX];
-  // In the place of the buffers' numbers, which are resolved.
-  __device__ void* plan() { return task.reads; }
-  __device__ void const* plan() const { return task.reads; }
+  ResolvedBuffer buffer[AMK_READS_STAGED + AMK_WRITES_MAX];
 };
-static_assert(sizeof(MatvecPlan) <= sizeof(amk_task::reads), "a plan has room");
+
+// The fifth read, staged by kernels whose tasks have one. It takes the place of indices of other buffers, which are resolved too.
+constexpr bool ASIDE = (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) != 0 || (AMK_FEATURES >> AMK_FEATURE_SINKS & 1) != 0;
+constexpr uint32_t ASIDE_PIECE = 1, ASIDE_LANE = 8; // 16 bytes of the task, and the prefetcher's lane
+static_assert(AMK_OFFSETOF(amk_task, reads) <= 16 && AMK_OFFSETOF(amk_task, tile_parts) >= 32, "only indices of buffers");
+__device__ __forceinline__ ResolvedBuffer const& aside(StagedTask const& st) { return ((ResolvedBuffer const*)&st.task)[ASIDE_PIECE]; }
+
+// What the task prefetcher works out about a matvec (op_matvec.cuh). In the place of the numbers of two other buffers.
+struct MatvecPlan {
+  uint32_t shares, chunks; // see Tiles
+  bool held;               // see Tiles
+  bool biased, residual;   // rows have a bias; they are added to flag-in-data words
+};
+static_assert(AMK_OFFSETOF(amk_task, reads) + 4 <= 16 * ASIDE_PIECE && AMK_OFFSETOF(amk_task, writes) + 4 >= 16 * (ASIDE_PIECE + 1), "a plan is beside the fifth read");
+__device__ __forceinline__ void plan_store(StagedTask& st, MatvecPlan const& plan) {
+  st.task.reads[0] = plan.chunks << 3 | plan.held << 2 | plan.biased << 1 | plan.residual;
+  st.task.writes[1] = plan.shares;
+}
+__device__ __forceinline__ MatvecPlan plan_of(StagedTask const& st) {
+  uint32_t const word = st.task.reads[0];
+  return MatvecPlan{st.task.writes[1], word >> 3, (word & 4) != 0, (word & 2) != 0, (word & 1) != 0};
+}
 
 #if AMK_TRACE
 // Timestamps of the current task, in cycles, and the loader's waits in this step.
@@ -85,6 +95,9 @@ struct Shared {
   uint64_t worker_heartbeat_ns; // when the worker's heartbeat was last written
   alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the load that it is in
+#endif
 #if AMK_TRACE
   TraceBuffer trace;
 #endif

@@ -40,8 +40,9 @@ __device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
 
 // One warp: stages its columns of the attention's result, merged from several splits, in the activation buffer.
 __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, VectorUnits const& u, uint32_t active) {
+  uint32_t const turns = ((warp_share(w, p.units) << u.log2) + TURN_UNITS - 1) / TURN_UNITS, end = SPARE_REGISTERS ? u.elements : turns * TURN_COLS;
 #pragma unroll 1
-  for (uint32_t first = 0; first < u.elements; first += TURN_COLS) { // all lanes take every turn
+  for (uint32_t first = 0; first < end; first += TURN_COLS) { // all lanes take every turn
     uint32_t const e = first + u.first;
     float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
     if (e < u.elements) {
@@ -71,8 +72,9 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
 template <uint32_t WIDTH, uint32_t MOST, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
   constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
+  constexpr bool ALL = SPARE_REGISTERS && N == turns_of(WIDTH);
   static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
-  uint32_t const length = WIDTH == 0 ? p.k_len : WIDTH, whole = MIXED || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
+  uint32_t const length = WIDTH == 0 || !SPARE_REGISTERS ? p.k_len : WIDTH, whole = !SPARE_REGISTERS || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
   uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
   float square = 0.f;
 #pragma unroll 1
@@ -84,9 +86,9 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       uint32_t const turn = first + i * TURN_COLS, e = turn + u.first;
-      wanted[i] = (N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < length;
-      at[i] = at0 + (first / TURN_COLS + i) * step;
-      n[i] = NORM && (norm != nullptr || WIDTH != 0) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
+      wanted[i] = (ALL && (i + 1) * TURN_COLS <= WIDTH) || e < length;
+      at[i] = SPARE_REGISTERS ? at0 + (first / TURN_COLS + i) * step : e + (e / AMK_HEAD_DIM + 1) * skip;
+      n[i] = NORM && (norm != nullptr || (SPARE_REGISTERS && WIDTH != 0)) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
 #pragma unroll
@@ -96,11 +98,11 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
       if (NORM) {
         square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       }
-      if ((!MIXED && N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
+      if ((ALL && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
         stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
       }
     }
-    if (N == turns_of(WIDTH)) {
+    if (ALL) {
       break;
     }
   }
@@ -119,17 +121,17 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
     uint32_t const keys = attended(seq_position(w), p.window);
-    if (p.splits > 1 && keys > p.kv_block) { // else one is active
+    if (SPARE_REGISTERS ? p.splits > 1 && keys > p.kv_block : active_splits(keys, p.kv_block, p.splits) > 1) { // the same, and sooner known
       stage_merged(w, words, p, u, active_splits(keys, p.kv_block, p.splits));
       return 0.f;
     }
     skip = PARTIAL_HEAD; // with one split, the partials are the result
   }
-  if (norm != nullptr && p.k_len == AMK_HIDDEN) {
+  if (norm != nullptr && (!SPARE_REGISTERS || p.k_len == AMK_HIDDEN)) {
     return stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0); // the norm's weights take as many registers as the vector
   }
-  if (norm == nullptr && p.k_len == AMK_FFN) {
-    return stage_vector<AMK_FFN, 8, false>(w, words, norm, p, u, AMK_Q_WIDTH == AMK_FFN ? skip : 0);
+  if (norm == nullptr && (p.k_len == AMK_FFN || (!SPARE_REGISTERS && (p.k_len != AMK_Q_WIDTH || turns_at_once(AMK_Q_WIDTH, 8) == turns_at_once(AMK_FFN, 8))))) {
+    return stage_vector<AMK_FFN, 8, false>(w, words, norm, p, u, AMK_Q_WIDTH == AMK_FFN || !SPARE_REGISTERS ? skip : 0);
   }
   if (norm == nullptr && p.k_len == AMK_Q_WIDTH) {
     return stage_vector<AMK_Q_WIDTH, 8, false>(w, words, norm, p, u, skip);
@@ -473,8 +475,50 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same in one pass, for a task whose fragments wait in registers, except one at most. This is the path between one hand-off and the next,
-// so every instruction counts.
+// The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
+// path between one hand-off and the next, so every instruction counts. Where registers are short, one fragment is finished after the other.
+template <uint32_t UNPACK, uint32_t UNITS>
+__device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
+  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
+  VectorPart<UNPACK, UNITS> x;
+  Sums<CHAINS> s[TILES] = {};
+  auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
+  auto const finish = [&] {
+#pragma unroll
+    for (uint32_t i = 0; i < TILES; ++i) {
+      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+    }
+  };
+  auto const next = [&](uint32_t chunk) {
+    if (k.chunks > 1) {
+      x.load(w, k, chunk);
+      return;
+    }
+    finish();
+    part += TILES * AMK_UNIT_ROWS;
+#pragma unroll
+    for (uint32_t i = 0; i < TILES; ++i) {
+      s[i] = Sums<CHAINS>{};
+    }
+  };
+  x.load(w, k, 0);
+  multiply(v[0]);
+  square = warp_sum(square);
+  if (k.shares > 1) {
+    if (k.shares > TAKE) {
+      cursor_land(w, c);
+      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+    }
+    next(1);
+    multiply(v[TAKE - 1]);
+    if (k.shares > TAKE) {
+      next(2);
+      multiply(v[0]);
+    }
+  }
+  finish();
+}
+// Two fragments are finished together: their last steps overlap. `normed`: whether the squares matter.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
@@ -618,7 +662,14 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   };
   if (k.held) {
     with_unpack(st.task.unpack, [&](auto unpack) {
-      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], rms, square); });
+      with_share(k, [&](auto units) {
+        constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
+        if constexpr (SPARE_REGISTERS) {
+          multiply_held<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
+        } else {
+          held_in_turn<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], square);
+        }
+      });
     });
     rows_finish(w.parity);
     return;

@@ -55,3 +55,6 @@ template <uint32_t N> struct Number {
 
 // Whether some matrix is unpacked, and whether some matrix has units with scales behind them (unpack.cuh).
 constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE, SCALED_UNITS = AMK_UNPACK >> AMK_UNPACK_E4M3_G64 != 0;
+
+// Whether registers are left over: the scales of codes and wide heads take them all, and what else is kept in some would be spilled.
+constexpr bool SPARE_REGISTERS = !MIXED && AMK_HEAD_DIM <= 128;

@@ -178,22 +178,35 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Reduces the sums of a tile's 8 rows over the lanes, into `part`.
-template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
+// Reduces the sums of N tiles' 8 rows each over the lanes, into `part`.
+template <uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
   uint32_t const lane = w.thread % 32;
-  float first = 0.f, second = 0.f; // of the first eight rows of results, and of the others
+  float first[N], second[N]; // of the first eight rows of results, and of the others
 #pragma unroll
-  for (uint32_t i = 0; i < CHAINS; ++i) {
-    first += s.c[i][0] + s.c[i][1], second += s.c[i][2] + s.c[i][3];
+  for (uint32_t n = 0; n < N; ++n) {
+    first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];
+#pragma unroll
+    for (uint32_t i = 1; i < CHAINS; ++i) {
+      first[n] += s[n].c[i][0] + s[n].c[i][1], second[n] += s[n].c[i][2] + s[n].c[i][3];
+    }
   }
+#pragma unroll
+  for (uint32_t n = 0; n < N; ++n) {
 #if AMK_DTYPE == AMK_DTYPE_F32
-  first += second;
-  first += __shfl_xor_sync(~0u, first, 1);
-  first += __shfl_xor_sync(~0u, first, 2);
+    first[n] += second[n];
+    first[n] += __shfl_xor_sync(~0u, first[n], 1);
+    first[n] += __shfl_xor_sync(~0u, first[n], 2);
 #else
-  first += __shfl_down_sync(~0u, second, 1);
+    second[n] = __shfl_down_sync(~0u, second[n], 1);
 #endif
-  if ((lane & 3) == 0) {
-    part[lane / 4] = first;
   }
+  if ((lane & 3) == 0) {
+#pragma unroll
+    for (uint32_t n = 0; n < N; ++n) {
+      part[n * AMK_UNIT_ROWS + lane / 4] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
+    }
+  }
+}
+template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
+  tiles_finish<1, CHAINS>(w, (Sums<CHAINS> const (&)[1])s, part);
 }

@@ -200,8 +200,8 @@ struct GemmBlock {
     rows: u32,
     stages: u32,
     threads: u32,
-    /// Microseconds that a multiprocessor takes for a unit of columns with this many blocks side by side, from one to as many as fit: measured
-    /// on an H200 (docs/explanation/performance.md). Only their ratios matter.
+    /// Microseconds that a multiprocessor takes for a unit of columns with this many blocks side by side, from one to as many as fit:
+    /// predicted from the tensor cores' cycles, not measured yet (docs/lab/2026-11-25-prompt.md). Only their ratios matter.
     us: &'static [f64],
 }
 
@@ -677,9 +677,10 @@ mod tests {
     fn the_form_that_was_measured_to_be_faster_is_chosen() {
         use GemmShape::{Auto, Small, Wide};
         let measured = [
-            ("llama-3.2-1b gate_up", 2048, 16384, Wide),
-            ("llama-3.2-1b gate_up", 64, 16384, Small),
-            ("smollm2-135m down", 64, 576, Small),
+            ("llama-3.2-1b gate_up", 2048, 16384, Wide), // 243 us against 401 and 416
+            ("llama-3.2-1b gate_up", 64, 16384, Small),  // 25 against 33 and 35
+            ("llama-3.2-1b down", 500, 2048, Small),     // 76 against 108 and 115
+            ("llama-3.2-1b o", 500, 2048, Small),        // 25 against 34 and 38
         ];
         for (name, tokens, rows, faster) in measured {
             assert_eq!(choose(Auto, tokens, rows / 8, 132), faster, "{name}, {tokens} tokens");

@@ -256,23 +256,35 @@ struct Tiles {
   uint32_t chunk;       // units of a chunk that is a fragment
   uint32_t last;        // units of a tile's last chunk
   uint32_t chunks;      // chunks per tile that are fragments
+  uint32_t parts;       // fragments of a stage
   uint32_t shares;      // fragments of the task
 };
-// Tiles per fragment.
-__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 2 * warp_units <= SHARE ? 2 : 1; }
+// Tiles per fragment. The host's stages have a multiple of it (ir/src/program/staging.rs).
+__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return warp_units == 1 ? 4 : 2 * warp_units <= FRAGMENT ? 2 : 1; }
+// A fragment: its units of each tile, and its tiles. Where fragments are half as long as a stage (see Share), a stage has one or two of them: of all
+// units of a half of the tiles, or of a half of each warp's units.
+template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
+  static constexpr bool HALVES = UNITS > FRAGMENT;
+  static constexpr uint32_t EACH = HALVES ? (UNITS + 1) / 2 : UNITS, TILES = share_tiles(UNITS);
+  // Independent chains of a tile's products: enough of them that a product need not wait for the one before. Sums that are scaled need none.
+  static constexpr uint32_t CHAINS = has_scales(UNPACK) ? 1 : TILES == 1 ? 4 : 2;
+};
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
 
 __device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_params const& p) {
-  Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, p.units, 1, 0};
-  if (k.warp_units > SHARE / 2) { // fragments of one tile
+  Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, p.units, 1, 1, 0};
+  if (k.warp_units > SHARE / 2) { // a stage has one tile, or a part of it
     k.chunk = k.stage_units;
     // An integer division takes ten times as long.
     k.chunks = 1 + (uint32_t)__fdividef((float)k.units - 0.5f, (float)k.stage_units);
     k.last = k.units - (k.chunks - 1) * k.chunk;
-    k.shares = k.count * k.chunks;
+    k.parts = MIXED ? 2 : 1;
+    k.shares = k.count * k.chunks * k.parts;
   } else if (k.warp_units > 0) {
-    k.shares = (k.count + 1) / 2;
+    uint32_t const tiles = share_tiles(k.warp_units);
+    k.parts = k.per_stage / tiles;
+    k.shares = (k.count + tiles - 1) / tiles;
   }
   return k;
 }
@@ -292,44 +304,55 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
   return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
 }
 
-// Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
-// the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
-// then is multiplied for nothing.
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+// Loads a fragment of this warp's from the current stage, which has arrived and holds chunk `chunk` of a tile. `part`: which of the stage. Returns
+// the word that stage_read waits for before the stage is freed. Tiles may be missing at the end of a task: what is read then is multiplied
+// for nothing.
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor const& c, Tiles const& k, uint32_t chunk, bool second, Share& v) {
+  using F = Fragment<UNPACK, UNITS>;
+  constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH, LOADS = F::TILES * F::EACH, LAST = (F::TILES - 1) * F::EACH + EACH;
   uint32_t const units = chunk_units(k, chunk);
-  char const* unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
-  constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
+  char const* unit = cursor_place(w, c) + (w.thread / 32 + FIRST * AMK_WARPS) * unit_bytes(UNPACK);
+  if (!F::HALVES && PART != 0 && second) {
+    unit += F::TILES * k.chunk * unit_bytes(UNPACK);
+  }
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
-    uint32_t const tile = i / UNITS, j = i % UNITS;
+    uint32_t const tile = i / F::EACH, j = i % F::EACH;
     char const* at = unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) + w.thread % 32 * 16;
-    v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
+    v.weights[i] = j < EACH && share_has<UNITS>(w, units, FIRST + j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
-  uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
-  if (RAGGED) { // and so may any of the others
+  uint32_t read = 0;
 #pragma unroll
-    for (uint32_t i = 0; i + 2 < LOADS; ++i) {
+  for (uint32_t i = 0; i < LOADS; ++i) {
+    if (RAGGED || (i + 2 >= LAST && i < LAST)) { // the last may be absent, and so may any of the others
       read |= v.weights[i].x;
     }
   }
   if constexpr (has_scales(UNPACK)) {
 #pragma unroll
     for (uint32_t i = 0; i < LOADS; ++i) {
+      uint32_t const tile = i / F::EACH, j = i % F::EACH;
       uint32_t* scales = v.scales + i * scale_words(UNPACK);
-      scales[0] = 0;
-      if (share_has<UNITS>(w, units, i % UNITS)) {
-        scales_load<UNPACK>(w, unit + (i / UNITS * k.chunk + i % UNITS * AMK_WARPS) * unit_bytes(UNPACK), scales);
+      scales[0] = 0, scales[scale_words(UNPACK) - 1] = 0;
+      if (j < EACH && share_has<UNITS>(w, units, FIRST + j)) {
+        scales_load<UNPACK>(w, unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
       }
-      read |= scales[0];
+      if (RAGGED || (i + 2 >= LAST && i < LAST)) {
+        read |= scales[0];
+      }
     }
   }
-  cursor_step(w, c);
   return read;
 }
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
-  uint32_t const stage = c.stage;
-  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
-  cursor_free(w, stage);
+// The same, and steps to the next stage and frees this one if this was its last fragment.
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
+  uint32_t const read = share_load<UNPACK, UNITS, PART>(w, c, k, chunk, k.parts == 2, v);
+  if (last) {
+    uint32_t const stage = c.stage;
+    cursor_step(w, c);
+    stage_read(read);
+    cursor_free(w, stage);
+  }
 }
 // Calls f<UNITS>() for the task's fragment size.
 template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
@@ -358,141 +381,111 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
     of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
   }
 }
-// The same for how units lie in a stage, which does not depend on it if none has scales.
-template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack, F const& f) {
-  if constexpr (SCALED_UNITS) {
-    with_unpack(unpack, f);
-  } else {
-    f(Number<AMK_UNPACK_NONE>());
-  }
-}
-
-// Independent chains of a tile's products in a fragment's loop: enough of them that a product need not wait for the one before.
-__device__ constexpr uint32_t share_chains(uint32_t units) { return share_tiles(units) == 1 ? 4 : 2; }
-
-// This warp's part of the vector for a chunk, and its products with a fragment. In registers if the weights are operands; else it would take
-// two units of registers for one of weights, and is read from the activation buffer where it is multiplied.
+// This warp's part of the vector for a fragment, and its products with it.
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
-  char const* at;
-  uint32_t units; // of the chunk
-  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
-    units = chunk_units(k, chunk);
-    at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
-  }
-  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
-    constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS), STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES, WORDS = scale_words(UNPACK);
-    using Unit = UnitProducts<UNPACK, CHAINS>;
-#pragma unroll
-    for (uint32_t j = 0; j < UNITS; j += 3 - TILES) {
-      if (!share_has<UNITS>(w, units, j)) {
-        continue;
-      }
-      VectorGroup<UNPACK> const x = group_load<UNPACK>(w, at + j * STEP);
-      Unit const one = {s[0], x, share.weights[j], share.scales + j * WORDS};
-      if constexpr (TILES == 2) {
-        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[1], x, share.weights[UNITS + j], share.scales + (UNITS + j) * WORDS}}, j);
-      } else if (j + 1 < UNITS && share_has<UNITS>(w, units, j + 1)) {
-        VectorGroup<UNPACK> const y = group_load<UNPACK>(w, at + (j + 1) * STEP);
-        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[0], y, share.weights[(j + 1) % SHARE], share.scales + (j + 1) % SHARE * WORDS}}, j);
-      } else {
-        groups_multiply<UNPACK, 1, CHAINS>({one}, j);
-      }
-    }
-  }
-};
-template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
-  Vector frag[UNITS];
-  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+  using F = Fragment<UNPACK, UNITS>;
+  VectorGroup<UNPACK> x[F::EACH];
+  template <uint32_t PART> __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+    constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
     uint32_t const units = chunk_units(k, chunk);
+    char const* at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
 #pragma unroll
-    for (uint32_t j = 0; j < UNITS; ++j) {
-      frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : Vector{};
+    for (uint32_t j = 0; j < F::EACH; ++j) {
+      if (FIRST + j < UNITS && share_has<UNITS>(w, units, FIRST + j)) {
+        x[j] = group_load<UNPACK>(w, at + (FIRST + j) * STEP);
+      } else {
+        x[j] = VectorGroup<UNPACK>{};
+      }
     }
   }
-  __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
-#pragma unroll
-    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
-    }
+  __device__ __forceinline__ void multiply(Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
+    groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(s, x, share.weights, share.scales);
   }
 };
-
-// Multiplies tiles `tile0`.. of a task whose stages are fragments: this warp's products of each. `v` holds the next two fragments, also on
+// Multiplies tiles `tile0`.. of a task that is taken in fragments: this warp's products of each. `v` holds the next two fragments, also on
 // return if the task has that many left.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
-  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
+  using F = Fragment<UNPACK, UNITS>;
+  uint32_t const parts = F::HALVES ? 2 * k.chunks : k.chunks; // fragments of a tile
+  uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * parts; // of the vector; fragments
+  uint32_t next = k.chunks * k.parts > TAKE ? TAKE / k.parts : 0; // the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
-  x.load(w, k, 0);
-  Sums<CHAINS> s[TILES] = {};
-  auto stage = [&](Share& weights) {
-    note_near(w, left, 4);
-    x.multiply(w, s, weights);
+  x.template load<0>(w, k, 0);
+  Sums<F::CHAINS> s[F::TILES] = {};
+  auto stage = [&](Share& weights, auto which) {
+    constexpr uint32_t PART = decltype(which)::value;
+    note_near(w, left, 4 * k.parts);
+    x.multiply(s, weights);
     if (left > TAKE) {
-      cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, next, weights);
-      if (RAGGED) {
+      bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage
+      if (first) {
+        cursor_land(w, c);
+      }
+      share_take<UNPACK, UNITS, PART>(w, c, k, next, last, weights);
+      if (RAGGED && last) {
         next = next + 1 == k.chunks ? 0 : next + 1;
       }
     }
     --left;
-    if (++chunk == k.chunks) {
+    bool const whole = !F::HALVES || PART != 0; // a chunk is complete
+    if (whole && ++chunk == k.chunks) {
 #pragma unroll
-      for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
-        s[i] = Sums<CHAINS>{};
+      for (uint32_t i = 0; i < F::TILES; ++i) {
+        tile_finish<UNPACK>(w, s[i], part + i * AMK_UNIT_ROWS);
+        s[i] = Sums<F::CHAINS>{};
       }
-      part += TILES * AMK_UNIT_ROWS;
+      part += F::TILES * AMK_UNIT_ROWS;
       chunk = 0;
     }
-    if (k.chunks > 1) {
-      x.load(w, k, chunk);
+    if (F::HALVES || (F::TILES == 1 && !MIXED && k.chunks > 1)) {
+      x.template load<1 - PART>(w, k, chunk);
     }
   };
 #pragma unroll 1
-  for (uint32_t n = (tiles + TILES - 1) / TILES * k.chunks; n > 0; n -= 2) {
-    stage(v[0]);
+  for (uint32_t n = (tiles + F::TILES - 1) / F::TILES * parts; n > 0; n -= 2) {
+    stage(v[0], Number<0>());
     if (n == 1) {
       break;
     }
-    stage(v[TAKE - 1]);
+    stage(v[TAKE - 1], Number<1>());
   }
 }
 
-// The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
+// The same in one pass, for a task of operands whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
 // path between one hand-off and the next, so every instruction counts.
-template <uint32_t UNPACK, uint32_t UNITS>
+template <uint32_t UNITS>
 __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
-  VectorPart<UNPACK, UNITS> x;
-  Sums<CHAINS> s[TILES] = {};
-  auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
+  using F = Fragment<AMK_UNPACK_NONE, UNITS>;
+  constexpr uint32_t TILES = F::TILES;
+  VectorPart<AMK_UNPACK_NONE, UNITS> x;
+  Sums<F::CHAINS> s[TILES] = {};
+  auto const multiply = [&](Share const& share) { x.multiply(s, share); };
   auto const finish = [&] {
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+      tile_finish<AMK_UNPACK_NONE>(w, s[i], part + i * AMK_UNIT_ROWS);
     }
   };
   auto const next = [&](uint32_t chunk) {
     if (k.chunks > 1) {
-      x.load(w, k, chunk);
+      x.template load<0>(w, k, chunk);
       return;
     }
     finish();
     part += TILES * AMK_UNIT_ROWS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      s[i] = Sums<CHAINS>{};
+      s[i] = Sums<F::CHAINS>{};
     }
   };
-  x.load(w, k, 0);
+  x.template load<0>(w, k, 0);
   multiply(v[0]);
   square = warp_sum(square);
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+      share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
     }
     next(1);
     multiply(v[TAKE - 1]);
@@ -522,7 +515,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish(w, s, part + i * AMK_UNIT_ROWS);
+    tile_finish<UNPACK>(w, s, part + i * AMK_UNIT_ROWS);
   }
 }
 
@@ -537,20 +530,22 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
   // registers while the stream continues; and afterwards for the rest.
 #pragma unroll 1
   for (bool late = false;; late = true) {
-    uint32_t const freed = taken;
-    uint32_t stage = c.stage, last = 0;
-    auto const load = [&](uint32_t chunk, Share& share) {
-      with_units(st.task.unpack, [&](auto unpack) {
-        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, share); });
+    uint32_t stage = c.stage, freed = 0, last = 0;
+    auto const load = [&](uint32_t chunk, Share& share, auto part) {
+      with_unpack(st.task.unpack, [&](auto unpack) {
+        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value, decltype(part)::value>(w, c, k, chunk, k.parts == 2, share); });
       });
+      ++taken;
     };
     if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      load(0, v[0]);
-      taken = 1;
+      load(0, v[0], Number<0>());
+      if (k.parts == 1 || ahead == 1) {
+        cursor_step(w, c), ++freed;
+      }
     }
-    if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      load(k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
-      taken = 2;
+    if (taken == 1 && ahead > 1 && (k.parts == 2 || cursor_ready(w, c, late))) {
+      load(k.chunks == 1 || k.parts == 2 ? 0 : 1, v[TAKE - 1], Number<1>());
+      cursor_step(w, c), ++freed;
     }
     if (!late) {
       add = addends(w, st, p, row);
@@ -558,7 +553,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     }
     stage_read(last); // both; they overlap with the code in between
 #pragma unroll 1
-    for (uint32_t i = freed; i < taken; ++i) {
+    for (; freed > 0; --freed) {
       cursor_free(w, stage);
       stage = stage + 1 == w.stages ? 0 : stage + 1;
     }
@@ -591,7 +586,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   Share v[TAKE] = {};
   Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = k.shares > 0 && k.shares <= TAKE + 1 && (k.chunks == 1 || k.chunks == k.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = !MIXED && k.parts == 1 && k.shares > 0 && k.shares <= TAKE + 1 && (k.chunks == 1 || k.chunks == k.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   float square = take_and_stage(w, st, p, k, c, held, mine ? row : p.rows, v, add);
@@ -607,10 +602,8 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
     }
   };
-  if (held) {
-    with_unpack(st.task.unpack, [&](auto unpack) {
-      with_share(k, [&](auto units) { multiply_held<decltype(unpack)::value, decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square); });
-    });
+  if (!MIXED && held) {
+    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square); });
     rows_finish(w.parity);
     return;
   }

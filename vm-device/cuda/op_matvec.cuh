@@ -1,11 +1,11 @@
 // matvec: rows of a streamed matrix times a vector, with the norm or the attention merge before and the residual, activation or
 // argmax after. Same stages as reference-vm/src/ops/matvec.rs.
 //
-// A stage of the ring holds one or two whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
+// A stage of the ring holds up to eight whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
 // Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs only units w, w + 8, ... of the
 // vector: it waits for them, stages them and starts, and the warps first meet when all sums of the task are done.
 //
-// A warp fragment (Share) is what a warp loads from the ring into registers at once: UNITS units of a chunk, of one tile or of two. The
+// A warp fragment (Share) is what a warp loads from the ring into registers at once: up to UNITS units of a chunk, of one tile or of several. The
 // fragment sizes are compiled in (AMK_SHARES has bit n for fragments of n UNITS, and bit 0 if chunks have any length); tiles of any other
 // length are multiplied without fragments.
 #pragma once
@@ -403,15 +403,18 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   }
 };
 // Multiplies tiles `tile0`.. of a task that is taken in fragments: this warp's products of each. `v` holds the next two fragments, also on
-// return if the task has that many left.
+// return if the task has that many left. With the first tiles it also sums `square` over the lanes, while loads and products are on their way.
 template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
+__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part, float& square) {
   using F = Fragment<UNPACK, UNITS>;
   uint32_t const parts = F::HALVES ? 2 * k.chunks : k.chunks; // fragments of a tile
   uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * parts; // of the vector; fragments
   uint32_t next = k.chunks * k.parts > TAKE ? TAKE / k.parts : 0; // the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
   x.template load<0>(w, k, 0);
+  if (tile0 == 0) {
+    square = warp_sum(square);
+  }
   Sums<F::CHAINS> s[F::TILES] = {};
   auto stage = [&](Share& weights, auto which) {
     constexpr uint32_t PART = decltype(which)::value;
@@ -607,7 +610,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     rows_finish(w.parity);
     return;
   }
-  square = warp_sum(square);
+  if (k.shares == 0) {
+    square = warp_sum(square);
+  }
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
@@ -615,7 +620,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {
-        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part); });
+        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part, square); });
       } else {
         multiply_chunks<UNPACK>(w, c, k, done, nt, part);
       }

@@ -56,8 +56,8 @@ const LAUNCH_REGISTERS: u32 = 168;
 /// Number of kernels for prompt chunks.
 const PREFILL_KERNELS: usize = 11;
 const WIDE_SPILLS: u32 = 192;
-/// Kernels of codes in groups, whose scales wait in registers beside the codes while the vector is staged: 132 to 680 bytes, stores and loads together. The cost was not measured.
-const GROUP_SPILLS: u32 = 700;
+/// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged. The cost was not measured.
+const FOUR_SCALES_SPILLS: u32 = 128;
 const GEMMA_SPILLS: u32 = 480;
 const TRACE_SPILLS: u32 = 32;
 /// Kernels of several sequences, whose vectors take 64 registers per thread: the one of 8 sequences for llama-3.2-1b spills 652. The cost was not measured.
@@ -151,8 +151,8 @@ fn spills_allowed(variant: &Variant) -> u32 {
     if variant.seqs > 1 {
         return BATCH_SPILLS;
     }
-    if variant.unpack >> Unpack::E4m3G64 as u32 != 0 {
-        return GROUP_SPILLS;
+    if variant.unpack >> Unpack::Int4G32 as u32 != 0 {
+        return FOUR_SCALES_SPILLS;
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills)

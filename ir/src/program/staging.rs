@@ -189,7 +189,10 @@ mod tests {
                 };
                 assert!(s.stage_tiles.is_multiple_of(at_once), "{tile} in {stage}: {s:?}");
                 assert!(16_u32.is_multiple_of(s.stage_tiles), "{tile} in {stage}: {s:?}");
-                assert!(s.stage_tiles == 1 || s.period == s.stage_units, "{tile} in {stage}: {s:?}");
+                assert!(
+                    s.stage_tiles == 1 || s.period == s.stage_units,
+                    "{tile} in {stage}: {s:?}"
+                );
             }
         }
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::{Domain, Knob, ScheduleConfig, Value};
 use ir::{Graph, Target};
 use lower::{Predictor, Rates};
@@ -54,7 +54,7 @@ pub trait Predictions: fmt::Debug + Send + Sync {
 /// What a trial of an earlier search counts for: one with this kernel and shape, less with another kernel, and less the
 /// further the shapes are apart; nothing with another format.
 #[must_use]
-pub fn weight(same_kernel: bool, here: &Dims, there: &Dims) -> f64 {
+pub fn weight(same_kernel: bool, here: &GraphShape, there: &GraphShape) -> f64 {
     let kernel = if same_kernel { 1.0 } else { OTHER_KERNEL };
     corpus::shape_distance(here, there)
         .map_or(0.0, |distance| 1.0 / (kernel * (1.0 + DISTANCE * distance)))

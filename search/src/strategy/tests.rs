@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use ir::program::Dims;
+use ir::program::{Dims, GraphShape};
 
 use super::*;
 use crate::propose::{TrialRecord, changes};
@@ -210,15 +210,18 @@ fn an_error_of_the_cost_model_is_learned_from_the_trials_and_from_another_search
 
 #[test]
 fn a_trial_of_another_graph_or_kernel_counts_for_less() {
-    let shape = |layers| Dims {
-        hidden: 1024,
-        heads: 16,
-        kv_heads: 8,
-        head_dim: 64,
-        ffn: 3072,
-        vocab: 1000,
-        layers,
-        dtype: ir::DType::Bf16,
+    let shape = |layers| {
+        let dims = Dims {
+            hidden: 1024,
+            heads: 16,
+            kv_heads: 8,
+            head_dim: 64,
+            ffn: 3072,
+            vocab: 1000,
+            layers,
+            dtype: ir::DType::Bf16,
+        };
+        GraphShape { dims, codes: None }
     };
     let (here, near, far) = (shape(8), shape(16), shape(64));
     assert_eq!(weight(true, &here, &here).to_bits(), 1.0_f64.to_bits());

@@ -385,6 +385,10 @@ pub(crate) struct PlaceArgs {
     #[arg(long, value_name = "TOKENS")]
     #[schemars(range(min = 1))]
     pub(crate) kv_capacity: Option<u32>,
+    /// GPUs that run one step together: how many, or their numbers (0,1). So far the reference VM runs them (--device cpu).
+    #[arg(long, value_name = "N|GPUS")]
+    #[schemars(with = "Option<u32>", range(min = 1, max = 8))]
+    pub(crate) gpus: Option<Gpus>,
 }
 
 /// Whether a measurement may share the GPU.

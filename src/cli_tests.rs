@@ -12,6 +12,8 @@ mod chat;
 mod compatibility;
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
+#[path = "cli_tests/gpus.rs"]
+mod gpus;
 #[cfg(feature = "full")]
 #[path = "cli_tests/hub.rs"]
 mod hub;

@@ -6,7 +6,7 @@ use ir::{Graph, Rule, Target, Violations};
 use model::Model;
 use search::{Expected, Gate, KernelId, TIMED_TOKENS};
 
-use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
+use crate::cli::{DeviceChoice, Gpus, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::device::probe::live_target;
 use crate::failure::Failure;
@@ -125,6 +125,14 @@ impl Context {
             "--context {tokens} is out of range: {timed} tokens of {} are timed after it, and there are {most} positions; raise --kv-capacity",
             self.graph().name
         )))
+    }
+
+    /// Refuses several GPUs where only one is supported.
+    pub(crate) fn one_gpu(&self, what: &str) -> Result<(), Failure> {
+        if self.target.devices == 1 {
+            return Ok(());
+        }
+        Err(Failure::missing(format!("{what} is of one GPU so far, not of {}", self.target.name)))
     }
 
     /// The options of lowering.
@@ -254,10 +262,25 @@ fn positions_max(graph: &Graph) -> u32 {
 }
 
 fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
+    let target = choose_one(place)?;
+    let Some(gpus) = place.gpus.map(Gpus::count) else { return Ok(target) };
+    if target.devices > 1 && target.devices != gpus {
+        let name = &target.name;
+        return Err(Failure::usage(format!("--target {name} and --gpus {gpus} differ: drop one")));
+    }
+    if gpus > 1 && place.device == DeviceChoice::Eval {
+        let message = "--gpus is for programs, and --device eval runs none; use --device cpu";
+        return Err(Failure::usage(message));
+    }
+    Ok(target.times(gpus))
+}
+
+fn choose_one(place: &PlaceArgs) -> Result<Target, Failure> {
     if let Some(name) = &place.target {
         let named = Target::by_name(name).map_err(|error| Failure::usage(error.to_string()))?;
         // Cards of one name differ in size: the live card's own data is used.
         let here = (place.device != DeviceChoice::Cpu).then(live_target).flatten();
+        let here = here.map(|here| here.times(named.devices));
         return Ok(here.filter(|here| here.name == named.name).unwrap_or(named));
     }
     if place.device != DeviceChoice::Cpu

@@ -9,7 +9,12 @@ use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::config_source::ConfigSource;
 
 fn place(target: &str) -> PlaceArgs {
-    PlaceArgs { target: Some(target.to_owned()), device: DeviceChoice::Cpu, kv_capacity: None }
+    PlaceArgs {
+        target: Some(target.to_owned()),
+        device: DeviceChoice::Cpu,
+        kv_capacity: None,
+        gpus: None,
+    }
 }
 
 fn load(model: &str, target: &str) -> Context {

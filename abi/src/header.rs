@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::layout::{StructLayout, structs};
 use crate::limits::{LIMITS, NONE};
-use crate::op::{Activation, Epilogue, Feature, Opcode, Prologue};
+use crate::op::{Activation, Epilogue, Feature, Opcode, Prologue, Scoring};
 use crate::ring::{Command, Ending};
 use crate::status::Trap;
 use crate::task::{Action, BufferKind, DType, LoadKind, Unpack};
@@ -36,6 +36,7 @@ fn language() -> String {
     enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ACTIVATION", Activation::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "SCORING", Scoring::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     for layout in crate::op::param_layouts() {
         let _ = writeln!(out, "{} {}", layout.c_name, layout.size);
@@ -99,6 +100,7 @@ fn body() -> String {
     enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ACTIVATION", Activation::ALL.iter().map(|v| (v.name(), *v as u32)));
+    enumeration(&mut out, "SCORING", Scoring::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "FEATURE", Feature::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "COMMAND", Command::ALL.iter().map(|v| (v.name(), *v as u32)));

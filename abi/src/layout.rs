@@ -126,6 +126,7 @@ pub fn structs() -> Vec<StructLayout> {
     let mut all = vec![
         crate::Task::LAYOUT,
         crate::Load::LAYOUT,
+        crate::Routed::LAYOUT,
         crate::Queue::LAYOUT,
         crate::BufferDesc::LAYOUT,
         crate::ProgramHeader::LAYOUT,

@@ -21,7 +21,8 @@ pub use layout::{Field, StructLayout, WireType, structs};
 pub use limits::*;
 pub use op::{
     Activation, AttentionMergeParams, AttentionParams, EmbedParams, Epilogue, Feature,
-    MatvecParams, NopParams, NormParams, OpInfo, Opcode, Params, Prologue, SampleParams,
+    MatvecParams, NopParams, NormParams, OpInfo, Opcode, Params, Prologue, RouteParams,
+    SampleParams, Scoring,
 };
 pub use ring::{
     Bias, Command, Completion, Ending, EntryState, RingIndices, SessionSampling, Submission,
@@ -29,7 +30,8 @@ pub use ring::{
 pub use status::{Status, Trap};
 pub use task::{
     Action, BufferDesc, BufferKind, CodeBlock, DType, Done, Launch, Load, LoadKind, LoaderRecord,
-    ProgramHeader, Queue, Scalar, SeqStates, StepState, Task, TaskRecord, Unpack, WeightStream,
+    ProgramHeader, Queue, Routed, Scalar, SeqStates, StepState, Task, TaskRecord, Unpack,
+    WeightStream,
 };
 pub use telemetry::{
     Activity, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,

@@ -20,9 +20,15 @@ limits! {
     /// Vectors that are multiplied in f16 are divided by this before, so that elements up to a million are in its range.
     F16_VECTOR_DIVISOR: u32 = 16;
     /// Buffers that a task may read.
-    READS_MAX: usize = 4;
+    READS_MAX: usize = 5;
+    /// Those of them that every kernel stages. Only kernels of models with routes or sinks stage the fifth.
+    READS_STAGED: usize = 4;
     /// Buffers that a task may write.
     WRITES_MAX: usize = 2;
+    /// Experts of a layer.
+    EXPERTS_MAX: u32 = 1024;
+    /// Slots of a route.
+    SLOTS_MAX: u32 = 16;
     /// Counters that a task may wait for.
     WAITS_MAX: usize = 2;
     /// Bytes of a task's parameters.

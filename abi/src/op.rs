@@ -29,8 +29,13 @@ macro_rules! for_each_op {
             }
             /// Multiplies rows of a streamed matrix with a vector: `out[row] = epilogue(W[row, ..] . prologue(x) + bias[row])`.
             ///
-            /// Reads `[x, norm weight, bias, residual]` (each but `x` may be none), writes `[out, candidates]`.
-            matvec = Matvec = 2 MatvecParams amk_matvec_params { reads 4, writes 2 } {
+            /// Reads `[x, norm weight, bias, residual, route]` (each but `x` may be none), writes `[out, candidates]`.
+            ///
+            /// With a route of k slots the matrix holds experts one after the other, of which the route chooses one per slot. With
+            /// `silu_mul` its rows are those of the first slot's expert, of the second's, and so on, and each result is multiplied by
+            /// its slot's weight. Otherwise `x` has a part for each slot, and a row is the sum of the chosen experts' rows times these
+            /// parts, with their biases times the slots' weights.
+            matvec = Matvec = 2 MatvecParams amk_matvec_params { reads 5, writes 2 } {
                 /// Matrix of the program; the rows come from the worker's load stream, in order.
                 pub matrix: u32,
                 /// First tile of 8 rows.
@@ -61,14 +66,15 @@ macro_rules! for_each_op {
                 pub candidate: u32,
                 /// An `Activation`, for `silu_mul`.
                 pub activation: u32,
-                /// Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none.
+                /// Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none. With `clamped_silu` its limit.
                 pub cap: f32,
             }
             /// Attention of one key/value head's query group over one split of the keys. The task that owns the newest position also
             /// normalises, rotates and appends its key and value.
             ///
-            /// Reads `[qkv, q norm, k norm, inverse frequencies]`, writes `[partials, kv cache]`.
-            attention = Attention = 3 AttentionParams amk_attention_params { reads 4, writes 2 } {
+            /// Reads `[qkv, q norm, k norm, inverse frequencies, sinks]` (norms and sinks may be none), writes `[partials, kv cache]`.
+            /// A head's sink is a score of the newest key's split whose value is zero.
+            attention = Attention = 3 AttentionParams amk_attention_params { reads 5, writes 2 } {
                 /// Key/value head.
                 pub kv_head: u32,
                 /// Key/value heads of the model.
@@ -142,6 +148,21 @@ macro_rules! for_each_op {
                 pub eps: f32,
                 /// Zero.
                 pub reserved: [u32; 10],
+            }
+            /// Chooses experts: those of the largest logits, of equal ones the first.
+            ///
+            /// Reads `[logits]`, writes `[route]`: the numbers of the chosen experts, then their weights, both as f32.
+            route = Route = 7 RouteParams amk_route_params { reads 1, writes 1 } {
+                /// First logit.
+                pub first: u32,
+                /// Logits: experts to choose from.
+                pub experts: u32,
+                /// Experts that are chosen: slots of the route.
+                pub slots: u32,
+                /// A `Scoring`.
+                pub scoring: u32,
+                /// Zero.
+                pub reserved: [u32; 12],
             }
         }
     };
@@ -320,6 +341,20 @@ wire_enum! {
         Silu = 0 "silu",
         /// GELU in its `tanh` form.
         GeluTanh = 1 "gelu_tanh",
+        /// `x * sigmoid(1.702 * x)` of a gate that is at most the limit; the other half is within the limit on both sides, plus 1.
+        ClampedSilu = 2 "clamped_silu",
+    }
+}
+
+wire_enum! {
+    /// The weights of chosen experts.
+    Scoring {
+        /// Softmax over the logits of all experts.
+        All = 0 "all",
+        /// Softmax over the logits of the chosen experts.
+        Chosen = 1 "chosen",
+        /// The sigmoid of each logit.
+        Sigmoid = 2 "sigmoid",
     }
 }
 
@@ -336,5 +371,11 @@ wire_enum! {
         EmbedScale = 3 "embed_scale",
         /// The op `norm`.
         Norm = 4 "norm",
+        /// The op `route`, and products with a route.
+        Route = 5 "route",
+        /// Attention sinks.
+        Sinks = 6 "sinks",
+        /// `clamped_silu` in place of `silu`.
+        ClampedSilu = 7 "clamped_silu",
     }
 }

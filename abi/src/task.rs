@@ -1,7 +1,7 @@
 //! The program as the device sees it: tasks, load stream, queues, buffers, step state.
 
 use crate::layout::wire_struct;
-use crate::limits::{READS_MAX, SEQS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::limits::{READS_STAGED, SEQS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
 use crate::op::wire_enum;
 
 wire_struct! {
@@ -24,15 +24,17 @@ wire_struct! {
         /// Counter that gains one when the task's stores are visible, or none.
         pub signal: u32,
         /// Buffers read; meaning by op.
-        pub reads: [u32; READS_MAX],
+        pub reads: [u32; READS_STAGED],
         /// Buffers written; meaning by op.
         pub writes: [u32; WRITES_MAX],
         /// For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
         pub tile_parts: u16,
         /// For a matvec: an `Unpack`.
         pub unpack: u16,
+        /// The fifth buffer read: a route, or sinks.
+        pub aside: u32,
         /// Zero.
-        pub reserved: [u16; 4],
+        pub reserved: [u16; 2],
         /// Counters waited for.
         pub wait_counter: [u32; WAITS_MAX],
         /// Arrivals per epoch of each such counter; the wait is for `epoch * count`.
@@ -49,6 +51,32 @@ wire_enum! {
         Weights = 0 "weights",
         /// The keys and values of an attention task; the position says how many.
         Cache = 1 "cache",
+        /// Units of experts that a route chooses.
+        Routed = 2 "routed",
+    }
+}
+
+wire_struct! {
+    /// Where a load's units are among a layer's experts. Unit `u` of the load, counted from `unit0`, is of slot `u / segment % slots`, and unit
+    /// `u / (segment * slots) * segment + u % segment` of the expert that the route has there.
+    amk_routed align(16) size(48)
+    pub struct Routed {
+        /// Device address of the route's words, which are flag-in-data.
+        pub route: u64,
+        /// Device address of the first expert's first unit.
+        pub experts: u64,
+        /// Units of an expert.
+        pub expert_units: u32,
+        /// Units that lie one after the other before the next slot's.
+        pub segment: u32,
+        /// First unit of the load.
+        pub unit0: u32,
+        /// Slots of the route.
+        pub slots: u32,
+        /// Experts, for bounds checks.
+        pub expert_len: u32,
+        /// Zero.
+        pub reserved: [u32; 3],
     }
 }
 
@@ -56,7 +84,7 @@ wire_struct! {
     /// The data that a worker's loader fetches for one task.
     amk_load align(16) size(32)
     pub struct Load {
-        /// Device address: of the first unit, or of a head's keys in page zero.
+        /// Device address: of the first unit, of a head's keys in page zero, or of an `amk_routed`.
         pub address: u64,
         /// Weights: units.
         pub units: u32,

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 pub use abi::{Activation, DType};
 
-use crate::block::{FeedForward, Gated, Layer};
+use crate::block::{Experts, FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
 
@@ -182,6 +182,29 @@ impl Graph {
         let units = self.tensors.iter().filter(|tensor| tensor.shape.len() == 2);
         let bytes = units.map(|tensor| Format::of(tensor.dtype, self.dtype).unit_bytes());
         bytes.max().unwrap_or(abi::UNIT_BYTES)
+    }
+
+    /// Width of the widest MLP. Experts that are chosen together count as one, and each has whole units.
+    #[must_use]
+    pub fn ffn_width(&self) -> u32 {
+        let width = |layer: &Layer| match &layer.mlp.body {
+            FeedForward::Gated(_) => self.ffn,
+            FeedForward::Experts(experts) => {
+                let routed = experts.top_k.saturating_mul(self.expert_width(experts));
+                routed.max(experts.shared.map_or(0, |shared| shared.ffn))
+            }
+        };
+        self.layers.iter().map(width).max().unwrap_or(self.ffn)
+    }
+
+    /// Width of an expert in whole units, so that a product with several experts at once has a whole number of units of
+    /// each.
+    #[must_use]
+    pub fn expert_width(&self, experts: &Experts) -> u32 {
+        let stored =
+            experts.experts.first().and_then(|expert| self.tensors.get(expert.down.weight.index()));
+        let dtype = stored.map_or(self.dtype, |tensor| tensor.dtype);
+        experts.ffn.next_multiple_of(Format::of(dtype, self.dtype).unit_cols())
     }
 
     /// A layer's rotary table; empty if there is none of its number.

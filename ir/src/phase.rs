@@ -23,10 +23,14 @@ macro_rules! for_each_phase {
             o_proj = OProj, op Matvec "o", buffer "layers.{layer}.x",
                 sync SyncOProj "How the residual after attention is handed over.",
                 rows TilingOProjRows OProjTiling "The output projection." "Rows of the output projection dealt at once.";
+            router = Router, op Matvec "router", buffer "layers.{layer}.router";
+            route = Route, op Route, buffer "layers.{layer}.route";
+            shared_up = SharedUp, op Matvec "shared_up", buffer "layers.{layer}.shared_h";
             gate_up = GateUp, op Matvec "gate_up", buffer "layers.{layer}.h",
                 sync SyncGateUp "How the hidden layer of the MLP is handed over.",
                 rows TilingGateUpRows GateUpTiling "The first half of the MLP."
                     "Rows of the hidden layer dealt at once; each is a gate row and an up row.";
+            shared_down = SharedDown, op Matvec "shared_down", buffer "layers.{layer}.shared";
             down = Down, op Matvec "down", buffer "x.{next}",
                 sync SyncDown "How the residual after the MLP is handed over.",
                 rows TilingDownRows DownTiling "The second half of the MLP." "Rows of the down projection dealt at once.";

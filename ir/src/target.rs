@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::nearest;
+use crate::program::DEVICES_MAX;
 
 /// Where a bandwidth comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -44,6 +45,18 @@ pub struct Target {
     pub bandwidth_source: BandwidthSource,
     /// Boost clock.
     pub clock_mhz: u32,
+    /// GPUs of this kind that run one step together; the other numbers are those of one.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub devices: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_one(devices: &u32) -> bool {
+    *devices == 1
 }
 
 /// One row of the table: name and architecture; multiprocessors, KiB of shared memory, MiB of L2, MHz; GB/s and its
@@ -110,6 +123,7 @@ impl From<&Row> for Target {
             bandwidth: gb_per_s * 1_000_000_000 / 100 * percent,
             bandwidth_source: source,
             clock_mhz,
+            devices: 1,
         }
     }
 }
@@ -129,14 +143,35 @@ pub struct UnknownTarget {
 }
 
 impl Target {
-    /// The GPU of the table with this name.
+    /// The GPU of the table with this name, or several: `h200x2`.
     ///
     /// # Errors
     /// [`UnknownTarget`], with the nearest name.
     pub fn by_name(name: &str) -> Result<Self, UnknownTarget> {
+        if let Some((one, devices)) = name.rsplit_once('x')
+            && let Ok(devices @ 2..=DEVICES_MAX) = devices.parse()
+            && let Ok(target @ Self { devices: 1, .. }) = Self::by_name(one)
+        {
+            return Ok(target.times(devices));
+        }
         TABLE.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(|| {
             UnknownTarget { given: name.to_string(), suggestion: nearest(name, Self::names()) }
         })
+    }
+
+    /// This many GPUs of this kind, which run one step together.
+    #[must_use]
+    pub fn times(self, devices: u32) -> Self {
+        let of = self.name.rsplit_once('x').filter(|_| self.devices > 1);
+        let one = of.map_or(self.name.as_str(), |(one, _)| one);
+        let name = if devices == 1 { one.to_owned() } else { format!("{one}x{devices}") };
+        Self { name, devices, ..self }
+    }
+
+    /// Bytes per second that the weight streams of all its GPUs reach together.
+    #[must_use]
+    pub fn total_bandwidth(&self) -> u64 {
+        self.bandwidth * u64::from(self.devices)
     }
 
     /// The card of capability 9.0 with this driver name; `sm_90` if it is unknown. Sizes are those of the table; those
@@ -194,6 +229,20 @@ mod tests {
             error.to_string(),
             "unknown target `rtx409O`; known: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90; try `rtx4090`"
         );
+    }
+
+    #[test]
+    fn several_gpus_are_a_target_of_their_own() {
+        let [one, two] = ["rtx4090", "rtx4090x2"].map(|name| Target::by_name(name).unwrap());
+        assert_eq!((two.devices, two.sms, two.bandwidth), (2, one.sms, one.bandwidth));
+        assert_eq!(two.total_bandwidth(), 2 * one.bandwidth);
+        assert_eq!((one.clone().times(2), two.clone().times(1)), (two.clone(), one));
+        assert_eq!(two.times(4).name, "rtx4090x4");
+        for name in ["h200x1", "h200x9", "h200x", "x2", "h200x2x2", "h200x-2"] {
+            assert!(Target::by_name(name).is_err(), "{name}");
+        }
+        let json = serde_json::to_value(Target::by_name("h200").unwrap()).unwrap();
+        assert_eq!(json.get("devices"), None, "one GPU is written as before there were several");
     }
 
     #[test]

@@ -24,6 +24,7 @@ macro_rules! for_each_rule {
             Schedule SBeforeWait "S-BEFORE-WAIT" "bytes in flight before a wait are at most those elsewhere";
             Schedule SThreads "S-THREADS" "the threads of a worker are within the target's limits, and its architecture has what the kernel uses";
             Schedule SEmbed "S-EMBED" "the first layer reads the embedding itself only if it norms the row and the row has no factor";
+            Schedule SRemote "S-REMOTE" "with several GPUs, what all of them read is handed over by flag_in_data, and each has rows of the logits";
             Schedule SSplit "S-SPLIT" "every split of the keys has work at some position";
             Program PLimit "P-LIMIT" "sizes, dimensions and the weight ring stay within the ABI's limits";
             Program POpcode "P-OPCODE" "enumerations hold values of their table and reserved words are zero";
@@ -32,13 +33,17 @@ macro_rules! for_each_rule {
             Program CSatisfiable "C-SATISFIABLE" "a wait is for at least one arrival and at most those that the counter gets in a step";
             Program CAlljoin "C-ALLJOIN" "a wait is for all arrivals of its counter in a step";
             Program CWidth "C-WIDTH" "arrivals over a whole key/value cache of steps fit into a counter";
+            Program DReplica "D-REPLICA" "a replicated buffer holds flag-in-data words, and a program of one device has none";
+            Program DLocal "D-LOCAL" "with several devices, a task reads words that its own device writes or that all devices have, and `sample` all candidates of its device";
+            Program DHead "D-HEAD" "all splits of a key/value head are attended on one device";
             Program OAcyclic "O-ACYCLIC" "queue order, counters and flag-in-data buffers leave no cycle of tasks that wait for each other";
-            Program OStep "O-STEP" "a step has exactly one `sample`, and it is ordered after every other task";
+            Program OStep "O-STEP" "a step has exactly one `sample` on each device, and it is ordered after every other task of the device";
             Program RHappens "R-HAPPENS" "a read is ordered after the write that it reads";
             Program RWriter "R-WRITER" "no word is written twice in a step";
             Program TCover "T-COVER" "every word of a buffer that tasks use is written in each step";
             Program MArena "M-ARENA" "buffers lie in the arena, aligned and apart from each other";
             Program KSplit "K-SPLIT" "each split of each key/value head of a layer is attended exactly once, with equal parameters, and merged with the same";
+            Program LRoute "L-ROUTE" "a product with a route reads one that a `route` of as many experts writes as flag-in-data words";
             Program KCache "K-CACHE" "each layer has one key/value cache of the right size, used by that layer only";
         }
     };

@@ -1,23 +1,31 @@
 //! Assigns the blocks of each phase to the workers.
 //!
-//! A worker's part of a phase is one contiguous range of items, in worker order. Every worker gets `blocks / workers`
+//! A worker's part of a phase is one contiguous range of its device's items, in worker order. Every worker gets `blocks / workers`
 //! blocks; the policy decides which workers get one more.
 
 use std::ops::Range;
 
 use ir::schedule::SmAssignment;
 
+use crate::devices::{Device, pieces};
 use crate::flow::{Flow, Op, Phase};
 
 /// Bytes that a worker reads in the time by which workers that ran attention are late for the next phase: about a
 /// microsecond.
 const LATE_BYTES: u64 = 32 * 1024;
 
-/// The work partition of one phase: the range of items of each worker.
-pub(crate) type Shares = Vec<Range<u32>>;
+/// The work partition of one phase on one device: the ranges of items of each worker, one task each. On one device
+/// there is at most one.
+pub(crate) type Shares = Vec<Vec<Range<u32>>>;
 
-pub(crate) fn assign(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Shares> {
-    let mut dealer = Dealer { policy, cursor: 0, bytes: vec![0; workers as usize], late: vec![] };
+pub(crate) fn assign(
+    flow: &Flow,
+    policy: SmAssignment,
+    workers: u32,
+    device: Device,
+) -> Vec<Shares> {
+    let bytes = vec![0; workers as usize];
+    let mut dealer = Dealer { policy, device, cursor: 0, bytes, late: vec![] };
     let mut all: Vec<Shares> = Vec::with_capacity(flow.phases.len());
     for phase in &flow.phases {
         let attends = |&w: &usize| matches!(flow.phases[w].op, Op::Attention(_) | Op::Merge(_));
@@ -33,6 +41,7 @@ pub(crate) fn assign(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Sha
 
 struct Dealer {
     policy: SmAssignment,
+    device: Device,
     /// The worker at which the last remainder ended.
     cursor: usize,
     /// Bytes assigned to each worker so far.
@@ -44,17 +53,19 @@ struct Dealer {
 impl Dealer {
     fn deal(&mut self, phase: &Phase) -> Shares {
         let workers = self.bytes.len();
-        let blocks = phase.items.div_ceil(phase.block) as usize;
+        let runs = phase.split.runs(phase.items, self.device);
+        let items: u32 = runs.iter().map(|run| run.end - run.start).sum();
+        let blocks = items.div_ceil(phase.block) as usize;
         let counts = self.counts(blocks, u64::from(phase.block) * phase.item_bytes);
         let mut next = 0_u32;
         let mut shares = Vec::with_capacity(workers);
         for (worker, count) in counts.into_iter().enumerate() {
             let start = next;
-            next = next.saturating_add(count * phase.block).min(phase.items);
+            next = next.saturating_add(count * phase.block).min(items);
             self.bytes[worker] += u64::from(next - start) * phase.item_bytes;
-            shares.push(start..next);
+            shares.push(pieces(&runs, &(start..next)));
         }
-        debug_assert_eq!(next, phase.items, "every item is dealt");
+        debug_assert_eq!(next, items, "every item is dealt");
         shares
     }
 
@@ -103,13 +114,14 @@ mod tests {
     use ir::PhaseClass;
 
     use super::*;
+    use crate::devices::Split;
     use crate::flow::{Value, ValueId};
 
     fn phase(items: u32, block: u32) -> Phase {
         let (class, handoff, input) = (PhaseClass::Embed, None, ValueId(0));
         let op = Op::Embed(abi::EmbedParams::default());
         let (reads, writes) = ([None; abi::READS_MAX], [None; abi::WRITES_MAX]);
-        let (layer, residual, output, item_bytes) = (0, None, None, 10);
+        let (layer, residual, route, output, item_bytes) = (0, None, None, None, 10);
         Phase {
             class,
             layer,
@@ -117,13 +129,19 @@ mod tests {
             handoff,
             input,
             residual,
+            route,
             output,
             reads,
             writes,
             items,
             block,
             item_bytes,
+            split: Split::Even { granule: 1 },
         }
+    }
+
+    fn on_one(flow: &Flow, policy: SmAssignment, workers: u32) -> Vec<Shares> {
+        assign(flow, policy, workers, Device::ALONE)
     }
 
     /// A flow in which each phase reads the output of the one before it.
@@ -135,13 +153,13 @@ mod tests {
     }
 
     fn lens(shares: &Shares) -> Vec<u32> {
-        shares.iter().map(|range| range.end - range.start).collect()
+        shares.iter().map(|part| part.iter().map(|range| range.end - range.start).sum()).collect()
     }
 
     #[test]
     fn remainders_go_where_the_policy_says() {
         let phases = [phase(6, 1), phase(6, 1), phase(9, 2)];
-        let deal = |policy| assign(&chain(&phases), policy, 4).iter().map(lens).collect::<Vec<_>>();
+        let deal = |policy| on_one(&chain(&phases), policy, 4).iter().map(lens).collect::<Vec<_>>();
         let round_robin = vec![vec![2, 2, 1, 1], vec![2, 2, 1, 1], vec![4, 2, 2, 1]];
         assert_eq!(deal(SmAssignment::RoundRobin), round_robin);
         let carry = vec![vec![2, 2, 1, 1], vec![1, 1, 2, 2], vec![4, 2, 2, 1]];
@@ -154,15 +172,15 @@ mod tests {
         let params = abi::AttentionParams::default();
         let attention = Phase { op: Op::Attention(params), item_bytes: 0, ..phase(2, 1) };
         let phases = [attention, phase(6, 1), phase(6, 1)];
-        let shares = assign(&chain(&phases), SmAssignment::ByteBalance, 4);
+        let shares = on_one(&chain(&phases), SmAssignment::ByteBalance, 4);
         let dealt: Vec<_> = shares.iter().map(lens).collect();
         assert_eq!(dealt, [vec![1, 1, 0, 0], vec![1, 1, 2, 2], vec![2, 2, 1, 1]]);
         let three = [phases[0].clone(), phase(3, 1), phase(1, 1)];
-        let shares = assign(&chain(&three), SmAssignment::ByteBalance, 4);
+        let shares = on_one(&chain(&three), SmAssignment::ByteBalance, 4);
         let dealt: Vec<_> = shares.iter().map(lens).collect();
         assert_eq!(dealt, [vec![1, 1, 0, 0], vec![0, 0, 2, 1], vec![1, 0, 0, 0]]);
         let carry =
-            assign(&chain(&phases), SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
+            on_one(&chain(&phases), SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
         assert_eq!(carry[1], [1, 1, 2, 2], "carry goes on where attention stopped");
     }
 
@@ -170,9 +188,9 @@ mod tests {
     fn every_item_is_dealt_once_in_worker_order() {
         for policy in SmAssignment::ALL {
             for (items, block, workers) in [(1, 8, 132), (1000, 3, 7), (132, 1, 132), (5, 2, 256)] {
-                let shares = &assign(&chain(&[phase(items, block)]), *policy, workers)[0];
+                let shares = &on_one(&chain(&[phase(items, block)]), *policy, workers)[0];
                 let mut next = 0;
-                for share in shares {
+                for share in shares.iter().flatten() {
                     assert_eq!(share.start, next);
                     next = share.end;
                 }

@@ -3,6 +3,7 @@
 //! Buffers are written once per step. `pages` decides their offsets.
 
 use abi::BufferKind;
+use ir::BufferId;
 use ir::program::{Buffer, BufferSource};
 use ir::schedule::Handoff;
 
@@ -11,20 +12,29 @@ use crate::emit::task_count;
 use crate::error::{Limit, LowerError, within};
 use crate::flow::Flow;
 
-pub(crate) fn buffers(flow: &Flow, shares: &[Shares]) -> Result<Vec<Buffer>, LowerError> {
-    let mut list = flow.buffers.clone();
+/// The buffers, and those whose stores go to every device. All devices have the same buffers: one with words per task has
+/// room for the device with the most tasks.
+pub(crate) fn buffers(
+    flow: &Flow,
+    devices: &[Vec<Shares>],
+) -> Result<(Vec<Buffer>, Vec<BufferId>), LowerError> {
+    let (mut list, mut replicated) = (flow.buffers.clone(), Vec::new());
     for value in &flow.values {
         let (Some(handoff), Some(writer)) = (value.handoff, value.writer) else { continue };
         let kind = match handoff {
             Handoff::Counter => BufferKind::Plain,
             Handoff::FlagInData => BufferKind::FlagInData,
         };
-        let tasks = task_count(&flow.phases[writer], &shares[writer]);
+        let tasks = devices.iter().map(|shares| task_count(&flow.phases[writer], &shares[writer]));
+        let tasks = tasks.max().unwrap_or(0);
         let words = value.words * if value.per_task { tasks.into() } else { 1 };
         within(Limit::BufferWords, u32::MAX.into(), words)?;
         let (name, words, source) = (value.name.clone(), words as u32, BufferSource::Scratch);
+        if value.replicated && devices.len() > 1 {
+            replicated.push(BufferId(list.len() as u32));
+        }
         list.push(Buffer { name, kind, words, source, offset: 0 });
     }
     within(Limit::Buffers, abi::BUFFERS_MAX.into(), list.len() as u64)?;
-    Ok(list)
+    Ok((list, replicated))
 }

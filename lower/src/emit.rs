@@ -26,12 +26,16 @@ pub(crate) fn counters(flow: &Flow, shares: &[Shares]) -> Vec<Option<Wait>> {
         .collect()
 }
 
-/// Number of tasks of a phase: attention has one for each (head, split); other phases have one per worker with items.
+/// Number of tasks of a phase on a device: attention has one for each (head, split); other phases have one for each range
+/// of items of a worker.
 pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
-    if matches!(phase.op, Op::Attention(_)) {
-        return phase.items;
+    let ranges = shares.iter().flatten();
+    match phase.op {
+        Op::Attention(_) => ranges.map(|range| range.end - range.start).sum(),
+        Op::Embed(_) | Op::Matvec(_) | Op::Merge(_) | Op::Norm(_) | Op::Route(_) | Op::Sample => {
+            ranges.count() as u32
+        }
     }
-    shares.iter().filter(|share| !share.is_empty()).count() as u32
 }
 
 /// The results of the passes before.
@@ -49,12 +53,14 @@ impl Plan<'_> {
             let counter = |value: ValueId| self.counters[value.0];
             let written = phase.residual.and_then(counter);
             let common = self.common(phase);
-            let busy = |(_, share): &(usize, &Range<u32>)| !share.is_empty();
-            let shares = self.shares[index].iter().enumerate().filter(busy);
+            let ranges = |(w, ranges)| std::iter::repeat(w).zip::<&Vec<Range<u32>>>(ranges);
+            let shares = self.shares[index].iter().enumerate().flat_map(ranges);
             for (candidate, (w, share)) in (0..).zip(shares) {
                 // This wait comes first, since it ends long before the input is there.
                 let late = written.filter(|_| self.order.catches_up(index, w));
-                let waits = late.into_iter().chain(counter(phase.input)).collect();
+                let waits = late.into_iter().chain(counter(phase.input));
+                // A device may have no task that writes the value.
+                let waits = waits.filter(|wait| wait.count > 0).collect();
                 let task = Task { waits, ..common.clone() };
                 self.share(phase, &task, share.clone(), candidate, &mut out[w]);
             }
@@ -69,6 +75,9 @@ impl Plan<'_> {
         task.reads[0] = Some(self.flow.buffer(phase.input));
         if let Some(residual) = phase.residual {
             task.reads[3] = Some(self.flow.buffer(residual));
+        }
+        if let Some(route) = phase.route {
+            task.reads[4] = Some(self.flow.buffer(route));
         }
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
@@ -115,6 +124,7 @@ impl Plan<'_> {
                 let params = NormParams { offset: items.start, len, ..p };
                 push(Task::new(opcode, layer, params));
             }
+            Op::Route(p) => push(Task::new(opcode, layer, p)),
             Op::Sample => {
                 let writer = self.flow.writer(phase.input);
                 let candidates =

@@ -2,14 +2,20 @@
 //! values.
 
 use abi::{
-    AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue, MatvecParams,
-    NormParams, Prologue, READS_MAX, UNIT_ROWS, WRITES_MAX,
+    Activation, AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue,
+    MatvecParams, NormParams, Prologue, READS_MAX, RouteParams, Scoring, UNIT_ROWS, WRITES_MAX,
 };
 use ir::program::{
-    Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, RowMap,
+    Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, PackedRouter,
+    RowMap,
 };
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
-use ir::{Attention, Block, BufferId, Graph, Layer, PhaseClass, ScheduleConfig, TensorId};
+use ir::{
+    Attention, Block, BufferId, Experts, FeedForward, Graph, Layer, PhaseClass, ScheduleConfig,
+    TensorId,
+};
+
+use crate::devices::Split;
 
 /// Least elements of the embedding row that one task copies: four per thread of a small worker.
 const EMBED_BLOCK: u32 = 512;
@@ -25,6 +31,7 @@ pub(crate) enum Op {
     Attention(AttentionParams),
     Merge(AttentionMergeParams),
     Norm(NormParams),
+    Route(RouteParams),
     Sample,
 }
 
@@ -41,6 +48,8 @@ pub(crate) struct Phase {
     pub(crate) input: ValueId,
     /// The value that its products are added to.
     pub(crate) residual: Option<ValueId>,
+    /// The route that its products follow.
+    pub(crate) route: Option<ValueId>,
     /// `None` for `sample`, which has no reader.
     pub(crate) output: Option<ValueId>,
     /// Constants at their places among the op's reads.
@@ -53,6 +62,8 @@ pub(crate) struct Phase {
     pub(crate) block: u32,
     /// Bytes that one item adds to a worker, for balance.
     pub(crate) item_bytes: u64,
+    /// Which items each device does.
+    pub(crate) split: Split,
 }
 
 /// A value of a flow, by index.
@@ -69,6 +80,8 @@ pub(crate) struct Value {
     /// Words of the buffer; per task of the phase if `per_task`.
     pub(crate) words: u64,
     pub(crate) per_task: bool,
+    /// Whether all devices have a whole copy, of which each writes a part.
+    pub(crate) replicated: bool,
 }
 
 /// The phases of a step, in order.
@@ -92,7 +105,21 @@ impl Flow {
         let rotary = Vec::new();
         let mut builder = Builder { config, graph, packed, kv_words, rotary, flow };
         builder.model();
+        builder.flow.replicate();
         builder.flow
+    }
+
+    /// Finds the values of which a device reads more than it writes. Candidates are not among them: `sample` reads those
+    /// of its own device, and the devices exchange the best of them.
+    fn replicate(&mut self) {
+        for phase in &self.phases {
+            let Some(writer) = self.values[phase.input.0].writer else { continue };
+            let read = match (&self.phases[writer].split, &phase.split) {
+                (Split::Whole, _) | (Split::Heads { .. }, Split::Heads { .. }) => false,
+                (Split::Heads { .. } | Split::Even { .. }, _) => true,
+            };
+            self.values[phase.input.0].replicated |= read && phase.class != PhaseClass::Sample;
+        }
     }
 
     pub(crate) fn buffer(&self, value: ValueId) -> BufferId {
@@ -136,15 +163,19 @@ impl Builder<'_> {
             let scale = if graph.embed_scale == 1.0 { 0.0 } else { graph.embed_scale };
             let params = EmbedParams { scale, ..EmbedParams::default() };
             let embed = self.phase(PhaseClass::Embed, 0, Op::Embed(params), x);
-            let embed = Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, ..embed };
+            let split = Split::Whole;
+            let embed =
+                Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, split, ..embed };
             x = self.push(embed, graph.hidden.into());
         }
         for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
             x = self.attention_block(n, layer, &packed.attention, x);
-            // `validate` refuses graphs with other blocks.
-            if let Some(mlp) = &packed.mlp {
-                x = self.mlp_block(n, &layer.mlp, mlp, x);
-            }
+            x = match (&layer.mlp.body, &packed.router) {
+                (FeedForward::Experts(experts), Some(router)) => {
+                    self.experts_block(n, &layer.mlp, (experts, router, &packed.mlp), x)
+                }
+                _ => self.mlp_block(n, &layer.mlp, &packed.mlp, x),
+            };
         }
         self.head(graph.layers.len() as u32, x);
     }
@@ -163,7 +194,12 @@ impl Builder<'_> {
         let name = |part: &str| format!("layers.{n}.{part}");
         let norm = norm.map(|norm| self.vector(name("attn_norm"), norm, graph.hidden));
         let params = product(first_prologue(norm), Epilogue::Store);
-        let qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
+        let mut qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
+        if !graph.norms_all_heads(layer) {
+            let (q, kv) = (graph.q_width(), graph.kv_width());
+            let parts = vec![(0, q), (q, kv), (q + kv, kv)];
+            qkv.split = self.heads(parts, UNIT_ROWS);
+        }
         let mut qkv = self.push(qkv, u64::from(graph.q_width()) + 2 * u64::from(graph.kv_width()));
         let (mut q_norm, mut k_norm) = (None, None);
         if graph.norms_all_heads(layer) {
@@ -185,15 +221,17 @@ impl Builder<'_> {
             ..AttentionParams::default()
         };
         let rope = self.rotary[body.rotary as usize];
+        let sinks = body.sinks.map(|sinks| self.vector(name("sinks"), sinks, graph.heads));
         let source = BufferSource::KvCache { layer: n };
         let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
         // The sequence length is not known here: one block of keys stands for it.
         let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
         let attention = Phase {
-            reads: [None, q_norm, k_norm, Some(rope)],
+            reads: [None, q_norm, k_norm, Some(rope), sinks],
             writes: [None, Some(kv)],
             items: graph.kv_heads * splits,
             item_bytes: key_bytes * u64::from(kv_block),
+            split: self.heads(vec![(0, graph.kv_heads * splits)], 1),
             ..self.phase(PhaseClass::Attention, n, Op::Attention(params), qkv)
         };
         let words = u64::from(graph.heads) * u64::from(head_dim + abi::PARTIAL_HEADER);
@@ -254,10 +292,11 @@ impl Builder<'_> {
         let params = NormParams { eps: self.graph.norm_eps, ..params };
         Phase {
             handoff: after.handoff(self.config),
-            reads: [None, Some(weight), None, None],
+            reads: [None, Some(weight), None, None, None],
             items: params.width,
             block: NORM_BLOCK,
             item_bytes: 4,
+            split: Split::Whole,
             ..self.phase(PhaseClass::Norm, layer, Op::Norm(params), input)
         }
     }
@@ -276,6 +315,7 @@ impl Builder<'_> {
         let merge = Phase {
             items: graph.heads,
             item_bytes: u64::from(tiling.kv_split) * words * 4,
+            split: self.heads(vec![(0, graph.heads)], 1),
             ..self.phase(PhaseClass::Merge, n, Op::Merge(params), partials)
         };
         self.push(merge, graph.q_width().into())
@@ -291,15 +331,85 @@ impl Builder<'_> {
         let graph = self.graph;
         let norm =
             block.norm.map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
-        let params = MatvecParams {
-            activation: graph.activation as u32,
-            ..product(first_prologue(norm), Epilogue::SiluMul)
-        };
+        let params = gated(graph.activation, norm);
         let h = self.matvec(PhaseClass::GateUp, n, &packed.gate_up, params, x, norm);
         let h = self.push(h, graph.ffn.into());
         let params = product(Prologue::Copy, Epilogue::Store);
         let down = self.matvec(PhaseClass::Down, n, &packed.down, params, h, None);
         self.end_block(down, block.post_norm, x)
+    }
+
+    /// A layer's experts: a router's logits, the route, and the products that follow it. Those of the shared expert come
+    /// before, so that its weights stream while the route is not known.
+    fn experts_block(
+        &mut self,
+        n: u32,
+        block: &Block<FeedForward>,
+        (experts, router, packed): (&Experts, &PackedRouter, &PackedMlp),
+        mut x: ValueId,
+    ) -> ValueId {
+        let graph = self.graph;
+        let norm =
+            block.norm.map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
+        let count = experts.experts.len() as u32;
+        let params = product(first_prologue(norm), Epilogue::Store);
+        let logits = self.matvec(PhaseClass::Router, n, &router.router, params, x, norm);
+        let logits = Phase { handoff: PhaseClass::GateUp.handoff(self.config), ..logits };
+        let logits = self.push(logits, u64::from(count + u32::from(router.shared.is_some())));
+        let scoring = if experts.normalised { Scoring::Chosen } else { Scoring::All };
+        let route = self.route(n, "route", logits, (0, count, experts.top_k, scoring));
+        let (up, down) = (PhaseClass::GateUp, PhaseClass::Down);
+        let mut hidden = None;
+        if let (Some(packed), Some(shared)) = (&router.shared, &experts.shared) {
+            let route = self.route(n, "shared_route", logits, (count, 1, 1, Scoring::Sigmoid));
+            let params = gated(graph.activation, norm);
+            let h = self.matvec(PhaseClass::SharedUp, n, &packed.gate_up, params, x, norm);
+            let h = Phase { route: Some(route), ..self.like(up, h) };
+            hidden = Some((packed, self.push(h, shared.ffn.into())));
+        }
+        let mut params = gated(graph.activation, norm);
+        if let Some(clamped) = experts.clamped {
+            params.activation = Activation::ClampedSilu as u32;
+            params.cap = clamped.limit;
+        }
+        params.rows = experts.top_k;
+        let h = self.matvec(up, n, &packed.gate_up, params, x, norm);
+        let width = u64::from(experts.top_k) * u64::from(graph.expert_width(experts));
+        let h = self.push(Phase { route: Some(route), ..h }, width);
+        if let Some((packed, h)) = hidden {
+            let params = product(Prologue::Copy, Epilogue::Residual);
+            let shared = self.matvec(PhaseClass::SharedDown, n, &packed.down, params, h, None);
+            let shared = Phase { residual: Some(x), ..self.like(down, shared) };
+            x = self.push(shared, graph.hidden.into());
+        }
+        let params = product(Prologue::Copy, Epilogue::Store);
+        let params = MatvecParams { units: experts.top_k, ..params };
+        let last = self.matvec(down, n, &packed.down, params, h, None);
+        self.end_block(Phase { route: Some(route), ..last }, block.post_norm, x)
+    }
+
+    /// Adds a route of `slots` among `experts`, by logits from `first` on. Loaders poll its words, so they are always
+    /// flag-in-data.
+    fn route(
+        &mut self,
+        n: u32,
+        name: &str,
+        logits: ValueId,
+        (first, experts, slots, scoring): (u32, u32, u32, Scoring),
+    ) -> ValueId {
+        let scoring = scoring as u32;
+        let params = RouteParams { first, experts, slots, scoring, ..RouteParams::default() };
+        let route = self.phase(PhaseClass::Route, n, Op::Route(params), logits);
+        let handoff = Some(Handoff::FlagInData);
+        let route = Phase { items: 1, item_bytes: 4 * u64::from(experts), handoff, ..route };
+        self.push_named(route, format!("layers.{n}.{name}"), 2 * u64::from(slots))
+    }
+
+    /// A phase that is handed over and dealt like those of another class.
+    fn like(&self, class: PhaseClass, phase: Phase) -> Phase {
+        let granule = if class == PhaseClass::GateUp { 2 } else { 1 };
+        let block = class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * granule;
+        Phase { handoff: class.handoff(self.config), block, ..phase }
     }
 
     /// Adds the logits and the sampling of a token; each product also writes the best of its rows as two words.
@@ -314,10 +424,11 @@ impl Builder<'_> {
         let candidates = self.push(Phase { writes: [Some(logits), None], ..lm_head }, 2);
         self.flow.values[candidates.0].per_task = true;
         let sample = self.phase(PhaseClass::Sample, n, Op::Sample, candidates);
-        self.push(Phase { items: 1, ..sample }, 0);
+        self.push(Phase { items: 1, split: Split::Whole, ..sample }, 0);
     }
 
-    /// Adds the product of a matrix with the prologue's result on `input`.
+    /// Adds the product of a matrix with the prologue's result on `input`. `params.rows` and `params.units` are the slots
+    /// whose rows or columns it has, zero for one.
     fn matvec(
         &mut self,
         class: PhaseClass,
@@ -331,21 +442,27 @@ impl Builder<'_> {
         let what = if matrix.format.is_scaled() { "scale" } else { "bias" };
         let constants = packed.constants.clone();
         let constants = constants.map(|map| self.constant(format!("{}_{what}", matrix.name), map));
+        let slots = params.units.max(1);
+        let units = matrix.units_per_tile() * slots;
+        // Several slots' columns are whole units of each.
+        let whole = matrix.cols.next_multiple_of(matrix.format.unit_cols()) * slots;
+        let k_len = if params.units > 0 { whole } else { matrix.cols };
         let params = MatvecParams {
             matrix: packed.id.0,
-            units: matrix.units_per_tile(),
-            k_len: matrix.cols,
-            rows: matrix.rows(),
+            units,
+            k_len,
+            rows: matrix.expert_rows() * params.rows.max(1),
             eps: norm.map_or(0.0, |_| self.graph.norm_eps),
             ..params
         };
         // Rows of h: each comes from a gate row and an up row.
-        let interleaved = if matrix.map.interleaved { matrix.map.parts.len() as u32 } else { 1 };
+        let interleaved = if matrix.map.interleaved { 2 } else { 1 };
         Phase {
-            reads: [None, norm, constants, None],
-            items: matrix.tiles(),
+            reads: [None, norm, constants, None, None],
+            items: params.rows.div_ceil(UNIT_ROWS),
             block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
             item_bytes: u64::from(params.units) * u64::from(matrix.format.unit_bytes()),
+            split: Split::Even { granule: interleaved },
             ..self.phase(class, n, Op::Matvec(params), input)
         }
     }
@@ -358,13 +475,21 @@ impl Builder<'_> {
             handoff: class.handoff(self.config),
             input,
             residual: None,
+            route: None,
             output: None,
             reads: [None; READS_MAX],
             writes: [None; WRITES_MAX],
             items: 0,
             block: 1,
             item_bytes: 0,
+            split: Split::Even { granule: 1 },
         }
+    }
+
+    /// The split of items of which each part belongs to the key/value heads in order, with `granule` of its units in an
+    /// item.
+    fn heads(&self, parts: Vec<(u32, u32)>, granule: u32) -> Split {
+        Split::Heads { kv_heads: self.graph.kv_heads, parts, granule }
     }
 
     /// Adds a phase whose output has this many words; returns the value that the next phase reads.
@@ -383,7 +508,14 @@ impl Builder<'_> {
         // A candidate holds a row number, which leaves no bits for a tag: it has no knob.
         let handoff = phase.handoff.unwrap_or(Handoff::Counter);
         let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
-        self.flow.values.push(Value { writer, handoff, name, words, per_task: false });
+        self.flow.values.push(Value {
+            writer,
+            handoff,
+            name,
+            words,
+            per_task: false,
+            replicated: false,
+        });
         let next = ValueId(self.flow.values.len() - 1);
         self.flow.phases.push(Phase { output: Some(next), ..phase });
         next
@@ -416,6 +548,12 @@ fn first_prologue(norm: Option<BufferId>) -> Prologue {
 fn product(prologue: Prologue, epilogue: Epilogue) -> MatvecParams {
     let (prologue, epilogue) = (prologue as u32, epilogue as u32);
     MatvecParams { prologue, epilogue, ..MatvecParams::default() }
+}
+
+/// The first product of an MLP.
+fn gated(activation: Activation, norm: Option<BufferId>) -> MatvecParams {
+    let params = product(first_prologue(norm), Epilogue::SiluMul);
+    MatvecParams { activation: activation as u32, ..params }
 }
 
 const _: () = assert!(UNIT_ROWS == 8, "tiling knobs are multiples of a tile");

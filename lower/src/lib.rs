@@ -6,6 +6,7 @@
 //! |---|---|---|
 //! | `ir::program::PackedModel` | the packed matrices | they depend on the graph alone |
 //! | `flow` | the phases of a step, and the values between them | a value has one writer; no later pass knows the model |
+//! | `devices` | the items of each device | a device has whole heads; a row has one device |
 //! | `assign` | each worker's ranges of items | every item of every phase is assigned once, a worker's part is one range |
 //! | `emit::counters` | the counters | one per value that is handed over by counter; arrivals are its writer's tasks |
 //! | `order` | which phases happen before which | a task waits for every counter that it needs |
@@ -21,15 +22,16 @@
 mod assign;
 mod buffers;
 mod cost;
+mod devices;
 mod emit;
 mod error;
 mod flow;
 mod order;
 mod pages;
 
-use ir::program::{Dims, PackedModel, Pipeline, Program, Verified};
+use ir::program::{Dims, PackedModel, Pipeline, Program, Topology, Verified, Worker};
 use ir::schedule::{Valid, validate};
-use ir::{Graph, ScheduleConfig, Target};
+use ir::{Experts, FeedForward, Graph, ScheduleConfig, Target};
 
 pub use cost::{
     Delay, Disturbance, PhaseTime, Prediction, Predictor, RateFile, Rates, SimulatedStep,
@@ -37,6 +39,7 @@ pub use cost::{
 };
 pub use error::{Limit, LowerError};
 
+use crate::devices::Device;
 use crate::error::within;
 
 /// Inputs of lowering besides schedule, graph and target.
@@ -60,6 +63,23 @@ pub fn lower(
     ir::program::verify(program).map_err(LowerError::Internal)
 }
 
+/// The work of a schedule at each position, without a proof of its program: for rankings of proposals, which decide
+/// nothing. Verifying takes most of the time of a prediction.
+///
+/// # Errors
+/// Those of [`lower`], but for programs that do not verify.
+pub fn unverified_work(
+    config: &Valid<ScheduleConfig>,
+    graph: &Graph,
+    target: &Target,
+    options: Options,
+    positions: &[u32],
+) -> Result<Vec<Predictor>, LowerError> {
+    let program = build(config, graph, target, options)?;
+    let at = |&at: &u32| Predictor::unverified(&program, &config.kernel, target, at);
+    Ok(positions.iter().map(at).collect())
+}
+
 /// The program before it is verified.
 pub(crate) fn build(
     config: &Valid<ScheduleConfig>,
@@ -76,15 +96,17 @@ pub(crate) fn build(
     within(Limit::KvWords, u32::MAX.into(), kv_words)?;
     let packed = PackedModel::new(graph);
     let flow = flow::Flow::new(config, graph, &packed, kv_words as u32);
-    let shares = assign::assign(&flow, config.sm_assignment, target.sms);
-    let counters = emit::counters(&flow, &shares);
-    let order = order::PhaseOrder::new(&flow, &shares);
-    let mut buffers = buffers::buffers(&flow, &shares)?;
+    let all = (0..target.devices).map(|index| Device { index, of: target.devices });
+    let shares: Vec<_> =
+        all.map(|device| assign::assign(&flow, config.sm_assignment, target.sms, device)).collect();
+    let (mut buffers, replicated) = buffers::buffers(&flow, &shares)?;
     let arena_bytes = pages::pages(&mut buffers);
-    let plan = emit::Plan { flow: &flow, shares: &shares, counters: &counters, order: &order };
-    let mut workers = plan.emit(target.sms as usize);
-    let phase_counters = counters.iter().flatten().count() as u32;
-    let counters = emit::join_stragglers(&mut workers, graph.layers.len() as u32, phase_counters);
+    let (mut workers, mut counters) = (Vec::new(), 0);
+    for shares in &shares {
+        let (queues, used) = device_workers(&flow, shares, target.sms);
+        workers.extend(queues);
+        counters = counters.max(used);
+    }
     within(Limit::Counters, abi::COUNTERS_MAX.into(), u64::from(counters.max(1)))?;
     let program = Program {
         model: graph.name.clone(),
@@ -96,9 +118,22 @@ pub(crate) fn build(
         counters,
         arena_bytes,
         workers,
+        topology: Topology { devices: target.devices, replicated },
     };
     within(Limit::Tasks, abi::TASKS_MAX.into(), program.task_len() as u64)?;
     Ok(program)
+}
+
+/// The queues of a device's workers, and the number of counters in use.
+fn device_workers(flow: &flow::Flow, shares: &[assign::Shares], sms: u32) -> (Vec<Worker>, u32) {
+    let counters = emit::counters(flow, shares);
+    let order = order::PhaseOrder::new(flow, shares);
+    let plan = emit::Plan { flow, shares, counters: &counters, order: &order };
+    let mut workers = plan.emit(sms as usize);
+    let phase_counters = counters.iter().flatten().count() as u32;
+    let after = flow.phases.last().map_or(0, |last| last.layer);
+    let counters = emit::join_stragglers(&mut workers, after, phase_counters);
+    (workers, counters)
 }
 
 /// The ring in units and stages. `validate` has refused sizes that do not divide.
@@ -116,7 +151,16 @@ fn pipeline(config: &ScheduleConfig) -> Pipeline {
 fn rows_max(graph: &Graph) -> u64 {
     let qkv = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
     let gate_up = 2 * u64::from(graph.ffn).next_multiple_of(u64::from(abi::UNIT_ROWS));
-    (qkv * u64::from(graph.head_dim)).max(gate_up).max(u64::from(graph.vocab))
+    let experts = graph.layers.iter().filter_map(|layer| match &layer.mlp.body {
+        FeedForward::Experts(experts) => Some(experts),
+        FeedForward::Gated(_) => None,
+    });
+    let rows = |experts: &Box<Experts>| {
+        let ffn = 2 * u64::from(graph.expert_width(experts));
+        experts.experts.len() as u64 * ffn.max(graph.hidden.into())
+    };
+    let experts = experts.map(rows).max().unwrap_or(0);
+    (qkv * u64::from(graph.head_dim)).max(gate_up).max(u64::from(graph.vocab)).max(experts)
 }
 
 #[cfg(test)]

@@ -53,11 +53,16 @@ impl PhaseOrder {
                 if let Some(theirs) = input.and_then(|before| released[before].as_ref()) {
                     join(mine, theirs);
                 }
-                let added = rows(&phases[phase], &shares[phase][worker]);
+                let added = |wrote: &Range<u32>| {
+                    shares[phase][worker].iter().any(|share| {
+                        let added = rows(&phases[phase], share);
+                        wrote.start < added.end && added.start < wrote.end
+                    })
+                };
                 let unknown = |&written: &usize| {
-                    shares[written].iter().zip(mine.iter()).any(|(share, &known)| {
-                        let wrote = rows(&phases[written], share);
-                        known <= written && wrote.start < added.end && added.start < wrote.end
+                    shares[written].iter().zip(mine.iter()).any(|(part, &known)| {
+                        let mut wrote = part.iter().map(|share| rows(&phases[written], share));
+                        known <= written && wrote.any(|wrote| added(&wrote))
                     })
                 };
                 if let Some(written) = residual.filter(unknown) {

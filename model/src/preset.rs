@@ -2,6 +2,7 @@
 
 use ir::Activation;
 
+use crate::family::ExpertShape;
 use crate::model::Model;
 use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, Options, Shape, Window};
@@ -104,6 +105,13 @@ impl Shape {
     }
 }
 
+/// `top_k` of `count` experts of this width, whose weights sum to 1.
+fn experts(count: u32, top_k: u32, ffn: u32) -> Options {
+    let (shared, normalised, dense) = (None, true, Vec::new());
+    let experts = ExpertShape { count, top_k, ffn, shared, normalised, dense };
+    Options { experts: Some(experts), ..Options::default() }
+}
+
 /// Without the divisors of its frequencies, which cost no time.
 fn phi4_mini() -> Shape {
     Shape {
@@ -201,6 +209,34 @@ pub const PRESETS: &[Preset] = &[
             ffn: 12_288,
             tied: false,
             ..qwen3()
+        },
+    },
+    Preset {
+        name: "qwen3-30b-a3b",
+        about: "Qwen3 30B A3B: 48 layers of 2048, 8 of 128 experts",
+        shape: || Shape {
+            family: Family::Qwen3Moe,
+            hidden: 2048,
+            layers: 48,
+            heads: 32,
+            kv_heads: 4,
+            ffn: 6144,
+            tied: false,
+            options: experts(128, 8, 768),
+            ..qwen3()
+        },
+    },
+    Preset {
+        name: "mixtral-8x7b",
+        about: "Mixtral 8x7B: 32 layers of 4096, 2 of 8 experts",
+        shape: || Shape {
+            family: Family::Mixtral,
+            vocab: 32_000,
+            max_positions: 32_768,
+            norm_eps: 1e-5,
+            rope: Rope::plain(1_000_000.0),
+            options: experts(8, 2, 14_336),
+            ..llama()
         },
     },
     Preset {

@@ -183,7 +183,7 @@ impl Defect {
             Some(Self::Relu) => gate.max(0.0),
             Some(Self::Gelu) => match right {
                 Activation::Silu => activate(Activation::GeluTanh, gate),
-                Activation::GeluTanh => activate(Activation::Silu, gate),
+                Activation::GeluTanh | Activation::ClampedSilu => activate(Activation::Silu, gate),
             },
             Some(Self::Linear) => gate,
             _ => activate(right, gate),

@@ -8,9 +8,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue};
+use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue, RouteParams, Scoring};
 use ir::program::{BufferSource, Program, Task, active_splits, attended, split_range};
-use ir::{BufferId, Graph, Layer, TensorId, Weights, WorkerId};
+use ir::{BufferId, FeedForward, Gated, Graph, Layer, TensorId, Weights, WorkerId};
 
 use crate::eval::{Belongs, EvalError, Evaluator, greatest};
 use crate::machine::Machine;
@@ -102,7 +102,14 @@ enum Role {
     /// What is normed before it is added to the residual stream.
     AttentionSums(usize),
     AfterAttention(usize),
+    /// Logits of experts.
+    Router(usize),
+    Route(usize),
+    SharedRoute(usize),
+    SharedHidden(usize),
     Hidden(usize),
+    /// With the shared expert, but not yet with those that are chosen.
+    AfterShared(usize),
     MlpSums(usize),
     AfterMlp(usize),
     Logits,
@@ -247,15 +254,22 @@ impl<'s, 'a> Step<'s, 'a> {
     fn note(&mut self, task: &Task, index: usize, stored: &Stored) {
         let graph = self.examiner.graph;
         let Some(role) = role(graph, self.program, task, index) else { return };
+        let routed = |layer, part: usize| {
+            self.examiner.ops.routed_words(layer).map_or(graph.ffn, |words| words[part] as u32)
+        };
         let words = match role {
-            Role::Embedded
+            Role::Router(layer) => routed(layer, 0),
+            Role::Route(_) | Role::SharedRoute(_) => stored.values.len() as u32,
+            Role::SharedHidden(layer) => routed(layer, 2),
+            Role::AfterShared(_)
+            | Role::Embedded
             | Role::AttentionSums(_)
             | Role::AfterAttention(_)
             | Role::MlpSums(_)
             | Role::AfterMlp(_) => graph.hidden,
             Role::Qkv(_) | Role::NormedQkv(_) => graph.q_width() + 2 * graph.kv_width(),
             Role::Mixed(_) => graph.q_width(),
-            Role::Hidden(_) => graph.ffn,
+            Role::Hidden(layer) => routed(layer, 1),
             Role::Logits => graph.vocab,
             Role::Partials(_) | Role::Candidates => return,
         };
@@ -314,7 +328,27 @@ impl<'s, 'a> Step<'s, 'a> {
 
     fn evaluate(&mut self, role: Role) -> Option<Belongs> {
         let ops = &self.examiner.ops;
+        let had = |role: Role| self.had.get(&role);
         match role {
+            Role::Router(layer) => ops.router(layer, had(Role::AfterAttention(layer))?),
+            Role::Route(layer) => ops.route(layer, had(Role::Router(layer))?, false),
+            Role::SharedRoute(layer) => ops.route(layer, had(Role::Router(layer))?, true),
+            Role::SharedHidden(layer) => {
+                let x = had(Role::AfterAttention(layer))?;
+                ops.routed_hidden(layer, x, had(Role::SharedRoute(layer))?, true)
+            }
+            Role::Hidden(layer) if had(Role::Route(layer)).is_some() => {
+                let x = had(Role::AfterAttention(layer))?;
+                ops.routed_hidden(layer, x, had(Role::Route(layer))?, false)
+            }
+            Role::AfterShared(layer) => {
+                let x = had(Role::AfterAttention(layer))?;
+                ops.after_shared(layer, x, had(Role::SharedHidden(layer))?)
+            }
+            Role::AfterMlp(layer) if had(Role::Route(layer)).is_some() => {
+                let x = had(Role::AfterShared(layer)).or(had(Role::AfterAttention(layer)))?;
+                ops.after_experts(layer, x, (had(Role::Hidden(layer))?, had(Role::Route(layer))?))
+            }
             Role::Embedded => Some(ops.embedded(self.token)),
             Role::Qkv(layer) => Some(ops.qkv(layer, &self.before(layer)?)),
             Role::NormedQkv(layer) => Some(ops.normed_qkv(layer, self.had.get(&Role::Qkv(layer))?)),
@@ -405,11 +439,13 @@ impl<'s, 'a> Step<'s, 'a> {
             range.clone().map(|key| at(cached, key)).collect()
         };
         let (keys, values) = (of_range(&keys), of_range(&values));
+        let sinks = self.examiner.ops.sinks(layer).filter(|_| p.split + 1 == active);
         let queries = &self.heads(layer)?[0];
         let of_group = queries.chunks_exact(head_dim).skip(p.kv_head as usize * group).take(group);
         let mut belongs = Belongs::default();
-        for query in of_group {
-            let scoring = (graph.attn_scale, graph.score_cap);
+        for (head, query) in (p.kv_head as usize * group..).zip(of_group) {
+            let sink = sinks.map(|sinks| sinks[head]);
+            let scoring = (graph.attn_scale, graph.score_cap, sink);
             partial(query, &keys, &values, scoring, allowance, &mut belongs);
         }
         Some(belongs)
@@ -490,6 +526,11 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
     let inside = layer < graph.layers.len();
     match task.opcode {
         Opcode::Nop | Opcode::Sample => None,
+        Opcode::Route => {
+            let p: RouteParams = task.params();
+            let shared = p.scoring == Scoring::Sigmoid as u32;
+            inside.then_some(if shared { Role::SharedRoute(layer) } else { Role::Route(layer) })
+        }
         Opcode::Embed => Some(Role::Embedded),
         Opcode::Attention => inside.then_some(Role::Partials(layer)),
         Opcode::AttentionMerge => inside.then_some(Role::Mixed(layer)),
@@ -500,8 +541,20 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
                 Epilogue::Store => {
                     graph.layers.get(layer).map(|of| stored(graph, program, of, &p, layer))
                 }
-                Epilogue::SiluMul => inside.then_some(Role::Hidden(layer)),
+                Epilogue::SiluMul => {
+                    let shared = shared(graph, layer)
+                        .is_some_and(|mlp| multiplies(program, &p, mlp.gate.weight));
+                    let role = if shared { Role::SharedHidden } else { Role::Hidden };
+                    inside.then_some(role(layer))
+                }
                 Epilogue::Residual if !inside => None,
+                Epilogue::Residual if task.reads[4].is_some() => Some(Role::AfterMlp(layer)),
+                Epilogue::Residual
+                    if shared(graph, layer)
+                        .is_some_and(|mlp| multiplies(program, &p, mlp.down.weight)) =>
+                {
+                    Some(Role::AfterShared(layer))
+                }
                 Epilogue::Residual if ends_layer(graph, program, layer, &p) => {
                     Some(Role::AfterMlp(layer))
                 }
@@ -513,10 +566,18 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
     }
 }
 
+/// The shared expert of a layer.
+fn shared(graph: &Graph, layer: usize) -> Option<&Gated> {
+    match &graph.layers.get(layer)?.mlp.body {
+        FeedForward::Experts(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
+        FeedForward::Gated(_) => None,
+    }
+}
+
 /// Whether a product that is added to the residual is the MLP's. Where both have the same number of columns, the matrix
 /// decides.
 fn ends_layer(graph: &Graph, program: &Program, layer: usize, p: &MatvecParams) -> bool {
-    if p.prologue == Prologue::Merge as u32 {
+    if p.prologue == Prologue::Merge as u32 || graph.layers[layer].gated().is_none() {
         return false;
     }
     if graph.ffn != graph.q_width() {
@@ -533,7 +594,11 @@ fn multiplies(program: &Program, p: &MatvecParams, weight: TensorId) -> bool {
 /// The role of products that are stored as they are. A wrong matrix is one of the same size: then the sizes decide.
 fn stored(graph: &Graph, program: &Program, of: &Layer, p: &MatvecParams, layer: usize) -> Role {
     let is = |weight: TensorId| multiplies(program, p, weight);
-    if is(of.attention.body.q.weight)
+    if let FeedForward::Experts(experts) = &of.mlp.body
+        && is(experts.router.weight)
+    {
+        Role::Router(layer)
+    } else if is(of.attention.body.q.weight)
         || p.prologue == Prologue::Rms as u32
         || p.rows != graph.hidden
     {
@@ -570,7 +635,7 @@ fn partial(
     query: &[f32],
     keys: &[Vec<f32>],
     values: &[Vec<f32>],
-    (scale, cap): (f32, Option<f32>),
+    (scale, cap, sink): (f32, Option<f32>, Option<f32>),
     allowance: Allowance,
     belongs: &mut Belongs,
 ) {
@@ -582,7 +647,8 @@ fn partial(
         let score = product * f64::from(scale);
         cap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
     };
-    let scores: Vec<f64> = keys.iter().map(score).collect();
+    let sink = sink.map(f64::from);
+    let scores: Vec<f64> = keys.iter().map(score).chain(sink).collect();
     let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - best).exp()).collect();
     let total: f64 = weights.iter().sum();

@@ -8,6 +8,7 @@ mod attention;
 mod bind;
 mod experts;
 mod ops;
+mod routed;
 
 use std::collections::BTreeSet;
 

@@ -318,7 +318,7 @@ impl<'a> Machine<'a> {
     /// # Errors The trap of the task.
     pub fn again(&self, fired: &Fired, token: u32) -> Result<Fired, Trap> {
         let position = self.positions.saturating_sub(1) as u32;
-        let step = Step { token, position, epoch: self.epoch };
+        let step = Step { token, position, epoch: self.epoch, device: 0 };
         let (worker, task) = (fired.worker.index(), fired.task as usize);
         let progress = Progress { task, ..Progress::default() };
         let effects = ops::fire(self.context(worker, &progress, step));
@@ -343,7 +343,7 @@ impl<'a> Machine<'a> {
             task: task as u32,
             writes: effects.writes.iter().map(stored).collect(),
             appended,
-            chosen: effects.chosen,
+            chosen: effects.chosen.map(|best| best.token),
         }
     }
 
@@ -381,12 +381,13 @@ impl<'a> Machine<'a> {
     /// Runs one token through the program and returns the chosen token.
     fn step(&mut self, token: u32, order: Order) -> Result<u32, Run> {
         self.epoch = self.epoch.wrapping_add(1);
-        let step = Step { token, position: self.positions as u32, epoch: self.epoch };
+        let step = Step { token, position: self.positions as u32, epoch: self.epoch, device: 0 };
         self.memory.begin(step);
         let mut workers: Vec<Progress> =
             self.program.workers.iter().map(|_| Progress::default()).collect();
         let mut picker = Picker::new(order, self.epoch);
         let mut left = self.program.task_len() as u64;
+        let mut samples = u64::from(self.program.topology.devices);
         let mut chosen = None;
         let mut ready = Vec::new();
         while left > 0 {
@@ -403,19 +404,30 @@ impl<'a> Machine<'a> {
             let picked = &ready[ready.len() - picked..];
             for (worker, effects) in self.fire(picked, &workers, step)? {
                 left -= 1;
-                let ends = effects.chosen;
+                let best = effects.chosen;
                 self.commit(worker, &mut workers[worker], effects, step)?;
-                if let Some(token) = ends {
-                    chosen = Some(self.end(worker, &workers[worker], token, left)?);
+                if let Some(best) = best {
+                    // The devices' best tokens are exchanged: the last `sample` ends the step.
+                    let best = chosen.map_or(best, |other| best.better(other));
+                    chosen = Some(best);
+                    samples = samples.saturating_sub(1);
+                    if let Some(fired) = self.trace.as_mut().and_then(|all| all.last_mut()) {
+                        fired.chosen = Some(best.token).filter(|_| samples == 0);
+                    }
+                    if samples == 0 {
+                        self.end(worker, &workers[worker], best.token, left)?;
+                    }
                 }
             }
         }
         self.positions += 1;
-        Ok(chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))?)
+        let chosen = chosen.filter(|_| samples == 0);
+        Ok(chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))?.token)
     }
 
     /// Whether the worker's next task is ready; checks only waits and words that were not ready before.
     fn poll(&self, worker: usize, progress: &mut Progress, step: Step) -> Result<bool, Trap> {
+        let step = self.on_device(worker, step);
         let Some(task) = self.program.workers[worker].tasks.get(progress.task) else {
             return Ok(false);
         };
@@ -425,7 +437,7 @@ impl<'a> Machine<'a> {
         let fault = |fault| self.trap(worker, progress.task, fault);
         if progress.inputs.is_none() {
             for wait in &task.waits {
-                let have = self.memory.counter(wait.counter).map_err(fault)?;
+                let have = self.memory.counter(wait.counter, step).map_err(fault)?;
                 if have < u64::from(step.epoch) * u64::from(wait.count) {
                     return Ok(false);
                 }
@@ -477,6 +489,7 @@ impl<'a> Machine<'a> {
         step: Step,
     ) -> Result<(), Trap> {
         let program = self.program;
+        let step = self.on_device(worker, step);
         let task = &program.workers[worker].tasks[progress.task];
         let stored = (|| {
             for (buffer, start, words) in &effects.writes {
@@ -485,7 +498,7 @@ impl<'a> Machine<'a> {
             if let Some(append) = &effects.append {
                 self.memory.append(append, step)?;
             }
-            task.signal.map_or(Ok(()), |counter| self.memory.signal(counter))
+            task.signal.map_or(Ok(()), |counter| self.memory.signal(counter, step))
         })();
         stored.map_err(|fault| self.trap(worker, progress.task, fault))?;
         if self.trace.is_some() {
@@ -497,7 +510,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Checks the end of a step: the chosen token, and that no other task is left.
-    fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<u32, Trap> {
+    fn end(&self, worker: usize, progress: &Progress, token: u32, left: u64) -> Result<(), Trap> {
         let vocab = self.program.dims.vocab;
         if left > 0 {
             return Err(self.trap(worker, progress.task - 1, Fault::EarlyEnd(left)));
@@ -505,7 +518,7 @@ impl<'a> Machine<'a> {
         if token >= vocab {
             return Err(self.trap(worker, progress.task - 1, Fault::BadToken { token, vocab }));
         }
-        Ok(token)
+        Ok(())
     }
 
     fn context<'m>(&'m self, worker: usize, progress: &Progress, step: Step) -> Context<'m> {
@@ -517,11 +530,16 @@ impl<'a> Machine<'a> {
         Context {
             task,
             defect,
-            step: Step { token, ..step },
+            step: Step { token, ..self.on_device(worker, step) },
             memory: &self.memory,
             packed: &self.packed,
             products: None,
         }
+    }
+
+    /// The step as the worker's device sees it.
+    fn on_device(&self, worker: usize, step: Step) -> Step {
+        Step { device: self.program.device_of(WorkerId(worker as u32)), ..step }
     }
 
     fn trap(&self, worker: usize, task: usize, fault: Fault) -> Trap {
@@ -535,10 +553,11 @@ impl<'a> Machine<'a> {
 
     fn waiting(&self, workers: &[Progress], step: Step) -> Vec<Waiting> {
         let waiting = |(worker, progress): (usize, &Progress)| {
+            let step = self.on_device(worker, step);
             let task = self.program.workers[worker].tasks.get(progress.task)?;
             let counter = task.waits.iter().find_map(|wait| {
                 let (have, need) = (
-                    self.memory.counter(wait.counter).ok()?,
+                    self.memory.counter(wait.counter, step).ok()?,
                     u64::from(step.epoch) * u64::from(wait.count),
                 );
                 (have < need).then_some(On::Counter { counter: wait.counter, have, need })

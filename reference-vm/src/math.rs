@@ -359,6 +359,7 @@ pub(crate) fn activate(activation: Activation, x: f32) -> f32 {
     match activation {
         Activation::Silu => silu(x),
         Activation::GeluTanh => gelu_tanh(x),
+        Activation::ClampedSilu => (f64::from(x) / (1.0 + (-1.702 * f64::from(x)).exp())) as f32,
     }
 }
 

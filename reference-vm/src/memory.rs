@@ -1,4 +1,5 @@
-//! The memory of a program: the arena, constants, the key/value caches, the logits and the counters.
+//! The memory of a program: constants, the key/value caches, the logits, and the arena and counters of each device. Which
+//! device has a row of a cache is recorded: another one that reads it faults.
 //!
 //! The arena is one array of words at the offsets that the program chose. Plain words and logits are poisoned before
 //! every step: a read of a word that no task of this step has written is a fault instead of a stale value.
@@ -17,12 +18,14 @@ const POISON: u32 = 0x7fa5_a5a5;
 /// Most bytes of an arena: far more than the activations of one token need.
 const ARENA_BYTES_MAX: u64 = 1 << 32;
 
-/// The run-time values of a step.
+/// The run-time values of a step, as a device sees them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub(crate) token: u32,
     pub(crate) position: u32,
     pub(crate) epoch: u32,
+    /// The device whose memory is accessed.
+    pub(crate) device: u32,
 }
 
 /// Words `start..start + len` of a buffer.
@@ -54,19 +57,36 @@ enum Place {
 pub(crate) struct Cache {
     pub(crate) keys: Vec<f32>,
     pub(crate) values: Vec<f32>,
-    /// `[positions, kv_heads]`.
-    written: Vec<bool>,
+    /// `[positions, kv_heads]`: who has the row.
+    holder: Vec<Holder>,
+}
+
+/// Whose memory has a row of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    /// Nobody's.
+    None,
+    /// A device's.
+    Device(u32),
+    /// Every device's: the row was not computed here.
+    All,
+}
+
+/// What each device has for itself: the arena, and the counters.
+#[derive(Default)]
+struct Local {
+    arena: Vec<u32>,
+    /// The step that wrote each flag-in-data word of the arena; the device stores its lowest bits in the word.
+    tags: Vec<u32>,
+    counters: Vec<u64>,
 }
 
 /// All memory of a program and one sequence.
 pub(crate) struct Memory<'a> {
     program: &'a Program,
     places: Vec<Place>,
-    arena: Vec<u32>,
-    /// The step that wrote each flag-in-data word of the arena; the device stores its lowest bits in the word.
-    tags: Vec<u32>,
+    devices: Vec<Local>,
     logits: Vec<u32>,
-    counters: Vec<u64>,
     caches: Vec<Cache>,
 }
 
@@ -91,10 +111,8 @@ impl<'a> Memory<'a> {
         let mut memory = Self {
             program,
             places,
-            arena: Vec::new(),
-            tags: Vec::new(),
+            devices: Vec::new(),
             logits: Vec::new(),
-            counters: Vec::new(),
             caches: (0..program.dims.layers).map(|_| Cache::default()).collect(),
         };
         memory.reset();
@@ -103,10 +121,14 @@ impl<'a> Memory<'a> {
 
     /// Resets memory to its state after loading: no step has run.
     pub(crate) fn reset(&mut self) {
-        self.arena = vec![0; self.program.arena_bytes as usize / 4];
-        self.tags = vec![0; self.arena.len()];
+        let words = self.program.arena_bytes as usize / 4;
+        let local = |_| Local {
+            arena: vec![0; words],
+            tags: vec![0; words],
+            counters: vec![0; self.program.counters as usize],
+        };
+        self.devices = (0..self.program.topology.devices).map(local).collect();
         self.logits = vec![POISON; self.program.dims.vocab as usize];
-        self.counters = vec![0; self.program.counters as usize];
         self.truncate(0);
     }
 
@@ -117,7 +139,7 @@ impl<'a> Memory<'a> {
         for cache in &mut self.caches {
             cache.keys.truncate(positions * width);
             cache.values.truncate(positions * width);
-            cache.written.truncate(positions * heads);
+            cache.holder.truncate(positions * heads);
         }
     }
 
@@ -134,7 +156,7 @@ impl<'a> Memory<'a> {
         for (cache, (keys, values)) in self.caches.iter_mut().zip(layers) {
             cache.keys.clone_from(keys);
             cache.values.clone_from(values);
-            cache.written = vec![true; positions * heads];
+            cache.holder = vec![Holder::All; positions * heads];
         }
         true
     }
@@ -143,7 +165,8 @@ impl<'a> Memory<'a> {
     pub(crate) fn begin(&mut self, step: Step) {
         for (buffer, place) in self.program.buffers.iter().zip(&self.places) {
             if let Place::Plain(first) = *place {
-                self.arena[first..first + buffer.words as usize].fill(POISON);
+                let words = first..first + buffer.words as usize;
+                self.devices.iter_mut().for_each(|local| local.arena[words.clone()].fill(POISON));
             }
         }
         self.logits.fill(POISON);
@@ -153,7 +176,7 @@ impl<'a> Memory<'a> {
         for cache in &mut self.caches {
             cache.keys.resize(positions * width, 0.0);
             cache.values.resize(positions * width, 0.0);
-            cache.written.resize(positions * heads, false);
+            cache.holder.resize(positions * heads, Holder::None);
         }
     }
 
@@ -180,7 +203,7 @@ impl<'a> Memory<'a> {
         let (_, place) = self.buffer(span)?;
         let Place::FlagInData(first) = *place else { return Ok(None) };
         let need = step.epoch;
-        let tags = &self.tags[first + span.start as usize..][..span.len as usize];
+        let tags = &self.local(step).tags[first + span.start as usize..][..span.len as usize];
         let rest = tags.get(from as usize..).unwrap_or_default();
         let missing = find(rest, |tag| tag != need).map(|word| from + word as u32);
         Ok(missing.map(|word| (word, tags[word as usize])))
@@ -197,14 +220,14 @@ impl<'a> Memory<'a> {
         let (id, start, len) = (span.buffer, span.start as usize, span.len as usize);
         match place {
             Place::Plain(first) => {
-                let words = &self.arena[first + start..][..len];
+                let words = &self.local(step).arena[first + start..][..len];
                 if let Some(word) = find(words, |word| word == POISON) {
                     return Err(Fault::Unwritten { buffer: id, word: span.start + word as u32 });
                 }
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
             Place::FlagInData(first) => {
-                let tags = &self.tags[first + start..][..len];
+                let tags = &self.local(step).tags[first + start..][..len];
                 let need = step.epoch;
                 if let Some(word) = find(tags, |tag| tag != need) {
                     return Err(Fault::Tag {
@@ -214,7 +237,7 @@ impl<'a> Memory<'a> {
                         need,
                     });
                 }
-                let words = &self.arena[first + start..][..len];
+                let words = &self.local(step).arena[first + start..][..len];
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
             Place::Constant(values) => Ok(values[start..][..len].to_vec()),
@@ -236,14 +259,22 @@ impl<'a> Memory<'a> {
     ) -> Result<(), Fault> {
         let span = Span { buffer, start, len: words.len() as u32 };
         let (kind, start) = (self.buffer(span)?.0.kind, start as usize);
-        match self.places[buffer.index()] {
-            Place::Plain(first) => {
-                self.arena[first + start..][..words.len()].copy_from_slice(words)
-            }
+        let (place, device) = (&self.places[buffer.index()], step.device as usize);
+        // A store to a replicated buffer goes to every device.
+        let to = match self.program.topology.is_replicated(buffer) {
+            true => &mut self.devices[..],
+            false => &mut self.devices[device..=device],
+        };
+        match *place {
+            Place::Plain(first) => to.iter_mut().for_each(|local| {
+                local.arena[first + start..][..words.len()].copy_from_slice(words);
+            }),
             Place::FlagInData(first) => {
-                self.tags[first + start..][..words.len()].fill(step.epoch);
-                for (stored, &word) in self.arena[first + start..].iter_mut().zip(words) {
-                    *stored = make_room(word);
+                for local in to {
+                    local.tags[first + start..][..words.len()].fill(step.epoch);
+                    for (stored, &word) in local.arena[first + start..].iter_mut().zip(words) {
+                        *stored = make_room(word);
+                    }
                 }
             }
             Place::Logits => self.logits[start..][..words.len()].copy_from_slice(words),
@@ -252,6 +283,10 @@ impl<'a> Memory<'a> {
             }
         }
         Ok(())
+    }
+
+    fn local(&self, step: Step) -> &Local {
+        &self.devices[step.device as usize]
     }
 
     pub(crate) fn dims(&self) -> Dims {
@@ -281,10 +316,12 @@ impl<'a> Memory<'a> {
         buffer: BufferId,
         kv_head: u32,
         position: u32,
+        step: Step,
     ) -> Result<(&[f32], &[f32]), Fault> {
         let cache = &self.caches[self.cache(buffer)?];
         let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
-        if !cache.written.get(head).copied().unwrap_or(false) {
+        let holder = cache.holder.get(head).copied().unwrap_or(Holder::None);
+        if ![Holder::All, Holder::Device(step.device)].contains(&holder) {
             return Err(Fault::NoKey { buffer, kv_head, position });
         }
         let head_dim = self.program.dims.head_dim as usize;
@@ -300,7 +337,8 @@ impl<'a> Memory<'a> {
         let cache = &mut self.caches[layer];
         let position = step.position;
         let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
-        if std::mem::replace(&mut cache.written[head], true) {
+        let mine = Holder::Device(step.device);
+        if std::mem::replace(&mut cache.holder[head], mine) != Holder::None {
             return Err(Fault::KeyTwice { buffer, kv_head, position });
         }
         let head_dim = self.program.dims.head_dim as usize;
@@ -309,12 +347,14 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
-    pub(crate) fn counter(&self, counter: CounterId) -> Result<u64, Fault> {
-        self.counters.get(counter.index()).copied().ok_or(Fault::BadCounter(counter))
+    pub(crate) fn counter(&self, counter: CounterId, step: Step) -> Result<u64, Fault> {
+        let counters = &self.local(step).counters;
+        counters.get(counter.index()).copied().ok_or(Fault::BadCounter(counter))
     }
 
-    pub(crate) fn signal(&mut self, counter: CounterId) -> Result<(), Fault> {
-        *self.counters.get_mut(counter.index()).ok_or(Fault::BadCounter(counter))? += 1;
+    pub(crate) fn signal(&mut self, counter: CounterId, step: Step) -> Result<(), Fault> {
+        let counters = &mut self.devices[step.device as usize].counters;
+        *counters.get_mut(counter.index()).ok_or(Fault::BadCounter(counter))? += 1;
         Ok(())
     }
 
@@ -334,12 +374,13 @@ impl<'a> Memory<'a> {
         words.iter().map(read).collect()
     }
 
-    /// Contents of a plain or flag-in-data buffer after the last step.
+    /// Contents of a plain or flag-in-data buffer on the first device after the last step.
     pub(crate) fn contents(&self, buffer: BufferId) -> Option<Vec<f32>> {
+        let arena = &self.devices.first()?.arena;
         let words = self.words(buffer) as usize;
         match *self.places.get(buffer.index())? {
             Place::Plain(first) | Place::FlagInData(first) => {
-                Some(self.arena[first..][..words].iter().map(|&w| f32::from_bits(w)).collect())
+                Some(arena[first..][..words].iter().map(|&w| f32::from_bits(w)).collect())
             }
             Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) | Place::Logits => {
                 None

@@ -8,6 +8,7 @@ mod attention;
 mod attention_merge;
 mod matvec;
 mod norm;
+mod route;
 mod sample;
 
 use abi::Params;
@@ -39,8 +40,24 @@ pub(crate) struct Effects {
     /// Stores: buffer, first word, words.
     pub(crate) writes: Vec<(BufferId, u32, Vec<u32>)>,
     pub(crate) append: Option<Append>,
-    /// The chosen token; it ends the step.
-    pub(crate) chosen: Option<u32>,
+    /// The device's best token; it ends the step of the device.
+    pub(crate) chosen: Option<Best>,
+}
+
+/// A token, and the logit that it was chosen by.
+#[derive(Clone, Copy)]
+pub(crate) struct Best {
+    pub(crate) logit: f32,
+    pub(crate) token: u32,
+}
+
+impl Best {
+    /// The better of two; of equals the smaller token.
+    pub(crate) fn better(self, other: Self) -> Self {
+        let wins =
+            self.logit > other.logit || self.logit == other.logit && self.token < other.token;
+        if wins { self } else { other }
+    }
 }
 
 impl Effects {
@@ -59,6 +76,7 @@ pub(crate) fn inputs(context: Context<'_>) -> Result<Vec<Span>, Fault> {
         Params::AttentionMerge(p) => attention_merge::inputs(context, p),
         Params::Sample(p) => sample::inputs(context, p),
         Params::Norm(p) => norm::inputs(context, p),
+        Params::Route(p) => route::inputs(context, p),
     }
 }
 
@@ -78,6 +96,7 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
         Params::AttentionMerge(p) => attention_merge::fire(context, p),
         Params::Sample(p) => sample::fire(context, p),
         Params::Norm(p) => norm::fire(context, p),
+        Params::Route(p) => route::fire(context, p),
     }
 }
 

@@ -19,6 +19,7 @@ pub(crate) struct Packed<'a> {
     cols: u32,
     units_per_tile: u32,
     scaled: bool,
+    experts: u32,
     parts: Vec<Option<Part<'a>>>,
 }
 
@@ -65,6 +66,7 @@ impl<'a> Packed<'a> {
             cols: matrix.cols,
             units_per_tile: matrix.units_per_tile(),
             scaled: matrix.format.is_scaled(),
+            experts: matrix.experts,
             parts: matrix.map.parts.iter().map(part).collect::<Result<_, _>>()?,
         })
     }
@@ -75,6 +77,15 @@ impl<'a> Packed<'a> {
 
     pub(crate) fn cols(&self) -> u32 {
         self.cols
+    }
+
+    /// Experts, whose rows lie one after the other; 1 for any other matrix.
+    pub(crate) fn experts(&self) -> u32 {
+        self.experts
+    }
+
+    pub(crate) fn expert_rows(&self) -> u32 {
+        self.rows / self.experts.max(1)
     }
 
     pub(crate) fn units_per_tile(&self) -> u32 {

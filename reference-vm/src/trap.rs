@@ -108,6 +108,16 @@ pub enum Fault {
     /// A matrix outside the table.
     #[error("matrix {0} does not exist")]
     BadMatrix(MatrixId),
+    /// A route with a number that is no expert's.
+    #[error("slot {slot} of the route holds {value}, which is none of {experts} experts")]
+    NoExpert {
+        /// The slot.
+        slot: u32,
+        /// Its word.
+        value: u32,
+        /// Experts of the matrix.
+        experts: u32,
+    },
     /// The step ended while tasks were left.
     #[error("the step ends while {0} other tasks are left")]
     EarlyEnd(u64),

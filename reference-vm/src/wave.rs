@@ -25,8 +25,8 @@ pub(crate) struct Operand {
 
 type Shared = Arc<Result<Operand, Fault>>;
 
-/// All reads, and all parameters except those that select a task's rows.
-type Key = ([u32; 16], [Option<BufferId>; abi::READS_MAX]);
+/// The device, all reads, and all parameters except those that select a task's rows.
+type Key = (u32, [u32; 16], [Option<BufferId>; abi::READS_MAX]);
 
 #[derive(Default)]
 pub(crate) struct Wave {
@@ -37,12 +37,12 @@ impl Wave {
     /// The operand of a task, computed by `make` for the first of those that share it.
     pub(crate) fn operand(
         &self,
-        task: &Task,
+        (device, task): (u32, &Task),
         p: &MatvecParams,
         make: impl FnOnce() -> Result<Operand, Fault>,
     ) -> Shared {
         let rows = MatvecParams { tile0: 0, tiles: 0, candidate: 0, ..*p };
-        let key = (Task::new(Opcode::Matvec, 0, rows).params, task.reads);
+        let key = (device, Task::new(Opcode::Matvec, 0, rows).params, task.reads);
         let mut operands = self.operands.lock().unwrap_or_else(PoisonError::into_inner);
         let place = operands.entry(key).or_default().clone();
         drop(operands);

@@ -1,5 +1,7 @@
 //! Flags about GPUs: which ones, how many sequences they run at once, how prompts and weights are loaded.
 
+use std::str::FromStr;
+
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
@@ -33,6 +35,47 @@ pub(super) fn card_schema() -> Value {
         "maximum": CARDS_MAX - 1,
         "pattern": "^(cuda:)?[0-9]+$"
     })
+}
+
+/// The number of GPUs that run one step together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u32")]
+pub(crate) struct Gpus(u32);
+
+impl Gpus {
+    pub(crate) fn count(self) -> u32 {
+        self.0
+    }
+}
+
+impl TryFrom<u32> for Gpus {
+    type Error = String;
+
+    fn try_from(count: u32) -> Result<Self, String> {
+        let most = ir::program::DEVICES_MAX;
+        let fits = (1..=most).contains(&count).then_some(Self(count));
+        fits.ok_or_else(|| format!("1 to {most} GPUs run one step together, not {count}"))
+    }
+}
+
+/// Parses a number of GPUs, or a list of different ones.
+impl FromStr for Gpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if !text.contains([',', ':']) {
+            let count: u32 = text.trim().parse().map_err(|_| format!("{text:?} is no number"))?;
+            return Self::try_from(count);
+        }
+        let mut cards = text.split(',').map(card).collect::<Result<Vec<u32>, String>>()?;
+        let given = cards.len();
+        cards.sort_unstable();
+        cards.dedup();
+        if cards.len() < given {
+            return Err(format!("{text:?} names a GPU twice"));
+        }
+        Self::try_from(given as u32)
+    }
 }
 
 /// Batch sizes that kernels are compiled for.
@@ -114,6 +157,20 @@ mod tests {
         }
         assert_eq!(cards(json!([2, "cuda:3"])).unwrap(), [2, 3]);
         assert!(cards(json!([2, "gpu"])).is_err());
+    }
+
+    #[test]
+    fn gpus_are_counted_or_named() {
+        for (text, count) in
+            [("1", 1), ("2", 2), ("0,1,2,3", 4), ("cuda:0, cuda:3", 2), ("cuda:1", 1)]
+        {
+            assert_eq!(text.parse::<Gpus>().map(Gpus::count), Ok(count), "{text}");
+        }
+        for text in ["0", "9", "", "two", "0,0", "0,x", "0,1,2,3,4,5,6,7,8", "-1"] {
+            assert!(text.parse::<Gpus>().is_err(), "{text}");
+        }
+        assert_eq!(serde_json::from_value::<Gpus>(json!(4)).unwrap().count(), 4);
+        assert!(serde_json::from_value::<Gpus>(json!(0)).is_err());
     }
 
     #[test]

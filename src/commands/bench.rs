@@ -275,7 +275,7 @@ impl<'a> Row<'a> {
     fn bound_line(&self, measured: &Measured) -> String {
         let (verdict, info) = (&measured.verdict, measured.info.as_ref());
         let measured_rate = info.and_then(|info| info.bandwidth);
-        let bandwidth = measured_rate.unwrap_or(self.context.target.bandwidth as f64);
+        let bandwidth = measured_rate.unwrap_or(self.context.target.total_bandwidth() as f64);
         let predicted = verdict.bound_us.filter(|_| info.is_none());
         let bytes = measured.bytes.map(|bytes| bytes as f64);
         let bytes = bytes.or(predicted.map(|us| us * 1e-6 * bandwidth));

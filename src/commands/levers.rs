@@ -72,6 +72,7 @@ const fn shrinks(knob: Knob) -> &'static [Cause] {
 
 pub(crate) fn run(args: &LeversArgs) -> Outcome {
     let context = Context::new(&args.model)?;
+    context.one_gpu("the table of levers")?;
     let chosen = choose(&context, &args.config, args.context, Auto::Reproducible)?;
     let mut document = json!({
         "schema": "amk.levers.v1",

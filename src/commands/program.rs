@@ -38,6 +38,7 @@ pub(crate) fn lower(args: &LowerArgs) -> Outcome {
     document["model"] = context.graph().name.clone().into();
     document["target"] = context.target.name.clone().into();
     document["schedule_id"] = config.id().into();
+    document["numeric_id"] = ir::schedule::numeric_id(&config).into();
     document["schedule_source"] = json!(source);
     document["kernel_id"] = context.kernel_id(&config.kernel).into();
     document["output"] = json!(args.output);
@@ -52,6 +53,7 @@ fn facts(program: &Program) -> Value {
         "program_id": program.id(),
         "tasks": program.task_len(),
         "workers": program.workers.len(),
+        "devices": program.topology.devices,
         "n_buffers": program.buffers.len(),
         "n_counters": program.counters,
         "weight_mb": program.stream_bytes() as f64 / 1e6,

@@ -48,6 +48,7 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
         "{from}; {} knobs. Edit schedule_config (any subset of it is a config) and judge it: amk evaluate --config FILE. --json prints it with the search space",
         search_space.len()
     ));
+    report::say(&bound(&context));
     let document = Proposal {
         schema: "amk.propose.v1",
         model: context.graph().name.clone(),
@@ -59,22 +60,28 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
     Ok(Answer { document, exit: Exit::Yes })
 }
 
-/// Refuses a model with blocks that no op computes, with the least time that a step of it would take.
+/// Refuses a model beyond what the ops can do, with the least time that a step of it would take.
 fn refuse_without_ops(context: &Context) -> Result<(), Failure> {
     let (graph, target) = (context.graph(), &context.target);
     let Err(violations) = validate(context.default_config(), graph, target) else { return Ok(()) };
     if !violations.has(Rule::SGraph) {
         return Ok(());
     }
+    Err(Failure::refused(format!("{violations}. {}", bound(context))))
+}
+
+/// The weights that a step reads, and the least time that this takes.
+fn bound(context: &Context) -> String {
+    let (graph, target) = (context.graph(), &context.target);
     let (step, all) = (graph.step_bytes(), graph.weight_bytes());
     let mb = |bytes: usize| bytes as f64 / 1e6;
-    Err(Failure::refused(format!(
-        "{violations}. A step would read {:.1} MB of the {:.1} MB of weights, which takes {:.0} us on {}",
+    format!(
+        "A step reads {:.1} MB of the {:.1} MB of weights, which takes {:.0} us on {}",
         mb(step),
         mb(all),
-        step as f64 / target.bandwidth as f64 * 1e6,
+        step as f64 / target.total_bandwidth() as f64 * 1e6,
         target.name,
-    )))
+    )
 }
 
 fn incumbent(

@@ -57,6 +57,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         let chosen = choose(&context, &given, args.context, Auto::Reproducible)?;
         schedules.push((chosen.source.kind.to_owned(), chosen));
     }
+    context.one_gpu("a trace")?;
     let on_device = context.has_device()?;
     let mut idle = None;
     let mut documents = Vec::new();

@@ -68,6 +68,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         target: args.target.clone(),
         device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
+        gpus: None,
     };
     let context = Context::open(&args.model, &place)?;
     let monitor = SharedMonitor::default();

@@ -55,7 +55,8 @@ impl Gpu<'_> {
         done.map_err(device_error)
     }
 
-    /// Runs a prompt, or a part of it, in chunks, if it is long enough. Returns whether it was.
+    /// Runs a prompt, or a part of it, in chunks, if it is long enough and the model's values are in their range.
+    /// Returns whether it did; if not, the tokens are still to be run.
     pub(super) fn prefilled(
         &mut self,
         handle: Handle,
@@ -67,6 +68,12 @@ impl Gpu<'_> {
         }
         let options = PrefillOptions::default();
         let (done, _) = self.prefill(handle, (session, position), tokens, false, &options)?;
+        if done.clamped {
+            report::say(
+                "prompt: values of the hidden layer exceed the range of f16; its tokens run one by one",
+            );
+            return Ok(false);
+        }
         report::say(&format!(
             "prompt: {} tokens in {} chunks, {:.1} ms",
             tokens.len(),

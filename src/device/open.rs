@@ -27,6 +27,7 @@ impl Context {
         sharing: &SharingArgs,
     ) -> Result<Remote<'_>, Failure> {
         let info = look_at(&self.target, ordinal)?;
+        self.refuse_several()?;
         open_process(self, &info, sharing.shared_gpu, true)
     }
 
@@ -62,10 +63,27 @@ impl Context {
             DeviceChoice::Cuda => true,
         };
         match look(&self.target) {
-            Ok(info) => open(&info).map(Some),
+            Ok(info) => {
+                self.refuse_several()?;
+                open(&info).map(Some)
+            }
             Err(error) if wanted => Err(error.into()),
             Err(_) => Ok(None),
         }
+    }
+
+    /// Refuses to run one step on several GPUs of this machine, with what is missing.
+    fn refuse_several(&self) -> Result<(), Failure> {
+        let wanted = self.target.devices;
+        if wanted == 1 {
+            return Ok(());
+        }
+        let here = (0..wanted).take_while(|&n| look_at(&self.target, n).is_ok()).count();
+        Err(Failure::missing(if here < wanted as usize {
+            format!("{wanted} GPUs are needed for {}, and {here} are here", self.target.name)
+        } else {
+            "one step on several GPUs runs on the reference VM only so far: add --device cpu".into()
+        }))
     }
 
     /// The GPU's full name, if a GPU is wanted and there is one.

@@ -120,6 +120,7 @@ pub(super) fn about_model(arguments: &Map<String, Value>) -> Vec<Problem> {
         target: target.map(str::to_owned),
         device: serde_json::from_value(device).unwrap_or_default(),
         kv_capacity: None,
+        gpus: None,
     };
     let context = match Context::load(name, &place) {
         Ok(context) => context,

@@ -6,7 +6,7 @@ use abi::{
     Prologue, SampleParams,
 };
 use ir::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 use ir::{BufferId, CounterId, Graph, Layer, MatrixId, TensorId};
 
@@ -132,6 +132,7 @@ fn empty(graph: &Graph, plan: &Plan) -> Program {
         counters: 0,
         arena_bytes: 0,
         workers: vec![Worker::default(); plan.workers as usize],
+        topology: Topology::default(),
     }
 }
 
@@ -142,6 +143,7 @@ impl Builder<'_> {
             map,
             cols,
             format: ir::Format::of(self.graph.dtype, self.graph.dtype),
+            experts: 1,
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }
@@ -316,7 +318,7 @@ impl Builder<'_> {
         out: BufferId,
     ) -> Output {
         for task in &mut tasks {
-            task.reads = [Some(input.buffer), reads[0], reads[1], reads[2]];
+            task.reads = [Some(input.buffer), reads[0], reads[1], reads[2], None];
             task.writes[0] = Some(out);
         }
         self.phase(phase, out, Some(input), tasks)
@@ -411,7 +413,7 @@ impl Builder<'_> {
                 reserved: [0; 5],
             };
             let mut task = Task::new(Opcode::Attention, layer as u16, params);
-            task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq)];
+            task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq), None];
             task.writes = [Some(partials), Some(cache)];
             tasks.push(task);
         }
@@ -449,7 +451,7 @@ impl Builder<'_> {
         let count = tasks.len() as u32;
         let candidates = self.activation(Phase::LmHead, layers, "candidates", 2 * count);
         for task in &mut tasks {
-            task.reads = [Some(x.buffer), Some(norm), None, None];
+            task.reads = [Some(x.buffer), Some(norm), None, None, None];
             task.writes = [Some(logits), Some(candidates)];
         }
         let out = self.phase(Phase::LmHead, candidates, Some(x), tasks);

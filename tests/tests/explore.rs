@@ -2,7 +2,7 @@
 //! states and the counter-examples.
 
 use tests::explore::models::{
-    Case, attend, counter, host, payload, stages, switch, transitive, trap, weight_stream,
+    Case, attend, counter, exchange, host, payload, stages, switch, transitive, trap, weight_stream,
 };
 use tests::explore::{Model, Op, Order, Verdict, explore, outcomes};
 
@@ -47,6 +47,11 @@ fn what_flag_in_data_words_do_not_order() {
 #[test]
 fn stages_of_the_ring() {
     check(stages::cases());
+}
+
+#[test]
+fn devices_end_a_step_together() {
+    check(exchange::cases());
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub(crate) fn lowered(graph: &Graph, rng: &mut Rng) -> Program {
                 p.kv_block = p.kv_block.min(kv_block);
                 task.params = bytemuck::cast(p);
             }
-            Opcode::Nop | Opcode::Embed | Opcode::Sample | Opcode::Norm => {}
+            Opcode::Nop | Opcode::Embed | Opcode::Sample | Opcode::Norm | Opcode::Route => {}
         }
     }
     program

@@ -1,7 +1,8 @@
 //! File tests that lower a toy model and run the program: `lower` compares the program with the one below its
 //! directives, `run` compares its results with the evaluated graph in several orders.
 //!
-//! Directives: `shape` (`hidden=16 layers=2 ...`, any subset), `workers`, `config` (JSON, any subset of the knobs).
+//! Directives: `shape` (`hidden=16 layers=2 ...`, any subset), `workers` of a device, `devices`, `config` (JSON, any
+//! subset of the knobs).
 
 use ir::program::{Program, Verified, verify};
 use ir::{Graph, Target, schedule};
@@ -60,6 +61,8 @@ fn lowered(file: &Filetest, graph: &Graph) -> Result<Verified<Program>, String> 
         .unwrap_or("2")
         .parse()
         .map_err(|_| "workers is not a number".to_owned())?;
+    let devices = file.directive("devices").unwrap_or("1").parse();
+    target = target.times(devices.map_err(|_| "devices is not a number".to_owned())?);
     let base = match file.directive("schedule") {
         None => schedule::neutral_config(graph, &target),
         Some("default") => schedule::default_config(graph, &target),

@@ -11,7 +11,7 @@ use lower::{Delay, Disturbance, Predictor, Rates};
 use crate::attribution::Cause;
 use crate::predicted;
 use crate::residuals::{Finding, Group};
-use crate::timeline::{Clock, Task, Timeline};
+use crate::timeline::{Clock, Task, Timeline, idle_tasks};
 
 /// Mean noise of a task in nanoseconds: of its output, and of its hand-off.
 const NOISE_NS: f64 = 25.0;
@@ -140,6 +140,7 @@ pub fn simulated(
 ) -> Vec<Timeline> {
     let predictor = Predictor::new(program, kernel, target, position);
     let bytes = predictor.task_bytes();
+    let idle = idle_tasks(program, &bytes);
     let in_flight = match plant {
         Plant::InFlight(stages) => Some(*stages),
         Plant::Tasks { .. } | Plant::Nothing => None,
@@ -158,7 +159,7 @@ pub fn simulated(
                 output: noise(worker as u64, place as u64, 0),
                 hand_off: noise(worker as u64, place as u64, 1),
             };
-            match plant.extra(program, worker, place) {
+            match plant.extra(program, worker, place).filter(|_| !idle[worker][place]) {
                 Some((Cause::Products, ns)) => delay.products += ns / 1000.0,
                 Some((Cause::HandOff, ns)) => delay.hand_off += ns / 1000.0,
                 Some((_, ns)) => delay.output += ns / 1000.0,

@@ -24,7 +24,8 @@ const CANDIDATES: usize = 64;
 /// A finding takes longer by at least this many nanoseconds a task, and by this share of what is expected.
 const LEAST_NS: f64 = 60.0;
 const LEAST_SHARE: f64 = 0.05;
-/// A difference counts if it is this many times its standard error.
+/// A difference counts if it is this many times its standard error, and one time more for each property beyond the
+/// first that the group is picked out by: there are some hundred ops, workers and layers, and ten thousands of tasks.
 const STANDARD_ERRORS: f64 = 6.0;
 /// No part is known better than this: the resolution of the device's clocks.
 const RESOLUTION_NS: f64 = 20.0;
@@ -218,7 +219,7 @@ impl Residuals {
         let between = runs.between(&group, &tasks, part).max(RESOLUTION_NS.powi(2) / count);
         let error_ns = (spread / steps[0] + spread / steps[1] + between).sqrt();
         let counts = mean_ns >= LEAST_NS.max(LEAST_SHARE * expected)
-            && mean_ns >= STANDARD_ERRORS * error_ns;
+            && mean_ns >= (STANDARD_ERRORS + group.picked()) * error_ns;
         counts.then_some(Finding { cause, group, tasks: tasks.len(), mean_ns, error_ns })
     }
 
@@ -267,12 +268,18 @@ impl Residuals {
 }
 
 impl Group {
-    /// Whether a task is one of them.
+    /// Whether a task is one of them. Idle tasks are in no group: what slows a phase does not slow them.
     #[must_use]
     pub fn holds(&self, task: &crate::timeline::Task) -> bool {
-        self.op.is_none_or(|op| op == task.name)
+        !task.idle
+            && self.op.is_none_or(|op| op == task.name)
             && self.worker.is_none_or(|worker| worker == task.worker)
             && self.layer.is_none_or(|layer| layer == task.layer)
+    }
+
+    /// Properties beyond the first.
+    fn picked(&self) -> f64 {
+        f64::from(self.keys().count_ones().saturating_sub(1))
     }
 
     /// Which properties are given, as bits.
@@ -344,7 +351,8 @@ impl Left {
         let mut candidates = Vec::new();
         for keys in [0, 1, 2, 4, 3, 5, 6, 7] {
             let mut sums = FxHashMap::<Group, [f64; 2]>::default();
-            for ((task, ns), weight) in timeline.tasks.iter().zip(&self.ns).zip(&self.weights) {
+            let all = timeline.tasks.iter().zip(&self.ns).zip(&self.weights);
+            for ((task, ns), weight) in all.filter(|((task, _), _)| !task.idle) {
                 let [sum, all] = sums.entry(Group::of(task, keys)).or_default();
                 *sum += ns * weight;
                 *all += weight;
@@ -432,7 +440,7 @@ fn between_runs(
     part: usize,
 ) -> f64 {
     let mut groups = FxHashMap::<Group, (Vec<f64>, f64)>::default();
-    for (index, task) in timeline.tasks.iter().enumerate() {
+    for (index, task) in timeline.tasks.iter().enumerate().filter(|(_, task)| !task.idle) {
         let empty = || (vec![0.0; runs.len()], 0.0);
         let (sums, count) = groups.entry(Group::of(task, keys)).or_insert_with(empty);
         sums.iter_mut().zip(runs).for_each(|(sum, run)| *sum += run[part][index]);

@@ -1,7 +1,7 @@
 //! Planted causes: found, named first, and charged with what waits for them. Steps without one: no finding.
 
 use ir::program::{Program, Verified};
-use ir::schedule::{neutral_config, validate};
+use ir::schedule::{ScheduleConfig, neutral_config, validate};
 use ir::{KernelConfig, Target};
 
 use crate::plant::{Plant, simulated};
@@ -19,9 +19,14 @@ struct Case {
 
 impl Case {
     fn new(name: &str) -> Self {
+        Self::with(name, |_| {})
+    }
+
+    fn with(name: &str, edit: impl Fn(&mut ScheduleConfig)) -> Self {
         let model = model::load(name).expect("a preset");
         let target = Target::by_name("h200").expect("it is known");
-        let config = neutral_config(&model.graph, &target);
+        let mut config = neutral_config(&model.graph, &target);
+        edit(&mut config);
         let config = validate(config, &model.graph, &target).expect("it is legal");
         let options = lower::Options { kv_capacity: 256 };
         let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
@@ -65,6 +70,26 @@ fn a_planted_cause_is_named_first_and_pays_for_what_it_delays() {
     }
     assert!(quiet < 5_000, "the noise of a row hides every cause: {quiet} ns");
     assert!(missed.len() <= 2, "{} of 50 missed:\n{}", missed.len(), missed.join("\n"));
+}
+
+/// Most splits of a head have no keys at a short context: their tasks are not slowed, and are no reason to name the
+/// others one by one.
+#[test]
+fn a_cause_in_attention_is_named_as_one_where_most_splits_have_no_keys() {
+    let case = Case::with("smollm2-135m", |config| {
+        config.tiling.attention.kv_block = 512;
+        config.tiling.attention.kv_split = 16;
+    });
+    let tasks = case.timeline.tasks.iter();
+    let attention = tasks.filter(|task| case.timeline.names[task.name] == "attention");
+    let (idle, busy): (Vec<_>, Vec<_>) = attention.partition(|task| task.idle);
+    assert_eq!(idle.len(), 15 * busy.len(), "one split of 16 has keys");
+    for plant in ["attention.output=+2us", "*.output@l15=+2.75us"] {
+        let plant: Plant = plant.parse().expect("a plant");
+        let residuals = case.against(&plant, 100);
+        let findings = &residuals.findings;
+        assert!(plant.is_named(findings, &case.timeline), "{plant}: {findings:?}");
+    }
 }
 
 #[test]

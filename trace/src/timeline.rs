@@ -3,7 +3,7 @@
 //! A worker's time is split at the marks of its tasks, so nothing is counted twice and nothing is left out:
 //! `bound + excess + waiting + bubble = workers * span`, which [`Timeline::total`] asserts.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -47,12 +47,26 @@ pub struct Task {
     pub starved: u64,
     /// Bytes it takes out of the ring.
     pub bytes: u64,
+    /// It has nothing to do at this position, though others of its phase take bytes: a split without keys.
+    pub idle: bool,
     /// The time of these bytes at the worker's part of the bandwidth.
     pub bound: u64,
     /// The tasks whose output it reads, or whose signal it waits for.
     pub dependencies: Arc<[u32]>,
     /// Of those, the last to finish.
     pub producer: Option<usize>,
+}
+
+/// Which tasks have nothing to do, by worker: those without bytes of a phase that takes some.
+pub(crate) fn idle_tasks(program: &Program, bytes: &[Vec<u64>]) -> Vec<Vec<bool>> {
+    let tasks = || program.workers.iter().zip(bytes).map(|(w, bytes)| w.tasks.iter().zip(bytes));
+    let takes: HashSet<&str> = tasks()
+        .flatten()
+        .filter(|(_, bytes)| **bytes > 0)
+        .map(|(task, _)| program.phase_name(task))
+        .collect();
+    let idle = |(task, &bytes)| bytes == 0 && takes.contains(program.phase_name(task));
+    tasks().map(|of_worker| of_worker.map(idle).collect()).collect()
 }
 
 /// Parts of workers' time, in nanoseconds.
@@ -197,12 +211,13 @@ impl Timeline {
             order: Arc::new([]),
             usual: Vec::new(),
         };
+        let idle = idle_tasks(program, bytes);
         let mut names = HashMap::new();
         let mut bounds = Bounds { bytes: 0, workers: program.workers.len() as u64, bandwidth };
         for (index, worker) in program.workers.iter().enumerate() {
             let first = timeline.tasks.len();
             let mut before = start;
-            for (task, &bytes) in worker.tasks.iter().zip(&bytes[index]) {
+            for (place, (task, &bytes)) in worker.tasks.iter().zip(&bytes[index]).enumerate() {
                 let record = &records[timeline.tasks.len()];
                 let name = *names.entry(program.phase_name(task)).or_insert_with_key(|name| {
                     timeline.names.push((*name).to_owned());
@@ -223,6 +238,7 @@ impl Timeline {
                     end,
                     starved: (f64::from(record.starved) * clock.ns_per_cycle).round() as u64,
                     bytes,
+                    idle: idle[index][place],
                     bound: bounds.of(bytes),
                     dependencies: dependencies(),
                     producer: None,

@@ -34,6 +34,11 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor
     op_norm(w, st);
     break;
 #endif
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  case AMK_OP_ROUTE:
+    op_route(w, st);
+    break;
+#endif
   case AMK_OP_SAMPLE:
 #if AMK_SEQS > 1
     op_sample_batch(w, st);

@@ -20,6 +20,17 @@ __device__ __forceinline__ float activated(float v, uint32_t activation) {
   return __fdividef(v, 1.f + __expf(-v));
 }
 
+// The product of an MLP's halves.
+__device__ __forceinline__ float gated(float gate, float up, uint32_t activation, float limit) {
+  if constexpr (has_feature(AMK_FEATURE_CLAMPED_SILU)) {
+    if (activation == AMK_ACTIVATION_CLAMPED_SILU) {
+      gate = fminf(gate, limit);
+      return __fdividef(gate, 1.f + __expf(-1.702f * gate)) * (fminf(fmaxf(up, -limit), limit) + 1.f);
+    }
+  }
+  return activated(gate, activation) * up;
+}
+
 // cap * tanh(v / cap); v itself if there is no cap.
 __device__ __forceinline__ float capped(float v, float cap) { return cap != 0.f ? cap * tanh_fast(__fdividef(v, cap)) : v; }
 __device__ __forceinline__ float logit_capped(float v, float cap) { return has_feature(AMK_FEATURE_LOGIT_CAP) ? capped(v, cap) : v; }

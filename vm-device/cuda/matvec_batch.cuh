@@ -358,7 +358,7 @@ __device__ __forceinline__ bool out_mine(Worker const& w, SeqOut const& o, amk_m
 // Finishes a thread's rows: sums over the warps, scale, bias, then the epilogue. `w` is set to the sequence of its rows.
 __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, SeqOut const& o, uint32_t buffer, float scale,
                                                Addends const (&add)[OUT_TURNS], Best& best) {
-  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   uint32_t const at = w.thread % SEQ_SUMS;
 #pragma unroll
   for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
@@ -377,7 +377,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
     if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
       float const up = batch_row_sum(w, buffer, tile + 1, at) * scale + add[turn].bias_up;
       row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-      if (row >= st.buffer[AMK_READS_MAX].units) { // words of the buffer: padding rows are dropped
+      if (row >= st.buffer[AMK_READS_STAGED].units) { // words of the buffer: padding rows are dropped
         continue;
       }
       input_write(out, row, activated(v, p.activation) * up);
@@ -409,7 +409,7 @@ __device__ __forceinline__ void batch_candidates(Worker const& w, StagedTask con
       best = better(best, Best{scratch.best_value[w.thread + i], scratch.best_row[w.thread + i]});
     }
     // As in write_candidate: the last words of this worker in the step.
-    uint32_t* out = (uint32_t*)buffer_address(in_seq(w, w.thread), st.buffer[AMK_READS_MAX + 1]) + (size_t)index * 2;
+    uint32_t* out = (uint32_t*)buffer_address(in_seq(w, w.thread), st.buffer[AMK_READS_STAGED + 1]) + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }

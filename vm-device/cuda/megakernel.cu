@@ -6,7 +6,8 @@
 // two round trips to L2. It loops over the queue, which repeats every step, until it is halted.
 __device__ __forceinline__ void prefetcher_run(Worker const& w) {
   Shared* sh = w.shared;
-  uint32_t const lane = threadIdx.x % 32, word = 3 + (lane < AMK_READS_MAX + AMK_WRITES_MAX ? lane : 0), tasks = sh->queue.tasks;
+  uint32_t const lane = threadIdx.x % 32, tasks = sh->queue.tasks;
+  uint32_t const word = lane < AMK_READS_STAGED + AMK_WRITES_MAX ? 3 + lane : ASIDE && lane == ASIDE_LANE ? AMK_OFFSETOF(amk_task, aside) / 4 : 3;
   amk_task const* queue = (amk_task const*)sh->program.tasks + sh->queue.task0;
   uint32_t index = 0;
   for (uint32_t k = AMK_FIRST_TASK; tasks > 0; ++k) {
@@ -23,21 +24,21 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
     if (lane < AMK_TASK_BYTES / 16) {
       record = load_u32x4((char const*)(queue + index) + lane * 16);
     }
-    // Lane j < 6 extracts buffer index j from the record (words 3..9 of the task) and loads its descriptor.
+    // Lane j < 6 extracts buffer index j from the record (words 3..9 of the task) and loads its descriptor; lane ASIDE_LANE that of the fifth read.
     uint32_t const x = __shfl_sync(~0u, record.x, word / 4), y = __shfl_sync(~0u, record.y, word / 4);
     uint32_t const z = __shfl_sync(~0u, record.z, word / 4), v = __shfl_sync(~0u, record.w, word / 4);
     uint32_t const buffer = word % 4 == 0 ? x : word % 4 == 1 ? y : word % 4 == 2 ? z : v;
     StagedTask& st = sh->staged[k % STAGED];
-    if (lane < AMK_READS_MAX + AMK_WRITES_MAX) {
+    if (lane < AMK_READS_STAGED + AMK_WRITES_MAX || (ASIDE && lane == ASIDE_LANE)) {
       uint4 resolved = make_uint4(0, 0, 0, 0);
       if (buffer < sh->program.buffer_len) {
         uint4 const head = load_u32x4((amk_buffer const*)sh->program.buffers + buffer);
         uint4 const tail = load_u32x4((char const*)((amk_buffer const*)sh->program.buffers + buffer) + 16);
         resolved = make_uint4(head.x, head.y, head.z, head.z == AMK_BUFFER_EMBEDDING ? tail.x : head.w);
       }
-      ((uint4*)st.buffer)[lane] = resolved;
+      (ASIDE && lane == ASIDE_LANE ? (uint4*)&st.task + ASIDE_PIECE : (uint4*)st.buffer + lane)[0] = resolved;
     }
-    if (lane < AMK_TASK_BYTES / 16) {
+    if (lane < AMK_TASK_BYTES / 16 && !(ASIDE && lane == ASIDE_PIECE)) {
       ((uint4*)&st.task)[lane] = record;
     }
     block_fence();

@@ -345,9 +345,21 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
   }
 }
 
+// Takes a head's sink into a maximum, in the split that has the newest key. Returns what it adds to the sum of exponentials.
+__device__ __forceinline__ float sink_add(StagedTask const& st, uint32_t head, bool owns, float& top) {
+  if constexpr (has_feature(AMK_FEATURE_SINKS)) {
+    if (owns && aside(st).address != 0) {
+      float const sink = __ldg((float const*)aside(st).address + head) * 1.4426950408889634f; // scores are in units of log 2
+      top = fmaxf(top, sink);
+      return exp2_fast(sink - top);
+    }
+  }
+  return 0.f;
+}
+
 // After the barrier: combines the warps' scratch into the partial result of `group` heads.
-__device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group) {
-  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+__device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group, bool owns) {
+  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
@@ -360,7 +372,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
       values[j] = *(float2 const*)(scratch_head(w, j, g) + 4 + d);
       top = fmaxf(top, stats[j].x);
     }
-    float sum = 0.f, v0 = 0.f, v1 = 0.f;
+    float sum = sink_add(st, p.kv_head * p.group + g0 + g, owns, top), v0 = 0.f, v1 = 0.f;
 #pragma unroll
     for (uint32_t j = 0; j < AMK_WARPS; ++j) {
       float const factor = exp2_fast(stats[j].x - top);
@@ -380,7 +392,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
 
 // For a split without keys: still writes words of this step, so that no stale word can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
@@ -436,7 +448,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
     TilePlace place = tile_place(w, walk, mine);
     tile_take(w, c, walk, place, mine, k);
-    char* const to = fresh_row(w, st.buffer[AMK_READS_MAX + 1], p, page); // overlaps with the wait for the queries
+    char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page); // overlaps with the wait for the queries
     heads_wait(w, st, p, asked, newest, q);
     trace_staged(w);
 #pragma unroll 1
@@ -481,7 +493,7 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
     attend(w, st, p, c, g0, walk, task_split(w, p) + 1 == active);
     trace_multiplied(w);
     consumers_sync();
-    write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF);
+    write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF, task_split(w, p) + 1 == active);
     stage_given_back(); // orders the stores of the thread that put the new value there before the next copy
     cursor_pass(w, c, walk.passed, stages);
     if (g0 + GROUP_BUF < AMK_GROUP) {
@@ -494,7 +506,7 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 // For a split without keys, at the beginning of a command: writes words that belong to no step, as poisoned ones. Splits gain keys while a
 // command runs and never lose any, so the command's later steps need not write.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_MAX]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_STAGED]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
 #pragma unroll 1
   for (uint32_t i = w.thread; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
     store_u32(out + i, AMK_NONE);

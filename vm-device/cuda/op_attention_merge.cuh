@@ -57,7 +57,7 @@ __device__ __forceinline__ float4 merge_wait(Worker const& w, Words const& s, ui
 __device__ __forceinline__ void merge_heads(Worker const& w, StagedTask const& st, amk_attention_merge_params const& p) {
   constexpr uint32_t VEC4S = AMK_HEAD_DIM / 4, SHARES = CONSUMERS / VEC4S;
   uint32_t const t = threadIdx.x, vec4 = t % VEC4S, share = t / VEC4S;
-  Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+  Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
   Merged* sums = (Merged*)w.x;
   trace_staged(w);

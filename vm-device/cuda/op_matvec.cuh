@@ -171,6 +171,9 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
     bool const biased = st.buffer[2].units > p.rows; // words; rows that alternate have no biases
     return Addends{word, biased ? __ldg(scales + p.rows + row) : 0.f, 0.f, __ldg(scales + row), pairs ? __ldg(scales + row + AMK_UNIT_ROWS) : 1.f};
   }
+  if (has_route(st)) { // its biases are of the experts that are chosen
+    return Addends{word, 0.f, 0.f, 1.f, 1.f};
+  }
   return Addends{word, constant_or_zero(st.buffer[2], row), pairs ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f, 1.f, 1.f};
 }
 
@@ -199,8 +202,9 @@ __device__ __forceinline__ float scale_of(float vector, float row) { return MIXE
 
 // Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
-                                         Addends const& add, Best& best) {
+                                         Addends add, Best& best) {
   uint32_t const t = w.thread;
+  float const factor = slot_addends(w, st, p, row, add.bias, add.bias_up);
   float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     v = logit_capped(v, p.cap);
@@ -214,10 +218,10 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     }
     float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale_of(scale, add.scale_up) + add.bias_up;
     row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.buffer[AMK_READS_MAX].units) { // words in the buffer: padding rows are dropped
+    if (row >= st.buffer[AMK_READS_STAGED].units) { // words in the buffer: padding rows are dropped
       return;
     }
-    v = activated(v, p.activation) * up;
+    v = gated(v, up, p.activation, p.cap) * factor;
   }
   if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
     v += residual_value(w, st, row, add.residual);
@@ -240,7 +244,7 @@ __device__ __forceinline__ void write_candidate(Worker const& w, StagedTask cons
     }
     // The candidate is the last word that this worker writes in the step. Flag-in-data words order nothing else, so the signal after it releases
     // what it wrote without a signal before (keys and values, logits); pairs with the wait before op_sample.
-    uint32_t* out = (uint32_t*)st.buffer[AMK_READS_MAX + 1].address + (size_t)index * 2;
+    uint32_t* out = (uint32_t*)st.buffer[AMK_READS_STAGED + 1].address + (size_t)index * 2;
     store_u32(out, __float_as_uint(best.value));
     store_u32(out + 1, best.row);
   }
@@ -585,7 +589,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
   Tiles const k = task_tiles(st.task, p);
-  Words const out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   Share v[TAKE] = {};
   Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);

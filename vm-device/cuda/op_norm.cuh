@@ -13,7 +13,7 @@ __device__ __forceinline__ float4 norm_read(Worker const& w, Words const& in, ui
 
 // Every worker sums the squares of both parts, then writes its elements. Groups of 4 elements are of one part: their ends are multiples of 4.
 __device__ __forceinline__ void norm_vector(Worker const& w, StagedTask const& st, amk_norm_params const& p) {
-  Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_MAX]);
+  Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   float const* norm = (float const*)st.buffer[1].address;
   uint32_t const t = threadIdx.x, normed = p.first + p.second;
   float2* sums = (float2*)w.x; // of each warp, in the activation buffer

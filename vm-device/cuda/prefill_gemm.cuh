@@ -1,274 +1,305 @@
 // Prefill: the vectors of many tokens times a matrix, on the tensor cores.
 //
-// A block walks along the columns one unit (32 of them) at a time, several of which are in flight or arrived. Weights and vectors have the same
-// layout, so a lane's 16 bytes of a unit of 8 rows are its part of a B operand for two products, and its 16 bytes of two units of 8 tokens
-// are its part of an A operand. The columns are then not in the instruction's order, but in the same order in both operands.
+// Weights are the first operand of the warpgroup products (wgmma) and come from registers: a thread's 16 bytes of a unit of 8 rows are its part
+// of the operand for two products, and are converted from bf16 to f16 there. Vectors are the second operand and come from shared memory; their
+// columns are in the order that this gives (x_column). Producer warps fill a ring of stages with bulk copies, 64 columns each; the consumer
+// warpgroups take 64 rows each. Blocks are persistent, so the first stages of the next tile arrive during the epilogue.
 #pragma once
 
 // What is done with the products.
 enum Epilogue : uint32_t { EPILOGUE_STORE, EPILOGUE_RESIDUAL, EPILOGUE_SILU_MUL };
 
 struct Gemm {
-  char const* x;       // vectors
+  char const* x;       // vectors, `pitch` tokens apart from 64 columns to the next
   char const* weights; // of `tiles` tiles of 8 rows
-  char* out;           // f32 rows of `stride`, or for silu_mul vectors of `stride` units
+  char* out;           // f32 rows of `stride`, or for silu_mul vectors
   float const* bias;   // or null
-  uint32_t units, tiles, tokens, stride;
+  uint32_t* clamped;   // set if an element of the hidden layer is out of range
+  uint32_t units, tiles, tokens, stride, pitch;
+  float scale; // of the products
 };
 
-// c += a . b for a 16x16 a and a 16x8 b. Not volatile, so that products and loads can be interleaved.
-__device__ __forceinline__ void mma_elements(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-#if AMK_DTYPE == AMK_DTYPE_BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Shape of a block: two warps by COLUMNS, each with TOKENS16 tiles of 16 tokens and TILES tiles of 8 rows.
-template <uint32_t TOKENS16, uint32_t TILES, uint32_t COLUMNS, uint32_t STAGES> struct GemmShape {
-  static constexpr uint32_t WARP_TOKENS16 = TOKENS16, WARP_TILES = TILES, STAGES_HELD = STAGES;
-  static constexpr uint32_t THREADS = 2 * COLUMNS * 32;
-  static constexpr uint32_t TOKENS = 2 * TOKENS16 * 16, BLOCK_TILES = COLUMNS * TILES;
-  static constexpr uint32_t STAGE_X_BYTES = TOKENS / AMK_UNIT_ROWS * X_UNIT_BYTES;
-  static constexpr uint32_t STAGE_BYTES = STAGE_X_BYTES + BLOCK_TILES * AMK_UNIT_BYTES;
+// Shape of a block: TOKENS by 64 rows for each of GROUPS warpgroups. Two of them take registers from the producer's warpgroup.
+template <uint32_t TOKENS_, uint32_t GROUPS, uint32_t STAGES_> struct GemmShape {
+  static constexpr uint32_t TOKENS = TOKENS_, STAGES = STAGES_, CONSUMERS = GROUPS * 128, PRODUCERS = GROUPS == 2 ? 4 : 1, THREADS = CONSUMERS + PRODUCERS * 32;
+  static constexpr uint32_t TILES = GROUPS * 8, X_BYTES = TOKENS * X_ROW_BYTES;
+  static constexpr uint32_t STAGE_BYTES = X_BYTES + TILES * 2 * AMK_UNIT_BYTES;
 };
 
-// Starts the copies of one unit of all tokens and rows of the block into a stage. SWIZZLED: the four chunks of a row are permuted by the row's
-// number, the 64-byte swizzle of products that read shared memory directly (wgmma).
-template <typename Shape, bool SWIZZLED> __device__ __forceinline__ void gemm_copy(Gemm const& g, uint32_t token_tile, uint32_t row_tile, uint32_t unit, char* stage) {
-  constexpr uint32_t X_PIECES = X_UNIT_BYTES / 16, W_PIECES = AMK_UNIT_BYTES / 16; // of a tile
-  constexpr uint32_t X_COPIES = Shape::TOKENS / AMK_UNIT_ROWS * X_PIECES / Shape::THREADS, W_COPIES = Shape::BLOCK_TILES * W_PIECES / Shape::THREADS;
-  static_assert(X_COPIES > 0 && W_COPIES > 0, "every thread copies");
-  uint32_t const t = threadIdx.x, to = shared_address(stage) + (SWIZZLED ? t ^ (t >> 3 & 3) : t) * 16;
-#pragma unroll
-  for (uint32_t i = 0; i < X_COPIES; ++i) {
-    uint32_t const piece = i * Shape::THREADS + t;
-    uint64_t const from = (uint64_t)(token_tile + piece / X_PIECES) * g.units + unit;
-    piece_copy(to + i * Shape::THREADS * 16, g.x + from * X_UNIT_BYTES + piece % X_PIECES * 16, 16);
-  }
-#pragma unroll
-  for (uint32_t i = 0; i < W_COPIES; ++i) {
-    uint32_t const piece = i * Shape::THREADS + t, tile = row_tile + piece / W_PIECES;
-    uint64_t const from = (uint64_t)(tile < g.tiles ? tile : 0) * g.units + unit;
-    piece_copy(to + Shape::STAGE_X_BYTES + i * Shape::THREADS * 16, g.weights + from * AMK_UNIT_BYTES + piece % W_PIECES * 16, tile < g.tiles ? 16 : 0);
-  }
+struct GemmTile {
+  uint32_t token0, tile0;
+};
+
+// Work of a block: tiles of the product, over tokens first, so that blocks which run at the same time share weights.
+template <typename Shape> __device__ __forceinline__ GemmTile gemm_tile(Gemm const& g, uint32_t index) {
+  uint32_t const token_blocks = (g.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
+  return GemmTile{index % token_blocks * Shape::TOKENS, index / token_blocks * Shape::TILES};
+}
+template <typename Shape> __device__ __forceinline__ uint32_t gemm_tiles(Gemm const& g) {
+  return (g.tokens + Shape::TOKENS - 1) / Shape::TOKENS * ((g.tiles + Shape::TILES - 1) / Shape::TILES);
 }
 
-// A warp's products of one unit. `x` and `weights` point to this lane's 16 bytes of the warp's first tiles.
-template <uint32_t TOKENS16, uint32_t TILES> __device__ __forceinline__ void gemm_multiply(float (&c)[TOKENS16][TILES][4], char const* x, char const* weights) {
-  uint4 b[TILES];
-#pragma unroll
-  for (uint32_t j = 0; j < TILES; ++j) {
-    b[j] = *(uint4 const*)(weights + j * AMK_UNIT_BYTES);
+// Place in the ring of stages. Stages are followed by their barriers: `full`, then `empty`.
+template <typename Shape> struct Stages {
+  uint32_t at = 0, parity = 0;
+  __device__ __forceinline__ uint32_t memory() const { return shared_address(prefill_memory) + at * Shape::STAGE_BYTES; }
+  __device__ __forceinline__ uint32_t full() const { return shared_address(prefill_memory) + Shape::STAGES * Shape::STAGE_BYTES + at * 16; }
+  __device__ __forceinline__ uint32_t empty() const { return full() + 8; }
+  __device__ __forceinline__ void next() {
+    at = at + 1 == Shape::STAGES ? 0 : at + 1;
+    parity ^= at == 0;
   }
-#pragma unroll
-  for (uint32_t i = 0; i < TOKENS16; ++i) {
-#pragma unroll
-    for (uint32_t half = 0; half < X_HALVES; ++half) {
-      uint4 const p = *(uint4 const*)(x + 2 * i * X_UNIT_BYTES + half * AMK_UNIT_BYTES);
-      uint4 const q = *(uint4 const*)(x + (2 * i + 1) * X_UNIT_BYTES + half * AMK_UNIT_BYTES);
-#pragma unroll
-      for (uint32_t j = 0; j < TILES; ++j) {
-        mma_elements(c[i][j], p.x, q.x, p.y, q.y, b[j].x, b[j].y);
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < TILES; ++j) {
-        mma_elements(c[i][j], p.z, q.z, p.w, q.w, b[j].z, b[j].w);
-      }
-    }
-  }
-}
+};
 
-__device__ __forceinline__ float2 bias_of(Gemm const& g, uint32_t row) { return g.bias != nullptr ? *(float2 const*)(g.bias + row) : make_float2(0.f, 0.f); }
-
-// Stores the products of some tiles for a token, two rows each; `at` is the first tile's address. All addends are loaded first: loads after
-// stores would wait for one another.
-template <Epilogue KIND, uint32_t TILES> __device__ __forceinline__ void gemm_store(Gemm const& g, float* at, uint32_t row, uint32_t tile, float2 const (&v)[TILES]) {
-  float2 bias[TILES] = {}, before[TILES] = {};
-#pragma unroll
-  for (uint32_t j = 0; j < TILES; ++j) {
-    if (tile + j < g.tiles) {
-      bias[j] = bias_of(g, row + j * AMK_UNIT_ROWS);
-      if (KIND == EPILOGUE_RESIDUAL) {
-        before[j] = *(float2 const*)(at + j * AMK_UNIT_ROWS);
-      }
-    }
-  }
-#pragma unroll
-  for (uint32_t j = 0; j < TILES; ++j) {
-    if (tile + j < g.tiles) {
-      *(float2*)(at + j * AMK_UNIT_ROWS) = make_float2(v[j].x + bias[j].x + before[j].x, v[j].y + bias[j].y + before[j].y);
-    }
-  }
-}
-__device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
-
-// Stores a warp's products. `token0` and `tile0` are its first token and tile of rows.
-template <Epilogue KIND, uint32_t TOKENS16, uint32_t TILES>
-__device__ __forceinline__ void gemm_finish(Gemm const& g, float const (&c)[TOKENS16][TILES][4], uint32_t token0, uint32_t tile0) {
-  uint32_t const lane = threadIdx.x % 32;
-#pragma unroll
-  for (uint32_t i = 0; i < TOKENS16; ++i) {
-#pragma unroll
-    for (uint32_t upper = 0; upper < 2; ++upper) {
-      uint32_t const token = token0 + i * 16 + upper * 8 + lane / 4;
-      if (token >= g.tokens) {
-        continue;
-      }
-      if constexpr (KIND == EPILOGUE_SILU_MUL) { // tiles of gate and up alternate
-#pragma unroll
-        for (uint32_t j = 0; j < TILES; j += 2) {
-          uint32_t const row = (tile0 + j) * AMK_UNIT_ROWS + lane % 4 * 2;
-          if (tile0 + j < g.tiles) {
-            float2 const a = bias_of(g, row), b = bias_of(g, row + AMK_UNIT_ROWS);
-            float const v0 = silu_mul(c[i][j][2 * upper] + a.x, c[i][j + 1][2 * upper] + b.x);
-            float const v1 = silu_mul(c[i][j][2 * upper + 1] + a.y, c[i][j + 1][2 * upper + 1] + b.y);
-            x_write2(g.out, g.stride, token, (tile0 + j) / 2 * AMK_UNIT_ROWS + lane % 4 * 2, v0, v1);
-          }
-        }
-      } else {
-        constexpr uint32_t AT_ONCE = TILES <= 4 ? TILES : 1; // eight at once in a warpgroup were slower with 1 000 tokens, when all do it together
-        uint32_t const row = tile0 * AMK_UNIT_ROWS + lane % 4 * 2;
-        float* const at = (float*)g.out + (uint64_t)token * g.stride + row;
-#pragma unroll
-        for (uint32_t j = 0; j < TILES; j += AT_ONCE) {
-          float2 v[AT_ONCE];
-#pragma unroll
-          for (uint32_t k = 0; k < AT_ONCE; ++k) {
-            v[k] = make_float2(c[i][j + k][2 * upper], c[i][j + k][2 * upper + 1]);
-          }
-          gemm_store<KIND>(g, at + j * AMK_UNIT_ROWS, row + j * AMK_UNIT_ROWS, tile0 + j, v);
-        }
-      }
-    }
-  }
-}
-
-// A block's work. Block indices vary over tokens first, so that blocks which run at the same time share weights.
-template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_warps(Gemm const& g) {
-  constexpr uint32_t STAGES = Shape::STAGES_HELD;
-  uint32_t const token_blocks = (g.tokens + Shape::TOKENS - 1) / Shape::TOKENS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t const token0 = blockIdx.x % token_blocks * Shape::TOKENS, tile0 = blockIdx.x / token_blocks * Shape::BLOCK_TILES;
-  uint32_t const warp_tokens = warp % 2 * Shape::WARP_TOKENS16 * 16, warp_tiles = warp / 2 * Shape::WARP_TILES;
-  uint32_t const x_at = warp_tokens / AMK_UNIT_ROWS * X_UNIT_BYTES + lane * 16, weights_at = Shape::STAGE_X_BYTES + warp_tiles * AMK_UNIT_BYTES + lane * 16;
-  float c[Shape::WARP_TOKENS16][Shape::WARP_TILES][4] = {};
-#pragma unroll
-  for (uint32_t s = 0; s < STAGES - 1; ++s) {
-    if (s < g.units) {
-      gemm_copy<Shape, false>(g, token0 / AMK_UNIT_ROWS, tile0, s, prefill_memory + s * Shape::STAGE_BYTES);
-    }
-    pieces_group();
-  }
-  uint32_t at = 0, next = STAGES - 1;
+// Waits for a phase of a barrier. A wait is over in microseconds; the trap ends a kernel whose copies never complete.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #pragma unroll 1
-  for (uint32_t unit = 0; unit < g.units; ++unit) {
-    pieces_wait<STAGES - 2>();
-    __syncthreads(); // the unit has arrived, and all warps are done with the one before, whose stage is refilled next
-    if (unit + STAGES - 1 < g.units) {
-      gemm_copy<Shape, false>(g, token0 / AMK_UNIT_ROWS, tile0, unit + STAGES - 1, prefill_memory + next * Shape::STAGE_BYTES);
+  for (uint32_t tries = 0; !barrier_try_at(barrier, parity); ++tries) {
+    if (tries == 1u << 24) {
+      __trap();
     }
-    pieces_group();
-    gemm_multiply(c, prefill_memory + at * Shape::STAGE_BYTES + x_at, prefill_memory + at * Shape::STAGE_BYTES + weights_at);
-    at = at + 1 == STAGES ? 0 : at + 1;
-    next = next + 1 == STAGES ? 0 : next + 1;
   }
-  gemm_finish<KIND>(g, c, token0 + warp_tokens, tile0 + warp_tiles);
 }
 
-// The same with warpgroup products (wgmma), which read both operands from shared memory: 64 tokens by 256 rows each, two of them per block.
-using GroupShape = GemmShape<4, 8, 4, 6>;
-constexpr uint32_t GROUP_TILES = GroupShape::BLOCK_TILES; // each group takes all rows of the block and half of its tokens
+// A producer warp: one of its threads copies two units of each of its tiles of rows, and the columns of its part of the tokens. Copies of
+// several threads of a warp would be started one after the other by a loop, 50 cycles and more each.
+template <typename Shape> __device__ __forceinline__ void gemm_produce(Gemm const& g) {
+  constexpr uint32_t TILES = Shape::TILES / Shape::PRODUCERS, X_PART = Shape::X_BYTES / Shape::PRODUCERS;
+  uint32_t const warp = __shfl_sync(~0u, threadIdx.x / 32 - Shape::CONSUMERS / 32, 0);
+  bool const elected = warp_elect();
+  Stages<Shape> stage;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x; index < gemm_tiles<Shape>(g); index += gridDim.x) {
+    GemmTile const place = gemm_tile<Shape>(g, index);
+    uint32_t const tile0 = place.tile0 + warp * TILES, left = tile0 < g.tiles ? g.tiles - tile0 : 0, tiles = left < TILES ? left : TILES;
+    char const* x = g.x + (uint64_t)place.token0 * X_ROW_BYTES + warp * X_PART;
+    char const* weights = g.weights + (uint64_t)tile0 * g.units * AMK_UNIT_BYTES;
+    uint64_t const next = (uint64_t)g.units * AMK_UNIT_BYTES;
+#pragma unroll 1
+    for (uint32_t unit = 0; unit < g.units; unit += 2) {
+      uint32_t const bytes = (g.units - unit < 2 ? 1 : 2) * AMK_UNIT_BYTES, to = stage.memory() + Shape::X_BYTES + warp * TILES * 2 * AMK_UNIT_BYTES;
+      barrier_wait(stage.empty(), stage.parity ^ 1);
+      if (elected) {
+        stage_expect_at(stage.full(), X_PART + tiles * bytes);
+        bulk_copy(stage.memory() + warp * X_PART, x, X_PART, stage.full());
+#pragma unroll
+        for (uint32_t t = 0; t < TILES; ++t) {
+          if (t < tiles) {
+            bulk_copy(to + t * 2 * AMK_UNIT_BYTES, weights + t * next, bytes, stage.full());
+          }
+        }
+      }
+      x += (uint64_t)g.pitch * X_ROW_BYTES;
+      weights += 2 * AMK_UNIT_BYTES;
+      stage.next();
+    }
+  }
+}
 
-// wgmma descriptor of a swizzled operand: groups of 8 rows of 64 bytes, `stride` bytes apart.
-__device__ __forceinline__ uint64_t operand(uint32_t at, uint32_t stride) { return (uint64_t)(at >> 4) | 1ull << 16 | (uint64_t)(stride >> 4) << 32 | 2ull << 62; }
+// A thread's part of a stage's weights: two rows of 16 by 16 columns for each of four products.
+struct Weights {
+  uint32_t a[4][4];
+};
+
+// Rows of a warp's 16 that a thread has in its two registers: for silu_mul row i of the gate and of up; else a pair of neighbours, in an
+// order that spreads a quarter of the warp's loads over all banks.
+template <Epilogue KIND> __device__ __forceinline__ uint32_t first_row(uint32_t i) { return KIND == EPILOGUE_SILU_MUL ? i : 2 * i + (i & 1); }
+template <Epilogue KIND> __device__ __forceinline__ uint32_t second_row(uint32_t i) { return KIND == EPILOGUE_SILU_MUL ? i + 8 : first_row<KIND>(i) ^ 1; }
+__device__ __forceinline__ uint32_t weights_row(uint32_t row) { return row / 8 * 2 * AMK_UNIT_BYTES + row % 8 * AMK_UNIT_ROW_BYTES; }
+
+template <Epilogue KIND> __device__ __forceinline__ void weights_load(Weights& w, uint32_t memory, bool both) {
+  uint32_t const lane = threadIdx.x % 32, at = memory + threadIdx.x / 32 * 4 * AMK_UNIT_BYTES + lane % 4 * 16;
+  uint32_t const first = at + weights_row(first_row<KIND>(lane / 4)), second = at + weights_row(second_row<KIND>(lane / 4));
+#pragma unroll
+  for (uint32_t u = 0; u < 2; ++u) {
+    bool const there = u == 0 || both;
+    uint4 const zero = make_uint4(0, 0, 0, 0);
+    uint4 const p = there ? shared_load(first + u * AMK_UNIT_BYTES) : zero, q = there ? shared_load(second + u * AMK_UNIT_BYTES) : zero;
+    w.a[2 * u][0] = to_f16(p.x), w.a[2 * u][1] = to_f16(q.x), w.a[2 * u][2] = to_f16(p.y), w.a[2 * u][3] = to_f16(q.y);
+    w.a[2 * u + 1][0] = to_f16(p.z), w.a[2 * u + 1][1] = to_f16(q.z), w.a[2 * u + 1][2] = to_f16(p.w), w.a[2 * u + 1][3] = to_f16(q.w);
+  }
+}
+
+// wgmma descriptor of an operand in shared memory: rows of 128, 64 or 32 bytes, 8 rows after 8 rows, whose 16-byte chunks are permuted by the
+// row's number as the hardware has it (its swizzle of as many bytes).
+template <uint32_t ROW> __device__ __forceinline__ uint64_t operand(uint32_t at) {
+  constexpr uint64_t SWIZZLE = ROW == 128 ? 1 : ROW == 64 ? 2 : 3;
+  return (uint64_t)(at >> 4) | 1ull << 16 | (uint64_t)(8 * ROW >> 4) << 32 | SWIZZLE << 62;
+}
 
 __device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <uint32_t LEFT> __device__ __forceinline__ void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
-// c += a . b for a 64x16 a and a 16x256 b. A warp has 16 rows of c, in tiles of 8 columns as mma_elements has them.
-__device__ __forceinline__ void group_multiply(float (&c)[1][GROUP_TILES][4], uint64_t a, uint64_t b) {
-#define AMK_TILE(J) "+f"(c[0][J][0]), "+f"(c[0][J][1]), "+f"(c[0][J][2]), "+f"(c[0][J][3])
-#if AMK_DTYPE == AMK_DTYPE_BF16
-#define AMK_TYPES "bf16.bf16"
-#else
-#define AMK_TYPES "f16.f16"
-#endif
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." AMK_TYPES " "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-      "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
-      "%128, %129, 1, 1, 1, 0, 0;"
-      : AMK_TILE(0), AMK_TILE(1), AMK_TILE(2), AMK_TILE(3), AMK_TILE(4), AMK_TILE(5), AMK_TILE(6), AMK_TILE(7),
-        AMK_TILE(8), AMK_TILE(9), AMK_TILE(10), AMK_TILE(11), AMK_TILE(12), AMK_TILE(13), AMK_TILE(14), AMK_TILE(15),
-        AMK_TILE(16), AMK_TILE(17), AMK_TILE(18), AMK_TILE(19), AMK_TILE(20), AMK_TILE(21), AMK_TILE(22), AMK_TILE(23),
-        AMK_TILE(24), AMK_TILE(25), AMK_TILE(26), AMK_TILE(27), AMK_TILE(28), AMK_TILE(29), AMK_TILE(30), AMK_TILE(31)
-      : "l"(a), "l"(b));
-#undef AMK_TYPES
-#undef AMK_TILE
+// c += a . b for a 64x16 a, and a b with 8 columns per tile of c. Rows of b in shared memory are its columns, or, if TRANSPOSED, its rows. A warp
+// has 16 rows; a thread of it has columns lane % 4 * 2 and the next of each tile, of row lane / 4 and then of row lane / 4 + 8.
+#define AMK_C2(J) "+f"(c[J][0]), "+f"(c[J][1]), "+f"(c[J][2]), "+f"(c[J][3]), "+f"(c[J + 1][0]), "+f"(c[J + 1][1]), "+f"(c[J + 1][2]), "+f"(c[J + 1][3])
+#define AMK_C4(J) AMK_C2(J), AMK_C2(J + 2)
+#define AMK_C8(J) AMK_C4(J), AMK_C4(J + 4)
+#define AMK_REGISTERS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define AMK_REGISTERS_16 AMK_REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define AMK_REGISTERS_32 AMK_REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define AMK_REGISTERS_64 AMK_REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define AMK_REGISTERS_128 AMK_REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"\
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define AMK_GROUP_MULTIPLY(TILES, COLUMNS, REGISTERS, A, B, T, ...)                                                                                                     \
+  template <bool TRANSPOSED = false> __device__ __forceinline__ void group_multiply(float (&c)[TILES][4], uint32_t const (&a)[4], uint64_t b) {                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" REGISTERS "}, {" A "}, " B ", 1, 1, 1, " T ";"                                        \
+                 : __VA_ARGS__                                                                                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((uint32_t)TRANSPOSED));                                                                      \
+  }
+AMK_GROUP_MULTIPLY(2, "16", AMK_REGISTERS_8, "%8,%9,%10,%11", "%12", "%13", AMK_C2(0))
+AMK_GROUP_MULTIPLY(4, "32", AMK_REGISTERS_16, "%16,%17,%18,%19", "%20", "%21", AMK_C4(0))
+AMK_GROUP_MULTIPLY(8, "64", AMK_REGISTERS_32, "%32,%33,%34,%35", "%36", "%37", AMK_C8(0))
+AMK_GROUP_MULTIPLY(16, "128", AMK_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69", AMK_C8(0), AMK_C8(8))
+AMK_GROUP_MULTIPLY(32, "256", AMK_REGISTERS_128, "%128,%129,%130,%131", "%132", "%133", AMK_C8(0), AMK_C8(8), AMK_C8(16), AMK_C8(24))
+#undef AMK_GROUP_MULTIPLY
+
+__device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
+
+// Stores the hidden layer's elements of a tile of gate rows and one of up rows. Threads of neighbouring rows exchange one of two tokens, to
+// write neighbouring columns.
+template <uint32_t TOKEN_TILES> __device__ __forceinline__ void finish_silu(Gemm const& g, float const (&c)[TOKEN_TILES][4], uint32_t token0, uint32_t tile) {
+  uint32_t const lane = threadIdx.x % 32, i = lane / 4, odd = i & 1, row = tile * AMK_UNIT_ROWS + i, token = token0 + lane % 4 * 2 + odd;
+  if (tile >= g.tiles) {
+    return; // the whole warp
+  }
+  float const gate = g.bias != nullptr ? g.bias[row] : 0.f, up = g.bias != nullptr ? g.bias[row + AMK_UNIT_ROWS] : 0.f;
+  char* const to = x_place(g.out, g.stride, token, tile / 2 * AMK_UNIT_ROWS + (i & 6));
+  bool beyond = false;
+#pragma unroll
+  for (uint32_t j = 0; j < TOKEN_TILES; ++j) {
+    float const v0 = silu_mul(c[j][0] + gate, c[j][2] + up) * g.scale, v1 = silu_mul(c[j][1] + gate, c[j][3] + up) * g.scale;
+    float const other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4), low = odd ? other : v0, high = odd ? v1 : other;
+    if (token + j * 8 < g.tokens) {
+      beyond |= !(fmaxf(fabsf(low), fabsf(high)) <= 65504.f);
+      *(uint32_t*)(to + j * 8 * X_ROW_BYTES) = cache_pair(low, high);
+    }
+  }
+  if (beyond) {
+    *g.clamped = 1;
+  }
 }
 
-template <Epilogue KIND> __device__ __forceinline__ void gemm_group(Gemm const& g) {
-  using Shape = GroupShape;
-  constexpr uint32_t STAGES = Shape::STAGES_HELD, AHEAD = STAGES - 2; // the products of the unit before the last may still be reading
-  uint32_t const token_blocks = (g.tokens + Shape::TOKENS - 1) / Shape::TOKENS, warp = threadIdx.x / 32, group = warp / 4;
-  uint32_t const token0 = blockIdx.x % token_blocks * Shape::TOKENS, tile0 = blockIdx.x / token_blocks * Shape::BLOCK_TILES;
-  uint32_t const memory = shared_address(prefill_memory), x_at = memory + group * (Shape::TOKENS / 2 / AMK_UNIT_ROWS) * X_UNIT_BYTES, weights_at = memory + Shape::STAGE_X_BYTES;
-  float c[1][GROUP_TILES][4] = {};
-#pragma unroll
-  for (uint32_t s = 0; s < AHEAD; ++s) {
-    if (s < g.units) {
-      gemm_copy<Shape, true>(g, token0 / AMK_UNIT_ROWS, tile0, s, prefill_memory + s * Shape::STAGE_BYTES);
-    }
-    pieces_group();
+// Stores rows of f32, two neighbours per thread and token. All addends of a batch are loaded first: loads after stores would wait for one another.
+template <Epilogue KIND, uint32_t TOKEN_TILES> __device__ __forceinline__ void finish_rows(Gemm const& g, float const (&c)[TOKEN_TILES][4], uint32_t token0, uint32_t row0) {
+  constexpr uint32_t BATCH = 8; // of 4 tokens per warp
+  uint32_t const lane = threadIdx.x % 32, i = lane / 4, row = row0 + 2 * i, token = token0 + lane % 4 * 2;
+  if (row >= g.tiles * AMK_UNIT_ROWS) {
+    return;
   }
-  uint32_t at = 0, next = AHEAD;
-#pragma unroll 1
-  for (uint32_t unit = 0; unit < g.units; ++unit) {
-    pieces_wait<AHEAD - 1>();
-    products_see_pieces();
-    __syncthreads(); // the unit has arrived, and all products of the one before the last are done, whose stage is refilled next
-    if (unit + AHEAD < g.units) {
-      gemm_copy<Shape, true>(g, token0 / AMK_UNIT_ROWS, tile0, unit + AHEAD, prefill_memory + next * Shape::STAGE_BYTES);
-    }
-    pieces_group();
-    group_fence();
+  float2 const bias = g.bias != nullptr ? *(float2 const*)(g.bias + row) : make_float2(0.f, 0.f);
+  float* to = (float*)g.out + (uint64_t)token * g.stride + row;
+  uint64_t const tile = 8 * g.stride;
 #pragma unroll
-    for (uint32_t k = 0; k < 2; ++k) {
+  for (uint32_t j0 = 0; j0 < 2 * TOKEN_TILES; j0 += BATCH) {
+    float2 before[BATCH] = {};
+    if (KIND == EPILOGUE_RESIDUAL) {
 #pragma unroll
-      for (uint32_t half = 0; half < X_HALVES; ++half) {
-        uint32_t const stage = at * Shape::STAGE_BYTES + k * 32;
-        group_multiply(c, operand(x_at + stage + half * AMK_UNIT_BYTES, X_UNIT_BYTES), operand(weights_at + stage, AMK_UNIT_BYTES));
+      for (uint32_t k = 0; k < BATCH; ++k) {
+        if (token + (j0 + k) / 2 * 8 + k % 2 < g.tokens) {
+          before[k] = *(float2 const*)(to + k / 2 * tile + k % 2 * g.stride);
+        }
       }
     }
-    group_commit();
-    group_wait<1>();
-    at = at + 1 == STAGES ? 0 : at + 1;
-    next = next + 1 == STAGES ? 0 : next + 1;
+#pragma unroll
+    for (uint32_t k = 0; k < BATCH; ++k) {
+      float const a = c[(j0 + k) / 2][k % 2], b = c[(j0 + k) / 2][2 + k % 2];
+      if (token + (j0 + k) / 2 * 8 + k % 2 < g.tokens) {
+        *(float2*)(to + k / 2 * tile + k % 2 * g.stride) = make_float2(fmaf(i & 1 ? b : a, g.scale, bias.x + before[k].x), fmaf(i & 1 ? a : b, g.scale, bias.y + before[k].y));
+      }
+    }
+    to += BATCH / 2 * tile;
   }
-  group_wait<0>();
-  gemm_finish<KIND>(g, c, token0 + warp * 16, tile0);
 }
 
-using SmallShape = GemmShape<2, 4, 2, 4>;  // 64 by 64, for short prompts: more blocks, each of which reads less
-
-#define AMK_PREFILL_GEMM(NAME, SHAPE, BLOCKS_SM, RUN)                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS_SM)                                                                                              \
-      NAME(char* out, char const* x, char const* weights, float const* bias, uint32_t units, uint32_t tiles, uint32_t tokens, uint32_t stride) {                       \
-    RUN(Gemm{x, weights, out, bias, units, tiles, tokens, stride});                                                                                                    \
+// One stage: starts its products, and meanwhile gives the stage before back and loads the weights of the next one.
+template <typename Shape, Epilogue KIND, uint32_t TOKEN_TILES>
+__device__ __forceinline__ void gemm_step(Gemm const& g, float (&c)[TOKEN_TILES][4], Weights const& now, Weights& next, Stages<Shape>& stage, uint32_t unit) {
+  group_fence();
+#pragma unroll
+  for (uint32_t k = 0; k < 4; ++k) {
+    group_multiply(c, now.a[k], operand<X_ROW_BYTES>(stage.memory() + k * 32));
   }
-AMK_PREFILL_GEMM(amk_prefill_store_group, GroupShape, 1, (gemm_group<EPILOGUE_STORE>))
-AMK_PREFILL_GEMM(amk_prefill_residual_group, GroupShape, 1, (gemm_group<EPILOGUE_RESIDUAL>))
-AMK_PREFILL_GEMM(amk_prefill_silu_group, GroupShape, 1, (gemm_group<EPILOGUE_SILU_MUL>))
-AMK_PREFILL_GEMM(amk_prefill_store_small, SmallShape, 4, (gemm_warps<SmallShape, EPILOGUE_STORE>))
-AMK_PREFILL_GEMM(amk_prefill_residual_small, SmallShape, 4, (gemm_warps<SmallShape, EPILOGUE_RESIDUAL>))
-AMK_PREFILL_GEMM(amk_prefill_silu_small, SmallShape, 4, (gemm_warps<SmallShape, EPILOGUE_SILU_MUL>))
+  group_commit();
+  uint32_t const before = stage.at == 0 ? stage.empty() + (Shape::STAGES - 1) * 16 : stage.empty() - 16;
+  stage.next();
+  group_wait<1>();
+  if (unit != 0 && threadIdx.x % 32 == 0) {
+    barrier_arrive_at(before);
+  }
+  if (unit + 2 < g.units) {
+    barrier_wait(stage.full(), stage.parity);
+    weights_load<KIND>(next, stage.memory() + Shape::X_BYTES, unit + 3 < g.units);
+  }
+}
+
+template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_consume(Gemm const& g) {
+  uint32_t const warp = threadIdx.x / 32;
+  Stages<Shape> stage;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x; index < gemm_tiles<Shape>(g); index += gridDim.x) {
+    GemmTile const place = gemm_tile<Shape>(g, index);
+    float c[Shape::TOKENS / 8][4] = {};
+    Weights even, odd;
+    barrier_wait(stage.full(), stage.parity);
+    weights_load<KIND>(even, stage.memory() + Shape::X_BYTES, g.units > 1);
+#pragma unroll 1
+    for (uint32_t unit = 0; unit < g.units; unit += 4) {
+      gemm_step<Shape, KIND>(g, c, even, odd, stage, unit);
+      if (unit + 2 < g.units) {
+        gemm_step<Shape, KIND>(g, c, odd, even, stage, unit + 2);
+      }
+    }
+    group_wait<0>();
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive_at(stage.at == 0 ? stage.empty() + (Shape::STAGES - 1) * 16 : stage.empty() - 16);
+    }
+    if constexpr (KIND == EPILOGUE_SILU_MUL) {
+      finish_silu(g, c, place.token0, place.tile0 + warp * 2);
+    } else {
+      finish_rows<KIND>(g, c, place.token0, place.tile0 * AMK_UNIT_ROWS + warp * 16);
+    }
+  }
+}
+
+template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_block(Gemm const& g) {
+  if (threadIdx.x == 0) {
+    for (uint32_t s = 0; s < Shape::STAGES; ++s) {
+      uint64_t* const full = (uint64_t*)(prefill_memory + Shape::STAGES * Shape::STAGE_BYTES + s * 16);
+      barrier_init(full, Shape::PRODUCERS);
+      barrier_init(full + 1, Shape::CONSUMERS / 32);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= Shape::CONSUMERS) {
+    if (Shape::THREADS % 128 == 0) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    }
+    gemm_produce<Shape>(g);
+  } else {
+    if (Shape::THREADS % 128 == 0) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    }
+    gemm_consume<Shape, KIND>(g);
+  }
+}
+
+using WideShape = GemmShape<256, 2, 4>;
+using MiddleShape = GemmShape<128, 2, 6>;
+using SmallShape = GemmShape<64, 1, 4>; // for short prompts: more blocks, each of which reads less
+
+#define AMK_PREFILL_GEMM(NAME, SHAPE, BLOCKS_SM, KIND)                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS_SM)                                                                                              \
+      NAME(char* out, char const* x, char const* weights, float const* bias, uint32_t* clamped, uint32_t units, uint32_t tiles, uint32_t tokens, uint32_t stride,      \
+           uint32_t pitch, float scale) {                                                                                                                              \
+    gemm_block<SHAPE, KIND>(Gemm{x, weights, out, bias, clamped, units, tiles, tokens, stride, pitch, scale});                                                         \
+  }
+#define AMK_PREFILL_GEMMS(SHAPE, NAME, BLOCKS_SM)                                                                                                                       \
+  AMK_PREFILL_GEMM(amk_prefill_store_##NAME, SHAPE, BLOCKS_SM, EPILOGUE_STORE)                                                                                         \
+  AMK_PREFILL_GEMM(amk_prefill_residual_##NAME, SHAPE, BLOCKS_SM, EPILOGUE_RESIDUAL)                                                                                   \
+  AMK_PREFILL_GEMM(amk_prefill_silu_##NAME, SHAPE, BLOCKS_SM, EPILOGUE_SILU_MUL)
+AMK_PREFILL_GEMMS(WideShape, wide, 1)
+AMK_PREFILL_GEMMS(MiddleShape, middle, 1)
+AMK_PREFILL_GEMMS(SmallShape, small, 3)

@@ -1,37 +1,66 @@
 // Prefill: memory layout of the vectors of many tokens, and the ops on them that have no matrix.
 //
-// Vectors that are multiplied are laid out as the weights are: tiles of 8 tokens, units of 8 tokens by 64 bytes along a vector. Each unit of
-// high 16-bit halves is followed by the unit of low ones (X_HALVES 2). So a lane's 16 bytes are part of an operand without shuffling, and a
-// block reads one run of bytes per tile. Columns after the last one are zero: they are never written after the memory was zeroed.
+// Vectors that are multiplied are f16: [64 columns][token][64 columns], so that a block of tokens is one run of bytes for 64 columns. A
+// token's row of 128 bytes is in the form that the tensor cores read: its 16-byte chunks are permuted by the token's number. Columns after the
+// last one are zero: they are never written after the memory was zeroed.
 // The residual stream and the rows of q, k and v, which are not multiplied, are f32, one row per token.
 #pragma once
 
-#ifndef AMK_PREFILL_HALVES // 2: vectors are multiplied as sums of two 16-bit halves; 1: as one
-#define AMK_PREFILL_HALVES 2
-#endif
 static_assert(AMK_DTYPE != AMK_DTYPE_F32, "chunks of a prompt are multiplied with 16-bit weights");
 
-constexpr uint32_t X_HALVES = AMK_PREFILL_HALVES;
-constexpr uint32_t X_UNIT_BYTES = AMK_UNIT_BYTES * X_HALVES; // of 8 tokens
-constexpr uint32_t PREFILL_THREADS = AMK_PREFILL_THREADS;     // threads per block of the kernels without a matrix
+constexpr uint32_t X_COLS = 64, X_ROW_BYTES = X_COLS * 2;
+constexpr uint32_t PREFILL_THREADS = AMK_PREFILL_THREADS; // threads per block of the kernels without a matrix
+static_assert(X_COLS == 2 * UNIT_COLS, "two units of a matrix go with a row");
 
 extern __shared__ __align__(1024) char prefill_memory[];
 
-// Address of a token's column in its unit of high halves.
-__device__ __forceinline__ char* x_place(char* x, uint32_t units, uint32_t token, uint32_t column) {
-  uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * units + column / UNIT_COLS;
-  return x + unit * X_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + unit_column(column) * ELEMENT_BYTES;
+__device__ __forceinline__ void bulk_copy(uint32_t to, void const* from, uint32_t bytes, uint32_t full) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(full)
+               : "memory");
+}
+// True for one thread of a warp, and the compiler knows it: such a thread starts copies without a loop over the warp.
+__device__ __forceinline__ bool warp_elect() {
+  uint32_t one;
+  asm volatile("{ .reg .pred q; elect.sync _|q, 0xffffffff; selp.u32 %0, 1, 0, q; }" : "=r"(one));
+  return one != 0;
+}
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ uint4 shared_load(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
 }
 
-// Writes two neighbouring columns; the first one is even.
-__device__ __forceinline__ void x_write2(char* x, uint32_t units, uint32_t token, uint32_t column, float a, float b) {
-  char* to = x_place(x, units, token, column);
-  uint32_t const high = element_pair(a, b);
-  *(uint32_t*)to = high;
-  if (X_HALVES == 2) {
-    float2 const back = pair_values(high);
-    *(uint32_t*)(to + AMK_UNIT_BYTES) = element_pair(a - back.x, b - back.y);
-  }
+__device__ __forceinline__ void shared_store(uint32_t at, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Converts two weights to f16: bf16 exactly from 2^-17 on, and below that within 2^-25.
+__device__ __forceinline__ uint32_t to_f16(uint32_t pair) {
+#if AMK_DTYPE == AMK_DTYPE_BF16
+  float2 const v = pair_values(pair);
+  return half_pair(v.x, v.y);
+#else
+  return pair;
+#endif
+}
+
+// Place of a column among the 64 of a row. A thread has 8 neighbouring elements of a weights' row of 32: elements 0 and 1 of each thread are
+// columns 0 to 7 of the first product, elements 2 and 3 its columns 8 to 15, and so on.
+__device__ __forceinline__ uint32_t x_column(uint32_t column) {
+  uint32_t const at = unit_column(column), thread = at / 8;
+  return column % X_COLS / UNIT_COLS * UNIT_COLS + at % 8 / 2 * 8 + thread * 2 + at % 2;
+}
+
+// Address of a token's column; `pitch` is the number of tokens from 64 columns to the next.
+__device__ __forceinline__ char* x_place(char* x, uint32_t pitch, uint32_t token, uint32_t column) {
+  uint32_t const at = x_column(column);
+  return x + ((uint64_t)(column / X_COLS) * pitch + token) * X_ROW_BYTES + (at / 8 ^ token % 8) * 16 + at % 8 * 2;
+}
+
+// Writes two neighbouring columns, the first of them even; values out of range are clamped.
+__device__ __forceinline__ void x_write2(char* x, uint32_t pitch, uint32_t token, uint32_t column, float a, float b) {
+  *(uint32_t*)x_place(x, pitch, token, column) = cache_pair(a, b);
 }
 
 // Copies tokens' embeddings into the residual stream, one block per token. Rows are `stride` long, a multiple of 8.
@@ -46,14 +75,15 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(
 }
 
 // Normalises rows of the residual stream into the layout that is multiplied: one block per token.
-extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(char* x, float const* residual, float const* norm, uint32_t stride, uint32_t units, uint32_t columns,
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(char* x, float const* residual, float const* norm, uint32_t stride, uint32_t pitch, uint32_t columns,
                                                                              float eps) {
   __shared__ float sums[PREFILL_THREADS / 32];
   float const* row = residual + (uint64_t)blockIdx.x * stride;
   float square = 0.f;
-  for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e); // zero after the last column
-    square = fmaf(v.x, v.x, fmaf(v.y, v.y, square));
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e); // zero after the last column
+    square = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, square))));
   }
   square = warp_sum(square);
   if (threadIdx.x % 32 == 0) {
@@ -65,9 +95,11 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
     square += sums[i];
   }
   float const scale = rsqrtf(square / (float)columns + eps);
-  for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e), n = *(float2 const*)(norm + e);
-    x_write2(x, units, blockIdx.x, e, v.x * scale * n.x, v.y * scale * n.y);
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e), n = *(float4 const*)(norm + e);
+    x_write2(x, pitch, blockIdx.x, e, v.x * scale * n.x, v.y * scale * n.y);
+    x_write2(x, pitch, blockIdx.x, e + 2, v.z * scale * n.z, v.w * scale * n.w);
   }
 }
 
@@ -77,7 +109,7 @@ __device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint3
   *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
 }
 
-// Splits the rows of q, k and v of each token. Queries are normalised, rotated and scaled into `queries`, [token][head][half][head_dim] of f16;
+// Splits the rows of q, k and v of each token. Queries are normalised, rotated and scaled into `queries`, [token][head][head_dim] of f16;
 // keys (normalised and rotated) and values go into the pages of the layer and session. HEAD_LANES threads per head.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(char* queries, char* cache, uint16_t const* pages, float const* qkv, float const* angles,
                                                                               float const* q_norm, float const* k_norm, uint32_t tokens, uint32_t stride, uint32_t kv_heads,
@@ -106,9 +138,10 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
     return;
   }
   if (head < heads) {
-    char* to = queries + ((uint64_t)token * heads + head) * 2 * ROW_BYTES + part * 8;
-    head_stage(to, u, scale * LOG2_E);
-    head_stage(to + AMK_HEAD_DIM, v, scale * LOG2_E); // half a row further on
+    char* to = queries + ((uint64_t)token * heads + head) * ROW_BYTES + part * 8;
+    float const factor = scale * LOG2_E;
+    *(uint2*)to = make_uint2(cache_pair(u[0] * factor, u[1] * factor), cache_pair(u[2] * factor, u[3] * factor));
+    *(uint2*)(to + AMK_HEAD_DIM) = make_uint2(cache_pair(v[0] * factor, v[1] * factor), cache_pair(v[2] * factor, v[3] * factor)); // half a row further on
     return;
   }
   uint32_t const run = head - heads; // the keys of each head, then the values
@@ -122,24 +155,21 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
   cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y);
 }
 
-// Logits of one token: each warp takes a tile of 8 rows at a time. `x` is the first unit of the token's tile, `row` the token in it.
-extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_logits(float* logits, char const* weights, char const* x, uint32_t row, uint32_t units, uint32_t rows) {
+// Logits of one token: each warp takes a tile of 8 rows at a time.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_logits(float* logits, char const* weights, char const* x, uint32_t pitch, uint32_t token, uint32_t units,
+                                                                                uint32_t rows) {
   uint32_t const lane = threadIdx.x % 32, warp = (blockIdx.x * PREFILL_THREADS + threadIdx.x) / 32, warps = gridDim.x * (PREFILL_THREADS / 32);
   for (uint32_t tile = warp; tile * AMK_UNIT_ROWS < rows; tile += warps) {
     float sum = 0.f;
 #pragma unroll 4
     for (uint32_t unit = 0; unit < units; ++unit) {
       uint4 const w = *(uint4 const*)(weights + ((uint64_t)tile * units + unit) * AMK_UNIT_BYTES + lane * 16);
-      char const* at = x + (uint64_t)unit * X_UNIT_BYTES + row * AMK_UNIT_ROW_BYTES + lane % 4 * 16;
+      char const* at = x + ((uint64_t)(unit / 2) * pitch + token) * X_ROW_BYTES + lane % 4 * 4;
+      uint32_t const a[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-      for (uint32_t half = 0; half < X_HALVES; ++half) {
-        uint4 const v = *(uint4 const*)(at + half * AMK_UNIT_BYTES);
-        uint32_t const a[4] = {w.x, w.y, w.z, w.w}, b[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          float2 const p = pair_values(a[i]), q = pair_values(b[i]);
-          sum = fmaf(p.x, q.x, fmaf(p.y, q.y, sum));
-        }
+      for (uint32_t i = 0; i < 4; ++i) {
+        float2 const p = pair_values(a[i]), q = half_values(*(uint32_t const*)(at + (unit % 2 * 4 + i ^ token % 8) * 16));
+        sum = fmaf(p.x, q.x, fmaf(p.y, q.y, sum));
       }
     }
     sum += __shfl_xor_sync(~0u, sum, 1);

@@ -212,6 +212,55 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   return true;
 }
 
+// Waits until the step that the loader is in has begun. Returns false when the loader is to stop.
+__device__ __forceinline__ bool loader_step(Shared* sh, uint32_t wrap) {
+  while ((int32_t)(flag_load(&sh->started) - wrap) <= 0) {
+    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
+      return false;
+    }
+  }
+  block_fence();
+  return true;
+}
+
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+// Loads units of experts that a route chooses, once it has been written in the step that has begun. A stage may have units of several. Returns
+// false when the loader is to stop.
+__device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, LoaderWaits& waits) {
+  if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
+    return false;
+  }
+  SlotWalk walk;
+  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size)) {
+    return false;
+  }
+  uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
+  uint32_t place = 0;
+  loader_count(sh, run.z);
+  loader_caps(l, sh->program, stage_units);
+  for (uint32_t left = run.z; left > 0;) {
+    uint32_t const most = period - place < stage_units ? period - place : stage_units;
+    uint32_t const units = left < most ? left : most;
+    if (!loader_claim(sh, l, waits)) {
+      return false;
+    }
+    uint32_t const full = l.full + l.stage * 8;
+    uint32_t to = l.ring + l.stage * l.stage_bytes;
+    stage_expect_at(full, units * size);
+    for (uint32_t wanted = units; wanted > 0;) {
+      uint32_t const n = slot_units(walk, wanted);
+      stage_copy_at(to, slot_address(sh, walk, size), n * size, full, l.policy);
+      to += n * size, wanted -= n;
+      slot_step(walk, n);
+    }
+    loader_issued(l);
+    left -= units;
+    place = place + units == period ? 0 : place + units;
+  }
+  return true;
+}
+#endif
+
 // Loads a block of keys and their values: into one stage, or into stages of their own. `head`: address of the head's keys in page 0. A copy
 // has rows of one page; a stage takes two copies if the block does not begin with a page. Returns false when the loader is to stop.
 __device__ __forceinline__ bool loader_block(Shared* sh, Loader& l, uint64_t head, uint32_t key, uint32_t keys, LoaderWaits& waits) {
@@ -291,12 +340,9 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
 
 // Loads keys and values of an attention task, once the step that they are for has begun.
 __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, uint4 more, uint32_t wrap, LoaderWaits& waits) {
-  while ((int32_t)(flag_load(&sh->started) - wrap) <= 0) {
-    if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
-      return false;
-    }
+  if (!loader_step(sh, wrap)) {
+    return false;
   }
-  block_fence();
   uint32_t const running = started_seqs(sh, wrap);
   uint32_t seq = first_seq(more.w & 0xffff, more.w >> 16, running);
 #pragma unroll 1
@@ -331,7 +377,16 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
     load = load + 1 == sh->queue.loads ? 0 : load + 1;
     amk_load const* at = loader_list(sh) + load;
     uint4 const next = load_u32x4(at), next_more = load_u32x4((char const*)at + 16); // a whole run ahead: a round trip to L2
-    bool const on = (run.w & 0xff) == AMK_LOAD_CACHE ? loader_keys(sh, l, run, more, wrap, waits) : loader_weights(sh, l, run, more.x, more.y, wrap, waits);
+    bool on;
+    if ((run.w & 0xff) == AMK_LOAD_CACHE) {
+      on = loader_keys(sh, l, run, more, wrap, waits);
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+    } else if ((run.w & 0xff) == AMK_LOAD_ROUTED) {
+      on = loader_routed(sh, l, run, more.x, more.y, wrap, waits);
+#endif
+    } else {
+      on = loader_weights(sh, l, run, more.x, more.y, wrap, waits);
+    }
     if (!on) {
       loader_drain(w, l);
       return;

@@ -19,8 +19,14 @@ struct alignas(16) ResolvedBuffer {
 // A task with its resolved buffers, as staged in shared memory.
 struct alignas(16) StagedTask {
   amk_task task;
-  ResolvedBuffer buffer[AMK_READS_MAX + AMK_WRITES_MAX];
+  ResolvedBuffer buffer[AMK_READS_STAGED + AMK_WRITES_MAX];
 };
+
+// The fifth read, staged by kernels whose tasks have one. It takes the place of indices of other buffers, which are resolved too.
+constexpr bool ASIDE = (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) != 0 || (AMK_FEATURES >> AMK_FEATURE_SINKS & 1) != 0;
+constexpr uint32_t ASIDE_PIECE = 1, ASIDE_LANE = 8; // 16 bytes of the task, and the prefetcher's lane
+static_assert(AMK_OFFSETOF(amk_task, reads) <= 16 && AMK_OFFSETOF(amk_task, tile_parts) >= 32, "only indices of buffers");
+__device__ __forceinline__ ResolvedBuffer const& aside(StagedTask const& st) { return ((ResolvedBuffer const*)&st.task)[ASIDE_PIECE]; }
 
 #if AMK_TRACE
 // Timestamps of the current task, in cycles, and the loader's waits in this step.
@@ -73,6 +79,9 @@ struct Shared {
   uint64_t worker_heartbeat_ns; // when the worker's heartbeat was last written
   alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the load that it is in
+#endif
 #if AMK_TRACE
   TraceBuffer trace;
 #endif

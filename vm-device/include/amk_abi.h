@@ -12,15 +12,18 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xa9d1473574d1c836ull
+#define AMK_ABI_HASH 0x3f760eb686517702ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
 #define AMK_UNIT_ROWS 8u
 #define AMK_UNIT_ROW_BYTES 64u
 #define AMK_F16_VECTOR_DIVISOR 16u
-#define AMK_READS_MAX 4u
+#define AMK_READS_MAX 5u
+#define AMK_READS_STAGED 4u
 #define AMK_WRITES_MAX 2u
+#define AMK_EXPERTS_MAX 1024u
+#define AMK_SLOTS_MAX 16u
 #define AMK_WAITS_MAX 2u
 #define AMK_PARAM_BYTES 64u
 #define AMK_TASK_BYTES 128u
@@ -72,6 +75,7 @@ typedef long long int64_t;
 #define AMK_OP_ATTENTION_MERGE 4u
 #define AMK_OP_SAMPLE 5u
 #define AMK_OP_NORM 6u
+#define AMK_OP_ROUTE 7u
 
 #define AMK_PROLOGUE_COPY 0u
 #define AMK_PROLOGUE_RMS 1u
@@ -84,12 +88,20 @@ typedef long long int64_t;
 
 #define AMK_ACTIVATION_SILU 0u
 #define AMK_ACTIVATION_GELU_TANH 1u
+#define AMK_ACTIVATION_CLAMPED_SILU 2u
+
+#define AMK_SCORING_ALL 0u
+#define AMK_SCORING_CHOSEN 1u
+#define AMK_SCORING_SIGMOID 2u
 
 #define AMK_FEATURE_GELU_TANH 0u
 #define AMK_FEATURE_SCORE_CAP 1u
 #define AMK_FEATURE_LOGIT_CAP 2u
 #define AMK_FEATURE_EMBED_SCALE 3u
 #define AMK_FEATURE_NORM 4u
+#define AMK_FEATURE_ROUTE 5u
+#define AMK_FEATURE_SINKS 6u
+#define AMK_FEATURE_CLAMPED_SILU 7u
 
 #define AMK_BUFFER_PLAIN 0u
 #define AMK_BUFFER_FLAG_IN_DATA 1u
@@ -117,6 +129,7 @@ typedef long long int64_t;
 
 #define AMK_LOAD_WEIGHTS 0u
 #define AMK_LOAD_CACHE 1u
+#define AMK_LOAD_ROUTED 2u
 
 #define AMK_DTYPE_F32 0u
 #define AMK_DTYPE_F16 1u
@@ -150,7 +163,7 @@ typedef long long int64_t;
 #define AMK_TRAP_WEIGHTS 9u
 #define AMK_TRAP_WEIGHTS_DEADLINE 10u
 
-#define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5) X(norm, 6)
+#define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5) X(norm, 6) X(route, 7)
 
 struct alignas(16) amk_task {
   uint16_t opcode; // An `Opcode`.
@@ -164,7 +177,8 @@ struct alignas(16) amk_task {
   uint32_t writes[2]; // Buffers written; meaning by op.
   uint16_t tile_parts; // For a matvec of several sequences: parts that a tile is cut into, each as long as the vectors that the warps' registers hold.
   uint16_t unpack; // For a matvec: an `Unpack`.
-  uint16_t reserved[4]; // Zero.
+  uint32_t aside; // The fifth buffer read: a route, or sinks.
+  uint16_t reserved[2]; // Zero.
   uint32_t wait_counter[2]; // Counters waited for.
   uint32_t wait_count[2]; // Arrivals per epoch of each such counter; the wait is for `epoch * count`.
   uint32_t params[16]; // Parameters by op.
@@ -172,7 +186,7 @@ struct alignas(16) amk_task {
 static_assert(sizeof(amk_task) == 128 && alignof(amk_task) == 16, "layout of amk_task");
 
 struct alignas(16) amk_load {
-  uint64_t address; // Device address: of the first unit, or of a head's keys in page zero.
+  uint64_t address; // Device address: of the first unit, of a head's keys in page zero, or of an `amk_routed`.
   uint32_t units; // Weights: units.
   uint8_t kind; // A `LoadKind`.
   uint8_t stage_units; // Weights: units of a stage.
@@ -184,6 +198,18 @@ struct alignas(16) amk_load {
   uint16_t splits; // Cache: splits of the head.
 };
 static_assert(sizeof(amk_load) == 32 && alignof(amk_load) == 16, "layout of amk_load");
+
+struct alignas(16) amk_routed {
+  uint64_t route; // Device address of the route's words, which are flag-in-data.
+  uint64_t experts; // Device address of the first expert's first unit.
+  uint32_t expert_units; // Units of an expert.
+  uint32_t segment; // Units that lie one after the other before the next slot's.
+  uint32_t unit0; // First unit of the load.
+  uint32_t slots; // Slots of the route.
+  uint32_t expert_len; // Experts, for bounds checks.
+  uint32_t reserved[3]; // Zero.
+};
+static_assert(sizeof(amk_routed) == 48 && alignof(amk_routed) == 16, "layout of amk_routed");
 
 struct alignas(16) amk_queue {
   uint32_t task0; // Index of the first task.
@@ -465,7 +491,7 @@ struct alignas(4) amk_matvec_params {
   uint32_t window; // Sliding window or zero, for `merge`.
   uint32_t candidate; // Index of this task's entry in the candidates buffer, for `logits`.
   uint32_t activation; // An `Activation`, for `silu_mul`.
-  float cap; // Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none.
+  float cap; // Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none. With `clamped_silu` its limit.
 };
 static_assert(sizeof(amk_matvec_params) == 64 && alignof(amk_matvec_params) == 4, "layout of amk_matvec_params");
 
@@ -513,3 +539,12 @@ struct alignas(4) amk_norm_params {
   uint32_t reserved[10]; // Zero.
 };
 static_assert(sizeof(amk_norm_params) == 64 && alignof(amk_norm_params) == 4, "layout of amk_norm_params");
+
+struct alignas(4) amk_route_params {
+  uint32_t first; // First logit.
+  uint32_t experts; // Logits: experts to choose from.
+  uint32_t slots; // Experts that are chosen: slots of the route.
+  uint32_t scoring; // A `Scoring`.
+  uint32_t reserved[12]; // Zero.
+};
+static_assert(sizeof(amk_route_params) == 64 && alignof(amk_route_params) == 4, "layout of amk_route_params");

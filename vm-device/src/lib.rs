@@ -35,11 +35,13 @@ pub const SOURCES: &[Source] = sources![
     "cuda/weight_stream.cuh",
     "cuda/trace.cuh",
     "cuda/buffer.cuh",
+    "cuda/routed_stream.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",
     "cuda/features.cuh",
     "cuda/unpack.cuh",
     "cuda/unit_products.cuh",
+    "cuda/route.cuh",
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",
@@ -151,21 +153,18 @@ pub struct PrefillVariant {
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
-    /// Number of 16-bit halves into which a vector is split for multiplication, 1 or 2.
-    pub vector_halves: u32,
 }
 
 impl PrefillVariant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, head_dim, group, qk_norm, vector_halves } = *self;
+        let Self { dtype, head_dim, group, qk_norm } = *self;
         vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
-            format!("-DAMK_PREFILL_HALVES={vector_halves}"),
         ]
     }
 }

@@ -55,8 +55,8 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         group: graph.group(),
         qk_norm: graph.layers.iter().any(norms_each),
         features: features(graph),
-        widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn],
-        shares: share_mask(&packed),
+        widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn_width()],
+        shares: share_mask(graph, &packed),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         seqs: 1,
@@ -70,14 +70,36 @@ pub(crate) fn features(graph: &Graph) -> u32 {
     let normed = |layer: &ir::Layer| {
         layer.attention.post_norm.or(layer.mlp.post_norm).is_some() || graph.norms_all_heads(layer)
     };
+    let experts = || graph.layers.iter().filter_map(experts_of);
     let needed = [
         (Feature::GeluTanh, graph.activation == Activation::GeluTanh),
         (Feature::ScoreCap, graph.score_cap.is_some()),
         (Feature::LogitCap, graph.logit_cap.is_some()),
         (Feature::EmbedScale, graph.embed_scale != 1.0),
         (Feature::Norm, graph.layers.iter().any(normed)),
+        (Feature::Route, experts().next().is_some()),
+        (Feature::Sinks, graph.layers.iter().any(|layer| layer.attention.body.sinks.is_some())),
+        (Feature::ClampedSilu, experts().any(|experts| experts.clamped.is_some())),
     ];
     needed.iter().fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32)
+}
+
+fn experts_of(layer: &ir::Layer) -> Option<&ir::Experts> {
+    match &layer.mlp.body {
+        ir::FeedForward::Experts(experts) => Some(experts),
+        ir::FeedForward::Gated(_) => None,
+    }
+}
+
+/// Units of a tile of each product. One over several experts' columns has those of all of them.
+fn product_tiles<'p>(graph: &'p Graph, packed: &'p PackedModel) -> impl Iterator<Item = u32> + 'p {
+    let plain = packed.matrices.iter().filter(|matrix| matrix.experts == 1);
+    let of_experts = graph.layers.iter().zip(&packed.layers).filter_map(|(layer, matrices)| {
+        let experts = experts_of(layer)?;
+        let tile = |id: ir::MatrixId| packed.matrices[id.index()].units_per_tile();
+        Some([tile(matrices.mlp.gate_up.id), experts.top_k * tile(matrices.mlp.down.id)])
+    });
+    plain.map(Matrix::units_per_tile).chain(of_experts.flatten())
 }
 
 /// What the kernel does to the elements of the model's matrices. Bit n: the `Unpack` of number n.
@@ -88,11 +110,8 @@ fn unpack_mask(packed: &PackedModel) -> u32 {
 /// Warp fragments to compile. Bit n: tiles of some matrix of the model are taken in fragments of n units per warp. Bit 0: some warp has a
 /// shorter fragment than the loop for its size assumes elsewhere. Loops for other sizes are not compiled; the widths of the model's vectors
 /// are those of its matrices.
-fn share_mask(packed: &PackedModel) -> u32 {
-    packed
-        .matrices
-        .iter()
-        .map(Matrix::units_per_tile)
+fn share_mask(graph: &Graph, packed: &PackedModel) -> u32 {
+    product_tiles(graph, packed)
         .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX)))
         .filter(|(_, staging)| staging.warp_units > 0)
         .fold(0, |mask, (tile, staging)| {

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use abi::{Activation, BufferDesc, Feature, NONE, Params, ProgramHeader, Queue};
+use abi::{Activation, BufferDesc, Epilogue, Feature, NONE, Params, ProgramHeader, Queue};
 use ir::program::staging::Staging;
-use ir::program::{Buffer, BufferSource, Load, Program, RowMap, Task, Verified, check_seqs, smem};
-use ir::{BufferId, Graph, MatrixId, Weights, decode};
+use ir::program::{
+    Buffer, BufferSource, Load, Program, RowMap, Selection, Task, Verified, check_seqs, smem,
+};
+use ir::{BufferId, Graph, Weights, decode};
 use vm_device::Variant;
 
 use crate::error::HostError;
@@ -104,18 +106,26 @@ pub(crate) fn image(
     base: u64,
 ) -> Result<Image, HostError> {
     check_fits(program, residents)?;
-    let (tasks, loads, queues) = tables(program, residents);
+    let Tables { tasks, mut loads, queues, selections } = tables(program, residents);
     let mut layout = Layout::new(base, size_of::<ProgramHeader>() as u64);
     let task_address = layout.place(bytemuck::cast_slice(&tasks));
-    let load_address = layout.place(bytemuck::cast_slice(&loads));
+    let load_address = layout.reserve(size_of_val(&loads[..]) as u64);
     let queue_address = layout.place(bytemuck::cast_slice(&queues));
     let buffer_address =
         layout.reserve(program.buffers.len() as u64 * size_of::<BufferDesc>() as u64);
+    let routed_address = layout.reserve((selections.len() * size_of::<abi::Routed>()) as u64);
     let fixed = layout.end();
     let counters = base + fixed;
     let arena = counters + (u64::from(program.counters) * COUNTER_BYTES).next_multiple_of(256);
     let buffers = buffer_table(program, residents, arena)?;
     layout.write(buffer_address, bytemuck::cast_slice(&buffers));
+    let mut routed = Vec::with_capacity(selections.len());
+    for (load, (selection, part)) in selections {
+        loads[load].address = routed_address + (routed.len() * size_of::<abi::Routed>()) as u64;
+        routed.push(abi::Routed { route: buffers[selection.route.index()].address, ..part });
+    }
+    layout.write(load_address, bytemuck::cast_slice(&loads));
+    layout.write(routed_address, bytemuck::cast_slice(&routed));
     let header = ProgramHeader {
         tasks: task_address,
         loads: load_address,
@@ -199,15 +209,23 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
 
 /// The features that a task needs. Bit n: the `Feature` of number n.
 fn needed_by(task: &Task) -> u32 {
-    let (feature, needed) = match task.op() {
-        Params::Embed(p) => (Feature::EmbedScale, p.scale != 0.0),
-        Params::Matvec(p) if p.cap != 0.0 => (Feature::LogitCap, true),
-        Params::Matvec(p) => (Feature::GeluTanh, p.activation == Activation::GeluTanh as u32),
-        Params::Attention(p) => (Feature::ScoreCap, p.cap != 0.0),
-        Params::Norm(_) => (Feature::Norm, true),
-        Params::Nop(_) | Params::AttentionMerge(_) | Params::Sample(_) => return 0,
-    };
-    u32::from(needed) << feature as u32
+    let bit = |feature: Feature, needed: bool| u32::from(needed) << feature as u32;
+    match task.op() {
+        Params::Embed(p) => bit(Feature::EmbedScale, p.scale != 0.0),
+        Params::Matvec(p) => {
+            let activation = |activation: Activation| p.activation == activation as u32;
+            bit(Feature::LogitCap, p.epilogue == Epilogue::Logits as u32 && p.cap != 0.0)
+                | bit(Feature::GeluTanh, activation(Activation::GeluTanh))
+                | bit(Feature::ClampedSilu, activation(Activation::ClampedSilu))
+                | bit(Feature::Route, task.reads[4].is_some())
+        }
+        Params::Attention(p) => {
+            bit(Feature::ScoreCap, p.cap != 0.0) | bit(Feature::Sinks, task.reads[4].is_some())
+        }
+        Params::Norm(_) => bit(Feature::Norm, true),
+        Params::Route(_) => bit(Feature::Route, true),
+        Params::Nop(_) | Params::AttentionMerge(_) | Params::Sample(_) => 0,
+    }
 }
 
 fn header(
@@ -277,45 +295,79 @@ impl Room {
     }
 }
 
-/// Tasks, loads and queues of all workers.
-type Tables = (Vec<abi::Task>, Vec<abi::Load>, Vec<Queue>);
+/// Tasks, loads and queues of all workers, and of loads whose address a route decides what the route and the address of
+/// the load's record are set from.
+struct Tables {
+    tasks: Vec<abi::Task>,
+    loads: Vec<abi::Load>,
+    queues: Vec<Queue>,
+    selections: Vec<(usize, (Selection, abi::Routed))>,
+}
 
 fn tables(program: &Program, residents: &Residents) -> Tables {
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
-    let matrices = (0..program.matrices.len() as u32).map(MatrixId);
-    let stagings: Vec<Staging> =
-        matrices.map(|matrix| program.staging(matrix, residents.seqs)).collect();
+    let mut selections = Vec::new();
     for worker in &program.workers {
         let load0 = loads.len();
-        loads.extend(worker.stream().map(|load| wire_load(program, load, &stagings, residents)));
+        for task in &worker.tasks {
+            if let Some(load) = program.load(task) {
+                if let Some(selected) = selected(program, load, residents) {
+                    selections.push((loads.len(), selected));
+                }
+                loads.push(wire_load(program, task, load, residents));
+            }
+        }
         queues.push(Queue {
             task0: tasks.len() as u32,
             tasks: worker.tasks.len() as u32,
             load0: load0 as u32,
             loads: (loads.len() - load0) as u32,
         });
-        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, &stagings)));
+        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, residents.seqs)));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // sentinel: the prefetcher reads one task past the end
-    (tasks, loads, queues)
+    Tables { tasks, loads, queues, selections }
 }
 
-fn wire_load(
+/// Where a route's choice puts a load's units, without the route's address.
+fn selected(
     program: &Program,
     load: Load,
-    stagings: &[Staging],
     residents: &Residents,
-) -> abi::Load {
+) -> Option<(Selection, abi::Routed)> {
+    let Load::Weights { matrix, unit0, selection: Some(selection), .. } = load else { return None };
+    let index = matrix.index();
+    let matrix = &program.matrices[index];
+    let routed = abi::Routed {
+        experts: residents.matrices[index],
+        expert_units: (matrix.units() / u64::from(matrix.experts)) as u32,
+        segment: selection.segment,
+        unit0: unit0 as u32,
+        slots: selection.slots,
+        expert_len: matrix.experts,
+        ..abi::Routed::default()
+    };
+    Some((selection, routed))
+}
+
+fn wire_load(program: &Program, task: &Task, load: Load, residents: &Residents) -> abi::Load {
     match load {
-        Load::Weights { matrix, unit0, units } => {
-            let (index, staging) = (matrix.index(), stagings[matrix.index()]);
-            let unit_bytes = program.matrices[index].format.unit_bytes();
+        Load::Weights { matrix, unit0, units, selection } => {
+            let index = matrix.index();
+            let staging = product_staging(program, task, residents.seqs);
+            let matrix = &program.matrices[index];
+            let unit_bytes = matrix.format.unit_bytes();
+            // Of experts any may be chosen, so all have arrived before.
+            let (kind, end) = match selection {
+                None => (abi::LoadKind::Weights, unit0 as u32 + units),
+                Some(_) => (abi::LoadKind::Routed, matrix.units() as u32),
+            };
             abi::Load {
                 address: residents.matrices[index] + unit0 * u64::from(unit_bytes),
                 size: unit_bytes,
                 units,
-                kind: abi::LoadKind::Weights as u8,
-                watermark: residents.weight_stream_starts[index] + unit0 as u32 + units,
+                kind: kind as u8,
+                watermark: residents.weight_stream_starts[index] + end,
                 stage_units: staging.stage_units as u8,
                 period: staging.period as u16,
                 ..abi::Load::default()
@@ -336,6 +388,11 @@ fn wire_load(
     }
 }
 
+/// The layout of a product's tiles in the ring.
+fn product_staging(program: &Program, task: &Task, seqs: u32) -> Staging {
+    program.staging_of(task.params::<abi::MatvecParams>().units, seqs)
+}
+
 /// Address of page zero of a layer's keys and values.
 fn cache(program: &Program, buffer: BufferId, residents: &Residents) -> u64 {
     let BufferSource::KvCache { layer } = program.buffers[buffer.index()].source else {
@@ -344,20 +401,21 @@ fn cache(program: &Program, buffer: BufferId, residents: &Residents) -> u64 {
     residents.caches[layer as usize]
 }
 
-fn wire_task(program: &Program, task: &Task, stagings: &[Staging]) -> abi::Task {
+fn wire_task(program: &Program, task: &Task, seqs: u32) -> abi::Task {
     let mut wire = abi::Task {
         opcode: task.opcode as u16,
         layer: task.layer,
         wait_len: task.waits.len() as u8,
         signal: task.signal.map_or(NONE, |c| c.0),
-        reads: task.reads.map(|buffer| buffer.map_or(NONE, |buffer| buffer.0)),
+        reads: std::array::from_fn(|read| task.reads[read].map_or(NONE, |buffer| buffer.0)),
+        aside: task.reads[abi::READS_STAGED].map_or(NONE, |buffer| buffer.0),
         writes: task.writes.map(|buffer| buffer.map_or(NONE, |buffer| buffer.0)),
         params: task.params,
         ..abi::Task::default()
     };
     if task.opcode == abi::Opcode::Matvec {
         let matrix = task.params::<abi::MatvecParams>().matrix as usize;
-        let s = &stagings[matrix];
+        let s = product_staging(program, task, seqs);
         (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
         (wire.warp_units, wire.tile_parts) = (s.warp_units as u8, s.tile_parts as u16);
         wire.unpack = program.matrices[matrix].format.unpack() as u16;

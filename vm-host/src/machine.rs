@@ -391,7 +391,7 @@ fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
             graph.head_dim, graph.name
         )));
     }
-    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn)] {
+    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn_width())] {
         if !width.is_multiple_of(4) {
             return Err(HostError::Request(format!(
                 "{what} is {width} in {}: the kernel waits for activations four at a time, so it must be a multiple of 4",

@@ -18,9 +18,9 @@ use vm_host::{BootOptions, Idle, Resident};
 mod device;
 use device::device;
 
-/// Folders of the corpus. Those of codes, and those that multiply the residual stream without a norm (olmo), do not run in a kernel of several
-/// sequences.
-const GOLDEN: [&str; 26] = [
+/// Folders of the corpus. Those of codes, those that multiply the residual stream without a norm (olmo), and those with experts do not run in
+/// a kernel of several sequences.
+const GOLDEN: [&str; 31] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
@@ -37,17 +37,25 @@ const GOLDEN: [&str; 26] = [
     "families/gemma3-256-bf16",
     "families/gemma3-bf16",
     "families/glm4-bf16",
+    "families/gpt-oss-bf16",
     "families/granite-bf16",
     "families/llama-linear-f16",
     "families/llama-yarn-bf16",
     "families/ministral-bf16",
     "families/mistral-nemo-f16",
+    "families/mixtral-bf16",
     "families/olmo2-bf16",
     "families/olmo3-bf16",
+    "families/olmoe-bf16",
     "families/phi3-bf16",
     "families/phi4-longrope-bf16",
+    "families/qwen2-moe-bf16",
+    "families/qwen3-moe-bf16",
     "families/smollm3-bf16",
 ];
+
+/// Those with experts.
+const EXPERTS: [&str; 5] = ["gpt-oss", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"];
 
 /// Schedules that together cover every path of the kernel.
 const SCHEDULES: [(&str, &str); 10] = [
@@ -108,7 +116,9 @@ fn corpus() -> PathBuf {
 /// The models to test: all, or those that are requested.
 fn chosen() -> Vec<&'static str> {
     let batched = number("AMK_TEST_BATCH").is_some_and(|seqs| seqs > 1);
-    let alone = |name: &str| name.starts_with("quantised/") || name.contains("/olmo");
+    let experts = |name: &str| EXPERTS.iter().any(|expert| name.contains(expert));
+    let alone =
+        |name: &str| name.starts_with("quantised/") || name.contains("/olmo") || experts(name);
     let all = GOLDEN.into_iter().filter(|name| !(batched && alone(name)));
     let Ok(names) = std::env::var("AMK_TEST_MODELS") else { return all.collect() };
     let known = |name: &str| all.clone().find(|golden| golden.ends_with(&format!("/{name}")));
@@ -400,7 +410,7 @@ fn check_widths(model: &model::Model, what: &str, info: &vm_host::DeviceInfo) {
 fn every_op_is_covered() {
     let target = Target::by_name("h200").expect("a known target");
     let options = lower::Options { kv_capacity: 128 };
-    let mut norms = 0;
+    let (mut norms, mut routes) = (0, 0);
     for name in chosen() {
         let model = model::import(&corpus().join(name)).unwrap_or_else(|e| panic!("{e}"));
         let mut tasks: BTreeMap<&str, usize> = BTreeMap::new();
@@ -414,11 +424,14 @@ fn every_op_is_covered() {
         }
         eprintln!("{name:18} tasks by op over {} schedules: {tasks:?}", SCHEDULES.len());
         norms += tasks.get(Opcode::Norm.info().name).copied().unwrap_or(0);
-        // Lowering never emits a `nop`, which does nothing, and a `norm` only where a family has norms behind its products.
-        let expected = Opcode::ALL.iter().filter(|op| !matches!(op, Opcode::Nop | Opcode::Norm));
+        routes += tasks.get(Opcode::Route.info().name).copied().unwrap_or(0);
+        // Lowering never emits a `nop`, which does nothing, and others only where a family has norms behind its products, or experts.
+        let some = |op: &Opcode| matches!(op, Opcode::Nop | Opcode::Norm | Opcode::Route);
+        let expected = Opcode::ALL.iter().filter(|op| !some(op));
         let missing: Vec<&str> =
             expected.map(|op| op.info().name).filter(|op| !tasks.contains_key(op)).collect();
         assert!(missing.is_empty(), "{name}: no task of {missing:?}");
     }
-    assert!(norms > 0 || std::env::var_os("AMK_TEST_MODELS").is_some(), "no task of a norm");
+    let all = std::env::var_os("AMK_TEST_MODELS").is_none();
+    assert!(!all || (norms > 0 && routes > 0), "no task of a norm or of a route");
 }

@@ -44,6 +44,10 @@ pub fn accesses(program: &Program, task: &Task) -> Accesses {
             finder.write(0, start, len);
         }
         Params::Sample(p) => finder.read(0, 0, p.candidates.saturating_mul(2)),
+        Params::Route(p) => {
+            finder.read(0, p.first, p.experts);
+            finder.write(0, 0, p.slots.saturating_mul(2));
+        }
         Params::Norm(p) => {
             finder.read(0, 0, p.width);
             finder.read(3, p.offset, p.len);
@@ -92,6 +96,10 @@ impl Finder<'_> {
             self.partials(0, heads, heads, p.head_dim, p.splits);
         } else {
             self.read(0, 0, p.k_len);
+        }
+        if let Some(route) = self.task.reads[4].and_then(|id| self.program.buffers.get(id.index()))
+        {
+            self.read(4, 0, route.words);
         }
         let row0 = p.tile0.saturating_mul(abi::UNIT_ROWS);
         let row1 =

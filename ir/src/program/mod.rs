@@ -11,13 +11,17 @@ mod rules;
 pub mod smem;
 pub mod staging;
 mod stream;
+mod topology;
 mod verify;
 
 pub use access::{Accesses, Region, accesses};
-pub use packed::{PackedAttention, PackedLayer, PackedMatrix, PackedMlp, PackedModel};
+pub use packed::{
+    PackedAttention, PackedLayer, PackedMatrix, PackedMlp, PackedModel, PackedRouter,
+};
 pub use rules::order::Order;
 pub use rules::words::Unordered;
-pub use stream::Load;
+pub use stream::{Load, Selection};
+pub use topology::{DEVICES_MAX, Topology};
 pub use verify::{
     Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify,
 };
@@ -35,7 +39,7 @@ use crate::phase::PhaseClass;
 pub struct RowMap {
     /// The tensors, with the rows that each contributes. `None` stands for zeros (a missing bias).
     pub parts: Vec<(Option<TensorId>, u32)>,
-    /// False: the parts are concatenated. True: tiles of 8 rows of the parts alternate (gate and up).
+    /// False: the parts are concatenated. True: tiles of 8 rows of each two parts (gate and up) alternate.
     pub interleaved: bool,
 }
 
@@ -59,16 +63,22 @@ impl RowMap {
     /// The tensor and row of packed row `row`; `None` for padding or zeros.
     #[must_use]
     pub fn locate(&self, row: u32) -> Option<(TensorId, u32)> {
-        if self.interleaved {
-            let (tile, inner) = (row / abi::UNIT_ROWS, row % abi::UNIT_ROWS);
-            let parts = self.parts.len() as u32;
-            let (tensor, rows) = self.parts[(tile % parts) as usize];
-            let source = tile / parts * abi::UNIT_ROWS + inner;
-            return (source < rows)
-                .then_some(source)
-                .and_then(|source| tensor.map(|t| (t, source)));
-        }
         let mut row = row;
+        if self.interleaved {
+            for pair in self.parts.chunks(2) {
+                let of_pair = |rows: u32| rows.next_multiple_of(abi::UNIT_ROWS) * pair.len() as u32;
+                let all = pair.first().map_or(0, |&(_, rows)| of_pair(rows));
+                if row < all {
+                    let (tile, inner) = (row / abi::UNIT_ROWS, row % abi::UNIT_ROWS);
+                    let parts = pair.len() as u32;
+                    let (tensor, rows) = pair[(tile % parts) as usize];
+                    let source = tile / parts * abi::UNIT_ROWS + inner;
+                    return tensor.filter(|_| source < rows).map(|tensor| (tensor, source));
+                }
+                row -= all;
+            }
+            return None;
+        }
         for &(tensor, rows) in &self.parts {
             if row < rows {
                 return tensor.map(|t| (t, row));
@@ -91,6 +101,8 @@ pub struct Matrix {
     pub cols: u32,
     /// Element format.
     pub format: Format,
+    /// Experts, whose rows lie one after the other; 1 for any other matrix.
+    pub experts: u32,
 }
 
 impl Matrix {
@@ -104,6 +116,12 @@ impl Matrix {
     #[must_use]
     pub fn tiles(&self) -> u32 {
         self.rows().div_ceil(abi::UNIT_ROWS)
+    }
+
+    /// Rows of each expert.
+    #[must_use]
+    pub fn expert_rows(&self) -> u32 {
+        self.rows() / self.experts.max(1)
     }
 
     /// Units of one tile along a row, the last padded.
@@ -267,7 +285,7 @@ pub struct Dims {
     pub kv_heads: u32,
     /// Elements of a head.
     pub head_dim: u32,
-    /// Width of the MLP.
+    /// Width of the widest MLP; of experts all that a position has together.
     pub ffn: u32,
     /// Rows of the logits.
     pub vocab: u32,
@@ -284,7 +302,7 @@ impl From<&Graph> for Dims {
             heads: graph.heads,
             kv_heads: graph.kv_heads,
             head_dim: graph.head_dim,
-            ffn: graph.ffn,
+            ffn: graph.ffn_width(),
             vocab: graph.vocab,
             layers: graph.layers.len() as u32,
             dtype: graph.dtype,
@@ -309,6 +327,9 @@ impl From<&Graph> for GraphShape {
     }
 }
 
+/// The default topology in postcard: one device, no replicated buffer.
+const ONE_DEVICE: [u8; 2] = [1, 0];
+
 /// A lowered program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Program {
@@ -330,6 +351,8 @@ pub struct Program {
     pub arena_bytes: u64,
     /// Workers, each with its queue of tasks.
     pub workers: Vec<Worker>,
+    /// The devices that the workers are on.
+    pub topology: Topology,
 }
 
 impl Program {
@@ -355,7 +378,8 @@ impl Program {
     /// Weight bytes that one step streams.
     #[must_use]
     pub fn stream_bytes(&self) -> u64 {
-        self.workers.iter().flat_map(Worker::stream).map(|load| self.weight_bytes(load)).sum()
+        let loads = self.workers.iter().flat_map(|worker| self.stream(worker));
+        loads.map(|load| self.weight_bytes(load)).sum()
     }
 
     /// Key/value bytes that one step at `position` reads on the device.
@@ -367,10 +391,31 @@ impl Program {
         elements * (u64::from(position) + 1) * abi::KV_ELEMENT_BYTES
     }
 
+    /// The program in postcard. One of a single device ends with its workers, as before there were several.
+    pub(crate) fn to_bytes(&self) -> Result<Vec<u8>, postcard::Error> {
+        let mut bytes = postcard::to_stdvec(self)?;
+        if self.topology == Topology::default() {
+            bytes.truncate(bytes.len() - ONE_DEVICE.len());
+        }
+        Ok(bytes)
+    }
+
+    /// The program that [`to_bytes`](Self::to_bytes) wrote.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self, postcard::Error> {
+        let whole = [bytes, &ONE_DEVICE].concat();
+        match postcard::take_from_bytes::<Self>(&whole)? {
+            (program, []) => Ok(program),
+            (program, rest) if rest == ONE_DEVICE && program.topology != Topology::default() => {
+                Ok(program)
+            }
+            (_, [..]) => Err(postcard::Error::DeserializeBadEncoding),
+        }
+    }
+
     /// The stable id of the program: equal programs have equal ids on every machine.
     #[must_use]
     pub fn id(&self) -> String {
-        let bytes = postcard::to_stdvec(self).unwrap_or_default();
+        let bytes = self.to_bytes().unwrap_or_default();
         let mut hasher = blake3::Hasher::new();
         hasher.update(&abi::program_hash().to_le_bytes());
         hasher.update(&bytes);

@@ -1,6 +1,6 @@
 //! The packed matrices of a model and their tensors. They depend on the graph alone, never on a schedule.
 
-use crate::block::{Attention, Gated, Layer};
+use crate::block::{Attention, Experts, FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::graph::{Graph, Linear};
 use crate::id::{MatrixId, TensorId};
@@ -9,7 +9,8 @@ use crate::program::{Matrix, RowMap};
 /// Every matrix of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedModel {
-    /// Matrices in program order: `embed`, per layer `qkv`, `o`, `gate_up`, `down`, then `lm_head` when untied.
+    /// Matrices in program order: `embed`, per layer `qkv`, `o`, perhaps `router`, `shared_up` and `shared_down`, then `gate_up` and
+    /// `down`; last `lm_head` when untied.
     pub matrices: Vec<Matrix>,
     /// The embedding.
     pub embed: PackedMatrix,
@@ -24,8 +25,19 @@ pub struct PackedModel {
 pub struct PackedLayer {
     /// Attention.
     pub attention: PackedAttention,
-    /// The MLP; `None` if a router chooses among experts, which have no packed form yet.
-    pub mlp: Option<PackedMlp>,
+    /// The MLP, or the experts.
+    pub mlp: PackedMlp,
+    /// What chooses among the experts, if there are any.
+    pub router: Option<PackedRouter>,
+}
+
+/// The matrices of experts besides those of [`PackedMlp`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedRouter {
+    /// The logits of the experts, and behind them that of the shared expert's gate.
+    pub router: PackedMatrix,
+    /// The expert that every position has.
+    pub shared: Option<PackedMlp>,
 }
 
 /// The matrices of an attention block.
@@ -37,7 +49,7 @@ pub struct PackedAttention {
     pub o: PackedMatrix,
 }
 
-/// The matrices of an MLP block.
+/// The matrices of an MLP block. Those of experts lie one after the other in each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedMlp {
     /// Gate and up, tiles of 8 rows alternating.
@@ -83,19 +95,64 @@ struct List<'a> {
 impl List<'_> {
     fn layer(&mut self, n: usize, layer: &Layer) -> PackedLayer {
         let graph = self.graph;
-        let (hidden, q, kv, ffn) = (graph.hidden, graph.q_width(), graph.kv_width(), graph.ffn);
+        let (hidden, q, kv) = (graph.hidden, graph.q_width(), graph.kv_width());
         let name = |part: &str| format!("layers.{n}.{part}");
         let Attention { q: query, k, v, o, .. } = layer.attention.body;
         let qkv = [(query, q), (k, kv), (v, kv)];
-        PackedLayer {
-            attention: PackedAttention {
-                qkv: self.add(name("qkv"), &qkv, false, hidden),
-                o: self.add(name("o"), &[(o, hidden)], false, q),
-            },
-            mlp: layer.gated().map(|&Gated { gate, up, down }| PackedMlp {
-                gate_up: self.add(name("gate_up"), &[(gate, ffn), (up, ffn)], true, hidden),
-                down: self.add(name("down"), &[(down, hidden)], false, ffn),
-            }),
+        let attention = PackedAttention {
+            qkv: self.add(name("qkv"), &qkv, false, hidden),
+            o: self.add(name("o"), &[(o, hidden)], false, q),
+        };
+        let names = [name("gate_up"), name("down")];
+        match &layer.mlp.body {
+            FeedForward::Gated(gated) => {
+                PackedLayer { attention, mlp: self.mlp(names, gated, graph.ffn), router: None }
+            }
+            FeedForward::Experts(experts) => {
+                let router = self.router(n, experts);
+                PackedLayer { attention, mlp: self.experts(names, experts), router: Some(router) }
+            }
+        }
+    }
+
+    fn mlp(&mut self, names: [String; 2], mlp: &Gated, ffn: u32) -> PackedMlp {
+        let ([gate_up, down], hidden) = (names, self.graph.hidden);
+        PackedMlp {
+            gate_up: self.add(gate_up, &[(mlp.gate, ffn), (mlp.up, ffn)], true, hidden),
+            down: self.add(down, &[(mlp.down, hidden)], false, ffn),
+        }
+    }
+
+    fn router(&mut self, n: usize, experts: &Experts) -> PackedRouter {
+        let (hidden, count) = (self.graph.hidden, experts.experts.len() as u32);
+        let gate = experts.shared.as_ref().map(|shared| (shared.gate, 1));
+        let logits: Vec<_> = [(experts.router, count)].into_iter().chain(gate).collect();
+        let name = |part: &str| format!("layers.{n}.{part}");
+        let router = self.add(name("router"), &logits, false, hidden);
+        let names = [name("shared_up"), name("shared_down")];
+        let shared = experts.shared.as_ref();
+        PackedRouter {
+            router,
+            shared: shared.map(|shared| self.mlp(names, &shared.mlp, shared.ffn)),
+        }
+    }
+
+    /// The experts one after the other, each with rows of zeros up to whole units of the hidden layer.
+    fn experts(&mut self, [gate_up, down]: [String; 2], experts: &Experts) -> PackedMlp {
+        let (hidden, ffn) = (self.graph.hidden, experts.ffn);
+        let padding = self.graph.expert_width(experts) - ffn.next_multiple_of(abi::UNIT_ROWS);
+        let (mut pairs, mut downs) = (Vec::new(), Vec::new());
+        for Gated { gate, up, down } in &experts.experts {
+            pairs.extend([(Some(*gate), ffn), (Some(*up), ffn)]);
+            if padding > 0 {
+                pairs.extend([(None, padding); 2]);
+            }
+            downs.push((Some(*down), hidden));
+        }
+        let count = experts.experts.len() as u32;
+        PackedMlp {
+            gate_up: self.add_experts(gate_up, &pairs, true, hidden, count),
+            down: self.add_experts(down, &downs, false, ffn, count),
         }
     }
 
@@ -106,22 +163,60 @@ impl List<'_> {
         interleaved: bool,
         cols: u32,
     ) -> PackedMatrix {
+        let parts: Vec<_> = parts.iter().map(|&(linear, rows)| (Some(linear), rows)).collect();
+        self.add_experts(name, &parts, interleaved, cols, 1)
+    }
+
+    /// Adds a matrix; parts without a linear map are zeros.
+    fn add_experts(
+        &mut self,
+        name: String,
+        parts: &[(Option<Linear>, u32)],
+        interleaved: bool,
+        cols: u32,
+        experts: u32,
+    ) -> PackedMatrix {
         let of = |tensor: fn(&Linear) -> Option<TensorId>| -> Vec<_> {
-            parts.iter().map(|(linear, rows)| (tensor(linear), *rows)).collect()
+            parts.iter().map(|(linear, rows)| (linear.as_ref().and_then(tensor), *rows)).collect()
         };
-        let stored = self.graph.tensor(parts[0].0.weight).dtype;
+        let first = parts.iter().find_map(|(linear, _)| *linear);
+        let stored = first.map_or(self.graph.dtype, |first| self.graph.tensor(first.weight).dtype);
         let format = Format::of(stored, self.graph.dtype);
         let id = MatrixId(self.matrices.len() as u32);
         let map = RowMap { parts: of(|linear| Some(linear.weight)), interleaved };
-        self.matrices.push(Matrix { name, map, cols, format });
+        self.matrices.push(Matrix { name, map, cols, format, experts });
         let mut constants = Vec::new();
         if format.is_scaled() {
             constants.extend(of(|linear| linear.scale));
         }
-        if parts.iter().any(|(linear, _)| linear.bias.is_some()) {
+        if parts.iter().any(|(linear, _)| linear.is_some_and(|linear| linear.bias.is_some())) {
             constants.extend(of(|linear| linear.bias));
         }
         let constants = (!constants.is_empty()).then_some(RowMap { parts: constants, interleaved });
         PackedMatrix { id, constants }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_lie_one_after_the_other_each_filled_up_with_zeros() {
+        let tensor = |id| Some(TensorId(id));
+        let mut parts = Vec::new();
+        for expert in 0..2 {
+            parts.extend([(tensor(2 * expert), 12), (tensor(2 * expert + 1), 12)]);
+            parts.extend([(None, 16); 2]);
+        }
+        let map = RowMap { parts, interleaved: true };
+        assert_eq!(map.rows(), 2 * 2 * (16 + 16));
+        let at = |row| map.locate(row).map(|(tensor, row)| (tensor.0, row));
+        // A tile of gate, one of up, the second of gate with four rows, the second of up.
+        assert_eq!([at(0), at(7), at(8), at(16)], [(0, 0), (0, 7), (1, 0), (0, 8)].map(Some));
+        assert_eq!([at(19), at(20), at(27), at(28)], [Some((0, 11)), None, Some((1, 11)), None]);
+        assert_eq!([at(32), at(63)], [None, None], "zeros behind the first expert");
+        assert_eq!([at(64), at(72), at(91)], [(2, 0), (3, 0), (3, 11)].map(Some));
+        assert_eq!([at(92), at(127), at(128)], [None, None, None]);
     }
 }

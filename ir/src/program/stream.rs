@@ -3,7 +3,7 @@
 //! The stream is derived from the tasks, so it cannot disagree with them. The cost model times it, the host resolves
 //! its addresses, and the device copies it into the ring.
 
-use abi::{AttentionParams, Params};
+use abi::{AttentionParams, Epilogue, MatvecParams, Params};
 
 use super::staging::Staging;
 use super::{Program, Task, Worker};
@@ -20,6 +20,8 @@ pub enum Load {
         unit0: u64,
         /// Units.
         units: u32,
+        /// Where they lie if a route decides: `unit0` is then counted among those of all slots.
+        selection: Option<Selection>,
     },
     /// The keys and values of a head that one split attends to. Their number depends on the position.
     Cache {
@@ -38,34 +40,68 @@ pub enum Load {
     },
 }
 
-impl Task {
-    /// What the task takes from its worker's ring, if anything.
+/// Where a load's units are among experts. Unit `u`, counted among those of all slots, is of slot `u / segment % slots`,
+/// and unit `u / (segment * slots) * segment + u % segment` of the expert that the route has there. A route changes
+/// addresses only: how many units a load has, and of which stages, is the same for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Selection {
+    /// The route.
+    pub route: BufferId,
+    /// Units that lie one after the other before the next slot's.
+    pub segment: u32,
+    /// Slots of the route.
+    pub slots: u32,
+}
+
+impl Program {
+    /// What a task takes from its worker's ring, if anything.
     #[must_use]
-    pub fn load(&self) -> Option<Load> {
-        match self.op() {
+    pub fn load(&self, task: &Task) -> Option<Load> {
+        match task.op() {
             Params::Matvec(p) => Some(Load::Weights {
                 matrix: MatrixId(p.matrix),
                 unit0: u64::from(p.tile0) * u64::from(p.units),
                 units: p.tiles.saturating_mul(p.units),
+                selection: self.selection(task, p),
             }),
             Params::Attention(p) => {
                 let &AttentionParams { kv_head, kv_block, window, split, splits, .. } = p;
-                let buffer = self.writes[1]?;
+                let buffer = task.writes[1]?;
                 Some(Load::Cache { buffer, kv_head, kv_block, window, split, splits })
             }
             Params::Nop(_)
             | Params::Embed(_)
             | Params::AttentionMerge(_)
             | Params::Sample(_)
-            | Params::Norm(_) => None,
+            | Params::Norm(_)
+            | Params::Route(_) => None,
         }
     }
-}
 
-impl Worker {
-    /// The loads of all tasks, in the order in which they are consumed.
-    pub fn stream(&self) -> impl Iterator<Item = Load> + '_ {
-        self.tasks.iter().filter_map(Task::load)
+    /// How a route decides where a product's units lie, if it does: there is no choice of one expert.
+    fn selection(&self, task: &Task, p: &MatvecParams) -> Option<Selection> {
+        let matrix = self.matrices.get(p.matrix as usize).filter(|matrix| matrix.experts > 1)?;
+        let route = task.reads[4]?;
+        let slots = self.buffers.get(route.index())?.words / 2;
+        let segment = match p.epilogue == Epilogue::SiluMul as u32 {
+            true => p.units.saturating_mul(matrix.expert_rows() / abi::UNIT_ROWS),
+            false => matrix.units_per_tile(),
+        };
+        Some(Selection { route, segment, slots })
+    }
+
+    /// The loads of a worker's tasks, in the order in which they are consumed.
+    pub fn stream<'p>(&'p self, worker: &'p Worker) -> impl Iterator<Item = Load> + 'p {
+        worker.tasks.iter().filter_map(|task| self.load(task))
+    }
+
+    /// The layout of tiles of this many units in the stages of the ring, in a kernel with this many sequences.
+    #[must_use]
+    pub fn staging_of(&self, tile_units: u32, sequences: u32) -> Staging {
+        match sequences {
+            1 => Staging::new(tile_units, self.pipeline.stage_units),
+            _ => Staging::seqs(tile_units, self.pipeline.stage_units),
+        }
     }
 }
 
@@ -91,22 +127,23 @@ impl Program {
     /// The layout of a matrix's tiles in the stages of the ring, in a kernel with this many sequences.
     #[must_use]
     pub fn staging(&self, matrix: MatrixId, sequences: u32) -> Staging {
-        let tile_units = self.matrices[matrix.index()].units_per_tile();
-        match sequences {
-            1 => Staging::new(tile_units, self.pipeline.stage_units),
-            _ => Staging::seqs(tile_units, self.pipeline.stage_units),
-        }
+        self.staging_of(self.matrices[matrix.index()].units_per_tile(), sequences)
     }
 }
 
 /// The reason why the device cannot count the stages of a matrix in a kernel with this many sequences, if it cannot.
 pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -> Option<String> {
-    let Staging { period, stage_units, .. } = program.staging(matrix, sequences);
+    uncountable_tiles(program, program.matrices[matrix.index()].units_per_tile(), sequences)
+}
+
+/// The same for tiles of this many units.
+pub(super) fn uncountable_tiles(program: &Program, tile: u32, sequences: u32) -> Option<String> {
+    let Staging { period, stage_units, .. } = program.staging_of(tile, sequences);
     let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);
     (!fits).then(|| {
         format!(
             "tiles of {} units in stages of {}: tiles of at most {} units and stages of {} are possible; change pipeline.stage_bytes",
-            program.matrices[matrix.index()].units_per_tile(),
+            tile,
             stage_units,
             u16::MAX,
             u8::MAX
@@ -148,7 +185,8 @@ mod tests {
             split: 2,
             splits: 3,
         };
-        let weights = Load::Weights { matrix: MatrixId(2), unit0: 15, units: 20 };
-        assert_eq!(worker.stream().collect::<Vec<_>>(), [cache, weights]);
+        let weights = Load::Weights { matrix: MatrixId(2), unit0: 15, units: 20, selection: None };
+        let program = Program::default();
+        assert_eq!(program.stream(&worker).collect::<Vec<_>>(), [cache, weights]);
     }
 }

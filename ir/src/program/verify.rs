@@ -4,12 +4,16 @@
 //! that it finds:
 //!
 //! 1. *limits and shapes*: sizes, ids, kinds of buffers, parameters, matrices, dimensions (`P-*`);
-//! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), every word written once (`R-WRITER`, `T-COVER`);
+//! 2. *program*: counters (`C-*`), attention splits and caches (`K-*`), routes (`L-ROUTE`), every word written once
+//!    (`R-WRITER`, `T-COVER`), heads and other words on the device that reads them (`D-*`);
 //! 3. *order*: no cycle, and one `sample` at the end (`O-*`);
 //! 4. *data*: every read is ordered after its write (`R-HAPPENS`).
 //!
 //! **What is not checked**: that the program computes the model. Two layers' weights may be swapped and an epsilon may
 //! be wrong; the comparison with the graph's evaluator finds that.
+//!
+//! A program of several devices is checked as a whole, at the cost of its devices one by one: clocks never cross a
+//! device, since what a device reads of another one is flag-in-data words, and cycles are searched for over all of them.
 //!
 //! The order in stage 3 is that of the memory model: queues and counters establish it, flag-in-data hand-offs do not;
 //! see [`Order`](super::Order).
@@ -97,8 +101,10 @@ pub fn unordered(program: &Program) -> Result<Vec<Unordered>, Violations> {
 
 /// The stages that check each part by itself.
 fn parts(program: &Program) -> Result<(), Violations> {
+    stage(|found| rules::device::limits(program, found))?;
     stage(|found| rules::limit::check(program, found))?;
     stage(|found| {
+        rules::device::replicas(program, found);
         rules::matrix::check(program, found);
         rules::buffer::check(program, found);
         if found.is_empty() {
@@ -108,6 +114,8 @@ fn parts(program: &Program) -> Result<(), Violations> {
     stage(|found| {
         rules::counter::check(program, found);
         rules::attention::check(program, found);
+        rules::route::check(program, found);
+        rules::device::heads(program, found);
         rules::words::check(program, found);
     })
 }

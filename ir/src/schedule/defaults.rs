@@ -1,6 +1,6 @@
 //! The schedules that need no search: the rule-based default, and the neutral one that studies start from.
 
-use super::validate::{check, largest_stages};
+use super::validate::{check, largest_stages, remote_handoffs};
 use super::value::{EmbedGrouping, Evict, Handoff, KnobType as _, MergeGrouping, SmAssignment};
 use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
@@ -62,7 +62,13 @@ pub fn default_config_at(graph: &Graph, target: &Target, context: u32) -> Schedu
 /// searches that measure their gain from a schedule without choices; it is not fast.
 #[must_use]
 pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
-    let neutral = ScheduleConfig::default();
+    let mut neutral = ScheduleConfig::default();
+    if target.devices > 1 {
+        for knob in remote_handoffs(&neutral, graph) {
+            // Every hand-off knob has this value.
+            let _ = neutral.set(knob, Handoff::FlagInData.to_value());
+        }
+    }
     if check(&neutral, graph, target).is_empty() {
         return neutral;
     }

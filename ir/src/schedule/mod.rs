@@ -9,6 +9,7 @@
 
 mod defaults;
 mod knobs;
+mod numeric;
 mod parse;
 mod renamed;
 mod space;
@@ -24,12 +25,13 @@ pub use knobs::{
     ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig,
     Knob, LmHeadTiling, OProjTiling, Pipeline, QkvTiling, ScheduleConfig, Tiling,
 };
+pub use numeric::numeric_id;
 pub use parse::{parse_config, read_config, read_config_over, unique_json};
 pub use renamed::{
     RENAMED_KNOBS, RENAMED_VALUES, earlier_schedule_id, renamed_knob, renamed_value,
 };
 pub use space::{json_schema, knob_table_markdown, legal_values, search_space};
-pub use validate::{activation_bytes, largest_stages, validate};
+pub use validate::{activation_bytes, largest_stages, remote_handoffs, validate};
 pub use value::{Domain, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value};
 
 /// A value that passed its check. Only this module's [`validate`] makes one.

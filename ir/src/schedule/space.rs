@@ -5,15 +5,15 @@ use std::fmt::Write as _;
 use serde_json::{Map, Value as Json, json};
 
 use super::defaults::default_config;
-use super::validate::check;
-use super::value::{Domain, Value};
+use super::validate::{check, remote_handoffs};
+use super::value::{Domain, Handoff, KnobType as _, Value};
 use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
 use crate::target::Target;
 
 /// A config with this value, and the least demanding value of every other knob. If it is illegal, the value is illegal
 /// by itself.
-fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
+fn undemanding(knob: Knob, value: Value, graph: &Graph, target: &Target) -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
     config.pipeline.stage_bytes = 8192;
     config.pipeline.stages = 2;
@@ -28,6 +28,11 @@ fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
         config.pipeline.in_flight_bytes = config.pipeline.in_flight_before_wait_bytes;
     }
     config.pipeline.stages = config.pipeline.stages.max(config.pipeline.in_flight_bytes / stage);
+    for remote in remote_handoffs(&config, graph) {
+        if target.devices > 1 && knob != remote {
+            let _ = config.set(remote, Handoff::FlagInData.to_value());
+        }
+    }
     config
 }
 
@@ -35,7 +40,8 @@ fn undemanding(knob: Knob, value: Value) -> ScheduleConfig {
 /// knobs.
 #[must_use]
 pub fn legal_values(knob: Knob, graph: &Graph, target: &Target) -> Vec<Value> {
-    let legal = |value: &Value| check(&undemanding(knob, *value), graph, target).is_empty();
+    let legal =
+        |value: &Value| check(&undemanding(knob, *value, graph, target), graph, target).is_empty();
     knob.values().into_iter().filter(legal).collect()
 }
 

@@ -2,22 +2,27 @@
 //!
 //! **Checked:** every knob is in the table's domain; the graph and target are within the opcode table's limits; the
 //! rules between knobs (`S-RING`, `S-IN-FLIGHT`, `S-BEFORE-WAIT`, `S-THREADS`,
-//! `S-SPLIT`, `S-EMBED`). A rule between knobs is
+//! `S-SPLIT`, `S-EMBED`, `S-REMOTE`). A rule between knobs is
 //! skipped if one of its knobs is outside its domain. **Not checked:** limits of the lowered program (`lower`), and
 //! that the kernel compiles (the build).
 //!
 //! **Rounding.** There is none. Bytes in flight must be whole stages, and the given value is the one that runs.
 
-use super::value::{Domain, EmbedGrouping, Value};
+use abi::Activation;
+
+use super::value::{Domain, EmbedGrouping, Handoff, KnobType as _, MergeGrouping, Value};
 use super::{Knob, ScheduleConfig, Valid};
-use crate::block::Layer;
-use crate::graph::Graph;
-use crate::program::{Dims, attended, smem};
+use crate::block::{FeedForward, Gated};
+use crate::graph::{Graph, Linear};
+use crate::program::{DEVICES_MAX, Dims, attended, smem};
 use crate::target::Target;
 use crate::violation::{At, Rule, Violation, Violations};
 
 /// Widest vector for which sizes are computed without overflow.
 const WIDTH_MAX: u32 = 1 << 20;
+
+/// The factor in the sigmoid of `clamped_silu`.
+const CLAMPED_ALPHA: f32 = 1.702;
 
 const _: () = assert!(abi::STAGES_MAX >= 25, "the table's stages fit the ABI");
 
@@ -43,6 +48,7 @@ pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> 
         ring(config, graph, target, &mut found);
         splits(config, graph, &mut found);
         embedding(config, graph, &mut found);
+        remote(config, graph, target, &mut found);
     }
     in_flight(config, &mut found);
     threads(target, &mut found);
@@ -101,7 +107,9 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
             refuse(what, width, "at least 1".to_string());
         }
     }
-    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn), ("heads", graph.heads)] {
+    for (what, width) in
+        [("hidden", graph.hidden), ("ffn", graph.ffn_width()), ("heads", graph.heads)]
+    {
         if width > WIDTH_MAX {
             refuse(what, width, format!("at most {WIDTH_MAX}"));
         }
@@ -109,10 +117,10 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
     if graph.layers.is_empty() || graph.layers.len() >= usize::from(u16::MAX) {
         refuse("number of layers", graph.layers.len() as u32, format!("1 to {}", u16::MAX - 1));
     }
-    for (what, count) in without_ops(graph) {
-        let legal = "0, until an op does it; `--device eval` runs it".to_owned();
-        refuse(what, count, legal);
+    if graph.activation == Activation::ClampedSilu {
+        refuse("activation", graph.activation as u32, "that of experts only".into());
     }
+    expert_limits(graph, &mut refuse);
     if graph.head_dim == 0
         || graph.head_dim > abi::HEAD_DIM_MAX
         || !graph.head_dim.is_multiple_of(2)
@@ -133,17 +141,34 @@ fn graph_limits(graph: &Graph, found: &mut Violations) {
     }
 }
 
-/// Blocks that no op computes: what they are, and the number of layers that have them.
-fn without_ops(graph: &Graph) -> impl Iterator<Item = (&'static str, u32)> {
-    let count = |has: fn(&Layer) -> bool| graph.layers.iter().filter(|layer| has(layer)).count();
-    let counts = [
-        ("number of layers with experts", count(|layer| layer.gated().is_none())),
-        (
-            "number of layers with attention sinks",
-            count(|layer| layer.attention.body.sinks.is_some()),
-        ),
-    ];
-    counts.into_iter().map(|(what, count)| (what, count as u32)).filter(|(_, count)| *count > 0)
+/// The experts that no op computes: of widths or a number that the ops cannot take.
+fn expert_limits(graph: &Graph, refuse: &mut impl FnMut(&str, u32, String)) {
+    let experts = graph.layers.iter().filter_map(|layer| match &layer.mlp.body {
+        FeedForward::Experts(experts) => Some(&**experts),
+        FeedForward::Gated(_) => None,
+    });
+    for experts in experts {
+        let count = experts.experts.len() as u32;
+        if count == 0 || count > abi::EXPERTS_MAX {
+            refuse("number of experts", count, format!("1 to {}", abi::EXPERTS_MAX));
+        }
+        let most = count.min(abi::SLOTS_MAX);
+        if !(1..=most).contains(&experts.top_k) {
+            refuse("number of chosen experts", experts.top_k, format!("1 to {most}"));
+        }
+        if !graph.hidden.is_multiple_of(abi::UNIT_ROWS) {
+            let legal = format!("a multiple of {} with experts", abi::UNIT_ROWS);
+            refuse("hidden", graph.hidden, legal);
+        }
+        if experts.clamped.is_some_and(|clamped| clamped.alpha != CLAMPED_ALPHA) {
+            refuse("alpha of clamped experts", 0, format!("{CLAMPED_ALPHA}"));
+        }
+        let codes = |linear: &Linear| graph.tensor(linear.weight).dtype.is_scaled();
+        let of = |Gated { gate, up, down }: &Gated| [gate, up, down].into_iter().any(codes);
+        if experts.experts.iter().any(of) {
+            refuse("format of experts", 0, "without scales: import them dequantised".into());
+        }
+    }
 }
 
 fn target_limits(target: &Target, found: &mut Violations) {
@@ -151,6 +176,11 @@ fn target_limits(target: &Target, found: &mut Violations) {
         let detail = format!("{} has {} multiprocessors, one worker each", target.name, target.sms);
         let legal = format!("1 to {}", abi::WORKERS_MAX);
         found.add(Violation::new(Rule::STarget, At::Target, detail).value(target.sms).legal(legal));
+    }
+    if !(1..=DEVICES_MAX).contains(&target.devices) {
+        let detail = format!("{} is {} GPUs", target.name, target.devices);
+        let violation = Violation::new(Rule::STarget, At::Target, detail).value(target.devices);
+        found.add(violation.legal(format!("1 to {DEVICES_MAX}")));
     }
 }
 
@@ -251,6 +281,52 @@ fn embedding(config: &ScheduleConfig, graph: &Graph, found: &mut Violations) {
             .legal("separate")
             .suggest(format!("{knob} = separate")),
     );
+}
+
+/// The hand-offs whose words all GPUs read, if there are several: everything but the embedding, what attention reads of
+/// its own heads, and partials that the GPU which has the heads merges.
+#[must_use]
+pub fn remote_handoffs(config: &ScheduleConfig, graph: &Graph) -> Vec<Knob> {
+    let attended = match config.fusion_grouping.merge {
+        MergeGrouping::OProj => Knob::SyncAttention,
+        MergeGrouping::Separate => Knob::SyncMerge,
+    };
+    let mut knobs = vec![attended, Knob::SyncOProj, Knob::SyncGateUp, Knob::SyncDown];
+    if graph.layers.iter().any(|layer| graph.norms_all_heads(layer)) {
+        knobs.insert(0, Knob::SyncQkv);
+    }
+    knobs
+}
+
+/// Another GPU's counter cannot be waited for, and each GPU needs a candidate.
+fn remote(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut Violations) {
+    if target.devices == 1 {
+        return;
+    }
+    for knob in remote_handoffs(config, graph) {
+        if config.get(knob) == Handoff::FlagInData.to_value() {
+            continue;
+        }
+        let detail = format!("{} GPUs read what it hands over", target.devices);
+        found.add(
+            Violation::new(Rule::SRemote, at(knob), detail)
+                .value(config.get(knob).to_json())
+                .legal("flag_in_data")
+                .suggest(format!("{knob} = flag_in_data")),
+        );
+    }
+    let routed = |layer: &crate::block::Layer| matches!(layer.mlp.body, FeedForward::Experts(_));
+    if graph.layers.iter().any(routed) {
+        let detail = "a route is read on the GPU that wrote it".to_owned();
+        let violation = Violation::new(Rule::SRemote, At::Graph, detail).value(target.devices);
+        found.add(violation.legal("1 GPU for a model with experts"));
+    }
+    let tiles = graph.vocab.div_ceil(abi::UNIT_ROWS);
+    if tiles < target.devices {
+        let detail =
+            format!("{} rows of logits are {tiles} tiles for {} GPUs", graph.vocab, target.devices);
+        found.add(Violation::new(Rule::SRemote, At::Graph, detail).legal(format!("1 to {tiles}")));
+    }
 }
 
 /// Most keys that any layer attends to, at the last position.

@@ -22,6 +22,9 @@
 //!   matvec layer=0 matrix=m0 tiles=2 units=2 k_len=32 rows=48 reads b0 -> b1 waits c0>=4 signal c0
 //! ```
 //!
+//! A program of several devices has the line `devices 2 replicated b1` before its matrices: the number of devices, and
+//! the buffers whose stores go to all of them.
+//!
 //! A task's parameters have the names of the ABI's table. `reads` and `->` list buffers by place: `_` is none. A row
 //! map is `rows` or `interleaved`, then `%tensor:rows` or `zero:rows` for each part.
 

@@ -2,13 +2,13 @@
 
 use std::str::FromStr;
 
-use abi::{Activation, BufferKind, Epilogue, Opcode, Prologue, StructLayout, WireType};
+use abi::{Activation, BufferKind, Epilogue, Opcode, Prologue, Scoring, StructLayout, WireType};
 
 use crate::format::Format;
 use crate::graph::DType;
 use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 
 use super::lex::{Word, words};
@@ -212,6 +212,7 @@ impl Parser {
         match cursor.first.text.clone().as_str() {
             "matrix" => self.matrix(cursor)?,
             "buffer" => self.buffer(cursor)?,
+            "devices" => self.program.topology = topology(cursor)?,
             "worker" => {
                 cursor.declared('w', self.program.workers.len())?;
                 self.program.workers.push(Worker::default());
@@ -249,6 +250,8 @@ impl Parser {
         let name = cursor.string("the matrix's name")?;
         let cols = cursor.named_number("cols")?;
         let format = cursor.named_format()?;
+        let routed = cursor.words.first().is_some_and(|word| word.text.starts_with("experts="));
+        let experts = if routed { cursor.named_number("experts")? } else { 1 };
         let interleaved = cursor.take("interleaved");
         if !interleaved && !cursor.take("rows") {
             return cursor.error(
@@ -257,7 +260,7 @@ impl Parser {
             );
         }
         let map = cursor.map(interleaved)?;
-        self.program.matrices.push(Matrix { name, map, cols, format });
+        self.program.matrices.push(Matrix { name, map, cols, format, experts });
         Ok(())
     }
 
@@ -348,6 +351,7 @@ impl Parser {
         let named = match name {
             "prologue" => Prologue::from_name(value).map(|v| v as u32),
             "epilogue" => Epilogue::from_name(value).map(|v| v as u32),
+            "scoring" => Scoring::from_name(value).map(|v| v as u32),
             "activation" => Activation::from_name(value).map(|v| v as u32),
             "matrix" => Some(cursor.id(word, value, 'm')?),
             _ => None,
@@ -380,6 +384,19 @@ fn dims(cursor: &mut Cursor<'_>) -> Result<Dims, ParseError> {
         layers: cursor.named_number("layers")?,
         dtype: cursor.named_dtype()?,
     })
+}
+
+fn topology(cursor: &mut Cursor<'_>) -> Result<Topology, ParseError> {
+    let mut topology = Topology { devices: cursor.number("devices")?, replicated: Vec::new() };
+    if !cursor.take("replicated") {
+        let column = cursor.words.first().map_or(cursor.end, |word| word.column);
+        return cursor.error(column, "expected `replicated`");
+    }
+    while !cursor.words.is_empty() {
+        let word = cursor.next("a buffer")?;
+        topology.replicated.push(BufferId(cursor.id(word, &word.text, 'b')?));
+    }
+    Ok(topology)
 }
 
 fn pipeline(cursor: &mut Cursor<'_>) -> Result<Pipeline, ParseError> {

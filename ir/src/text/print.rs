@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-use abi::{Activation, Epilogue, Field, Prologue, StructLayout, WireType};
+use abi::{Activation, Epilogue, Field, Prologue, Scoring, StructLayout, WireType};
 
 use crate::id::BufferId;
-use crate::program::{Buffer, BufferSource, Matrix, Program, RowMap, Task};
+use crate::program::{Buffer, BufferSource, Matrix, Program, RowMap, Task, Topology};
 
 use super::{FORMAT_VERSION, param_fields};
 
@@ -69,6 +69,11 @@ fn header(out: &mut String, program: &Program) {
     );
     let _ = writeln!(out, "counters {}", program.counters);
     let _ = writeln!(out, "arena {}", program.arena_bytes);
+    let Topology { devices, replicated } = &program.topology;
+    if program.topology != Topology::default() {
+        let buffers: String = replicated.iter().map(|buffer| format!(" {buffer}")).collect();
+        let _ = writeln!(out, "devices {devices} replicated{buffers}");
+    }
 }
 
 fn print_map(out: &mut String, map: &RowMap) {
@@ -89,6 +94,9 @@ fn print_matrix(out: &mut String, index: usize, matrix: &Matrix) {
         matrix.cols,
         matrix.format.name()
     );
+    if matrix.experts != 1 {
+        let _ = write!(out, " experts={}", matrix.experts);
+    }
     print_map(out, &matrix.map);
     out.push('\n');
 }
@@ -156,6 +164,7 @@ fn print_param(out: &mut String, field: &Field, params: &[u32; 16]) {
     let name = match field.name {
         "prologue" => Prologue::new(word).map(|v| v.name().to_owned()),
         "epilogue" => Epilogue::new(word).map(|v| v.name().to_owned()),
+        "scoring" => Scoring::new(word).map(|v| v.name().to_owned()),
         "activation" => Activation::new(word).map(|v| v.name().to_owned()),
         "matrix" => Some(format!("m{word}")),
         _ => None,

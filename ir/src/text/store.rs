@@ -51,7 +51,8 @@ pub enum LoadError {
 /// Serializes the program. [`load`] gives the same program back.
 #[must_use]
 pub fn save(program: &Program) -> Vec<u8> {
-    let payload = postcard::to_stdvec(program)
+    let payload = program
+        .to_bytes()
         .expect("a program holds nothing that postcard refuses, and memory grows");
     let mut bytes = Vec::with_capacity(HEAD_BYTES + payload.len());
     bytes.extend(MAGIC);
@@ -99,8 +100,5 @@ pub fn load(bytes: &[u8]) -> Result<Program, LoadError> {
     if blake3::hash(rest) != checksum {
         return Err(LoadError::Checksum);
     }
-    match postcard::take_from_bytes(rest).map_err(LoadError::Malformed)? {
-        (program, []) => Ok(program),
-        (_, [..]) => Err(LoadError::Malformed(postcard::Error::DeserializeBadEncoding)),
-    }
+    Program::from_bytes(rest).map_err(LoadError::Malformed)
 }

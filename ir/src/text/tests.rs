@@ -7,7 +7,7 @@ use crate::format::Format;
 use crate::graph::DType;
 use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 
 fn name() -> impl Strategy<Value = String> {
@@ -21,12 +21,8 @@ fn row_map() -> impl Strategy<Value = RowMap> {
 
 fn matrix() -> impl Strategy<Value = Matrix> {
     let format = proptest::sample::select(Format::ALL);
-    (name(), row_map(), any::<u32>(), format).prop_map(|(name, map, cols, format)| Matrix {
-        name,
-        map,
-        cols,
-        format,
-    })
+    (name(), row_map(), any::<u32>(), format, any::<u32>())
+        .prop_map(|(name, map, cols, format, experts)| Matrix { name, map, cols, format, experts })
 }
 
 fn buffer() -> impl Strategy<Value = Buffer> {
@@ -49,7 +45,7 @@ fn task() -> impl Strategy<Value = Task> {
     let wait = (any::<u32>(), any::<u32>())
         .prop_map(|(counter, count)| Wait { counter: CounterId(counter), count });
     let buffer = || any::<Option<u32>>().prop_map(|id| id.map(BufferId));
-    let buffers = (proptest::array::uniform4(buffer()), proptest::array::uniform2(buffer()));
+    let buffers = (proptest::array::uniform5(buffer()), proptest::array::uniform2(buffer()));
     let signal = any::<Option<u32>>().prop_map(|id| id.map(CounterId));
     (
         proptest::sample::select(Opcode::ALL),
@@ -89,6 +85,17 @@ fn dims() -> impl Strategy<Value = Dims> {
     )
 }
 
+/// One device in three of four cases.
+fn topology() -> impl Strategy<Value = Topology> {
+    let several = (0..9_u32, vec(any::<u32>(), 0..4));
+    prop_oneof![
+        3 => Just(Topology::default()),
+        1 => several.prop_map(|(devices, ids)| {
+            Topology { devices, replicated: ids.into_iter().map(BufferId).collect() }
+        }),
+    ]
+}
+
 prop_compose! {
     fn program()(
         model in name(),
@@ -98,9 +105,10 @@ prop_compose! {
         matrices in vec(matrix(), 0..3),
         buffers in vec(buffer(), 0..4),
         workers in vec(worker(), 0..3),
+        topology in topology(),
     ) -> Program {
         let pipeline = Pipeline { stage_units, stages, in_flight, in_flight_before_wait };
-        Program { model, dims, kv_capacity, pipeline, matrices, buffers, counters, arena_bytes, workers }
+        Program { model, dims, kv_capacity, pipeline, matrices, buffers, counters, arena_bytes, workers, topology }
     }
 }
 
@@ -189,7 +197,7 @@ fn load_names_what_is_wrong() {
 #[test]
 fn a_huge_count_allocates_nothing() {
     // A payload that announces 2^60 matrices: the decoder must run out of bytes, not of memory.
-    let mut payload = postcard::to_stdvec(&empty()).unwrap_or_default();
+    let mut payload = empty().to_bytes().unwrap_or_default();
     payload.truncate(payload.len() - 5);
     payload.extend([0xff; 8]);
     payload.push(0x0f);

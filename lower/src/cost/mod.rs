@@ -131,6 +131,16 @@ impl Predictor {
         target: &Target,
         position: u32,
     ) -> Self {
+        Self::unverified(program, kernel, target, position)
+    }
+
+    /// The same for a program without a proof.
+    pub(crate) fn unverified(
+        program: &Program,
+        kernel: &KernelConfig,
+        target: &Target,
+        position: u32,
+    ) -> Self {
         Self {
             plan: Plan::new(program, position),
             workers: program.workers.len(),
@@ -176,13 +186,13 @@ impl Predictor {
         let step = Simulation::new(&self.plan, speeds).run();
         let kv_bytes = self.plan.kv_bytes;
         let bytes = (self.stream_bytes + kv_bytes) as f64;
-        let bound_us = bytes / self.target.bandwidth as f64 * 1e6;
+        let bound_us = bytes / self.target.total_bandwidth() as f64 * 1e6;
         Prediction {
             latency_us: step.us.max(bound_us),
             bound_us,
             stream_bytes: self.stream_bytes,
             kv_bytes,
-            handoffs: self.plan.handoffs(),
+            handoffs: self.plan.handoffs,
             phases: step.phases,
         }
     }

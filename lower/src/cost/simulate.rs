@@ -1,6 +1,6 @@
 //! The simulation: a clock and the state of the ring per worker; tasks run in any order that their inputs allow.
 
-use super::rates::{Flow, Shape, Speeds};
+use super::rates::{Flow, LINK_US, Shape, Speeds};
 use super::work::{Cost, Plan, Poll, Work};
 use super::{Delay, Disturbance, PhaseTime, SimulatedStep, TaskTimes};
 
@@ -166,7 +166,9 @@ impl<'a> Simulation<'a> {
             }
         }
         let end = self.ends.iter().copied().fold(start, f64::max);
-        end + self.speeds.rates.step_us
+        // The devices exchange their best tokens.
+        let exchange = if self.plan.devices > 1 { LINK_US } else { 0.0 };
+        end + self.speeds.rates.step_us + exchange
     }
 
     /// Completion times of the inputs of the worker's next task; `None` if some are not complete, or there is no task.
@@ -181,7 +183,10 @@ impl<'a> Simulation<'a> {
             arrival.counter = Some(arrival.counter.unwrap_or(0.0).max(counter.time));
         }
         for poll in &task.polls {
-            let time = self.flag_in_data[poll.buffer as usize].arrival(poll)?;
+            let mut time = self.flag_in_data[poll.buffer as usize].arrival(poll)?;
+            if self.plan.remote[poll.buffer as usize] {
+                time += LINK_US;
+            }
             arrival.flag_in_data = Some(arrival.flag_in_data.unwrap_or(0.0).max(time));
         }
         Some(arrival)

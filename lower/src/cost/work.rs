@@ -1,9 +1,9 @@
 //! The work of each task of a program, independent of the rates.
 
 use abi::{AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Prologue};
-use ir::BufferId;
 use ir::program::staging::Staging;
-use ir::program::{Program, Region, Task, accesses, active_splits, attended, split_range};
+use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
+use ir::{BufferId, CounterId, WorkerId};
 use rustc_hash::FxHashMap;
 
 use super::rates::Shape;
@@ -75,8 +75,13 @@ pub(super) struct Plan {
     pub(super) workers: Vec<Vec<Cost>>,
     /// Arrivals of each counter in a step.
     pub(super) counters: Vec<u32>,
-    /// Writers of each flag-in-data buffer, by first word.
+    /// Writers of each flag-in-data buffer, by first word. One that is not replicated is another one on each device.
     pub(super) flag_in_data: Vec<Vec<(u32, u32)>>,
+    /// Whether other devices write some of its words.
+    pub(super) remote: Vec<bool>,
+    /// Phases that hand over to another phase.
+    pub(super) handoffs: u32,
+    pub(super) devices: u32,
     pub(super) flows: Vec<Shape>,
     pub(super) phases: Vec<Phase>,
     pub(super) names: Vec<String>,
@@ -87,7 +92,8 @@ impl Plan {
     pub(super) fn new(program: &Program, position: u32) -> Self {
         let mut builder = Builder::new(program, position);
         let mut workers = Vec::with_capacity(program.workers.len());
-        for worker in &program.workers {
+        for (worker, w) in program.workers.iter().zip(0..) {
+            builder.device = program.device_of(WorkerId(w));
             // From the last to the first: an op without products runs while the weights of the next products arrive.
             let mut flow = 0;
             let tasks = worker.tasks.iter().rev();
@@ -95,19 +101,37 @@ impl Plan {
             costs.reverse();
             workers.push(costs);
         }
-        let mut counters = vec![0; program.counters as usize];
-        let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
-        for signal in tasks.filter_map(|task| task.signal) {
-            counters[signal.index()] += 1;
+        let devices = program.topology.devices;
+        let mut counters = vec![0; (program.counters * devices) as usize];
+        for signal in workers.iter().flatten().filter_map(|task: &Cost| task.signal) {
+            counters[signal as usize] += 1;
         }
-        let Builder { flag_in_data, flows, phases, names, kv_bytes, .. } = builder;
-        Self { workers, counters, flag_in_data, flows, phases, names, kv_bytes }
-    }
-
-    /// Number of handoffs: one per counter and per flag-in-data buffer.
-    pub(super) fn handoffs(&self) -> u32 {
-        let counters = self.counters.iter().filter(|&&arrivals| arrivals > 0).count();
-        (counters + self.flag_in_data.len()) as u32
+        let signalled =
+            |c: u32| (0..devices).any(|d| counters[(d * program.counters + c) as usize] > 0);
+        let signalled = (0..program.counters).filter(|&c| signalled(c)).count();
+        let Builder { flag_in_data, flag_in_data_ids, flows, phases, names, kv_bytes, .. } =
+            builder;
+        let mut remote = vec![false; flag_in_data.len()];
+        let mut buffers: Vec<BufferId> = Vec::new();
+        for (&(_, buffer), &id) in &flag_in_data_ids {
+            remote[id] = program.topology.is_replicated(buffer);
+            buffers.push(buffer);
+        }
+        buffers.sort_unstable();
+        buffers.dedup();
+        let handoffs = (signalled + buffers.len()) as u32;
+        Self {
+            workers,
+            counters,
+            flag_in_data,
+            remote,
+            handoffs,
+            devices,
+            flows,
+            phases,
+            names,
+            kv_bytes,
+        }
     }
 }
 
@@ -158,7 +182,10 @@ struct Builder<'a> {
     program: &'a Program,
     position: u32,
     flag_in_data: Vec<Vec<(u32, u32)>>,
-    flag_in_data_ids: FxHashMap<BufferId, usize>,
+    /// By device, the first for all devices if the buffer is replicated.
+    flag_in_data_ids: FxHashMap<(u32, BufferId), usize>,
+    /// The device of the tasks at hand.
+    device: u32,
     flows: Vec<Shape>,
     phases: Vec<Phase>,
     phase_ids: FxHashMap<(u16, usize), usize>,
@@ -173,6 +200,7 @@ impl<'a> Builder<'a> {
             position,
             flag_in_data: Vec::new(),
             flag_in_data_ids: FxHashMap::default(),
+            device: 0,
             flows: Vec::new(),
             phases: Vec::new(),
             phase_ids: FxHashMap::default(),
@@ -180,20 +208,32 @@ impl<'a> Builder<'a> {
             kv_bytes: 0,
         };
         builder.flow(program.pipeline.stage_units, 0, 0);
-        let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
-        for region in tasks.flat_map(|task| accesses(program, task).writes) {
-            if !builder.is_flag_in_data(&region) {
-                continue;
+        let of = |(worker, w): (&'a Worker, u32)| worker.tasks.iter().map(move |task| (w, task));
+        for (w, task) in program.workers.iter().zip(0..).flat_map(of) {
+            builder.device = program.device_of(WorkerId(w));
+            for region in accesses(program, task).writes {
+                builder.written(region);
             }
-            let next = builder.flag_in_data.len();
-            let id = *builder.flag_in_data_ids.entry(region.buffer).or_insert(next);
-            if id == next {
-                builder.flag_in_data.push(Vec::new());
-            }
-            builder.flag_in_data[id].push((region.start, region.end));
         }
         builder.flag_in_data.iter_mut().for_each(|writers| writers.sort_unstable());
         builder
+    }
+
+    /// Lists the writer of a flag-in-data region.
+    fn written(&mut self, region: Region) {
+        if self.is_flag_in_data(&region) {
+            let next = self.flag_in_data.len();
+            let id = *self.flag_in_data_ids.entry(self.key(region.buffer)).or_insert(next);
+            if id == next {
+                self.flag_in_data.push(Vec::new());
+            }
+            self.flag_in_data[id].push((region.start, region.end));
+        }
+    }
+
+    fn key(&self, buffer: BufferId) -> (u32, BufferId) {
+        let all = self.program.topology.is_replicated(buffer);
+        (if all { 0 } else { self.device }, buffer)
     }
 
     fn is_flag_in_data(&self, region: &Region) -> bool {
@@ -234,7 +274,7 @@ impl<'a> Builder<'a> {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
         for region in touched.reads.iter().filter(|region| self.is_flag_in_data(region)) {
-            let Some(&buffer) = self.flag_in_data_ids.get(&region.buffer) else {
+            let Some(&buffer) = self.flag_in_data_ids.get(&self.key(region.buffer)) else {
                 continue;
             };
             let writers = &self.flag_in_data[buffer];
@@ -244,7 +284,7 @@ impl<'a> Builder<'a> {
         }
         let mut posts = Vec::new();
         for region in touched.writes.iter().filter(|region| self.is_flag_in_data(region)) {
-            let Some(&buffer) = self.flag_in_data_ids.get(&region.buffer) else {
+            let Some(&buffer) = self.flag_in_data_ids.get(&self.key(region.buffer)) else {
                 continue;
             };
             let place = self.flag_in_data[buffer].binary_search(&(region.start, region.end));
@@ -255,13 +295,15 @@ impl<'a> Builder<'a> {
         if let Work::Attention { bytes, .. } = work {
             self.phases[phase as usize].kv_bytes += bytes as u64;
         }
+        let first = self.device * self.program.counters;
+        let counter = |counter: CounterId| first + counter.0;
         Cost {
             phase,
             flow: *flow,
             work,
-            waits: task.waits.iter().map(|wait| wait.counter.0).collect(),
+            waits: task.waits.iter().map(|wait| counter(wait.counter)).collect(),
             polls,
-            signal: task.signal.map(|signal| signal.0),
+            signal: task.signal.map(counter),
             posts,
         }
     }
@@ -276,7 +318,8 @@ impl<'a> Builder<'a> {
                 let stages = staging.of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
-                let bytes = task.load().map_or(0, |load| self.program.weight_bytes(load));
+                let bytes =
+                    self.program.load(task).map_or(0, |load| self.program.weight_bytes(load));
                 *flow = self.flow(p.units, p.tiles, bytes);
                 let work = Work::Product {
                     bytes: bytes as f64,
@@ -294,7 +337,7 @@ impl<'a> Builder<'a> {
                 (Work::Merge { merged }, 0)
             }
             Opcode::Nop => (Work::Nothing, 0),
-            Opcode::Embed | Opcode::Sample | Opcode::Norm => (Work::Small, 0),
+            Opcode::Embed | Opcode::Sample | Opcode::Norm | Opcode::Route => (Work::Small, 0),
         }
     }
 

@@ -58,7 +58,7 @@ impl BoundExperts<'_> {
     }
 
     /// The experts of a position with their weights, the largest logit first.
-    fn choose(&self, logits: &[f32]) -> Vec<(usize, f32)> {
+    pub(super) fn choose(&self, logits: &[f32]) -> Vec<(usize, f32)> {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
         let chosen = &order[..self.top_k];
@@ -77,6 +77,6 @@ pub(super) fn clamped_product(clamped: Clamped, gate: f32, up: f32) -> f32 {
     (up + 1.0) * (gate * sigmoid(alpha * gate))
 }
 
-fn sigmoid(x: f32) -> f32 {
+pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }

@@ -13,7 +13,7 @@ pub(crate) struct Belongs {
 
 impl Belongs {
     /// Sums of one matrix, which share one error scale.
-    fn sums(values: Vec<f32>) -> Self {
+    pub(super) fn sums(values: Vec<f32>) -> Self {
         let scales = vec![greatest(&values); values.len()];
         Self { values, scales }
     }
@@ -135,6 +135,11 @@ impl Evaluator<'_> {
         self.layers[layer].attention.body.window.unwrap_or(0)
     }
 
+    /// The sinks of a layer's heads.
+    pub(crate) fn sinks(&self, layer: usize) -> Option<&[f32]> {
+        self.layers[layer].attention.body.sinks.as_deref()
+    }
+
     /// Keys or values as rounded by this evaluator's executor for its cache.
     pub(crate) fn kept(&self, mut cached: Vec<f32>) -> Vec<f32> {
         self.rounding.cache(&mut cached);
@@ -142,7 +147,7 @@ impl Evaluator<'_> {
     }
 }
 
-fn added(x: &[f32], sums: Vec<f32>) -> Belongs {
+pub(super) fn added(x: &[f32], sums: Vec<f32>) -> Belongs {
     let scale = greatest(&sums);
     let values: Vec<f32> = x.iter().zip(sums).map(|(x, sum)| x + sum).collect();
     Belongs { scales: vec![scale; values.len()], values }

@@ -375,7 +375,7 @@ fn tasks_touch_what_verification_orders() {
             let program = plan::program(&model.graph, plan);
             let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
             for position in 0..9 {
-                let step = Step { token: position, position, epoch: position + 1 };
+                let step = Step { token: position, position, epoch: position + 1, device: 0 };
                 machine.epoch = step.epoch;
                 machine.memory.begin(step);
                 fire_all(&mut machine, step, &|task, inputs, effects| {

@@ -105,13 +105,15 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         Some(append) if position == context.step.position => {
             Ok((&append.key[..], &append.value[..]))
         }
-        Some(_) | None => context.memory.key_value(cache, p.kv_head, position),
+        Some(_) | None => context.memory.key_value(cache, p.kv_head, position, context.step),
     };
     let mut keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
     Defect::keys(context.defect, &mut keys);
     let mut out = Vec::new();
-    for query in queries.chunks_exact(p.head_dim as usize) {
-        partial(query, &keys, p, &mut out);
+    let sinks = context.read_optional(4, p.kv_head * p.group, p.group)?.filter(|_| newest);
+    for (head, query) in queries.chunks_exact(p.head_dim as usize).enumerate() {
+        let sink = sinks.as_ref().map(|sinks| f64::from(sinks[head]));
+        partial(query, (&keys, sink), p, &mut out);
     }
     let out = Defect::partials(context.defect, out, stride as usize);
     let append = append.map(|append| Defect::append(context.defect, append, p.kv_heads));
@@ -120,11 +122,16 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
 }
 
 /// Appends one query's greatest score, sum of exponentials and weighted mean of the values to
-/// `out`.
-fn partial(query: &[f32], keys: &[(&[f32], &[f32])], p: &AttentionParams, out: &mut Vec<f32>) {
+/// `out`. A sink is a score whose value is zero.
+fn partial(
+    query: &[f32],
+    (keys, sink): (&[(&[f32], &[f32])], Option<f64>),
+    p: &AttentionParams,
+    out: &mut Vec<f32>,
+) {
     let cap = (p.cap != 0.0).then_some(p.cap);
     let score = |key: &[f32]| f64::from(capped(cap, dot(query, key) * p.scale));
-    let mut weights: Vec<f64> = keys.iter().map(|(key, _)| score(key)).collect();
+    let mut weights: Vec<f64> = keys.iter().map(|(key, _)| score(key)).chain(sink).collect();
     let (greatest, total) = softmax_parts(&mut weights);
     out.extend([greatest as f32, total as f32, 0.0, 0.0]);
     let mut sums = vec![0f64; query.len()];

@@ -5,6 +5,7 @@ use ir::MatrixId;
 use rayon::prelude::*;
 
 use super::attention_merge::Partials;
+use super::route::Route;
 use super::{Context, Effects, bits, reserved};
 use crate::defect::Defect;
 use crate::math::{TASK_MACS, argmax, capped, root_mean_square};
@@ -60,11 +61,12 @@ fn partials(p: &MatvecParams) -> Result<Partials, Fault> {
 }
 
 pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>, Fault> {
-    let unused = [(Epilogue::SiluMul, p.activation), (Epilogue::Logits, p.cap.to_bits())];
-    for (of, word) in unused {
-        if epilogue(p)? != of {
-            reserved(&[word])?;
-        }
+    let clamped = p.activation == Activation::ClampedSilu as u32;
+    match epilogue(p)? {
+        Epilogue::SiluMul if clamped => {}
+        Epilogue::SiluMul => reserved(&[p.cap.to_bits()])?,
+        Epilogue::Logits => reserved(&[p.activation])?,
+        Epilogue::Store | Epilogue::Residual => reserved(&[p.activation, p.cap.to_bits()])?,
     }
     let mut spans = match prologue(p)? {
         Prologue::Copy | Prologue::Rms => vec![context.span(0, 0, p.k_len)?],
@@ -74,26 +76,20 @@ pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>
         let rows = Rows::new(p)?;
         spans.push(context.span(3, rows.row0, rows.len())?);
     }
+    spans.extend(Route::span(context)?);
     Ok(spans)
 }
 
 pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fault> {
     let id = MatrixId(p.matrix);
     let matrix = context.packed.get(id.index()).ok_or(Fault::BadMatrix(id))?;
-    if p.units != matrix.units_per_tile() {
-        return Err(Fault::Parameter { name: "units", value: p.units });
-    }
-    if p.k_len > matrix.cols() {
-        return Err(Fault::Parameter { name: "k_len", value: p.k_len });
-    }
-    if p.rows > matrix.rows() {
-        return Err(Fault::Parameter { name: "rows", value: p.rows });
-    }
-    let tiles = u64::from(matrix.rows().div_ceil(abi::UNIT_ROWS));
-    if u64::from(p.tile0) + u64::from(p.tiles) > tiles {
-        return Err(Fault::Parameter { name: "tiles", value: p.tiles });
-    }
+    let route = Route::read(context, matrix)?;
+    check(p, matrix, route.as_ref())?;
     let rows = Rows::new(p)?;
+    if let Some(route) = route {
+        let writes = routed(context, p, (matrix, &route), &rows)?;
+        return Ok(Effects { writes, ..Effects::default() });
+    }
     let mut y = products(context, p, matrix, &rows)?;
     if matrix.is_scaled() {
         let scales = context.read(2, rows.row0, rows.len())?;
@@ -102,8 +98,67 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
     if let Some(bias) = biases(context, p, matrix, &rows)? {
         y.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
     }
-    let writes = finish(context, p, &rows, y)?;
+    let writes = finish(context, p, &rows, y, &[])?;
     Ok(Effects { writes, ..Effects::default() })
+}
+
+/// Checks that the task has no more rows and columns than the matrix, or than its experts in all slots.
+fn check(p: &MatvecParams, matrix: &Packed<'_>, route: Option<&Route>) -> Result<(), Fault> {
+    let slots = route.map_or(1, Route::slots);
+    let (row_slots, col_slots) =
+        if p.epilogue == Epilogue::SiluMul as u32 { (slots, 1) } else { (1, slots) };
+    let rows = if route.is_some() { matrix.expert_rows() * row_slots } else { matrix.rows() };
+    if p.units != matrix.units_per_tile() * col_slots {
+        return Err(Fault::Parameter { name: "units", value: p.units });
+    }
+    let cols = match route {
+        Some(_) if col_slots > 1 => u32::MAX,
+        _ => matrix.cols(),
+    };
+    if p.k_len > cols {
+        return Err(Fault::Parameter { name: "k_len", value: p.k_len });
+    }
+    if p.rows > rows {
+        return Err(Fault::Parameter { name: "rows", value: p.rows });
+    }
+    if u64::from(p.tile0) + u64::from(p.tiles) > u64::from(rows.div_ceil(UNIT_ROWS)) {
+        return Err(Fault::Parameter { name: "tiles", value: p.tiles });
+    }
+    Ok(())
+}
+
+/// Products that follow a route. Experts have no scales.
+fn routed(
+    context: Context<'_>,
+    p: &MatvecParams,
+    (matrix, route): (&Packed<'_>, &Route),
+    rows: &Rows,
+) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
+    let Operand { x, scale, .. } = operand(context, p, matrix)?;
+    let biases = context.read_optional(2, 0, matrix.rows())?;
+    let bias = |row: u32| biases.as_ref().map_or(0.0, |biases| biases[row as usize]);
+    let scaled = |product: f32| scale.map_or(f64::from(product), |s| f64::from(product) * s);
+    if epilogue(p)? == Epilogue::SiluMul {
+        let of = |row| {
+            let (row, weight) = route.row(matrix, row);
+            (scaled(matrix.dot_row(row, &x)) as f32 + bias(row), weight)
+        };
+        let (y, weights): (Vec<_>, Vec<_>) = (rows.row0..rows.row1).map(of).unzip();
+        return finish(context, p, rows, y, &weights);
+    }
+    // Each slot's part of the vector has whole units; those beyond its expert's columns are zeros.
+    let (cols, part) = (matrix.cols() as usize, x.len() / route.slots() as usize);
+    let of = |row| {
+        let parts = route.rows(matrix, row).zip(x.chunks_exact(part.max(1)));
+        let sum: f64 = parts
+            .map(|((row, weight), x)| {
+                let x = &x[..cols.min(x.len())];
+                scaled(matrix.dot_row(row, x)) + f64::from(weight) * f64::from(bias(row))
+            })
+            .sum();
+        sum as f32
+    };
+    finish(context, p, rows, (rows.row0..rows.row1).map(of).collect(), &[])
 }
 
 /// The biases of a task's rows, if there are any: behind the scales.
@@ -156,7 +211,8 @@ fn products(
         let rows = (rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task);
         return Ok(rows.map(product).collect());
     };
-    let shared = wave.operand(context.task, p, || operand(context, p, matrix));
+    let shared =
+        wave.operand((context.step.device, context.task), p, || operand(context, p, matrix));
     let Operand { x, scale, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
     if let Some(known) = known {
         // Outside of the wave's lock: a thread that waits for the thread pool may take up another task of the wave.
@@ -170,12 +226,13 @@ fn products(
     Ok((rows.row0..rows.row1).map(|row| scaled(product(row), *scale)).collect())
 }
 
-/// Applies the epilogue and returns the stores.
+/// Applies the epilogue and returns the stores. `weights`: of rows whose slots have them.
 fn finish(
     context: Context<'_>,
     p: &MatvecParams,
     rows: &Rows,
     mut y: Vec<f32>,
+    weights: &[f32],
 ) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
     let out = context.writes(0)?;
     match epilogue(p)? {
@@ -194,11 +251,20 @@ fn finish(
             }
             let function = Activation::new(p.activation)
                 .ok_or(Fault::Parameter { name: "activation", value: p.activation })?;
-            let gated = |gate, up| Defect::activation(context.defect, function, gate) * up;
+            let (limit, one) = match function {
+                Activation::ClampedSilu => (p.cap, 1.0),
+                Activation::Silu | Activation::GeluTanh => (f32::INFINITY, 0.0),
+            };
+            let gated = |gate: f32, up: f32| {
+                let gate = Defect::activation(context.defect, function, gate.min(limit));
+                gate * (up.clamp(-limit, limit) + one)
+            };
             let pairs = y.chunks_exact(2 * tile).map(|pair| pair.split_at(tile));
             let mut h: Vec<f32> = pairs
                 .flat_map(|(gate, up)| gate.iter().zip(up).map(|(&gate, &up)| gated(gate, up)))
                 .collect();
+            let weights = weights.chunks_exact(2 * tile).flat_map(|pair| &pair[..tile]);
+            h.iter_mut().zip(weights).for_each(|(h, weight)| *h *= weight);
             // The last tile may be padded where the MLP's width is not a multiple of 8.
             let start = rows.row0 / 2;
             h.truncate(context.memory.words(out).saturating_sub(start) as usize);

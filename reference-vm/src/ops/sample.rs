@@ -1,8 +1,8 @@
-//! Picks the token with the greatest logit, and ends the step.
+//! Picks the token with the greatest logit, and ends the step: on several devices, when all have picked one.
 
 use abi::SampleParams;
 
-use super::{Context, Effects, product, reserved};
+use super::{Best, Context, Effects, product, reserved};
 use crate::defect::Defect;
 use crate::memory::Span;
 use crate::trap::Fault;
@@ -14,13 +14,10 @@ pub(super) fn inputs(context: Context<'_>, p: &SampleParams) -> Result<Vec<Span>
 
 pub(super) fn fire(context: Context<'_>, p: &SampleParams) -> Result<Effects, Fault> {
     let words = context.read(0, 0, product("candidates", p.candidates, 2)?)?;
-    let mut best = (f32::NEG_INFINITY, u32::MAX);
+    let mut best = Best { logit: f32::NEG_INFINITY, token: u32::MAX };
     for &[value, row] in words.as_chunks::<2>().0 {
-        let row = row.to_bits();
-        let value = Defect::rank(context.defect, value);
-        if value > best.0 || value == best.0 && row < best.1 {
-            best = (value, row);
-        }
+        let logit = Defect::rank(context.defect, value);
+        best = Best { logit, token: row.to_bits() }.better(best);
     }
-    Ok(Effects { chosen: Some(best.1), ..Effects::default() })
+    Ok(Effects { chosen: Some(best), ..Effects::default() })
 }

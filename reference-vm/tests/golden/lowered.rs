@@ -1,7 +1,9 @@
 //! Tests of lowered programs on the machine.
 
-use ir::schedule::{ActsOn, MergeGrouping, default_config, legal_values, neutral_config, validate};
-use ir::{DType, Knob, ScheduleConfig, Target};
+use ir::schedule::{
+    ActsOn, MergeGrouping, SmAssignment, default_config, legal_values, neutral_config, validate,
+};
+use ir::{DType, FeedForward, Knob, ScheduleConfig, Target, TensorId, Weights};
 use lower::{Options, lower};
 use model::{Family, Format, Model, Quantisation, Shape, import, import_dequantised, quantise};
 use reference_vm::Order;
@@ -9,7 +11,7 @@ use reference_vm::compare::{Summary, Tolerance, compare};
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
 
-use crate::{Golden, each, each_family, each_quantised};
+use crate::{EXPERTS_QUANTISED, Golden, each, each_family, each_quantised, each_with_experts};
 
 fn finished(run: Run) -> Outputs {
     match run {
@@ -55,28 +57,111 @@ fn goldens_agree_on_as_many_workers_as_a_gpu_has() {
     });
 }
 
-#[test]
-fn families_agree_with_every_kind_of_schedule() {
+/// Runs a model with six schedules; none uses more than this part of the gate's tolerance.
+fn check_schedules(name: &str, golden: &Golden, most: f64) {
     let (gpu, small) = (Target::by_name("h200").unwrap(), Target::by_name("h200").unwrap());
     let small = Target { sms: 5, ..small };
-    each_family(|name, golden| {
-        // Large scores and caps amplify the rounding of flag-in-data words: most of the gate's tolerance is left.
-        let check = |config, target: &Target, order| {
-            let summary = checked(golden, config, target, order);
-            println!("{name}: {summary:?}");
-            assert!(summary.max_tolerance_used < 0.2, "{name}: {summary:?}");
-        };
-        let graph = &golden.model.graph;
-        check(default_config(graph, &gpu), &gpu, Order::Waves);
-        check(neutral_config(graph, &small), &small, Order::Seeded(3));
-        let mut split = default_config(graph, &small);
-        split.tiling.attention.kv_block = 32;
-        split.tiling.attention.kv_split = 2;
-        for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
-            split.fusion_grouping.merge = merge;
-            check(split, &small, Order::Reverse);
-        }
+    let check = |config, target: &Target, order| {
+        let summary = checked(golden, config, target, order);
+        println!("{name}: {summary:?}");
+        assert!(summary.max_tolerance_used < most, "{name}: {summary:?}");
+    };
+    let graph = &golden.model.graph;
+    check(default_config(graph, &gpu), &gpu, Order::Waves);
+    check(neutral_config(graph, &small), &small, Order::Seeded(3));
+    let mut split = default_config(graph, &small);
+    split.tiling.attention.kv_block = 32;
+    split.tiling.attention.kv_split = 2;
+    for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
+        split.fusion_grouping.merge = merge;
+        check(split, &small, Order::Reverse);
+    }
+    // A worker's rows end within an expert's, and those of two slots are in one task.
+    for assignment in [SmAssignment::RoundRobin, SmAssignment::ByteBalance] {
+        split.sm_assignment = assignment;
+        split.tiling.gate_up.rows = 8;
+        split.tiling.down.rows = 8;
+        let few = Target { sms: 3, ..small.clone() };
+        check(split, &few, Order::Seeded(7));
+    }
+}
+
+#[test]
+fn families_agree_with_every_kind_of_schedule() {
+    // Large scores and caps amplify the rounding of flag-in-data words: most of the gate's tolerance is left.
+    each_family(|name, golden| check_schedules(name, golden, 0.2));
+}
+
+#[test]
+fn experts_agree_with_every_kind_of_schedule() {
+    // The halves of a clamped expert are multiplied without a sigmoid's saturation, and amplify the same rounding more.
+    each_with_experts(|name, golden| check_schedules(name, golden, 0.5));
+}
+
+/// Weights whose routers' biases decide alone.
+struct Forced<'w> {
+    base: &'w dyn Weights,
+    routers: Vec<TensorId>,
+    bias: Vec<u8>,
+}
+
+impl Weights for Forced<'_> {
+    fn bytes(&self, tensor: TensorId) -> &[u8] {
+        if self.routers.contains(&tensor) { &self.bias } else { self.base.bytes(tensor) }
+    }
+}
+
+/// One program, every set of experts: nothing in it depends on the route.
+#[test]
+fn a_program_is_right_for_every_route() {
+    let Golden { model, tokens, .. } = Golden::open("families", "gpt-oss-bf16");
+    let (graph, target) = (&model.graph, Target::by_name("h200").unwrap());
+    let target = Target { sms: 5, ..target };
+    let config = validate(default_config(graph, &target), graph, &target).unwrap();
+    let program = lower(&config, graph, &target, Options { kv_capacity: 16 }).unwrap();
+    let experts = graph.layers.iter().map(|layer| match &layer.mlp.body {
+        FeedForward::Experts(experts) => (**experts).clone(),
+        FeedForward::Gated(_) => panic!("every layer has experts"),
     });
+    let experts: Vec<_> = experts.collect();
+    let (count, top_k) = (experts[0].experts.len(), experts[0].top_k);
+    let mut routes = 0;
+    for set in (0_u32..1 << count).filter(|set| set.count_ones() == top_k) {
+        // Apart by little, so that each of the chosen has a weight that counts.
+        let bias = |expert| if set >> expert & 1 == 1 { 100.0 + 0.5 * expert as f32 } else { 0.0 };
+        let bits = (0..count).map(bias).map(|bias: f32| (bias.to_bits() >> 16) as u16);
+        let weights = Forced {
+            base: &*model.weights,
+            routers: experts.iter().filter_map(|experts| experts.router.bias).collect(),
+            bias: bits.flat_map(u16::to_le_bytes).collect(),
+        };
+        let mut machine = Machine::new(&program, graph, &weights).unwrap();
+        let run = finished(machine.run(&tokens[..3], Order::Seeded(u64::from(set))).unwrap());
+        let mut evaluator = Evaluator::new(graph, &weights).unwrap();
+        let logits = evaluator.run(&tokens[..3], Logits::All).unwrap();
+        compare(&logits, &run.logits, Tolerance::REFERENCE).unwrap_or_else(|d| panic!("{d}"));
+        for (layer, _) in experts.iter().enumerate() {
+            let name = format!("layers.{layer}.route");
+            let found = program.buffers.iter().position(|buffer| buffer.name == name).unwrap();
+            let words = machine.buffer(ir::BufferId(found as u32)).unwrap();
+            let chosen =
+                words[..top_k as usize].iter().fold(0, |all, &word| all | 1 << word as u32);
+            assert_eq!(chosen, set, "{words:?}");
+        }
+        routes += 1;
+    }
+    assert_eq!(routes, 20, "3 of 6");
+}
+
+#[test]
+fn quantised_experts_agree_with_the_default_schedule() {
+    let target = Target::by_name("h200").unwrap();
+    for name in EXPERTS_QUANTISED {
+        let golden = Golden::open("quantised", name);
+        let config = default_config(&golden.model.graph, &target);
+        let summary = checked(&golden, config, &target, Order::Waves);
+        assert!(summary.max_tolerance_used < 0.5, "{name}: {summary:?}");
+    }
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Compares both executors with the logits that transformers computed for small random models.
 
+mod devices;
 mod eval;
 mod lowered;
 mod quantised_families;
@@ -52,7 +53,7 @@ const FAMILIES: [&str; 14] = [
     "smollm3-bf16",
 ];
 
-/// Folders of families with experts, which only the evaluator runs.
+/// Folders of families with experts.
 const EXPERTS: [&str; 5] =
     ["gpt-oss-bf16", "mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
 

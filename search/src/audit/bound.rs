@@ -46,7 +46,7 @@ impl RooflineBound {
     /// Checks that a roofline bound is possible for the model on the card.
     pub(super) fn bound(&self, weight_mb: Option<f64>, bound_us: f64) -> Result<(), String> {
         let Some(card) = &self.card else { return Ok(()) };
-        let bandwidth = card.bandwidth as f64;
+        let bandwidth = card.total_bandwidth() as f64;
         let (weights, most) = match self.bytes {
             Some(bytes) => {
                 let all = bytes.weights.saturating_add(bytes.kv_most);

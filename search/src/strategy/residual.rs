@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use ir::program::GraphShape;
 use ir::schedule::{Domain, Knob, ScheduleConfig, Value};
 use ir::{Graph, Target};
-use lower::{Predictor, Rates};
+use lower::Rates;
 use rand::RngExt;
 use rand::rngs::Xoshiro256PlusPlus;
 use rayon::prelude::*;
@@ -36,11 +36,8 @@ const PREDICTION: f64 = 0.3;
 /// every knob at once (docs/lab/2026-11-23-residual-model.md).
 const DRAWN: f64 = 0.6;
 
-/// Number of trials of a search with another kernel that count as one of this search.
+/// Number of trials of this shape with another kernel that count as one of this search.
 const OTHER_KERNEL: f64 = 4.0;
-
-/// Trials of another graph that are needed more for one, per unit of the distance between the shapes.
-const DISTANCE: f64 = 4.0;
 
 /// Number of schedules that are predicted for a trial beside the single moves.
 const PREDICTED: usize = 24;
@@ -51,13 +48,17 @@ pub trait Predictions: fmt::Debug + Send + Sync {
     fn us(&self, config: &ScheduleConfig) -> Option<f64>;
 }
 
-/// What a trial of an earlier search counts for: one with this kernel and shape, less with another kernel, and less the
-/// further the shapes are apart; nothing with another format.
+/// What a trial of an earlier search counts for: all, a fraction if it is of this shape and another kernel, and nothing
+/// where the shapes cannot be compared, such as with another format. Kernels are built for a model, so those of two
+/// shapes always differ. A discount for the distance between shapes found less (docs/lab/2026-11-25-all-knobs.md):
+/// the prediction carries what differs between shapes.
 #[must_use]
 pub fn weight(same_kernel: bool, here: &GraphShape, there: &GraphShape) -> f64 {
-    let kernel = if same_kernel { 1.0 } else { OTHER_KERNEL };
-    corpus::shape_distance(here, there)
-        .map_or(0.0, |distance| 1.0 / (kernel * (1.0 + DISTANCE * distance)))
+    match corpus::shape_distance(here, there) {
+        None => 0.0,
+        Some(_) if here == there && !same_kernel => 1.0 / OTHER_KERNEL,
+        Some(_) => 1.0,
+    }
 }
 
 /// The cost model for one graph and target, at one position or several. It remembers its answers.
@@ -88,12 +89,9 @@ impl CostModel {
 
     fn compute(&self, config: &ScheduleConfig) -> Option<f64> {
         let valid = ir::schedule::validate(*config, &self.graph, &self.target).ok()?;
-        let program = lower::lower(&valid, &self.graph, &self.target, self.options).ok()?;
-        let us = |&position: &u32| {
-            let predictor = Predictor::new(&program, &valid.kernel, &self.target, position);
-            predictor.predict(&self.rates).latency_us
-        };
-        Some(geometric_mean(self.positions.iter().map(us)))
+        let (graph, target, positions) = (&self.graph, &self.target, &self.positions);
+        let work = lower::unverified_work(&valid, graph, target, self.options, positions).ok()?;
+        Some(geometric_mean(work.iter().map(|work| work.predict(&self.rates).latency_us)))
     }
 }
 

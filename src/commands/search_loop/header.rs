@@ -197,9 +197,11 @@ impl Header {
         };
         let percent = |share: f64| (100.0 * share).to_string();
         let tokens = |tokens: Option<u32>| tokens.map(|tokens| tokens.to_string());
+        let gpus = ir::Target::by_name(&self.target).map_or(1, |target| target.devices).to_string();
         let terms = [
             ("--model", args.model.clone(), self.model.clone()),
             ("--target", args.place.target.clone(), self.target.clone()),
+            ("--gpus", args.place.gpus.map(|gpus| gpus.count().to_string()), gpus),
             ("--seed", args.seed.map(|seed| seed.to_string()), self.seed.to_string()),
             (
                 "--proposer",
@@ -300,7 +302,9 @@ impl Header {
             (true, false) => DeviceChoice::Cpu,
         };
         let target = Some(self.target.clone()).filter(|target| !target.is_empty());
-        PlaceArgs { target, device, kv_capacity: self.kv_capacity }
+        // A resumed search has the number of GPUs in its target's name.
+        let gpus = args.place.gpus.filter(|_| !self.resumed);
+        PlaceArgs { target, device, kv_capacity: self.kv_capacity, gpus }
     }
 
     /// The terms with the fields that depend on the loaded model and the opened device.

@@ -5,6 +5,7 @@
 
 pub mod attend;
 pub mod counter;
+pub mod exchange;
 pub mod host;
 pub mod payload;
 pub mod stages;

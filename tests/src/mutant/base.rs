@@ -4,7 +4,7 @@ use crate::random_sample::RandomSample;
 use ir::program::{Program, Verified};
 use ir::schedule::validate;
 use ir::{Activation, DType, Graph, ScheduleConfig, Target, Weights};
-use model::{Family, Model, Options, Rope, Scaling, Shape, Window};
+use model::{ExpertShape, Family, Model, Options, Rope, Scaling, Shape, Window};
 use rayon::prelude::*;
 use reference_vm::compare::distance;
 use reference_vm::divergence::Examiner;
@@ -356,8 +356,26 @@ pub fn families([llama, mistral, qwen2, qwen3]: [DType; 4]) -> Vec<Model> {
             ..shape("gemma", llama)
         },
         Shape { family: Family::Olmo2, norm_eps: 1e-6, ..shape("olmo", mistral) },
+        // Experts with a shared one; and with biases, a clamp and sinks.
+        Shape {
+            family: Family::Qwen2Moe,
+            options: experts((6, 2, 40), Some(80)),
+            ..shape("shared", llama)
+        },
+        Shape {
+            family: Family::GptOss,
+            attention_bias: true,
+            options: experts((5, 3, 48), None),
+            ..shape("clamped", mistral)
+        },
     ];
     shapes.into_iter().zip(1..).map(|(shape, seed)| Model::random(shape, seed)).collect()
+}
+
+fn experts((count, top_k, ffn): (u32, u32, u32), shared: Option<u32>) -> Options {
+    let (normalised, dense) = (shared.is_none(), Vec::new());
+    let experts = ExpertShape { count, top_k, ffn, shared, normalised, dense };
+    Options { experts: Some(experts), ..Options::default() }
 }
 
 /// The golden models of the corpus.

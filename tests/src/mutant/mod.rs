@@ -38,6 +38,7 @@ pub const LEFT_TO_THE_GATE: &[&str] = &[
     "attention.reads[1]",
     "attention.reads[2]",
     "attention.reads[3]",
+    "attention.reads[4]",
     "attention.scale",
     "attention_merge.reads[0]",
     "embed.scale",
@@ -49,10 +50,14 @@ pub const LEFT_TO_THE_GATE: &[&str] = &[
     "matvec.reads[1]",
     "matvec.reads[2]",
     "matvec.reads[3]",
+    "matvec.reads[4]",
     "norm.eps",
     "norm.reads[0]",
     "norm.reads[1]",
     "norm.reads[3]",
+    "route.first",
+    "route.reads[0]",
+    "route.scoring",
 ];
 
 /// A check of a machine against expected values.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use abi::{Epilogue, MatvecParams, Opcode, Prologue};
+use abi::{Activation, Epilogue, MatvecParams, Opcode, Prologue};
 use ir::BufferId;
 use ir::program::{Program, Task};
 use rayon::prelude::*;
@@ -127,16 +127,23 @@ fn read_word(task: &Task, name: &str) -> Option<usize> {
                     p.prologue == Prologue::Merge as u32
                 }
                 "eps" => p.prologue == Prologue::Rms as u32,
-                "candidate" | "cap" => p.epilogue == Epilogue::Logits as u32,
+                "candidate" => p.epilogue == Epilogue::Logits as u32,
+                "cap" => {
+                    p.epilogue == Epilogue::Logits as u32
+                        || p.activation == Activation::ClampedSilu as u32
+                }
                 "activation" => p.epilogue == Epilogue::SiluMul as u32,
                 _ => true,
             }
         }
         // The epsilon of the norms of queries and keys, if there are any.
         Opcode::Attention => name != "eps" || task.reads[1].is_some(),
-        Opcode::Nop | Opcode::Embed | Opcode::AttentionMerge | Opcode::Sample | Opcode::Norm => {
-            true
-        }
+        Opcode::Nop
+        | Opcode::Embed
+        | Opcode::AttentionMerge
+        | Opcode::Sample
+        | Opcode::Norm
+        | Opcode::Route => true,
     };
     word_of(task.opcode, name).filter(|_| read)
 }

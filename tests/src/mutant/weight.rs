@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use abi::{Activation, Epilogue, MatvecParams, Opcode, Prologue};
 use half::{bf16, f16};
 use ir::program::{Program, Task};
-use ir::{Attention, DType, Graph, Scalar, TensorId, Weights};
+use ir::{Attention, DType, FeedForward, Gated, Graph, Linear, Scalar, TensorId, Weights};
 use model::{Rope, Scaling};
 
 use super::blame::reads;
@@ -77,16 +77,15 @@ pub fn weights(base: &Base, seed: u64) -> Vec<Mutant<'_>> {
     }
     mutants.tensor("final norm", graph.final_norm);
     for layer in &graph.layers {
-        let (attention, Some(gated)) = (&layer.attention.body, layer.gated()) else { continue };
-        let linears = [
+        let attention = &layer.attention.body;
+        let mut linears = vec![
             ("q_proj", attention.q),
             ("k_proj", attention.k),
             ("v_proj", attention.v),
             ("o_proj", attention.o),
-            ("gate_proj", gated.gate),
-            ("up_proj", gated.up),
-            ("down_proj", gated.down),
         ];
+        linears.extend(mlp_linears(&layer.mlp.body));
+        attention.sinks.iter().for_each(|&sinks| mutants.tensor("sinks", sinks));
         for (class, linear) in linears {
             mutants.tensor(class, linear.weight);
             if let Some(bias) = linear.bias {
@@ -112,6 +111,27 @@ pub fn weights(base: &Base, seed: u64) -> Vec<Mutant<'_>> {
     mutants.rotations();
     mutants.windows();
     mutants.list
+}
+
+/// The linear maps of a layer's second block with the classes of their mutants. Of experts those of the first two.
+fn mlp_linears(mlp: &FeedForward) -> Vec<(&'static str, Linear)> {
+    let of = |[gate, up, down]: [&'static str; 3], mlp: &Gated| {
+        [(gate, mlp.gate), (up, mlp.up), (down, mlp.down)]
+    };
+    let experts = match mlp {
+        FeedForward::Gated(gated) => {
+            return of(["gate_proj", "up_proj", "down_proj"], gated).to_vec();
+        }
+        FeedForward::Experts(experts) => experts,
+    };
+    let mut linears = vec![("router", experts.router)];
+    for expert in experts.experts.iter().take(2) {
+        linears.extend(of(["expert gate", "expert up", "expert down"], expert));
+    }
+    if let Some(shared) = &experts.shared {
+        linears.extend(of(["shared gate", "shared up", "shared down"], &shared.mlp));
+    }
+    linears
 }
 
 impl<'b> Mutants<'b> {

@@ -81,7 +81,10 @@ impl Lookup<'_> {
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
         let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
         let attention = &layer.attention.body;
-        let mlp = packed.mlp.as_ref().ok_or_else(|| self.missing("an MLP without a router"))?;
+        if packed.router.is_some() {
+            return Err(self.missing("an MLP without a router"));
+        }
+        let mlp = &packed.mlp;
         Ok(LayerPlan {
             attn_norm: self.optional(layer.attention.norm, hidden)?,
             qkv: self.matrix(&packed.attention.qkv)?,

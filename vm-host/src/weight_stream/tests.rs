@@ -311,7 +311,13 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
             },
         ];
         for map in maps {
-            let matrix = Matrix { name: "odd".into(), map, cols, format: Format::of(dtype, dtype) };
+            let matrix = Matrix {
+                name: "odd".into(),
+                map,
+                cols,
+                format: Format::of(dtype, dtype),
+                experts: 1,
+            };
             let plan = Plan::new(std::slice::from_ref(&matrix)).expect("a plan");
             let mut packed = vec![0xa5; matrix.bytes() as usize];
             for piece in &plan.pieces {
@@ -344,7 +350,8 @@ fn pieces_of_large_matrices_are_cut_at_tiles() {
         parts: vec![(Some(TensorId(0)), 4096), (Some(TensorId(1)), 4096)],
         interleaved: true,
     };
-    let matrix = Matrix { name: "gate_up".into(), map, cols: 2048, format: Format::Bf16 };
+    let matrix =
+        Matrix { name: "gate_up".into(), map, cols: 2048, format: Format::Bf16, experts: 1 };
     let plan = Plan::new(&[matrix]).expect("a plan");
     assert_eq!(plan.pieces.len(), 8);
     let read = |tensor, first| TensorRows { tensor: TensorId(tensor), first, rows: 512 };

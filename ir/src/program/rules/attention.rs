@@ -137,7 +137,12 @@ fn merged(task: &Task) -> Option<(u32, u32, u32)> {
             let p: AttentionMergeParams = task.params();
             Some((p.splits, p.kv_block, p.window))
         }
-        Opcode::Nop | Opcode::Embed | Opcode::Attention | Opcode::Sample | Opcode::Norm => None,
+        Opcode::Nop
+        | Opcode::Embed
+        | Opcode::Attention
+        | Opcode::Sample
+        | Opcode::Norm
+        | Opcode::Route => None,
     }
 }
 

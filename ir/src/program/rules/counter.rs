@@ -5,18 +5,20 @@ use crate::id::CounterId;
 use crate::program::{Program, Wait};
 use crate::violation::{At, Rule, Violations};
 
-use super::tasks;
+use super::{on_devices, tasks};
 
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
-    let mut arrivals = vec![0_u32; program.counters as usize];
-    for (_, task) in tasks(program) {
+    // Each device has its own.
+    let counters = program.counters as usize;
+    let mut arrivals = vec![0_u32; counters * program.topology.devices as usize];
+    for (device, task) in on_devices(program) {
         if let Some(counter) = task.signal {
-            arrivals[counter.index()] += 1;
+            arrivals[device as usize * counters + counter.index()] += 1;
         }
     }
-    for (at, task) in tasks(program) {
+    for ((device, task), (at, _)) in on_devices(program).zip(tasks(program)) {
         for &Wait { counter, count } in &task.waits {
-            let have = arrivals[counter.index()];
+            let have = arrivals[device as usize * counters + counter.index()];
             if count == 0 || count > have {
                 let detail = format!("waits for {count} arrivals of {counter}, which gets {have}");
                 found.push(Rule::CSatisfiable, at.clone(), detail);
@@ -31,7 +33,11 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     }
     for (index, &have) in arrivals.iter().enumerate() {
         if u64::from(have) * u64::from(program.kv_capacity) > u64::from(u32::MAX) {
-            found.push(Rule::CWidth, At::Counter(CounterId(index as u32)), width(have, program));
+            found.push(
+                Rule::CWidth,
+                At::Counter(CounterId((index % counters) as u32)),
+                width(have, program),
+            );
         }
     }
 }

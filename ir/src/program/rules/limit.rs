@@ -29,15 +29,21 @@ fn range(found: &mut Violations, what: &str, value: u64, low: u64, high: u64) {
 
 fn sizes(program: &Program, found: &mut Violations) {
     let tasks = program.task_len() as u64;
-    let workers = program.workers.len() as u64;
-    range(found, "number of workers", workers, 1, abi::WORKERS_MAX.into());
+    let workers = program.workers_per_device() as u64;
+    range(found, "number of workers of a device", workers, 1, abi::WORKERS_MAX.into());
     range(found, "number of tasks", tasks, 1, abi::TASKS_MAX.into());
     range(found, "number of buffers", program.buffers.len() as u64, 0, abi::BUFFERS_MAX.into());
     range(found, "number of matrices", program.matrices.len() as u64, 0, abi::BUFFERS_MAX.into());
     range(found, "number of counters", program.counters.into(), 0, abi::COUNTERS_MAX.into());
     range(found, "kv_capacity", program.kv_capacity.into(), 1, abi::KV_CAPACITY_MAX.into());
     range(found, "arena_bytes", program.arena_bytes, 0, ARENA_BYTES_MAX);
-    range(found, "tasks times workers", tasks.saturating_mul(workers), 1, CLOCK_WORDS_MAX);
+    range(
+        found,
+        "tasks times workers of a device",
+        tasks.saturating_mul(workers),
+        1,
+        CLOCK_WORDS_MAX,
+    );
 }
 
 fn dims(program: &Program, found: &mut Violations) {

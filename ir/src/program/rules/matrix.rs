@@ -5,8 +5,8 @@ use crate::program::stream::uncountable;
 use crate::program::{Matrix, Program, RowMap};
 use crate::violation::{At, Rule, Violations};
 
-/// Most parts of a row map; q, k and v are three.
-const PARTS_MAX: usize = 16;
+/// Most parts of a row map; q, k and v are three, and an expert has up to four.
+const PARTS_MAX: usize = 1 << 13;
 
 /// The number of rows of the map, or the reason why it is malformed. For an accepted map [`RowMap::rows`] does not
 /// overflow.
@@ -17,8 +17,9 @@ pub(super) fn map_rows(map: &RowMap) -> Result<u32, String> {
             map.parts.len()
         ));
     }
-    if map.interleaved && map.parts.iter().any(|&(_, rows)| rows != map.parts[0].1) {
-        return Err("the parts of an interleaved row map have different rows".into());
+    let mut pairs = map.parts.chunks(2);
+    if map.interleaved && pairs.any(|pair| pair.iter().any(|&(_, rows)| rows != pair[0].1)) {
+        return Err("a pair of parts of an interleaved row map has different rows".into());
     }
     let granule = if map.interleaved { u64::from(abi::UNIT_ROWS) } else { 1 };
     let rows: u64 =
@@ -44,11 +45,35 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
     }
 }
 
+/// Checks that experts have whole tiles, as many each.
+fn experts(matrix: &Matrix, rows: u32) -> Result<(), String> {
+    if matrix.experts == 1 {
+        return Ok(());
+    }
+    let tiles = if matrix.map.interleaved { 2 } else { 1 };
+    let each = rows.checked_div(matrix.experts).unwrap_or(0);
+    let even = each > 0 && each.checked_mul(matrix.experts) == Some(rows);
+    if !even || !each.is_multiple_of(tiles * abi::UNIT_ROWS) {
+        let parts = if tiles == 2 { "whole pairs of tiles" } else { "whole tiles" };
+        return Err(format!("{rows} rows of {} experts are not {parts} for each", matrix.experts));
+    }
+    if matrix.format.is_scaled() {
+        return Err(format!(
+            "experts are {}, and only those without scales have a route",
+            matrix.format.name()
+        ));
+    }
+    Ok(())
+}
+
 fn check_one(program: &Program, matrix: &Matrix) -> Result<(), String> {
-    map_rows(&matrix.map)?;
+    let rows = map_rows(&matrix.map)?;
+    experts(matrix, rows)?;
     let d = &program.dims;
     let widths = [d.hidden, d.heads * d.head_dim, d.ffn];
-    if !widths.contains(&matrix.cols) {
+    // Experts and a shared one differ in width; the widest, or all that are chosen together, are `ffn`.
+    let narrower = program.matrices.iter().any(|m| m.experts > 1) && matrix.cols < d.ffn;
+    if !widths.contains(&matrix.cols) && !narrower {
         return Err(format!(
             "{} columns are neither hidden ({}), query width ({}) nor ffn ({})",
             matrix.cols, widths[0], widths[1], widths[2]

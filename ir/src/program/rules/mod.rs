@@ -4,9 +4,11 @@
 pub(super) mod attention;
 pub(super) mod buffer;
 pub(super) mod counter;
+pub(super) mod device;
 pub(super) mod limit;
 pub(super) mod matrix;
 pub(super) mod order;
+pub(super) mod route;
 pub(super) mod task;
 pub(super) mod words;
 
@@ -21,6 +23,14 @@ pub(super) fn at(worker: usize, index: usize) -> At {
 pub(super) fn tasks(program: &Program) -> impl Iterator<Item = (At, &Task)> {
     program.workers.iter().enumerate().flat_map(|(w, worker)| {
         worker.tasks.iter().enumerate().map(move |(i, task)| (at(w, i), task))
+    })
+}
+
+/// Every task with its device, in the order of [`tasks`].
+pub(super) fn on_devices(program: &Program) -> impl Iterator<Item = (u32, &Task)> {
+    program.workers.iter().zip(0..).flat_map(|(worker, w)| {
+        let device = program.device_of(WorkerId(w));
+        worker.tasks.iter().map(move |task| (device, task))
     })
 }
 

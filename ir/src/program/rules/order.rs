@@ -7,6 +7,9 @@
 //! along queues and counters only. Edges of flag-in-data buffers are used to find cycles and a sequence to check in. A
 //! read of flag-in-data words needs no order, because it polls those words itself.
 //!
+//! **Devices.** Counters and queues are of one device, so clocks are as wide as a device has workers. The exchange between
+//! the `sample` tasks releases each device's whole step to the next step of all.
+//!
 //! **Neighbours.** The warps of a worker meet at a block barrier inside every task, in front of a task that waits, and
 //! behind one that signals. Stores may come after the barrier inside, and loads before it. So a task and the next one
 //! in its queue are ordered only if one of them adds a barrier between them; with a task in between, that task's own
@@ -22,7 +25,7 @@ use crate::program::{Program, Region, Verified, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::words::Writes;
-use super::{at, buffer_name, tasks};
+use super::{at, buffer_name, on_devices};
 
 /// Most flag-in-data edges, and rows of clocks, that `verify` allocates. A 70B program has a hundredth of them.
 const EDGES_MAX: usize = 1 << 26;
@@ -89,8 +92,12 @@ impl Order {
     /// Whether all accesses of `a` happen before everything that `b` releases.
     #[must_use]
     pub fn released_to(&self, a: u32, b: u32) -> bool {
-        let (worker, index) = self.places[a as usize];
-        a != b && self.clocks.row(b as usize)[worker as usize] > index
+        let ((worker, index), (other, _)) = (self.places[a as usize], self.places[b as usize]);
+        let width = self.clocks.width;
+        let (worker, other) = (worker as usize, other as usize);
+        a != b
+            && worker / width == other / width
+            && self.clocks.row(b as usize)[worker % width] > index
     }
 
     pub(super) fn at(&self, task: u32) -> At {
@@ -136,7 +143,7 @@ impl Edges {
     }
 }
 
-/// One row of clocks per task and counter: for each worker, the number of its tasks that happen before this one, itself
+/// One row of clocks per task and counter: for each worker of its device, the number of its tasks that happen before this one, itself
 /// included.
 #[derive(Clone, Debug)]
 struct Clocks {
@@ -163,7 +170,7 @@ impl Clocks {
     }
 
     fn tick(&mut self, row: usize, worker: usize, index: u32) {
-        self.words[row * self.width + worker] = index + 1;
+        self.words[row * self.width + worker % self.width] = index + 1;
     }
 }
 
@@ -186,23 +193,25 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) -> Op
     Some(order)
 }
 
-/// Checks that there is one `sample` and that it comes after everything else. It releases the next step, which must see
-/// every store of this one (keys and values among them) and find no worker still in it.
+/// Checks that each device has one `sample` and that it comes after everything else there. It releases the next step,
+/// which must see every store of this one (keys and values among them) and find no worker still in it.
 fn last(program: &Program, order: &Order, found: &mut Violations) {
-    let samples: Vec<u32> = tasks(program)
-        .zip(0..)
-        .filter(|((_, t), _)| t.opcode == Opcode::Sample)
-        .map(|(_, n)| n)
-        .collect();
-    let &[sample] = samples.as_slice() else {
-        let detail = format!("{} `sample` tasks, expected one", samples.len());
-        return found.push(Rule::OStep, At::Whole, detail);
-    };
-    for task in
-        (0..order.len() as u32).filter(|&task| task != sample && !order.released_to(task, sample))
-    {
-        let detail = format!("not ordered before `sample` at {}", order.at(sample));
-        found.push(Rule::OStep, order.at(task), detail);
+    let devices = program.topology.devices;
+    for device in 0..devices {
+        let of = || on_devices(program).zip(0..).filter(move |&((on, _), _)| on == device);
+        let samples: Vec<u32> =
+            of().filter(|((_, task), _)| task.opcode == Opcode::Sample).map(|(_, n)| n).collect();
+        let &[sample] = samples.as_slice() else {
+            let place = if devices == 1 { String::new() } else { format!(" on device {device}") };
+            let detail = format!("{} `sample` tasks{place}, expected one", samples.len());
+            found.push(Rule::OStep, At::Whole, detail);
+            continue;
+        };
+        let late = |&task: &u32| task != sample && !order.released_to(task, sample);
+        for task in of().map(|(_, task)| task).filter(late) {
+            let detail = format!("not ordered before `sample` at {}", order.at(sample));
+            found.push(Rule::OStep, order.at(task), detail);
+        }
     }
 }
 
@@ -216,25 +225,28 @@ struct Graph {
 }
 
 impl Graph {
-    fn new(program: &Program, writes: &Writes) -> Result<Self, String> {
+    fn new(program: &Program, writes: &Writes<'_>) -> Result<Self, String> {
         let task_len = program.task_len();
         let counters = program.counters as usize;
+        let all = counters * program.topology.devices as usize;
         let mut graph = Self {
             tasks: task_len,
-            nodes: task_len + counters,
-            counters,
+            nodes: task_len + all,
+            counters: all,
             joins: Vec::new(),
             pairs: Vec::new(),
         };
-        let mut readers: FxHashMap<Region, Vec<u32>> = FxHashMap::default();
-        let mut regions: Vec<Region> = Vec::new();
-        for ((_, task), number) in tasks(program).zip(0_u32..) {
+        // By the device that writes them, if it is the reader's own.
+        let mut readers: FxHashMap<(u32, Region), Vec<u32>> = FxHashMap::default();
+        let mut regions: Vec<(u32, Region)> = Vec::new();
+        for ((device, task), number) in on_devices(program).zip(0_u32..) {
+            let first = task_len + device as usize * counters;
             if let Some(counter) = task.signal {
-                let to = (task_len + counter.index()) as u32;
+                let to = (first + counter.index()) as u32;
                 graph.pairs.push((number, Edge { to, flag_in_data: false }));
             }
             for wait in &task.waits {
-                let from = (task_len + wait.counter.index()) as u32;
+                let from = (first + wait.counter.index()) as u32;
                 graph.pairs.push((from, Edge { to: number, flag_in_data: false }));
             }
             for region in accesses(program, task)
@@ -242,15 +254,16 @@ impl Graph {
                 .into_iter()
                 .filter(|region| flag_in_data(program, region))
             {
-                let list = readers.entry(region).or_default();
+                let key = (if program.is_shared(region.buffer) { 0 } else { device }, region);
+                let list = readers.entry(key).or_default();
                 if list.is_empty() {
-                    regions.push(region);
+                    regions.push(key);
                 }
                 list.push(number);
             }
         }
-        for region in regions {
-            graph.flag_in_data_edges(writes, region, &readers[&region])?;
+        for key in regions {
+            graph.flag_in_data_edges(writes, key, &readers[&key])?;
         }
         Ok(graph)
     }
@@ -258,8 +271,8 @@ impl Graph {
     /// A region with one reader needs no join.
     fn flag_in_data_edges(
         &mut self,
-        writes: &Writes,
-        region: Region,
+        writes: &Writes<'_>,
+        (device, region): (u32, Region),
         readers: &[u32],
     ) -> Result<(), String> {
         let target = if let [reader] = *readers {
@@ -274,7 +287,9 @@ impl Graph {
             join
         };
         self.pairs.extend(
-            writes.writers(region).map(|writer| (writer, Edge { to: target, flag_in_data: true })),
+            writes
+                .writers(device, region)
+                .map(|writer| (writer, Edge { to: target, flag_in_data: true })),
         );
         if self.pairs.len() > EDGES_MAX {
             return Err(format!("flag-in-data reads make more than {EDGES_MAX} edges"));
@@ -319,7 +334,7 @@ impl Graph {
     }
 
     fn unsorted(&self, program: &Program, found: &mut Violations) -> Option<Order> {
-        let width = program.workers.len();
+        let width = program.workers_per_device();
         let words = (self.tasks + self.counters).saturating_mul(width);
         if words > CLOCK_WORDS_MAX {
             let detail = format!("clocks of {words} words, more than {CLOCK_WORDS_MAX}");
@@ -339,7 +354,7 @@ impl Graph {
             })
         });
         Some(Order {
-            workers: width,
+            workers: program.workers.len(),
             places,
             unparted: unparted.collect(),
             sequence: Vec::with_capacity(self.tasks),
@@ -403,7 +418,9 @@ impl Graph {
             );
         }
         match node - self.tasks {
-            counter if counter < self.counters => format!("c{counter}"),
+            counter if counter < self.counters => {
+                format!("c{}", counter % program.counters as usize)
+            }
             join => buffer_name(program, self.joins[join - self.counters].buffer),
         }
     }

@@ -5,11 +5,12 @@
 
 use abi::{
     Activation, AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue,
-    MatvecParams, NormParams, Params, Prologue, SampleParams,
+    MatvecParams, NormParams, Params, Prologue, RouteParams, SampleParams, Scoring,
 };
 
 use crate::id::BufferId;
-use crate::program::{Buffer, BufferSource, Program, Task, accesses};
+use crate::program::stream::uncountable_tiles;
+use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::{buffer_name, named, tasks};
@@ -25,7 +26,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
         match task.op() {
             Params::Nop(p) => {
                 op.zero(&p.reserved);
-                op.none(&[0, 1, 2, 3], &[0, 1]);
+                op.none(&[0, 1, 2, 3, 4], &[0, 1]);
             }
             Params::Embed(p) => op.embed(p),
             Params::Matvec(p) => op.matvec(p),
@@ -33,6 +34,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
             Params::AttentionMerge(p) => op.attention_merge(p),
             Params::Sample(p) => op.sample(p),
             Params::Norm(p) => op.norm(p),
+            Params::Route(p) => op.route(p),
         }
         if found.total() == before {
             bounds(program, task, &at, found);
@@ -208,19 +210,39 @@ impl<'a> Op<'a> {
             self.arity(format!("there is no matrix m{}", p.matrix));
             return;
         };
-        self.equal("units", p.units, m.units_per_tile());
-        self.equal("k_len", p.k_len, m.cols);
-        self.equal("rows", p.rows, m.rows());
-        let end = u64::from(p.tile0) + u64::from(p.tiles);
-        if p.tiles == 0 || end > u64::from(m.tiles()) {
-            self.shape(format!(
-                "tiles {}..+{} of {}, which has {}",
-                p.tile0,
-                p.tiles,
-                m.name,
-                m.tiles()
-            ));
+        // With a route, rows or columns are those of all slots.
+        let (slots, gated) = (self.slots(m), p.epilogue == Epilogue::SiluMul as u32);
+        let (row_slots, col_slots) = if gated { (slots, 1) } else { (1, slots) };
+        let whole_units = !gated && self.task.reads[4].is_some();
+        let unit_cols = m.format.unit_cols();
+        let cols = if whole_units { m.cols.next_multiple_of(unit_cols) } else { m.cols };
+        self.equal("units", p.units, m.units_per_tile().saturating_mul(col_slots));
+        self.equal("k_len", p.k_len, cols.saturating_mul(col_slots));
+        let all_rows = m.expert_rows().saturating_mul(row_slots);
+        self.equal("rows", p.rows, all_rows);
+        let (end, tiles) =
+            (u64::from(p.tile0) + u64::from(p.tiles), all_rows.div_ceil(abi::UNIT_ROWS));
+        if p.tiles == 0 || end > u64::from(tiles) {
+            self.shape(format!("tiles {}..+{} of {}, which has {tiles}", p.tile0, p.tiles, m.name));
         }
+        if let Some(detail) = uncountable_tiles(self.program, p.units, 1) {
+            self.wrong(Rule::PLimit, detail);
+        }
+    }
+
+    /// Slots of the task's route; 1 without one.
+    fn slots(&mut self, matrix: &Matrix) -> u32 {
+        if self.task.reads[4].is_none() {
+            if matrix.experts > 1 {
+                self.arity(format!(
+                    "{} has {} experts and the task no route",
+                    matrix.name, matrix.experts
+                ));
+            }
+            return 1;
+        }
+        let route = self.read("the route", 4, &[BufferKind::FlagInData]);
+        route.map_or(1, |route| route.words / 2)
     }
 
     fn prologue(&mut self, p: &MatvecParams, prologue: Prologue) {
@@ -246,11 +268,11 @@ impl<'a> Op<'a> {
         self.row_constants(p);
     }
 
-    /// Scales and biases: one for each row, the scales first.
+    /// Scales and biases: one for each row of the matrix, the scales first.
     fn row_constants(&mut self, p: &MatvecParams) {
         let matrix = self.program.matrices.get(p.matrix as usize);
         let scaled = matrix.is_some_and(|matrix| matrix.format.is_scaled());
-        let rows = u64::from(p.rows);
+        let rows = matrix.map_or(u64::from(p.rows), |matrix| u64::from(matrix.rows()));
         if !scaled {
             if self.task.reads[2].is_some() {
                 self.read_words("the bias", 2, CONSTANT, rows);
@@ -304,7 +326,7 @@ impl<'a> Op<'a> {
                     .program
                     .matrices
                     .get(p.matrix as usize)
-                    .is_some_and(|m| m.map.interleaved && m.map.parts.len() == 2);
+                    .is_some_and(|m| m.map.interleaved && m.map.parts.len().is_multiple_of(2));
                 if !pairs {
                     self.shape(format!("m{} does not alternate tiles of gate and up", p.matrix));
                 }
@@ -327,7 +349,7 @@ impl<'a> Op<'a> {
         if p.len == 0 {
             self.shape("len is zero".into());
         }
-        self.none(&[1, 2, 3], &[1]);
+        self.none(&[1, 2, 3, 4], &[1]);
     }
 
     fn norm(&mut self, p: &NormParams) {
@@ -343,17 +365,43 @@ impl<'a> Op<'a> {
             self.read_words("the residual", 3, VECTOR, p.width.into());
         }
         self.write_words("the output", 0, ACTIVATION, p.width.into());
-        self.none(&[2], &[1]);
+        self.none(&[2, 4], &[1]);
+    }
+
+    fn route(&mut self, p: &RouteParams) {
+        self.zero(&p.reserved);
+        if Scoring::new(p.scoring).is_none() {
+            self.wrong(Rule::POpcode, format!("scoring {} is not in the table", p.scoring));
+        }
+        let most = p.experts.min(abi::SLOTS_MAX);
+        if !(1..=most).contains(&p.slots) || p.experts > abi::EXPERTS_MAX {
+            let (slots, all) = (abi::SLOTS_MAX, abi::EXPERTS_MAX);
+            self.shape(format!(
+                "{} of {} experts, at most {slots} of at most {all} are possible",
+                p.slots, p.experts
+            ));
+        }
+        self.read("the logits", 0, ACTIVATION);
+        self.write_words("the route", 0, &[BufferKind::FlagInData], 2 * u64::from(p.slots));
+        self.none(&[1, 2, 3, 4], &[1]);
     }
 
     fn matvec(&mut self, p: &MatvecParams) {
         self.finite("cap", p.cap);
         // They mean nothing elsewhere.
         let (activation, cap) = (p.activation, p.cap.to_bits());
+        let gated = p.epilogue == Epilogue::SiluMul as u32;
+        let clamped = gated && activation == Activation::ClampedSilu as u32;
         self.zero(&[
-            if p.epilogue == Epilogue::SiluMul as u32 { 0 } else { activation },
-            if p.epilogue == Epilogue::Logits as u32 { 0 } else { cap },
+            if gated { 0 } else { activation },
+            if clamped || p.epilogue == Epilogue::Logits as u32 { 0 } else { cap },
         ]);
+        if clamped && p.cap == 0.0 {
+            self.shape("clamped_silu has no limit".into());
+        }
+        if p.epilogue == Epilogue::Logits as u32 {
+            self.none(&[4], &[]);
+        }
         if Activation::new(p.activation).is_none() {
             self.wrong(Rule::POpcode, format!("activation {} is not in the table", p.activation));
         }
@@ -402,6 +450,10 @@ impl<'a> Op<'a> {
         {
             self.arity(format!("{} does not hold a rotary table", freq.name));
         }
+        if self.task.reads[4].is_some() {
+            let sinks = self.read("the sinks", 4, CONSTANT);
+            self.words("the sinks", sinks, d.heads.into());
+        }
         self.write_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
         self.write("the cache", 1, &[BufferKind::KvCache]);
     }
@@ -416,15 +468,20 @@ impl<'a> Op<'a> {
         }
         self.read_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
         self.write_words("the output", 0, ACTIVATION, u64::from(d.heads) * u64::from(d.head_dim));
-        self.none(&[1, 2, 3], &[1]);
+        self.none(&[1, 2, 3, 4], &[1]);
     }
 
     fn sample(&mut self, p: &SampleParams) {
         self.zero(&p.reserved);
-        self.read_words("the candidates", 0, CANDIDATES, 2 * u64::from(p.candidates));
+        if self.program.topology.devices == 1 {
+            self.read_words("the candidates", 0, CANDIDATES, 2 * u64::from(p.candidates));
+        } else {
+            // Devices may have different numbers of them: rule D-LOCAL.
+            self.read("the candidates", 0, CANDIDATES);
+        }
         if p.candidates == 0 {
             self.shape("no candidates".into());
         }
-        self.none(&[1, 2, 3], &[0, 1]);
+        self.none(&[1, 2, 3, 4], &[0, 1]);
     }
 }

@@ -2,14 +2,14 @@
 //!
 //! Relies on valid tasks: regions lie inside their buffers.
 
-use abi::BufferKind;
+use abi::{BufferKind, Opcode};
 
 use crate::id::{BufferId, WorkerId};
 use crate::program::{Program, Region, accesses};
 use crate::violation::{At, Rule, Violations};
 
 use super::order::Order;
-use super::{buffer_name, tasks};
+use super::{buffer_name, on_devices, tasks};
 
 /// Most runs of words that tasks access, in total.
 const REGIONS_MAX: usize = 1 << 22;
@@ -43,30 +43,32 @@ struct Write {
     task: u32,
 }
 
-/// The writes of each buffer, sorted by first word.
-pub(super) struct Writes(Vec<Vec<Write>>);
+/// The writes of each buffer on each device (see [`Program::instance`]), sorted by first word.
+pub(super) struct Writes<'a>(&'a Program, Vec<Vec<Write>>);
 
-impl Writes {
-    pub(super) fn new(program: &Program) -> Self {
-        let mut buffers = vec![Vec::new(); program.buffers.len()];
-        for ((_, task), number) in tasks(program).zip(0_u32..) {
+impl<'a> Writes<'a> {
+    pub(super) fn new(program: &'a Program) -> Self {
+        let mut buffers =
+            vec![Vec::new(); program.buffers.len() * program.topology.devices as usize];
+        for ((device, task), number) in on_devices(program).zip(0_u32..) {
             for Region { buffer, start, end } in accesses(program, task).writes {
-                buffers[buffer.index()].push(Write { start, end, task: number });
+                buffers[program.instance(device, buffer)].push(Write { start, end, task: number });
             }
         }
         buffers.iter_mut().for_each(|writes| writes.sort_unstable());
-        Self(buffers)
+        Self(program, buffers)
     }
 
-    fn writes_in(&self, region: Region) -> impl Iterator<Item = Write> + '_ {
-        let writes = &self.0[region.buffer.index()];
+    fn writes_in(&self, device: u32, region: Region) -> impl Iterator<Item = Write> + '_ {
+        let writes = &self.1[self.0.instance(device, region.buffer)];
         let first = writes.partition_point(|write| write.end <= region.start);
         writes[first..].iter().take_while(move |write| write.start < region.end).copied()
     }
 
-    /// Tasks that write some word of the region. No word is written twice, so these are neighbours in the list.
-    pub(super) fn writers(&self, region: Region) -> impl Iterator<Item = u32> + '_ {
-        self.writes_in(region).map(|write| write.task)
+    /// Tasks that write some word of the region as a task of `device` reads it. No word is written twice, so these are
+    /// neighbours in the list.
+    pub(super) fn writers(&self, device: u32, region: Region) -> impl Iterator<Item = u32> + '_ {
+        self.writes_in(device, region).map(|write| write.task)
     }
 }
 
@@ -86,12 +88,52 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
         return found.push(Rule::PLimit, At::Whole, detail);
     }
     let places: Vec<At> = tasks(program).map(|(at, _)| at).collect();
-    for ((writes, buffer), used) in Writes::new(program).0.iter().zip(0..).zip(used) {
-        let buffer = BufferId(buffer);
+    let all = Writes::new(program);
+    for (instance, writes) in all.1.iter().enumerate() {
+        let device = (instance / program.buffers.len()) as u32;
+        let buffer = BufferId((instance % program.buffers.len()) as u32);
         // Writes to a cache are checked by the attention rules.
-        if used && program.buffers[buffer.index()].kind != BufferKind::KvCache {
+        let checked = used[buffer.index()]
+            && program.buffers[buffer.index()].kind != BufferKind::KvCache
+            && program.instance(device, buffer) == instance;
+        if checked {
             twice(program, buffer, writes, &places, found);
-            covered(program, buffer, writes, found);
+            // One of several devices may write a part of its copy: rule D-LOCAL.
+            if program.topology.devices == 1 || program.is_shared(buffer) {
+                covered(program, buffer, writes, found);
+            }
+        }
+    }
+    if program.topology.devices > 1 {
+        local(program, &all, found);
+    }
+}
+
+/// Checks that each task of several devices reads words that its own device writes, or that all have, and that `sample`
+/// reads all candidates of its device.
+fn local(program: &Program, all: &Writes<'_>, found: &mut Violations) {
+    for ((device, task), (at, _)) in on_devices(program).zip(tasks(program)) {
+        for region in accesses(program, task).reads {
+            let name = buffer_name(program, region.buffer);
+            let mut next = region.start;
+            for write in all.writes_in(device, region).filter(|write| write.end > region.start) {
+                if write.start > next {
+                    break;
+                }
+                next = next.max(write.end);
+            }
+            if next < region.end {
+                let detail =
+                    format!("reads word {next} of {name}, which no task of device {device} writes");
+                found.push(Rule::DLocal, at.clone(), detail);
+            }
+            let whole = Region { start: 0, end: u32::MAX, ..region };
+            let last = all.writes_in(device, whole).map(|write| write.end).max();
+            if task.opcode == Opcode::Sample && last.is_some_and(|last| last > region.end) {
+                let detail =
+                    format!("reads {} words of {name}, device {device} writes more", region.end);
+                found.push(Rule::DLocal, at.clone(), detail);
+            }
         }
     }
 }
@@ -175,7 +217,8 @@ fn unordered_reads(
         let plain =
             |region: &Region| program.buffers[region.buffer.index()].kind != BufferKind::FlagInData;
         for region in accesses(program, task).reads.into_iter().filter(plain) {
-            let unordered = writes.writes_in(region).find(|write| {
+            let device = program.device_of(worker);
+            let unordered = writes.writes_in(device, region).find(|write| {
                 looked += 1;
                 !order.happens_before(write.task, reader)
             });

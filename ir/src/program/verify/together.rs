@@ -87,6 +87,10 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
             );
             found.push(Rule::PShape, At::Whole, detail);
         }
+        if let Some(matrix) = program.matrices.iter().find(|matrix| matrix.experts > 1) {
+            let detail = format!("{} has experts: run one sequence", matrix.name);
+            found.push(Rule::PShape, At::Whole, detail);
+        }
         for matrix in (0..program.matrices.len() as u32).map(MatrixId) {
             if let Some(detail) = uncountable(program, matrix, seqs) {
                 found.push(Rule::PLimit, At::Matrix(matrix), detail);
@@ -126,7 +130,8 @@ fn forms_of(task: &Task) -> Vec<(BufferId, bool)> {
         | Params::Embed(_)
         | Params::Attention(_)
         | Params::Sample(_)
-        | Params::Norm(_) => (false, false),
+        | Params::Norm(_)
+        | Params::Route(_) => (false, false),
     };
     let reads = task.reads.iter().enumerate().map(|(i, a)| (a, i == 0 && read));
     let writes = task.writes.iter().enumerate().map(|(i, a)| (a, i == 0 && written));

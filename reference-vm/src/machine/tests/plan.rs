@@ -5,7 +5,7 @@ use abi::{
     Prologue, SampleParams,
 };
 use ir::program::{
-    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Wait, Worker,
+    Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
 };
 use ir::{Attention, BufferId, CounterId, Format, Gated, Graph, Layer, Linear, MatrixId, TensorId};
 
@@ -68,6 +68,7 @@ pub(super) fn program(graph: &Graph, plan: Plan) -> Program {
         counters: 0,
         arena_bytes: 0,
         workers: vec![Worker::default(); plan.workers],
+        topology: Topology::default(),
     };
     let mut builder = Builder { graph, plan, program, wait: None, turn: 0 };
     builder.build();
@@ -245,7 +246,7 @@ impl Builder<'_> {
                 reserved: [0; 5],
             };
             let mut task = Task::new(Opcode::Attention, index, params);
-            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq)];
+            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq), None];
             task.writes = [Some(partials), Some(cache)];
             task
         };
@@ -324,7 +325,7 @@ impl Builder<'_> {
                 ..params
             };
             let mut task = Task::new(Opcode::Matvec, layer, params);
-            task.reads = [around.x, around.norm, around.bias, around.residual];
+            task.reads = [around.x, around.norm, around.bias, around.residual, None];
             task.writes = writes;
             tasks.push(task);
         }
@@ -358,6 +359,7 @@ impl Builder<'_> {
             map,
             cols,
             format: Format::of(self.graph.dtype, self.graph.dtype),
+            experts: 1,
         });
         MatrixId(self.program.matrices.len() as u32 - 1)
     }

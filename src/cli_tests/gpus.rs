@@ -1,0 +1,89 @@
+//! Several GPUs in one step, on the reference VM.
+
+use super::{Ran, amk};
+
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/qwen3-qknorm-bf16");
+
+fn generated(gpus: &str, logits: &str) -> Ran {
+    let place = ["generate", "--model", MODEL, "--device", "cpu", "--gpus", gpus];
+    let what = ["--tokens", "3,5,8,13", "--max-new-tokens", "4", "--logits", logits];
+    amk(&[&place[..], &what].concat())
+}
+
+#[test]
+fn the_logits_are_those_of_one_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |gpus: &str, name: &str| {
+        let path = folder.path().join(name);
+        let document = generated(gpus, path.to_str().unwrap()).succeeds("amk.generate.v1");
+        (document["tokens"].clone(), std::fs::read(path).unwrap())
+    };
+    let one = run("1", "one");
+    for gpus in ["2", "4", "0,1,2"] {
+        assert!(run(gpus, "several") == one, "{gpus}");
+    }
+}
+
+#[test]
+fn a_schedule_for_several_gpus_is_judged_and_predicted() {
+    for (gpus, name) in [("1", "h200"), ("2", "h200x2"), ("4", "h200x4")] {
+        let place = ["evaluate", "--model", "toy", "--device", "cpu", "--gpus", gpus];
+        let verdict = amk(&place).succeeds("amk.verdict.v1");
+        assert_eq!(verdict["target"], name);
+        assert_eq!(verdict["correct"], true, "{verdict}");
+    }
+    let bound = |gpus: &str| {
+        let place = ["bench", "--model", "smollm2-135m", "--device", "cpu", "--gpus", gpus];
+        let benched = amk(&place);
+        assert_eq!(benched.code, 0, "{}", benched.stderr);
+        benched.json()["verdict"]["bound_us"].as_f64().unwrap()
+    };
+    assert!((bound("1") / bound("4") - 4.0).abs() < 0.05);
+}
+
+#[test]
+fn a_program_has_devices_and_its_schedule_a_numeric_id() {
+    let lower = |gpus: &str| {
+        let place = ["lower", "--model", "toy", "--device", "cpu", "--gpus", gpus];
+        amk(&place).succeeds("amk.lower.v2")
+    };
+    let (one, two) = (lower("1"), lower("2"));
+    assert_eq!((&one["devices"], &two["devices"]), (&1.into(), &2.into()));
+    assert_eq!(one["numeric_id"], two["numeric_id"]);
+    assert_ne!(one["program_id"], two["program_id"]);
+}
+
+#[test]
+fn a_search_for_two_gpus_is_resumed_as_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_str().unwrap();
+    let search =
+        ["loop", "--model", "toy", "--device", "cpu", "--gpus", "2", "--budget", "3", "--out", out];
+    assert_eq!(amk(&search).json()["target"], "h200x2");
+    let other = ["loop", "--model", "toy", "--gpus", "4", "--budget", "4", "--out", out];
+    amk(&other).fails(2, &["--gpus", "2"]);
+    let on = ["loop", "--budget", "4", "--out", out];
+    assert_eq!(amk(&on).json()["target"], "h200x2");
+}
+
+#[test]
+fn what_several_gpus_cannot_do_is_refused_with_what_is_missing() {
+    amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "cuda", "--gpus", "2"])
+        .fails(3, &["GPU"]);
+    amk(&["trace", "--model", "toy", "--device", "cpu", "--gpus", "2"]).fails(3, &["h200x2"]);
+    amk(&["evaluate", "--model", "toy", "--device", "cpu", "--target", "h200x4", "--gpus", "2"])
+        .fails(2, &["h200x4", "--gpus 2"]);
+    amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "eval", "--gpus", "2"])
+        .fails(2, &["--device eval"]);
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("counter.json");
+    std::fs::write(&config, r#"{"sync": {"down": "counter"}}"#).unwrap();
+    let config = config.to_str().unwrap();
+    let place = ["evaluate", "--model", "toy", "--device", "cpu", "--gpus", "2"];
+    let refused = amk(&[&place[..], &["--config", config]].concat());
+    assert_eq!(refused.code, 1, "{}", refused.stderr);
+    assert!(refused.stdout.contains("S-REMOTE") && refused.stdout.contains("sync.down"));
+    for gpus in ["0", "9", "0,0"] {
+        assert_eq!(generated(gpus, "unused").code, 2);
+    }
+}

@@ -1,0 +1,105 @@
+// Routes: which experts a step reads. Same as reference-vm/src/ops/route.rs, and the routed part of reference-vm/src/ops/matvec.rs.
+#pragma once
+
+constexpr bool ROUTES = has_feature(AMK_FEATURE_ROUTE);
+
+// Whether a product follows a route.
+__device__ __forceinline__ bool has_route(StagedTask const& st) { return ROUTES && aside(st).address != 0; }
+
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+// The experts of a route's slots, then their weights.
+struct RouteWords {
+  Words words;
+  uint32_t slots;
+  __device__ __forceinline__ uint32_t expert(Worker const& w, uint32_t slot) const { return (uint32_t)word_wait(w, words, slot); }
+  __device__ __forceinline__ float weight(Worker const& w, uint32_t slot) const { return word_wait(w, words, slots + slot); }
+};
+__device__ __forceinline__ RouteWords route_words(Worker const& w, StagedTask const& st) { return RouteWords{buffer_words(w, aside(st)), aside(st).units / 2}; }
+
+// Key whose order is that of f32 in total: NaN has a place in it too, so that no two experts have the same rank.
+__device__ __forceinline__ uint32_t order_key(float v) {
+  uint32_t const bits = __float_as_uint(v);
+  return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
+}
+
+// Each thread ranks its experts against all: the rank is the slot.
+__device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
+  Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
+  float* const logits = (float*)w.x;      // in the activation buffer
+  float* const chosen = logits + p.experts; // by slot
+  float* const sums = chosen + p.slots;     // of each warp
+  for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
+    logits[i] = word_wait(w, in, p.first + i);
+  }
+  trace_staged(w);
+  consumers_sync();
+  for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
+    float const mine = logits[i];
+    uint32_t const key = order_key(mine);
+    uint32_t rank = 0;
+    for (uint32_t j = 0; j < p.experts; ++j) {
+      uint32_t const other = order_key(logits[j]);
+      rank += other > key || (other == key && j < i);
+    }
+    if (rank < p.slots) {
+      chosen[rank] = mine;
+      word_write(out, rank, (float)i);
+    }
+  }
+  consumers_sync();
+  float const best = chosen[0];
+  float sum = 0.f;
+  uint32_t const among = p.scoring == AMK_SCORING_ALL ? p.experts : p.scoring == AMK_SCORING_CHOSEN ? p.slots : 0;
+  for (uint32_t i = w.thread; i < among; i += CONSUMERS) {
+    sum += __expf((p.scoring == AMK_SCORING_ALL ? logits : chosen)[i] - best);
+  }
+  sum = warp_sum(sum);
+  if (w.thread % 32 == 0) {
+    sums[w.thread / 32] = sum;
+  }
+  consumers_sync();
+  float total = 0.f;
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    total += sums[i];
+  }
+  if (w.thread < p.slots) {
+    float const mine = chosen[w.thread];
+    bool const sigmoid = p.scoring == AMK_SCORING_SIGMOID;
+    word_write(out, p.slots + w.thread, sigmoid ? __fdividef(1.f, 1.f + __expf(-mine)) : __fdividef(__expf(mine - best), total));
+  }
+}
+
+__device__ __forceinline__ void op_route(Worker& w, StagedTask const& st) {
+  amk_route_params const p = *(amk_route_params const*)st.task.params;
+  consumers_sync(); // the scratch may hold sums of the task before
+  for_seqs(w, [&] { route_choose(w, st, p); });
+  trace_multiplied(w);
+  task_barrier(w);
+}
+#endif
+
+// Adds the biases of a row of a product that follows a route. Returns the factor of the row's result.
+__device__ __forceinline__ float slot_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, float& bias, float& bias_up) {
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  if (has_route(st)) {
+    RouteWords const route = route_words(w, st);
+    float const* const biases = (float const*)st.buffer[2].address;
+    if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
+      uint32_t const each = p.rows / route.slots, slot = row / each;
+      if (biases != nullptr) {
+        float const* const at = biases + (size_t)route.expert(w, slot) * each + row % each;
+        bias = __ldg(at);
+        bias_up = row / AMK_UNIT_ROWS % 2 == 0 ? __ldg(at + AMK_UNIT_ROWS) : 0.f;
+      }
+      return route.weight(w, slot);
+    }
+    if (biases != nullptr) {
+#pragma unroll 1
+      for (uint32_t slot = 0; slot < route.slots; ++slot) {
+        bias = fmaf(route.weight(w, slot), __ldg(biases + (size_t)route.expert(w, slot) * p.rows + row), bias);
+      }
+    }
+  }
+#endif
+  return 1.f;
+}

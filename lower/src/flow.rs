@@ -112,13 +112,19 @@ impl Flow {
     /// Finds the values of which a device reads more than it writes. Candidates are not among them: `sample` reads those
     /// of its own device, and the devices exchange the best of them.
     fn replicate(&mut self) {
-        for phase in &self.phases {
-            let Some(writer) = self.values[phase.input.0].writer else { continue };
-            let read = match (&self.phases[writer].split, &phase.split) {
-                (Split::Whole, _) | (Split::Heads { .. }, Split::Heads { .. }) => false,
-                (Split::Heads { .. } | Split::Even { .. }, _) => true,
-            };
-            self.values[phase.input.0].replicated |= read && phase.class != PhaseClass::Sample;
+        for phase in self.phases.iter().filter(|phase| phase.class != PhaseClass::Sample) {
+            let whole = [Some(phase.input), phase.route];
+            let reads = whole.into_iter().flatten().map(|value| (value, false));
+            for (value, own) in reads.chain(phase.residual.map(|value| (value, true))) {
+                let Some(writer) = self.values[value.0].writer else { continue };
+                let written = &self.phases[writer].split;
+                self.values[value.0].replicated |= match (written, &phase.split) {
+                    (Split::Whole, _) | (Split::Heads { .. }, Split::Heads { .. }) => false,
+                    // What a device adds to its rows is of the same rows.
+                    (Split::Even { .. }, read) if own => written != read,
+                    (Split::Heads { .. } | Split::Even { .. }, _) => true,
+                };
+            }
         }
     }
 
@@ -401,7 +407,9 @@ impl Builder<'_> {
         let params = RouteParams { first, experts, slots, scoring, ..RouteParams::default() };
         let route = self.phase(PhaseClass::Route, n, Op::Route(params), logits);
         let handoff = Some(Handoff::FlagInData);
-        let route = Phase { items: 1, item_bytes: 4 * u64::from(experts), handoff, ..route };
+        let item_bytes = 4 * u64::from(experts);
+        let split = Split::Whole;
+        let route = Phase { items: 1, item_bytes, handoff, split, ..route };
         self.push_named(route, format!("layers.{n}.{name}"), 2 * u64::from(slots))
     }
 

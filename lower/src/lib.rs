@@ -152,10 +152,10 @@ fn rows_max(graph: &Graph) -> u64 {
     let qkv = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
     let gate_up = 2 * u64::from(graph.ffn).next_multiple_of(u64::from(abi::UNIT_ROWS));
     let experts = graph.layers.iter().filter_map(|layer| match &layer.mlp.body {
-        FeedForward::Experts(experts) => Some(experts),
+        FeedForward::Experts(experts) => Some(&**experts),
         FeedForward::Gated(_) => None,
     });
-    let rows = |experts: &Box<Experts>| {
+    let rows = |experts: &Experts| {
         let ffn = 2 * u64::from(graph.expert_width(experts));
         experts.experts.len() as u64 * ffn.max(graph.hidden.into())
     };

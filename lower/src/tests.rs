@@ -402,6 +402,32 @@ fn predictions_rank_as_measurements_did() {
     assert!((529.0..2000.0).contains(&base), "{base}");
 }
 
+/// Changes of one knob of a shipped schedule, measured on an H200 (corpus/checks): by how many percent the step is slower.
+#[test]
+fn changes_that_were_measured_are_predicted() {
+    let qwen = include_str!("../../corpus/schedules/h200/qwen3-0.6b/128.json");
+    let llama = include_str!("../../corpus/schedules/h200/llama-3.2-1b/128.json");
+    let smol = include_str!("../../corpus/schedules/h200/smollm2-135m/128.json");
+    let slower = |graph: &Graph, text: &str, change: &dyn Fn(&mut ScheduleConfig)| {
+        let base: ScheduleConfig = serde_json::from_str(text).expect("a schedule");
+        let mut changed = base;
+        change(&mut changed);
+        100.0 * (latency(changed, graph) / latency(base, graph) - 1.0)
+    };
+    // Splits without keys wait for nothing: 11.5. It was 22.
+    let graph = preset("qwen3-0.6b", 28);
+    let splits = slower(&graph, qwen, &|c| c.tiling.attention.kv_split = 32);
+    assert!((5.0..16.0).contains(&splits), "{splits}");
+    // Warps free a stage before they multiply: 2.1. It was 8.
+    let graph = preset("llama-3.2-1b", 16);
+    let stages = slower(&graph, llama, &|c| c.pipeline.stages = 4);
+    assert!((0.0..4.0).contains(&stages), "{stages}");
+    // A merge in front of the output projection waits for its splits in turn: 25.1. It was 1.1.
+    let graph = preset("smollm2-135m", 30);
+    let merge = slower(&graph, smol, &|c| c.tiling.attention.kv_block = 32);
+    assert!((15.0..35.0).contains(&merge), "{merge}");
+}
+
 /// Measured in a skeleton of the kernel: 7, 9, 11 and 13 stages took 748, 739, 728 and 720 us. The rates are those of the kernel.
 #[test]
 fn deeper_rings_are_predicted_a_little_faster() {

@@ -28,7 +28,7 @@ fn the_logits_are_those_of_one_gpu() {
 fn a_schedule_for_several_gpus_is_judged_and_predicted() {
     for (gpus, name) in [("1", "h200"), ("2", "h200x2"), ("4", "h200x4")] {
         let place = ["evaluate", "--model", "toy", "--device", "cpu", "--gpus", gpus];
-        let verdict = amk(&place).succeeds("amk.verdict.v1");
+        let verdict = amk(&place).succeeds("amk.verdict.v2");
         assert_eq!(verdict["target"], name);
         assert_eq!(verdict["correct"], true, "{verdict}");
     }
@@ -36,7 +36,7 @@ fn a_schedule_for_several_gpus_is_judged_and_predicted() {
         let place = ["bench", "--model", "smollm2-135m", "--device", "cpu", "--gpus", gpus];
         let benched = amk(&place);
         assert_eq!(benched.code, 0, "{}", benched.stderr);
-        benched.json()["verdict"]["bound_us"].as_f64().unwrap()
+        benched.json()["bound_us"].as_f64().unwrap()
     };
     assert!((bound("1") / bound("4") - 4.0).abs() < 0.05);
 }
@@ -59,17 +59,18 @@ fn a_search_for_two_gpus_is_resumed_as_one() {
     let out = folder.path().to_str().unwrap();
     let search =
         ["loop", "--model", "toy", "--device", "cpu", "--gpus", "2", "--budget", "3", "--out", out];
-    assert_eq!(amk(&search).json()["target"], "h200x2");
-    let other = ["loop", "--model", "toy", "--gpus", "4", "--budget", "4", "--out", out];
+    assert_eq!(amk(&search).json()["best_verdict"]["target"], "h200x2");
+    let other =
+        ["loop", "--model", "toy", "--gpus", "4", "--budget", "4", "--out", out, "--resume"];
     amk(&other).fails(2, &["--gpus", "2"]);
-    let on = ["loop", "--budget", "4", "--out", out];
-    assert_eq!(amk(&on).json()["target"], "h200x2");
+    let on = ["loop", "--budget", "4", "--out", out, "--resume"];
+    assert_eq!(amk(&on).json()["best_verdict"]["target"], "h200x2");
 }
 
 #[test]
 fn what_several_gpus_cannot_do_is_refused_with_what_is_missing() {
     amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "cuda", "--gpus", "2"])
-        .fails(3, &["GPU"]);
+        .fails(3, &["capability missing"]);
     amk(&["trace", "--model", "toy", "--device", "cpu", "--gpus", "2"]).fails(3, &["h200x2"]);
     amk(&["evaluate", "--model", "toy", "--device", "cpu", "--target", "h200x4", "--gpus", "2"])
         .fails(2, &["h200x4", "--gpus 2"]);

@@ -2,14 +2,14 @@
 #pragma once
 
 // Runs the staged task. The caller has waited for its counters.
-__device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, Cursor& c) {
+__device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, uint32_t opcode, Cursor& c) {
 #if AMK_SEQS > 1
   // Keeps the compiler from carrying values derived from these across tasks: there are no registers for that.
   uint32_t shared = shared_address(w.shared), x = shared_address(w.x), ring = shared_address(w.ring);
   asm volatile("" : "+r"(w.thread), "+r"(shared), "+r"(x), "+r"(ring));
   w.shared = (Shared*)shared_place(shared), w.x = shared_place(x), w.ring = shared_place(ring);
 #endif
-  switch (st.task.opcode) {
+  switch (opcode) {
   case AMK_OP_NOP:
     task_barrier(w);
     break;

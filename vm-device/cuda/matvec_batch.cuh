@@ -458,7 +458,7 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
       if (part + 1 == k.parts) { // overlaps with the products
 #pragma unroll
         for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
-          add[turn] = addends(out, st, p, out_mine(w, o, p, turn) ? out_row(w, o, turn) : p.rows);
+          add[turn] = addends(out, st, p, out_mine(w, o, p, turn) ? out_row(w, o, turn) : p.rows, plan_of(st));
         }
       }
       if (mine == SHARE) {

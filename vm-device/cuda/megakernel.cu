@@ -41,6 +41,10 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
     if (lane < AMK_TASK_BYTES / 16 && !(ASIDE && lane == ASIDE_PIECE)) {
       ((uint4*)&st.task)[lane] = record;
     }
+    __syncwarp();
+    if (lane == 0 && st.task.opcode == AMK_OP_MATVEC) {
+      plan_store(st, matvec_plan(st));
+    }
     block_fence();
     __syncwarp();
     if (lane == 0) {
@@ -61,21 +65,23 @@ __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
 // Runs one step of this worker: its tasks in order. Returns false when the worker is to leave.
 __device__ __forceinline__ bool run_step(Worker& w, Cursor& c) {
   Shared* sh = w.shared;
-  for (uint32_t i = 0; i < sh->queue.tasks; ++i) {
+  uint32_t const tasks = sh->queue.tasks;
+  for (uint32_t i = 0; i < tasks; ++i) {
     StagedTask const& st = staged_task(w);
+    uint4 const head = stage_load(&st.task); // one load: opcode, waits, signal
     trace_begin(w, i);
-    if (st.task.wait_len > 0) {
+    if ((head.y & 0xff) > 0) {
       if (w.thread == 0) {
         wait_counters(w, st.task);
       }
       consumers_sync();
     }
     trace_ready(w);
-    dispatch(w, st, c);
-    if (st.task.signal != AMK_NONE) {
+    dispatch(w, st, head.x & 0xffff, c);
+    if (head.z != AMK_NONE) {
       consumers_sync();
       if (w.thread == 0) {
-        counter_signal((uint32_t*)sh->program.counters + (size_t)st.task.signal * 8);
+        counter_signal((uint32_t*)sh->program.counters + (size_t)head.z * 8);
       }
     }
     trace_end(w, st.task);

@@ -16,39 +16,33 @@ __device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) 
   return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
 }
 
-// The vector of a matvec, in units of operands: a warp stages those of its units of the matrix.
+// The vector of a matvec, in units of operands: a warp stages those of its units of the matrix, in turns of 4 elements per lane.
 struct VectorUnits {
   uint32_t log2; // units of operands in a unit of the matrix: base-two logarithm
-  uint32_t mine; // of this warp
   uint32_t elements; // staged: whole units
+  uint32_t first; // the lane's first element; each turn is TURN_COLS further on
 };
+constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units that a warp loads at once
+constexpr uint32_t TURN_COLS = TURN_UNITS * UNIT_COLS * AMK_WARPS;
+
 __device__ __forceinline__ VectorUnits vector_units(Worker const& w, uint32_t units, uint32_t unpack) {
-  uint32_t const log2 = unpacked_log2(unpack);
-  return VectorUnits{log2, warp_share(w, units) << log2, (units << log2) * UNIT_COLS};
+  uint32_t const log2 = unpacked_log2(unpack), lane = w.thread % 32, mine = lane / UNIT_VEC4S;
+  uint32_t const unit = ((w.thread / 32 + (mine >> log2) * AMK_WARPS) << log2) + (mine & ((1u << log2) - 1));
+  return VectorUnits{log2, (units << log2) * UNIT_COLS, unit * UNIT_COLS + lane % UNIT_VEC4S * 4};
 }
 
-constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units that a warp loads at once, 4 elements per lane
-
-// Turns in which a warp stages a vector of `elements` elements; if they exceed `most`, an equal part of them. Any value is correct for any
-// vector; this one leaves no remainder.
+// Turns in which a warp stages a vector of `elements` elements; and how many of them at once if that may be `most`: an equal part.
+__device__ constexpr uint32_t turns_of(uint32_t elements) { return (elements + TURN_COLS - 1) / TURN_COLS; }
 __device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
-  uint32_t const turns = (elements + TURN_UNITS * UNIT_COLS * AMK_WARPS - 1) / (TURN_UNITS * UNIT_COLS * AMK_WARPS);
-  uint32_t const parts = (turns + most - 1) / most;
-  return (turns + parts - 1) / parts;
-}
-
-// Index of the first of a lane's i-th group of 4 elements.
-__device__ __forceinline__ uint32_t lane_element(Worker const& w, VectorUnits const& v, uint32_t i) {
-  uint32_t const lane = w.thread % 32, mine = i * TURN_UNITS + lane / UNIT_VEC4S;
-  uint32_t const unit = ((w.thread / 32 + (mine >> v.log2) * AMK_WARPS) << v.log2) + (mine & ((1u << v.log2) - 1));
-  return unit * UNIT_COLS + lane % UNIT_VEC4S * 4;
+  uint32_t const parts = (turns_of(elements) + most - 1) / most;
+  return (turns_of(elements) + parts - 1) / parts;
 }
 
 // One warp: stages its columns of the attention's result, merged from several splits, in the activation buffer.
 __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, VectorUnits const& u, uint32_t active) {
 #pragma unroll 1
-  for (uint32_t i = 0; i * TURN_UNITS < u.mine; ++i) {
-    uint32_t const e = lane_element(w, u, i);
+  for (uint32_t first = 0; first < u.elements; first += TURN_COLS) { // all lanes take every turn
+    uint32_t const e = first + u.first;
     float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
     if (e < u.elements) {
       stage_x4(w, e, x);
@@ -60,55 +54,60 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
 __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p, VectorUnits const& u) {
   float square = 0.f;
 #pragma unroll 1
-  for (uint32_t i = 0; i * TURN_UNITS < u.mine; ++i) {
-    uint32_t const e = lane_element(w, u, i);
-    if (e < u.elements) { // padding is zero in the matrix
-      if (MIXED && e >= p.k_len) { // the units of the embedding are shorter
-        stage_x4(w, e, make_float4(0.f, 0.f, 0.f, 0.f));
-        continue;
-      }
-      float4 const x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
-      square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
-      stage_x4(w, e, make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w));
+  for (uint32_t e = u.first; e < u.elements; e += TURN_COLS) { // padding is zero in the matrix
+    if (MIXED && e >= p.k_len) { // the units of the embedding are shorter
+      stage_x4(w, e, make_float4(0.f, 0.f, 0.f, 0.f));
+      continue;
     }
+    float4 const x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
+    square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+    stage_x4(w, e, make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w));
   }
   return square;
 }
 
-// One warp: stages its columns of a vector, times the norm if there is one, N groups of 4 elements per lane at once; returns the lane's sum
-// of squares. `skip`: words before the elements of each head.
-template <uint32_t N, bool NORM>
+// One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
+// or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
+template <uint32_t WIDTH, uint32_t MOST, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
+  constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
+  static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
+  uint32_t const length = WIDTH == 0 ? p.k_len : WIDTH, whole = MIXED || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
+  uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
   float square = 0.f;
-  uint32_t const turns = (u.mine + TURN_UNITS - 1) / TURN_UNITS;
 #pragma unroll 1
-  for (uint32_t first = 0; first < turns; first += N) {
+  for (uint32_t first = 0; first < whole; first += N * TURN_COLS) { // once, if N is all turns
     uint32_t at[N];
     bool wanted[N];
     float4 n[N];
     uint4 v[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = lane_element(w, u, first + i);
-      wanted[i] = e < p.k_len;
-      at[i] = e + (e / AMK_HEAD_DIM + 1) * skip;
-      n[i] = NORM && norm != nullptr && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
+      uint32_t const turn = first + i * TURN_COLS, e = turn + u.first;
+      wanted[i] = (N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < length;
+      at[i] = at0 + (first / TURN_COLS + i) * step;
+      n[i] = NORM && (norm != nullptr || WIDTH != 0) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = lane_element(w, u, first + i);
+      uint32_t const e = first + i * TURN_COLS + u.first;
       float4 const x = vec4_value(words, v[i]);
-      square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
-      if (e < u.elements) {
+      if (NORM) {
+        square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
+      }
+      if ((!MIXED && N == turns_of(WIDTH) && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
         stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
       }
+    }
+    if (N == turns_of(WIDTH)) {
+      break;
     }
   }
   return square;
 }
 
-// One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares.
+// One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
 __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
   ResolvedBuffer const& in = st.buffer[0];
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
@@ -119,20 +118,23 @@ __device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& 
   Words const words = buffer_words(w, in);
   uint32_t skip = 0;
   if (p.prologue == AMK_PROLOGUE_MERGE) {
-    uint32_t const active = active_splits(attended(seq_position(w), p.window), p.kv_block, p.splits);
-    if (active > 1) {
-      stage_merged(w, words, p, u, active);
+    uint32_t const keys = attended(seq_position(w), p.window);
+    if (p.splits > 1 && keys > p.kv_block) { // else one is active
+      stage_merged(w, words, p, u, active_splits(keys, p.kv_block, p.splits));
       return 0.f;
     }
     skip = PARTIAL_HEAD; // with one split, the partials are the result
   }
-  if (norm != nullptr) {
-    return stage_vector<turns_at_once(AMK_HIDDEN, 4), true>(w, words, norm, p, u, skip); // the norm's weights take as many registers as the vector
+  if (norm != nullptr && p.k_len == AMK_HIDDEN) {
+    return stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0); // the norm's weights take as many registers as the vector
   }
-  if (turns_at_once(AMK_Q_WIDTH, 8) != turns_at_once(AMK_FFN, 8) && p.k_len == AMK_Q_WIDTH) {
-    return stage_vector<turns_at_once(AMK_Q_WIDTH, 8), false>(w, words, norm, p, u, skip);
+  if (norm == nullptr && p.k_len == AMK_FFN) {
+    return stage_vector<AMK_FFN, 8, false>(w, words, norm, p, u, AMK_Q_WIDTH == AMK_FFN ? skip : 0);
   }
-  return stage_vector<turns_at_once(AMK_FFN, 8), false>(w, words, norm, p, u, skip);
+  if (norm == nullptr && p.k_len == AMK_Q_WIDTH) {
+    return stage_vector<AMK_Q_WIDTH, 8, false>(w, words, norm, p, u, skip);
+  }
+  return stage_vector<0, 1, true>(w, words, norm, p, u, skip);
 }
 
 // A running best: greater value wins, then the smaller row.
@@ -156,25 +158,23 @@ struct Addends {
   float bias, bias_up;
   float scale, scale_up; // of the codes of a row; 1 of operands
 };
-// Optional constant of a row: the bias. Those of codes lie behind the scales.
-__device__ __forceinline__ float constant_or_zero(ResolvedBuffer const& s, uint32_t i) { return s.address != 0 ? __ldg((float const*)s.address + i) : 0.f; }
-
-__device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row) {
-  if (row >= p.rows) {
-    return Addends{};
-  }
-  bool const residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
-  uint32_t const word = residual ? load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row) : 0;
+__device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, MatvecPlan const& plan) {
   bool const pairs = p.epilogue == AMK_EPILOGUE_SILU_MUL;
-  if (MIXED && st.task.unpack != AMK_UNPACK_NONE) {
-    float const* scales = (float const*)st.buffer[2].address;
-    bool const biased = st.buffer[2].units > p.rows; // words; rows that alternate have no biases
-    return Addends{word, biased ? __ldg(scales + p.rows + row) : 0.f, 0.f, __ldg(scales + row), pairs ? __ldg(scales + row + AMK_UNIT_ROWS) : 1.f};
+  Addends a = {0, 0.f, 0.f, 1.f, 1.f};
+  if (row >= p.rows) {
+    return a;
   }
-  if (has_route(st)) { // its biases are of the experts that are chosen
-    return Addends{word, 0.f, 0.f, 1.f, 1.f};
+  if (plan.residual) {
+    a.residual = load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row);
   }
-  return Addends{word, constant_or_zero(st.buffer[2], row), pairs ? constant_or_zero(st.buffer[2], row + AMK_UNIT_ROWS) : 0.f, 1.f, 1.f};
+  float const* constants = (float const*)st.buffer[2].address;
+  if (MIXED && st.task.unpack != AMK_UNPACK_NONE) { // the biases lie behind the scales; rows that alternate have none
+    a.scale = __ldg(constants + row), a.scale_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 1.f;
+    a.bias = st.buffer[2].units > p.rows ? __ldg(constants + p.rows + row) : 0.f;
+  } else if (plan.biased) {
+    a.bias = __ldg(constants + row), a.bias_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 0.f;
+  }
+  return a;
 }
 
 // The residual of a row, after the task's barrier. A flag-in-data word that was read too early is waited for; that takes a reader that did
@@ -262,9 +262,11 @@ struct Tiles {
   uint32_t chunks;      // chunks per tile that are fragments
   uint32_t parts;       // fragments of a stage
   uint32_t shares;      // fragments of the task
+  bool held;            // they wait in registers, except one at most, and are multiplied in one pass
 };
 // Tiles per fragment. The host's stages have a multiple of it (ir/src/program/staging.rs).
-__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return warp_units == 1 ? 4 : 2 * warp_units <= FRAGMENT ? 2 : 1; }
+__device__ constexpr uint32_t share_tiles_log2(uint32_t warp_units) { return warp_units == 1 ? 2 : 2 * warp_units <= FRAGMENT ? 1 : 0; }
+__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 1u << share_tiles_log2(warp_units); }
 // A fragment: its units of each tile, and its tiles. Where fragments are half as long as a stage (see Share), a stage has one or two of them: of all
 // units of a half of the tiles, or of a half of each warp's units.
 template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
@@ -275,22 +277,34 @@ template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
 };
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
-
-__device__ __forceinline__ Tiles task_tiles(amk_task const& task, amk_matvec_params const& p) {
-  Tiles k = {p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, p.units, p.units, 1, 1, 0};
-  if (k.warp_units > SHARE / 2) { // a stage has one tile, or a part of it
-    k.chunk = k.stage_units;
-    // An integer division takes ten times as long.
-    k.chunks = 1 + (uint32_t)__fdividef((float)k.units - 0.5f, (float)k.stage_units);
-    k.last = k.units - (k.chunks - 1) * k.chunk;
-    k.parts = MIXED ? 2 : 1;
-    k.shares = k.count * k.chunks * k.parts;
-  } else if (k.warp_units > 0) {
-    uint32_t const tiles = share_tiles(k.warp_units);
-    k.parts = k.per_stage / tiles;
-    k.shares = (k.count + tiles - 1) / tiles;
+// Fragments of a stage. The compiler can tell that it is one in kernels of 16-bit models, but for tiny ones.
+__device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
+  if (!MIXED && !has_share(1) && !has_share(2)) {
+    return 1;
   }
-  return k;
+  return task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
+}
+
+// The task prefetcher: works out the fragments of a matvec.
+__device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
+  amk_task const& task = st.task;
+  amk_matvec_params const& p = *(amk_matvec_params const*)task.params;
+  MatvecPlan plan = {0, 1, false, false, false};
+  if (task.warp_units > SHARE / 2) { // a stage has one tile, or a part of it
+    plan.chunks = (p.units + task.stage_units - 1) / task.stage_units;
+    plan.shares = p.tiles * plan.chunks * stage_fragments(task);
+  } else if (task.warp_units > 0) {
+    plan.shares = (p.tiles + share_tiles(task.warp_units) - 1) >> share_tiles_log2(task.warp_units);
+  }
+  plan.held = !MIXED && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
+  plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
+  return plan;
+}
+__device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
+  amk_task const& task = st.task;
+  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : p.units;
+  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, stage_fragments(task), plan.shares, plan.held};
 }
 
 // Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
@@ -437,9 +451,9 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     --left;
     bool const whole = !F::HALVES || PART != 0; // a chunk is complete
     if (whole && ++chunk == k.chunks) {
+      tiles_finish<UNPACK>(w, s, part);
 #pragma unroll
       for (uint32_t i = 0; i < F::TILES; ++i) {
-        tile_finish<UNPACK>(w, s[i], part + i * AMK_UNIT_ROWS);
         s[i] = Sums<F::CHAINS>{};
       }
       part += F::TILES * AMK_UNIT_ROWS;
@@ -459,49 +473,44 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same in one pass, for a task of operands whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
-// path between one hand-off and the next, so every instruction counts.
+// The same in one pass, for a task of operands whose fragments wait in registers, except one at most. This is the path between one hand-off and
+// the next, so every instruction counts.
 template <uint32_t UNITS>
-__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
+__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
   using F = Fragment<AMK_UNPACK_NONE, UNITS>;
   constexpr uint32_t TILES = F::TILES;
   VectorPart<AMK_UNPACK_NONE, UNITS> x;
-  Sums<F::CHAINS> s[TILES] = {};
-  auto const multiply = [&](Share const& share) { x.multiply(s, share); };
-  auto const finish = [&] {
-#pragma unroll
-    for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish<AMK_UNPACK_NONE>(w, s[i], part + i * AMK_UNIT_ROWS);
+  Sums<F::CHAINS> s[2][TILES] = {};
+  x.template load<0>(w, k, 0);
+  x.multiply(s[0], v[0]);
+  if (normed) {
+    square = warp_sum(square);
+  }
+  if (k.shares > TAKE) {
+    cursor_land(w, c);
+    share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
+  }
+  if (TILES == 1 && k.chunks > 1) { // of one tile
+    x.template load<0>(w, k, 1);
+    x.multiply(s[0], v[TAKE - 1]);
+    if (k.shares > TAKE) {
+      x.template load<0>(w, k, 2);
+      x.multiply(s[0], v[0]);
     }
-  };
-  auto const next = [&](uint32_t chunk) {
-    if (k.chunks > 1) {
-      x.template load<0>(w, k, chunk);
+  } else if (k.shares > 1) {
+    x.multiply(s[1], v[TAKE - 1]);
+    tiles_finish<AMK_UNPACK_NONE>(w, (Sums<F::CHAINS> const (&)[2 * TILES])s, part);
+    if (k.shares <= TAKE) {
       return;
     }
-    finish();
-    part += TILES * AMK_UNIT_ROWS;
+    part += 2 * TILES * AMK_UNIT_ROWS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      s[i] = Sums<F::CHAINS>{};
+      s[0][i] = Sums<F::CHAINS>{};
     }
-  };
-  x.template load<0>(w, k, 0);
-  multiply(v[0]);
-  square = warp_sum(square);
-  if (k.shares > 1) {
-    if (k.shares > TAKE) {
-      cursor_land(w, c);
-      share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
-    }
-    next(1);
-    multiply(v[TAKE - 1]);
-    if (k.shares > TAKE) {
-      next(2);
-      multiply(v[0]);
-    }
+    x.multiply(s[0], v[0]);
   }
-  finish();
+  tiles_finish<AMK_UNPACK_NONE>(w, s[0], part);
 }
 
 // The same for tiles of any length, without fragments.
@@ -522,13 +531,13 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish<UNPACK>(w, s, part + i * AMK_UNIT_ROWS);
+    tiles_finish<UNPACK>(w, (Sums<4> const (&)[1])s, part + i * AMK_UNIT_ROWS);
   }
 }
 
 // Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
-__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, bool held, uint32_t row, Share (&v)[TAKE],
+__device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                                 Addends& add) {
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   float square = 0.f;
@@ -555,7 +564,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
       cursor_step(w, c), ++freed;
     }
     if (!late) {
-      add = addends(w, st, p, row);
+      add = addends(w, st, p, row, plan);
       barrier_announce(w);
     }
     stage_read(last); // both; they overlap with the code in between
@@ -570,7 +579,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     square = stage_input(w, st, p);
     __syncwarp();
     if (w.thread == 0) {
-      flag_store(&w.shared->near, held); // its last fragments have been loaded already
+      flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
     }
     trace_staged(w);
     if (taken == ahead) {
@@ -588,15 +597,16 @@ __device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, flo
 __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
-  Tiles const k = task_tiles(st.task, p);
+  MatvecPlan const plan = plan_of(st);
+  Tiles const k = task_tiles(st, p, plan);
   Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   Share v[TAKE] = {};
   Addends add = {};
   float const inverse = __fdividef(1.f, (float)p.k_len);
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS, held = !MIXED && k.parts == 1 && k.shares > 0 && k.shares <= TAKE + 1 && (k.chunks == 1 || k.chunks == k.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = take_and_stage(w, st, p, k, c, held, mine ? row : p.rows, v, add);
+  float square = take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -609,8 +619,8 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
     }
   };
-  if (!MIXED && held) {
-    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square); });
+  if (!MIXED && k.held) {
+    with_share(k, [&](auto units) { multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], rms, square); });
     rows_finish(w.parity);
     return;
   }
@@ -637,7 +647,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     row += ROWS_BUF;
     mine = t < ROWS_BUF && t + done * AMK_UNIT_ROWS < p.tiles * AMK_UNIT_ROWS && row < p.rows;
     barrier_announce(w);
-    add = mine ? addends(w, st, p, row) : Addends{};
+    add = mine ? addends(w, st, p, row, plan) : Addends{};
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     write_candidate(w, st, p.candidate, best);

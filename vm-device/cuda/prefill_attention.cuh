@@ -31,7 +31,7 @@ struct Attend {
 // A thread's part of its warp's 16 queries: the first operand of STEPS products. It is kept in shared memory, behind the keys and values, and
 // loaded for each block of keys: of an operand in registers the assembler (13.0) takes the first loop's products for the last that read it.
 constexpr uint32_t STEPS = PARTS * PART_STEPS, QUERIES_AT = 2 * 2 * ATTEND_BLOCK_BYTES;
-__device__ __forceinline__ uint32_t queries_place(uint32_t step) { return shared_address(prefill_memory) + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
+__device__ __forceinline__ char* queries_place(uint32_t step) { return prefill_memory + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
 
 __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   uint32_t const lane = threadIdx.x % 32, first = token0 + lane / 4, second = first + 8;
@@ -40,21 +40,23 @@ __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   char const* q = head + (uint64_t)(second < a.tokens ? second : 0) * a.heads * ROW_BYTES;
 #pragma unroll
   for (uint32_t k = 0; k < STEPS; ++k, p += 32, q += 32) {
-    shared_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
+    stage_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
   }
 }
 
-// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero.
+// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunk
+// of every ROWS_APART-th row.
+constexpr uint32_t ROWS_APART = ATTEND_THREADS / ROW_CHUNKS;
+static_assert(ROWS_APART % 8 == 0 && ATTEND_KEYS % ROWS_APART == 0, "rows of a thread are permuted alike");
 __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
-  uint32_t const to = shared_address(stage);
-  char const* keys = a.keys + paged_row(page, a.values, first);
+  uint32_t const row = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+  uint32_t const to = shared_address(stage) + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
+  char const* from = a.keys + paged_row(page, a.values, first) + threadIdx.x * 16;
 #pragma unroll
-  for (uint32_t piece = threadIdx.x; piece < ATTEND_KEYS * ROW_CHUNKS; piece += ATTEND_THREADS) {
-    uint32_t const row = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS, bytes = first + row < end ? 16 : 0;
-    uint32_t const at = to + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
-    char const* from = keys + (bytes != 0 ? piece * 16 : 0);
-    piece_copy(at, from, bytes);
-    piece_copy(at + ATTEND_BLOCK_BYTES, from + a.values, bytes);
+  for (uint32_t i = 0; i < ATTEND_KEYS / ROWS_APART; ++i) {
+    uint32_t const bytes = first + row + i * ROWS_APART < end ? 16 : 0;
+    piece_copy(to + i * ROWS_APART * PART_ROW, from + i * ATTEND_THREADS * 16, bytes);
+    piece_copy(to + ATTEND_BLOCK_BYTES + i * ROWS_APART * PART_ROW, from + a.values + i * ATTEND_THREADS * 16, bytes);
   }
 }
 
@@ -63,7 +65,7 @@ __device__ __forceinline__ void scores(uint32_t keys, float (&s)[KEY_TILES][4]) 
   uint32_t q[STEPS][4];
 #pragma unroll
   for (uint32_t k = 0; k < STEPS; ++k) {
-    uint4 const v = shared_load(queries_place(k));
+    uint4 const v = stage_load(queries_place(k));
     q[k][0] = v.x, q[k][1] = v.y, q[k][2] = v.z, q[k][3] = v.w;
   }
 #pragma unroll
@@ -122,7 +124,7 @@ __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
     for (uint32_t j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
       for (uint32_t i = 2 * upper; i < 2 * upper + 2; ++i) {
-        float const p = s[j][i] > LOWEST ? exp2_fast(s[j][i] - top) : 0.f; // a row may have no visible key in its first block
+        float const p = exp2_fast(s[j][i] - top); // 0 of a masked score, even if a row has no visible key in its first block
         s[j][i] = p;
         r.l[upper] += p;
       }
@@ -177,7 +179,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   uint32_t const begin = a.window != 0 && oldest > a.window ? (oldest - a.window) / ATTEND_KEYS * ATTEND_KEYS : 0;
   queries_keep(a, token0);
   Summed r = {};
-  r.m[0] = r.m[1] = LOWEST;
+  r.m[0] = r.m[1] = LOWEST / 2;
   keys_copy(a, a.pages[begin / PAGE_KEYS], begin, end, prefill_memory);
   pieces_group();
   uint32_t stage = 0, page = a.pages[(begin + ATTEND_KEYS) / PAGE_KEYS]; // page of the next block; a session's table has a word after its last page

@@ -45,6 +45,7 @@ template <typename Shape> struct Stages {
   __device__ __forceinline__ uint32_t memory() const { return shared_address(prefill_memory) + at * Shape::STAGE_BYTES; }
   __device__ __forceinline__ uint32_t full() const { return shared_address(prefill_memory) + Shape::STAGES * Shape::STAGE_BYTES + at * 16; }
   __device__ __forceinline__ uint32_t empty() const { return full() + 8; }
+  __device__ __forceinline__ uint32_t before() const { return at == 0 ? empty() + (Shape::STAGES - 1) * 16 : empty() - 16; } // `empty` of the stage before
   __device__ __forceinline__ void next() {
     at = at + 1 == Shape::STAGES ? 0 : at + 1;
     parity ^= at == 0;
@@ -81,11 +82,11 @@ template <typename Shape> __device__ __forceinline__ void gemm_produce(Gemm cons
       barrier_wait(stage.empty(), stage.parity ^ 1);
       if (elected) {
         stage_expect_at(stage.full(), X_PART + tiles * bytes);
-        bulk_copy(stage.memory() + warp * X_PART, x, X_PART, stage.full());
+        stage_copy_at(stage.memory() + warp * X_PART, (uint64_t)x, X_PART, stage.full(), 0);
 #pragma unroll
         for (uint32_t t = 0; t < TILES; ++t) {
           if (t < tiles) {
-            bulk_copy(to + t * 2 * AMK_UNIT_BYTES, weights + t * next, bytes, stage.full());
+            stage_copy_at(to + t * 2 * AMK_UNIT_BYTES, (uint64_t)(weights + t * next), bytes, stage.full(), 0);
           }
         }
       }
@@ -114,7 +115,7 @@ template <Epilogue KIND> __device__ __forceinline__ void weights_load(Weights& w
   for (uint32_t u = 0; u < 2; ++u) {
     bool const there = u == 0 || both;
     uint4 const zero = make_uint4(0, 0, 0, 0);
-    uint4 const p = there ? shared_load(first + u * AMK_UNIT_BYTES) : zero, q = there ? shared_load(second + u * AMK_UNIT_BYTES) : zero;
+    uint4 const p = there ? stage_load(shared_place(first + u * AMK_UNIT_BYTES)) : zero, q = there ? stage_load(shared_place(second + u * AMK_UNIT_BYTES)) : zero;
     w.a[2 * u][0] = to_f16(p.x), w.a[2 * u][1] = to_f16(q.x), w.a[2 * u][2] = to_f16(p.y), w.a[2 * u][3] = to_f16(q.y);
     w.a[2 * u + 1][0] = to_f16(p.z), w.a[2 * u + 1][1] = to_f16(q.z), w.a[2 * u + 1][2] = to_f16(p.w), w.a[2 * u + 1][3] = to_f16(q.w);
   }
@@ -222,11 +223,11 @@ __device__ __forceinline__ void gemm_step(Gemm const& g, float (&c)[TOKEN_TILES]
     group_multiply(c, now.a[k], operand<X_ROW_BYTES>(stage.memory() + k * 32));
   }
   group_commit();
-  uint32_t const before = stage.at == 0 ? stage.empty() + (Shape::STAGES - 1) * 16 : stage.empty() - 16;
+  uint32_t const before = stage.before();
   stage.next();
   group_wait<1>();
   if (unit != 0 && threadIdx.x % 32 == 0) {
-    barrier_arrive_at(before);
+    barrier_arrive((uint64_t*)shared_place(before));
   }
   if (unit + 2 < g.units) {
     barrier_wait(stage.full(), stage.parity);
@@ -253,7 +254,7 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_co
     }
     group_wait<0>();
     if (threadIdx.x % 32 == 0) {
-      barrier_arrive_at(stage.at == 0 ? stage.empty() + (Shape::STAGES - 1) * 16 : stage.empty() - 16);
+      barrier_arrive((uint64_t*)shared_place(stage.before()));
     }
     if constexpr (KIND == EPILOGUE_SILU_MUL) {
       finish_silu(g, c, place.token0, place.tile0 + warp * 2);

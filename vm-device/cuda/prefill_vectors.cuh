@@ -14,25 +14,11 @@ static_assert(X_COLS == 2 * UNIT_COLS, "two units of a matrix go with a row");
 
 extern __shared__ __align__(1024) char prefill_memory[];
 
-__device__ __forceinline__ void bulk_copy(uint32_t to, void const* from, uint32_t bytes, uint32_t full) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(full)
-               : "memory");
-}
 // True for one thread of a warp, and the compiler knows it: such a thread starts copies without a loop over the warp.
 __device__ __forceinline__ bool warp_elect() {
   uint32_t one;
   asm volatile("{ .reg .pred q; elect.sync _|q, 0xffffffff; selp.u32 %0, 1, 0, q; }" : "=r"(one));
   return one != 0;
-}
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ uint4 shared_load(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void shared_store(uint32_t at, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Converts two weights to f16: bf16 exactly from 2^-17 on, and below that within 2^-25.

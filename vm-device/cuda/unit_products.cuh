@@ -107,7 +107,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_
 }
 
 // Multiplies N units by their parts of the vector, unit n into a chain of tile n / EACH. Where groups of columns have scales, the sums
-// of each are scaled before they are added: those of rows are c[.][0] and c[.][2], and c[.][1] is what codes of 4 bits are more than they mean.
+// of each are scaled before they are added: those of rows are c[0][0] and c[0][2], and c[0][1] is what codes of 4 bits are more than they mean.
 // The products of the units alternate, so that one need not wait for the one before.
 template <uint32_t UNPACK, uint32_t EACH, uint32_t N, uint32_t TILES, uint32_t CHAINS>
 __device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], Vec
     if constexpr (has_scales(UNPACK)) {
 #pragma unroll
       for (uint32_t n = 0; n < N; ++n) {
-        float(&sum)[4] = sums[n / EACH].c[n % EACH % CHAINS], (&c)[4] = group[n].c[0];
+        float(&sum)[4] = sums[n / EACH].c[0], (&c)[4] = group[n].c[0];
         float const scale = group_scale<UNPACK>(scales + n * WORDS, g);
         sum[0] = fmaf(scale, c[0] + c[1], sum[0]);
         sum[2] = fmaf(scale, c[2] + c[3], sum[2]);
@@ -189,29 +189,40 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Reduces the sums of a tile's 8 rows over the lanes, into `part`.
-template <uint32_t UNPACK, uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
+// Reduces the sums of N tiles' 8 rows each over the lanes, into `part`.
+template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
   uint32_t const lane = w.thread % 32;
-  float first = 0.f, second = 0.f, excess = 0.f; // of the first eight rows of results, and of the others
+  float first[N], second[N]; // of the first eight rows of results, and of the others
 #pragma unroll
-  for (uint32_t i = 0; i < CHAINS; ++i) {
-    if (has_scales(UNPACK)) {
-      first += s.c[i][0], second += s.c[i][2], excess += s.c[i][1];
+  for (uint32_t n = 0; n < N; ++n) {
+    if constexpr (has_scales(UNPACK)) {
+      float const(&c)[4] = s[n].c[0];
+      first[n] = c[0], second[n] = c[2];
+      if (is_half(UNPACK)) {
+        first[n] = fmaf(c[0], LOW_CODE, -c[1]), second[n] = fmaf(c[2], HIGH_CODE, -c[1]);
+      }
     } else {
-      first += s.c[i][0] + s.c[i][1], second += s.c[i][2] + s.c[i][3];
+      first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];
+#pragma unroll
+      for (uint32_t i = 1; i < CHAINS; ++i) {
+        first[n] += s[n].c[i][0] + s[n].c[i][1], second[n] += s[n].c[i][2] + s[n].c[i][3];
+      }
     }
   }
-  if (is_half(UNPACK)) {
-    first = fmaf(first, LOW_CODE, -excess), second = fmaf(second, HIGH_CODE, -excess);
-  }
+#pragma unroll
+  for (uint32_t n = 0; n < N; ++n) {
 #if AMK_DTYPE == AMK_DTYPE_F32
-  first += second;
-  first += __shfl_xor_sync(~0u, first, 1);
-  first += __shfl_xor_sync(~0u, first, 2);
+    first[n] += second[n];
+    first[n] += __shfl_xor_sync(~0u, first[n], 1);
+    first[n] += __shfl_xor_sync(~0u, first[n], 2);
 #else
-  first += __shfl_down_sync(~0u, second, 1);
+    second[n] = __shfl_down_sync(~0u, second[n], 1);
 #endif
+  }
   if ((lane & 3) == 0) {
-    part[lane / 4] = first;
+#pragma unroll
+    for (uint32_t n = 0; n < N; ++n) {
+      part[n * AMK_UNIT_ROWS + lane / 4] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
+    }
   }
 }

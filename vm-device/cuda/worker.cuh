@@ -28,6 +28,22 @@ constexpr uint32_t ASIDE_PIECE = 1, ASIDE_LANE = 8; // 16 bytes of the task, and
 static_assert(AMK_OFFSETOF(amk_task, reads) <= 16 && AMK_OFFSETOF(amk_task, tile_parts) >= 32, "only indices of buffers");
 __device__ __forceinline__ ResolvedBuffer const& aside(StagedTask const& st) { return ((ResolvedBuffer const*)&st.task)[ASIDE_PIECE]; }
 
+// What the task prefetcher works out about a matvec (op_matvec.cuh). In the place of the numbers of two other buffers.
+struct MatvecPlan {
+  uint32_t shares, chunks; // see Tiles
+  bool held;               // see Tiles
+  bool biased, residual;   // rows have a bias; they are added to flag-in-data words
+};
+static_assert(AMK_OFFSETOF(amk_task, reads) + 4 <= 16 * ASIDE_PIECE && AMK_OFFSETOF(amk_task, writes) + 4 >= 16 * (ASIDE_PIECE + 1), "a plan is beside the fifth read");
+__device__ __forceinline__ void plan_store(StagedTask& st, MatvecPlan const& plan) {
+  st.task.reads[0] = plan.chunks << 3 | plan.held << 2 | plan.biased << 1 | plan.residual;
+  st.task.writes[1] = plan.shares;
+}
+__device__ __forceinline__ MatvecPlan plan_of(StagedTask const& st) {
+  uint32_t const word = st.task.reads[0];
+  return MatvecPlan{st.task.writes[1], word >> 3, (word & 4) != 0, (word & 2) != 0, (word & 1) != 0};
+}
+
 #if AMK_TRACE
 // Timestamps of the current task, in cycles, and the loader's waits in this step.
 struct TraceBuffer {
@@ -98,6 +114,7 @@ struct Worker {
   uint32_t task;   // tasks begun since the program was adopted
   uint32_t parity; // of the next barrier
   uint32_t progress; // barriers announced, ever
+  uint32_t leaving;  // `leave` of the last barrier
   uint32_t thread;   // threadIdx.x, which the compiler would otherwise reread at every use
 #if AMK_SEQS > 1
   uint32_t seq; // sequence that the op is working on
@@ -132,13 +149,14 @@ __device__ __forceinline__ void barrier_announce(Worker& w) {
 }
 __device__ __forceinline__ void barrier_meet(Worker& w) {
   consumers_sync();
+  w.leaving = w.shared->leave[w.parity]; // long before it is used
   w.parity ^= 1;
 }
 __device__ __forceinline__ void task_barrier(Worker& w) {
   barrier_announce(w);
   barrier_meet(w);
 }
-__device__ __forceinline__ bool left(Worker const& w) { return w.shared->leave[w.parity ^ 1] != 0; }
+__device__ __forceinline__ bool left(Worker const& w) { return w.leaving != 0; }
 
 // Address of a session's tokens; the token chosen after each is `token_stride` words further on.
 __device__ __forceinline__ uint32_t* session_tokens(amk_launch const& l, uint32_t session) {

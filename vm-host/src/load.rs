@@ -165,6 +165,10 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
     if residents.seqs > 1 {
         check_seqs(program, residents.seqs).map_err(|v| HostError::Request(v.to_string()))?;
     }
+    if program.topology.devices != 1 {
+        let devices = program.topology.devices;
+        return Err(HostError::Request(format!("a program of {devices} GPUs on one")));
+    }
     if program.workers.len() != residents.workers as usize {
         let (want, have) = (program.workers.len(), residents.workers);
         return Err(HostError::Request(format!(

@@ -57,7 +57,7 @@ const LAUNCH_REGISTERS: u32 = 168;
 const PREFILL_KERNELS: usize = 14;
 const WIDE_SPILLS: u32 = 192;
 /// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged. The cost was not measured.
-const FOUR_SCALES_SPILLS: u32 = 128;
+const FOUR_SCALES_SPILLS: u32 = 320;
 const GEMMA_SPILLS: u32 = 480;
 /// Kernels with routes: 60 bytes, all in the loader, which spills once per load that a route decides; 148 with the shape of gpt-oss-20b, and
 /// 384 with 8 wide heads of a group, most of them in attention. The cost was not measured.

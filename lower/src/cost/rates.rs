@@ -24,9 +24,10 @@ const MEMORY_US: f64 = MEMORY_BYTES / (3.08e12 / H200_WORKERS / 1e6);
 /// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once.
 const TAKEN_STAGES: u32 = 2;
 
-/// Stages that consumers hold while products run, so that nothing is in flight to them: those that the warps have taken
-/// into registers, and the one before them until every warp has given it back.
-const HELD_STAGES: u32 = TAKEN_STAGES + 1;
+/// Stages of the ring that consumers hold while products run, so that nothing is in flight to them: where they read unit by
+/// unit, those between the first warp and the last; else the one that the warps load into registers, which they give back
+/// before they multiply.
+const HELD_STAGES: [u32; 2] = [3, 1];
 
 /// Measured: bytes in flight per worker, and the stream of all workers in bytes per second.
 const STREAM: &[(f64, f64)] = &[
@@ -127,7 +128,9 @@ rates! {
     attended_us: [0.0, 4.0],
     /// Fixed part of a merge of several active splits, as a phase or in front of the output projection.
     merge_us: [0.0, 4.0],
-    /// Merging one split.
+    /// Merging one split in front of the output projection.
+    fused_split_us: [0.0, 2.0],
+    /// Merging one split in a phase of its own.
     split_us: [0.0, 1.0],
     /// The other ops: copying a part of an embedding row, choosing a token.
     small_us: [0.0, 4.0],
@@ -255,7 +258,8 @@ impl Speeds {
         let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
         let byte = kib / KIB / self.clock;
         let stage = if shape.even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
-        let free = shape.stages.saturating_sub(HELD_STAGES).max(1);
+        let held = HELD_STAGES[usize::from(shape.even)];
+        let free = shape.stages.saturating_sub(held).max(1);
         let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
         let copy = (shape.payload - MEMORY_BYTES).max(0.0) / KIB * rates.copy_kib_us;

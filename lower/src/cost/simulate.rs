@@ -336,18 +336,20 @@ struct Aside {
 impl Speeds {
     fn aside(&self, work: &Work) -> Aside {
         let rates = &self.rates;
-        let merge = |merged: u32| match merged {
+        let merge = |merged: u32, split_us: f64| match merged {
             0 => 0.0,
-            splits => rates.merge_us + f64::from(splits) * rates.split_us,
+            splits => rates.merge_us + f64::from(splits) * split_us,
         };
         match *work {
             Work::Product { elements, merged, .. } => Aside {
                 before: (elements - TRIP_ELEMENTS).max(0.0) / 1024.0 * rates.vector_us
-                    + merge(merged),
+                    + merge(merged, rates.fused_split_us),
                 after: rates.task_us,
             },
             Work::Attention { .. } => Aside { before: rates.attention_us, after: 0.0 },
-            Work::Merge { merged } => Aside { before: merge(merged), after: rates.small_us },
+            Work::Merge { merged } => {
+                Aside { before: merge(merged, rates.split_us), after: rates.small_us }
+            }
             Work::Small => Aside { before: 0.0, after: rates.small_us },
             Work::Nothing => Aside { before: 0.0, after: 0.0 },
         }

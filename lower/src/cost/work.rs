@@ -1,6 +1,10 @@
 //! The work of each task of a program, independent of the rates.
 
-use abi::{AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Prologue};
+use std::ops::Range;
+
+use abi::{
+    AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Params, Prologue,
+};
 use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
 use ir::{BufferId, CounterId, WorkerId};
@@ -273,7 +277,10 @@ impl<'a> Builder<'a> {
     fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
-        for region in touched.reads.iter().filter(|region| self.is_flag_in_data(region)) {
+        let unread = self.unread(task);
+        let read = |index: &usize| !unread.contains(index);
+        let reads = touched.reads.iter().enumerate().filter(|(index, _)| read(index));
+        for (_, region) in reads.filter(|(_, region)| self.is_flag_in_data(region)) {
             let Some(&buffer) = self.flag_in_data_ids.get(&self.key(region.buffer)) else {
                 continue;
             };
@@ -305,6 +312,26 @@ impl<'a> Builder<'a> {
             polls,
             signal: task.signal.map(counter),
             posts,
+        }
+    }
+
+    /// The regions that a task does not read at this position although its operands name them, by place in its list: a
+    /// split without keys reads nothing, and a merge reads active splits only.
+    fn unread(&self, task: &Task) -> Range<usize> {
+        let active = |window, kv_block, splits| {
+            active_splits(attended(self.position, window), kv_block, splits)
+        };
+        match task.op() {
+            Params::Attention(p) if p.split >= active(p.window, p.kv_block, p.splits) => {
+                0..usize::MAX
+            }
+            Params::Matvec(p) if p.prologue == Prologue::Merge as u32 => {
+                active(p.window, p.kv_block, p.splits) as usize..p.splits as usize
+            }
+            Params::AttentionMerge(p) => {
+                active(p.window, p.kv_block, p.splits) as usize..p.splits as usize
+            }
+            _ => 0..0,
         }
     }
 

@@ -113,7 +113,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     let sinks = context.read_optional(4, p.kv_head * p.group, p.group)?.filter(|_| newest);
     for (head, query) in queries.chunks_exact(p.head_dim as usize).enumerate() {
         let sink = sinks.as_ref().map(|sinks| f64::from(sinks[head]));
-        partial(query, (&keys, sink), p, &mut out);
+        partial(query, &keys, sink, p, &mut out);
     }
     let out = Defect::partials(context.defect, out, stride as usize);
     let append = append.map(|append| Defect::append(context.defect, append, p.kv_heads));
@@ -125,7 +125,8 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
 /// `out`. A sink is a score whose value is zero.
 fn partial(
     query: &[f32],
-    (keys, sink): (&[(&[f32], &[f32])], Option<f64>),
+    keys: &[(&[f32], &[f32])],
+    sink: Option<f64>,
     p: &AttentionParams,
     out: &mut Vec<f32>,
 ) {

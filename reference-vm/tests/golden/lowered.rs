@@ -117,7 +117,8 @@ fn a_program_is_right_for_every_route() {
     let Golden { model, tokens, .. } = Golden::open("families", "gpt-oss-bf16");
     let (graph, target) = (&model.graph, Target::by_name("h200").unwrap());
     let target = Target { sms: 5, ..target };
-    let config = validate(default_config(graph, &target), graph, &target).unwrap();
+    // Counters: the logits are large, and words that are flag-in-data lose four bits of them.
+    let config = validate(neutral_config(graph, &target), graph, &target).unwrap();
     let program = lower(&config, graph, &target, Options { kv_capacity: 16 }).unwrap();
     let experts = graph.layers.iter().map(|layer| match &layer.mlp.body {
         FeedForward::Experts(experts) => (**experts).clone(),
@@ -128,7 +129,7 @@ fn a_program_is_right_for_every_route() {
     let mut routes = 0;
     for set in (0_u32..1 << count).filter(|set| set.count_ones() == top_k) {
         // Apart by little, so that each of the chosen has a weight that counts.
-        let bias = |expert| if set >> expert & 1 == 1 { 100.0 + 0.5 * expert as f32 } else { 0.0 };
+        let bias = |expert| if set >> expert & 1 == 1 { 16.0 + 0.125 * expert as f32 } else { 0.0 };
         let bits = (0..count).map(bias).map(|bias: f32| (bias.to_bits() >> 16) as u16);
         let weights = Forced {
             base: &*model.weights,
@@ -139,7 +140,9 @@ fn a_program_is_right_for_every_route() {
         let run = finished(machine.run(&tokens[..3], Order::Seeded(u64::from(set))).unwrap());
         let mut evaluator = Evaluator::new(graph, &weights).unwrap();
         let logits = evaluator.run(&tokens[..3], Logits::All).unwrap();
-        compare(&logits, &run.logits, Tolerance::REFERENCE).unwrap_or_else(|d| panic!("{d}"));
+        let agreement = compare(&logits, &run.logits, Tolerance::REFERENCE);
+        let summary = agreement.unwrap_or_else(|d| panic!("{d}")).summary();
+        assert!(summary.max_tolerance_used < 0.5, "{set:b}: {summary:?}");
         for (layer, _) in experts.iter().enumerate() {
             let name = format!("layers.{layer}.route");
             let found = program.buffers.iter().position(|buffer| buffer.name == name).unwrap();

@@ -321,18 +321,28 @@ impl<'a> Builder<'a> {
         let active = |window, kv_block, splits| {
             active_splits(attended(self.position, window), kv_block, splits)
         };
-        match task.op() {
-            Params::Attention(p) if p.split >= active(p.window, p.kv_block, p.splits) => {
-                0..usize::MAX
-            }
-            Params::Matvec(p) if p.prologue == Prologue::Merge as u32 => {
-                active(p.window, p.kv_block, p.splits) as usize..p.splits as usize
-            }
-            Params::AttentionMerge(p) => {
-                active(p.window, p.kv_block, p.splits) as usize..p.splits as usize
-            }
-            _ => 0..0,
+        let op = task.op();
+        if let Params::Attention(p) = op
+            && p.split >= active(p.window, p.kv_block, p.splits)
+        {
+            return 0..usize::MAX;
         }
+        let merged = match op {
+            Params::Matvec(p) if p.prologue == Prologue::Merge as u32 => {
+                Some((p.window, p.kv_block, p.splits))
+            }
+            Params::AttentionMerge(p) => Some((p.window, p.kv_block, p.splits)),
+            Params::Matvec(_)
+            | Params::Attention(_)
+            | Params::Nop(_)
+            | Params::Embed(_)
+            | Params::Sample(_)
+            | Params::Norm(_)
+            | Params::Route(_) => None,
+        };
+        merged.map_or(0..0, |(window, kv_block, splits)| {
+            active(window, kv_block, splits) as usize..splits as usize
+        })
     }
 
     /// The work, and the bytes streamed.

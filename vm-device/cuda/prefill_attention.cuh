@@ -1,14 +1,23 @@
 // Prefill: causal attention of many tokens over the keys and values in the cache, including their own.
 //
-// A block processes 64 tokens of one query head, a warp 16 of them, over the keys in blocks of 64, two of which are in flight or arrived. They
-// keep the cache's layout: the permuted chunks of its rows (keys.cuh) avoid bank conflicts here too. Queries and softmax weights are
-// multiplied as f16, as keys and values are.
+// A block is a warpgroup: it processes 64 tokens of one query head over the keys in blocks of 64, two of which are in flight or arrived. Queries
+// and softmax weights are the first operands of warpgroup products, from registers; keys and values are the second ones, from shared memory.
+// The cache's permutation of the chunks of a row (keys.cuh) is the hardware's swizzle of as many bytes, after the rows are permuted within
+// eights if they have 8 chunks or more (key_row). All are f16.
 #pragma once
 
 constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
 constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // keys only, or values only
 static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
-constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8, DIM_TILES = AMK_HEAD_DIM / 8;
+static_assert(ATTEND_THREADS == 128 && AMK_HEAD_DIM <= 128, "a warpgroup; products of one or two parts of a head");
+constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8;
+// A head is processed in parts of up to 64 elements; in shared memory a part of all keys follows another.
+constexpr uint32_t PART_DIM = AMK_HEAD_DIM < 64 ? AMK_HEAD_DIM : 64, PARTS = AMK_HEAD_DIM / PART_DIM, PART_ROW = PART_DIM * 2, PART_CHUNKS = PART_DIM / 8;
+constexpr uint32_t PART_BYTES = ATTEND_KEYS * PART_ROW, PART_TILES = PART_DIM / 8, PART_STEPS = PART_DIM / 16;
+
+// Row of a key in shared memory, and its inverse: the key of a row.
+__device__ __forceinline__ uint32_t key_row(uint32_t key) { return ROW_CHUNKS < 8 ? key : (key & ~7u) | row_swizzle(key); }
+__device__ __forceinline__ uint32_t row_key(uint32_t row) { return ROW_CHUNKS < 8 ? row : (row & ~7u) | (row & 4) >> 2 | (row & 3) << 1; }
 
 struct Attend {
   char* out;           // vectors, `pitch` tokens apart from 64 columns to the next
@@ -19,58 +28,63 @@ struct Attend {
   uint32_t pitch, tokens, heads, head, start, window;
 };
 
-// A warp's 16 queries: per lane, rows lane / 4 and lane / 4 + 8, 8 elements of each block of 32.
-struct WarpQueries {
-  uint4 bits[BLOCKS][2];
-};
+// A thread's part of its warp's 16 queries: the first operand of STEPS products. It is kept in shared memory, behind the keys and values, and
+// loaded for each block of keys: of an operand in registers the assembler (13.0) takes the first loop's products for the last that read it.
+constexpr uint32_t STEPS = PARTS * PART_STEPS, QUERIES_AT = 2 * 2 * ATTEND_BLOCK_BYTES;
+__device__ __forceinline__ char* queries_place(uint32_t step) { return prefill_memory + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
 
-__device__ __forceinline__ void queries_load(Attend const& a, WarpQueries& q, uint32_t token0) {
-  uint32_t const lane = threadIdx.x % 32;
+__device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
+  uint32_t const lane = threadIdx.x % 32, first = token0 + lane / 4, second = first + 8;
+  char const* head = a.queries + (uint64_t)a.head * ROW_BYTES + lane % 4 * 4;
+  char const* p = head + (uint64_t)(first < a.tokens ? first : 0) * a.heads * ROW_BYTES;
+  char const* q = head + (uint64_t)(second < a.tokens ? second : 0) * a.heads * ROW_BYTES;
 #pragma unroll
-  for (uint32_t upper = 0; upper < 2; ++upper) {
-    uint32_t const token = token0 + upper * 8 + lane / 4;
-    char const* row = a.queries + ((uint64_t)(token < a.tokens ? token : 0) * a.heads + a.head) * ROW_BYTES + lane % 4 * 16;
-#pragma unroll
-    for (uint32_t b = 0; b < BLOCKS; ++b) {
-      q.bits[b][upper] = block_lane() ? *(uint4 const*)(row + b * 64) : make_uint4(0, 0, 0, 0);
-    }
+  for (uint32_t k = 0; k < STEPS; ++k, p += 32, q += 32) {
+    stage_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
   }
 }
 
-// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero.
+// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunk
+// of every ROWS_APART-th row.
+constexpr uint32_t ROWS_APART = ATTEND_THREADS / ROW_CHUNKS;
+static_assert(ROWS_APART % 8 == 0 && ATTEND_KEYS % ROWS_APART == 0, "rows of a thread are permuted alike");
 __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
-  uint32_t const to = shared_address(stage);
-  char const* keys = a.keys + paged_row(page, a.values, first);
+  uint32_t const row = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+  uint32_t const to = shared_address(stage) + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
+  char const* from = a.keys + paged_row(page, a.values, first) + threadIdx.x * 16;
 #pragma unroll
-  for (uint32_t piece = threadIdx.x; piece < ATTEND_KEYS * ROW_CHUNKS; piece += ATTEND_THREADS) {
-    uint32_t const key = first + piece / ROW_CHUNKS, bytes = key < end ? 16 : 0;
-    char const* from = keys + (key < end ? piece * 16 : 0);
-    piece_copy(to + piece * 16, from, bytes);
-    piece_copy(to + ATTEND_BLOCK_BYTES + piece * 16, from + a.values, bytes);
+  for (uint32_t i = 0; i < ATTEND_KEYS / ROWS_APART; ++i) {
+    uint32_t const bytes = first + row + i * ROWS_APART < end ? 16 : 0;
+    piece_copy(to + i * ROWS_APART * PART_ROW, from + i * ATTEND_THREADS * 16, bytes);
+    piece_copy(to + ATTEND_BLOCK_BYTES + i * ROWS_APART * PART_ROW, from + a.values + i * ATTEND_THREADS * 16, bytes);
   }
 }
 
-// Scores of 16 queries and 64 keys: rows lane / 4 and lane / 4 + 8, keys 8 * j + lane % 4 * 2 and the next.
-__device__ __forceinline__ void scores(WarpQueries const& q, char const* keys, float (&s)[KEY_TILES][4]) {
-  uint32_t const lane = threadIdx.x % 32, swizzle = row_swizzle(lane / 4); // rows begin at multiples of 8
+// Scores of 64 queries and 64 keys: a thread has rows lane / 4 and lane / 4 + 8 of the warp's, and the keys of rows 8 * j + lane % 4 * 2 and the next.
+__device__ __forceinline__ void scores(uint32_t keys, float (&s)[KEY_TILES][4]) {
+  uint32_t q[STEPS][4];
+#pragma unroll
+  for (uint32_t k = 0; k < STEPS; ++k) {
+    uint4 const v = stage_load(queries_place(k));
+    q[k][0] = v.x, q[k][1] = v.y, q[k][2] = v.z, q[k][3] = v.w;
+  }
 #pragma unroll
   for (uint32_t j = 0; j < KEY_TILES; ++j) {
     s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
-#pragma unroll
-    for (uint32_t b = 0; b < BLOCKS; ++b) {
-      char const* at = keys + (j * 8 + lane / 4) * ROW_BYTES + ((b * 4 + lane % 4) ^ swizzle) * 16;
-      uint4 const k = block_lane() ? *(uint4 const*)at : make_uint4(0, 0, 0, 0);
-      uint4 const x = q.bits[b][0], y = q.bits[b][1];
-      mma_f16(s[j], make_uint4(x.x, y.x, x.y, y.y), k.x, k.y);
-      mma_f16(s[j], make_uint4(x.z, y.z, x.w, y.w), k.z, k.w);
-    }
   }
+  group_fence();
+#pragma unroll
+  for (uint32_t k = 0; k < STEPS; ++k) {
+    group_multiply(s, q[k], operand<PART_ROW>(keys + k / PART_STEPS * PART_BYTES + k % PART_STEPS * 32));
+  }
+  group_commit();
+  group_wait<0>();
 }
 
 // Running softmax of a warp's 16 tokens: rows lane / 4 and lane / 4 + 8. Sums cover this lane's keys only.
 struct Summed {
   float m[2], l[2];
-  float out[DIM_TILES][4];
+  float out[PARTS][PART_TILES][4];
 };
 
 // Masks the keys of a block that a token does not attend to: those after it and those before its window.
@@ -80,7 +94,7 @@ __device__ __forceinline__ void scores_mask(float (&s)[KEY_TILES][4], uint32_t f
   for (uint32_t j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
-      uint32_t const key = first + j * 8 + lane % 4 * 2 + i % 2, at = position + lane / 4 + i / 2 * 8;
+      uint32_t const key = first + row_key(j * 8 + lane % 4 * 2 + i % 2), at = position + lane / 4 + i / 2 * 8;
       bool const seen = key <= at && (window == 0 || at - key < window);
       s[j][i] = seen ? s[j][i] : LOWEST;
     }
@@ -102,14 +116,15 @@ __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
     r.m[upper] = top;
     r.l[upper] *= old;
 #pragma unroll
-    for (uint32_t d = 0; d < DIM_TILES; ++d) {
-      r.out[d][2 * upper] *= old, r.out[d][2 * upper + 1] *= old;
+    for (uint32_t d = 0; d < PARTS * PART_TILES; ++d) {
+      float(&out)[4] = r.out[d / PART_TILES][d % PART_TILES];
+      out[2 * upper] *= old, out[2 * upper + 1] *= old;
     }
 #pragma unroll
     for (uint32_t j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
       for (uint32_t i = 2 * upper; i < 2 * upper + 2; ++i) {
-        float const p = s[j][i] > LOWEST ? exp2_fast(s[j][i] - top) : 0.f; // a row may have no visible key in its first block
+        float const p = exp2_fast(s[j][i] - top); // 0 of a masked score, even if a row has no visible key in its first block
         s[j][i] = p;
         r.l[upper] += p;
       }
@@ -117,27 +132,23 @@ __device__ __forceinline__ void weigh(Summed& r, float (&s)[KEY_TILES][4]) {
   }
 }
 
-// Loads two chunks of 8 elements of 16 values, transposed by ldmatrix, as the B operands of two products.
-__device__ __forceinline__ uint4 values_pair(char const* values, uint32_t chunk) {
-  uint32_t const lane = threadIdx.x % 32, swizzle = row_swizzle(lane % 8);
-  uint32_t const at = shared_address(values + lane % 16 * ROW_BYTES + ((chunk + lane / 16) ^ swizzle) * 16);
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-
 // Adds 64 values, weighted.
-__device__ __forceinline__ void values_add(Summed& r, float const (&s)[KEY_TILES][4], char const* values) {
+__device__ __forceinline__ void values_add(Summed& r, float const (&s)[KEY_TILES][4], uint32_t values) {
+  uint32_t p[KEY_TILES / 2][4];
 #pragma unroll
-  for (uint32_t k = 0; k < KEY_TILES; k += 2) {
-    uint4 const p = make_uint4(half_pair(s[k][0], s[k][1]), half_pair(s[k][2], s[k][3]), half_pair(s[k + 1][0], s[k + 1][1]), half_pair(s[k + 1][2], s[k + 1][3]));
+  for (uint32_t k = 0; k < KEY_TILES; ++k) {
+    p[k / 2][k % 2 * 2] = half_pair(s[k][0], s[k][1]), p[k / 2][k % 2 * 2 + 1] = half_pair(s[k][2], s[k][3]);
+  }
+  group_fence();
 #pragma unroll
-    for (uint32_t chunk = 0; chunk < DIM_TILES; chunk += 2) {
-      uint4 const v = values_pair(values + k * 8 * ROW_BYTES, chunk);
-      mma_f16(r.out[chunk], p, v.x, v.y);
-      mma_f16(r.out[chunk + 1], p, v.z, v.w);
+  for (uint32_t k = 0; k < KEY_TILES / 2; ++k) {
+#pragma unroll
+    for (uint32_t part = 0; part < PARTS; ++part) {
+      group_multiply<true>(r.out[part], p[k], operand<PART_ROW>(values + part * PART_BYTES + k * 16 * PART_ROW));
     }
   }
+  group_commit();
+  group_wait<0>();
 }
 
 __device__ __forceinline__ void attend_finish(Attend const& a, Summed& r, uint32_t token0) {
@@ -151,8 +162,9 @@ __device__ __forceinline__ void attend_finish(Attend const& a, Summed& r, uint32
     uint32_t const token = token0 + upper * 8 + lane / 4;
     if (token < a.tokens) {
 #pragma unroll
-      for (uint32_t d = 0; d < DIM_TILES; ++d) {
-        x_write2(a.out, a.pitch, token, a.head * AMK_HEAD_DIM + d * 8 + lane % 4 * 2, r.out[d][2 * upper] * inverse, r.out[d][2 * upper + 1] * inverse);
+      for (uint32_t d = 0; d < PARTS * PART_TILES; ++d) {
+        float const(&out)[4] = r.out[d / PART_TILES][d % PART_TILES];
+        x_write2(a.out, a.pitch, token, a.head * AMK_HEAD_DIM + d * 8 + lane % 4 * 2, out[2 * upper] * inverse, out[2 * upper + 1] * inverse);
       }
     }
   }
@@ -165,10 +177,9 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   uint32_t const tokens = a.tokens - block0 < ATTEND_TOKENS ? a.tokens - block0 : ATTEND_TOKENS, end = a.start + block0 + tokens;
   uint32_t const oldest = a.start + block0 + 1; // number of the first token's keys
   uint32_t const begin = a.window != 0 && oldest > a.window ? (oldest - a.window) / ATTEND_KEYS * ATTEND_KEYS : 0;
-  WarpQueries q;
-  queries_load(a, q, token0);
+  queries_keep(a, token0);
   Summed r = {};
-  r.m[0] = r.m[1] = LOWEST;
+  r.m[0] = r.m[1] = LOWEST / 2;
   keys_copy(a, a.pages[begin / PAGE_KEYS], begin, end, prefill_memory);
   pieces_group();
   uint32_t stage = 0, page = a.pages[(begin + ATTEND_KEYS) / PAGE_KEYS]; // page of the next block; a session's table has a word after its last page
@@ -180,24 +191,23 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
     }
     pieces_group();
     pieces_wait<1>();
+    products_see_pieces();
     __syncthreads();
-    if (first <= position + 15 && token0 < a.tokens) { // else no token of the warp attends to any of these keys
-      char const* keys = prefill_memory + stage * 2 * ATTEND_BLOCK_BYTES;
-      float s[KEY_TILES][4];
-      scores(q, keys, s);
-      if (first + ATTEND_KEYS > position + 1 || (a.window != 0 && position + 16 > first + a.window)) {
-        scores_mask(s, first, position, a.window);
-      }
-      weigh(r, s);
-      values_add(r, s, keys + ATTEND_BLOCK_BYTES);
+    uint32_t const keys = shared_address(prefill_memory) + stage * 2 * ATTEND_BLOCK_BYTES;
+    float s[KEY_TILES][4];
+    scores(keys, s);
+    if (first + ATTEND_KEYS > position + 1 || (a.window != 0 && position + 16 > first + a.window)) {
+      scores_mask(s, first, position, a.window);
     }
+    weigh(r, s);
+    values_add(r, s, keys + ATTEND_BLOCK_BYTES);
     __syncthreads(); // the stage is refilled next
     stage ^= 1;
   }
   attend_finish(a, r, token0);
 }
 
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, AMK_HEAD_DIM <= 64 ? 3 : 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t pitch, uint32_t tokens,
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, AMK_HEAD_DIM <= 64 ? 4 : 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t pitch, uint32_t tokens,
                                                                                     uint32_t kv_heads, uint32_t start, uint32_t window) {
   uint32_t const heads = kv_heads * AMK_GROUP, head = blockIdx.x % heads, run_bytes = PAGE_KEYS * ROW_BYTES;
   attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, pitch, tokens, heads, head, start, window}, blockIdx.x / heads);

@@ -2,7 +2,7 @@
 //
 // Weights are the first operand of the warpgroup products (wgmma) and come from registers: a thread's 16 bytes of a unit of 8 rows are its part
 // of the operand for two products, and are converted from bf16 to f16 there. Vectors are the second operand and come from shared memory; their
-// columns are in the order that this gives (x_column). A producer warp fills a ring of stages with bulk copies, 64 columns each; the consumer
+// columns are in the order that this gives (x_column). Producer warps fill a ring of stages with bulk copies, 64 columns each; the consumer
 // warpgroups take 64 rows each. Blocks are persistent, so the first stages of the next tile arrive during the epilogue.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Gemm {
 
 // Shape of a block: TOKENS by 64 rows for each of GROUPS warpgroups. Two of them take registers from the producer's warpgroup.
 template <uint32_t TOKENS_, uint32_t GROUPS, uint32_t STAGES_> struct GemmShape {
-  static constexpr uint32_t TOKENS = TOKENS_, STAGES = STAGES_, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (GROUPS == 2 ? 128 : 32);
+  static constexpr uint32_t TOKENS = TOKENS_, STAGES = STAGES_, CONSUMERS = GROUPS * 128, PRODUCERS = GROUPS == 2 ? 4 : 1, THREADS = CONSUMERS + PRODUCERS * 32;
   static constexpr uint32_t TILES = GROUPS * 8, X_BYTES = TOKENS * X_ROW_BYTES;
   static constexpr uint32_t STAGE_BYTES = X_BYTES + TILES * 2 * AMK_UNIT_BYTES;
 };
@@ -62,30 +62,36 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// The producer warp: a thread copies two units of a tile of rows, another one the columns of all tokens.
+// A producer warp: one of its threads copies two units of each of its tiles of rows, and the columns of its part of the tokens. Copies of
+// several threads of a warp would be started one after the other by a loop, 50 cycles and more each.
 template <typename Shape> __device__ __forceinline__ void gemm_produce(Gemm const& g) {
-  uint32_t const lane = threadIdx.x % 32;
+  constexpr uint32_t TILES = Shape::TILES / Shape::PRODUCERS, X_PART = Shape::X_BYTES / Shape::PRODUCERS;
+  uint32_t const warp = __shfl_sync(~0u, threadIdx.x / 32 - Shape::CONSUMERS / 32, 0);
+  bool const elected = warp_elect();
   Stages<Shape> stage;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x; index < gemm_tiles<Shape>(g); index += gridDim.x) {
     GemmTile const place = gemm_tile<Shape>(g, index);
-    uint32_t const tiles = g.tiles - place.tile0 < Shape::TILES ? g.tiles - place.tile0 : Shape::TILES;
-    bool const x_lane = lane == Shape::TILES;
-    char const* from = x_lane ? g.x + (uint64_t)place.token0 * X_ROW_BYTES : g.weights + (uint64_t)(place.tile0 + lane) * g.units * AMK_UNIT_BYTES;
+    uint32_t const tile0 = place.tile0 + warp * TILES, left = tile0 < g.tiles ? g.tiles - tile0 : 0, tiles = left < TILES ? left : TILES;
+    char const* x = g.x + (uint64_t)place.token0 * X_ROW_BYTES + warp * X_PART;
+    char const* weights = g.weights + (uint64_t)tile0 * g.units * AMK_UNIT_BYTES;
+    uint64_t const next = (uint64_t)g.units * AMK_UNIT_BYTES;
 #pragma unroll 1
     for (uint32_t unit = 0; unit < g.units; unit += 2) {
-      uint32_t const bytes = (g.units - unit < 2 ? 1 : 2) * AMK_UNIT_BYTES;
+      uint32_t const bytes = (g.units - unit < 2 ? 1 : 2) * AMK_UNIT_BYTES, to = stage.memory() + Shape::X_BYTES + warp * TILES * 2 * AMK_UNIT_BYTES;
       barrier_wait(stage.empty(), stage.parity ^ 1);
-      if (x_lane) {
-        stage_expect_at(stage.full(), Shape::X_BYTES + tiles * bytes);
+      if (elected) {
+        stage_expect_at(stage.full(), X_PART + tiles * bytes);
+        stage_copy_at(stage.memory() + warp * X_PART, (uint64_t)x, X_PART, stage.full(), 0);
+#pragma unroll
+        for (uint32_t t = 0; t < TILES; ++t) {
+          if (t < tiles) {
+            stage_copy_at(to + t * 2 * AMK_UNIT_BYTES, (uint64_t)(weights + t * next), bytes, stage.full(), 0);
+          }
+        }
       }
-      __syncwarp();
-      if (x_lane) {
-        stage_copy_at(stage.memory(), (uint64_t)from, Shape::X_BYTES, stage.full(), 0);
-      } else if (lane < tiles) {
-        stage_copy_at(stage.memory() + Shape::X_BYTES + lane * 2 * AMK_UNIT_BYTES, (uint64_t)from, bytes, stage.full(), 0);
-      }
-      from += x_lane ? (uint64_t)g.pitch * X_ROW_BYTES : 2 * AMK_UNIT_BYTES;
+      x += (uint64_t)g.pitch * X_ROW_BYTES;
+      weights += 2 * AMK_UNIT_BYTES;
       stage.next();
     }
   }
@@ -115,36 +121,40 @@ template <Epilogue KIND> __device__ __forceinline__ void weights_load(Weights& w
   }
 }
 
-// wgmma descriptor of vectors: rows of 128 bytes whose chunks are permuted by the row's number (the 128-byte swizzle), 8 rows after 8 rows.
-__device__ __forceinline__ uint64_t operand(uint32_t at) { return (uint64_t)(at >> 4) | 1ull << 16 | (uint64_t)(8 * X_ROW_BYTES >> 4) << 32 | 1ull << 62; }
+// wgmma descriptor of an operand in shared memory: rows of 128, 64 or 32 bytes, 8 rows after 8 rows, whose 16-byte chunks are permuted by the
+// row's number as the hardware has it (its swizzle of as many bytes).
+template <uint32_t ROW> __device__ __forceinline__ uint64_t operand(uint32_t at) {
+  constexpr uint64_t SWIZZLE = ROW == 128 ? 1 : ROW == 64 ? 2 : 3;
+  return (uint64_t)(at >> 4) | 1ull << 16 | (uint64_t)(8 * ROW >> 4) << 32 | SWIZZLE << 62;
+}
 
 __device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <uint32_t LEFT> __device__ __forceinline__ void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
-// c += a . b for 64 rows of weights, 16 columns, and 8 times as many tokens as c has tiles. A warp has 16 rows; a thread of it, of each tile of
-// 8 tokens, tokens lane % 4 * 2 and the next of its first row and then of its second.
-#define AMK_C8(J) AMK_C2(J), AMK_C2(J + 2), AMK_C2(J + 4), AMK_C2(J + 6)
+// c += a . b for a 64x16 a, and a b with 8 columns per tile of c. Rows of b in shared memory are its columns, or, if TRANSPOSED, its rows. A warp
+// has 16 rows; a thread of it has columns lane % 4 * 2 and the next of each tile, of row lane / 4 and then of row lane / 4 + 8.
 #define AMK_C2(J) "+f"(c[J][0]), "+f"(c[J][1]), "+f"(c[J][2]), "+f"(c[J][3]), "+f"(c[J + 1][0]), "+f"(c[J + 1][1]), "+f"(c[J + 1][2]), "+f"(c[J + 1][3])
-#define AMK_REGISTERS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define AMK_C4(J) AMK_C2(J), AMK_C2(J + 2)
+#define AMK_C8(J) AMK_C4(J), AMK_C4(J + 4)
+#define AMK_REGISTERS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define AMK_REGISTERS_16 AMK_REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define AMK_REGISTERS_32 AMK_REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define AMK_REGISTERS_64 AMK_REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define AMK_REGISTERS_128 AMK_REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"\
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-__device__ __forceinline__ void group_multiply(float (&c)[8][4], uint32_t const (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" AMK_REGISTERS_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
-               : AMK_C8(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void group_multiply(float (&c)[16][4], uint32_t const (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" AMK_REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
-               : AMK_C8(0), AMK_C8(8)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void group_multiply(float (&c)[32][4], uint32_t const (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" AMK_REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 0;"
-               : AMK_C8(0), AMK_C8(8), AMK_C8(16), AMK_C8(24)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+#define AMK_GROUP_MULTIPLY(TILES, COLUMNS, REGISTERS, A, B, T, ...)                                                                                                     \
+  template <bool TRANSPOSED = false> __device__ __forceinline__ void group_multiply(float (&c)[TILES][4], uint32_t const (&a)[4], uint64_t b) {                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" REGISTERS "}, {" A "}, " B ", 1, 1, 1, " T ";"                                        \
+                 : __VA_ARGS__                                                                                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((uint32_t)TRANSPOSED));                                                                      \
+  }
+AMK_GROUP_MULTIPLY(2, "16", AMK_REGISTERS_8, "%8,%9,%10,%11", "%12", "%13", AMK_C2(0))
+AMK_GROUP_MULTIPLY(4, "32", AMK_REGISTERS_16, "%16,%17,%18,%19", "%20", "%21", AMK_C4(0))
+AMK_GROUP_MULTIPLY(8, "64", AMK_REGISTERS_32, "%32,%33,%34,%35", "%36", "%37", AMK_C8(0))
+AMK_GROUP_MULTIPLY(16, "128", AMK_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69", AMK_C8(0), AMK_C8(8))
+AMK_GROUP_MULTIPLY(32, "256", AMK_REGISTERS_128, "%128,%129,%130,%131", "%132", "%133", AMK_C8(0), AMK_C8(8), AMK_C8(16), AMK_C8(24))
+#undef AMK_GROUP_MULTIPLY
 
 __device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
@@ -210,7 +220,7 @@ __device__ __forceinline__ void gemm_step(Gemm const& g, float (&c)[TOKEN_TILES]
   group_fence();
 #pragma unroll
   for (uint32_t k = 0; k < 4; ++k) {
-    group_multiply(c, now.a[k], operand(stage.memory() + k * 32));
+    group_multiply(c, now.a[k], operand<X_ROW_BYTES>(stage.memory() + k * 32));
   }
   group_commit();
   uint32_t const before = stage.before();
@@ -258,7 +268,7 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_bl
   if (threadIdx.x == 0) {
     for (uint32_t s = 0; s < Shape::STAGES; ++s) {
       uint64_t* const full = (uint64_t*)(prefill_memory + Shape::STAGES * Shape::STAGE_BYTES + s * 16);
-      barrier_init(full, 1);
+      barrier_init(full, Shape::PRODUCERS);
       barrier_init(full + 1, Shape::CONSUMERS / 32);
     }
     barrier_init_fence();
@@ -268,9 +278,7 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_bl
     if (Shape::THREADS % 128 == 0) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     }
-    if (threadIdx.x / 32 == Shape::CONSUMERS / 32) {
-      gemm_produce<Shape>(g);
-    }
+    gemm_produce<Shape>(g);
   } else {
     if (Shape::THREADS % 128 == 0) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

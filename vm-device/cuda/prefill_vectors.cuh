@@ -14,6 +14,13 @@ static_assert(X_COLS == 2 * UNIT_COLS, "two units of a matrix go with a row");
 
 extern __shared__ __align__(1024) char prefill_memory[];
 
+// True for one thread of a warp, and the compiler knows it: such a thread starts copies without a loop over the warp.
+__device__ __forceinline__ bool warp_elect() {
+  uint32_t one;
+  asm volatile("{ .reg .pred q; elect.sync _|q, 0xffffffff; selp.u32 %0, 1, 0, q; }" : "=r"(one));
+  return one != 0;
+}
+
 // Converts two weights to f16: bf16 exactly from 2^-17 on, and below that within 2^-25.
 __device__ __forceinline__ uint32_t to_f16(uint32_t pair) {
 #if AMK_DTYPE == AMK_DTYPE_BF16
@@ -59,9 +66,10 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
   __shared__ float sums[PREFILL_THREADS / 32];
   float const* row = residual + (uint64_t)blockIdx.x * stride;
   float square = 0.f;
-  for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e); // zero after the last column
-    square = fmaf(v.x, v.x, fmaf(v.y, v.y, square));
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e); // zero after the last column
+    square = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, square))));
   }
   square = warp_sum(square);
   if (threadIdx.x % 32 == 0) {
@@ -73,9 +81,11 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
     square += sums[i];
   }
   float const scale = rsqrtf(square / (float)columns + eps);
-  for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    float2 const v = *(float2 const*)(row + e), n = *(float2 const*)(norm + e);
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e), n = *(float4 const*)(norm + e);
     x_write2(x, pitch, blockIdx.x, e, v.x * scale * n.x, v.y * scale * n.y);
+    x_write2(x, pitch, blockIdx.x, e + 2, v.z * scale * n.z, v.w * scale * n.w);
   }
 }
 

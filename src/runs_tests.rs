@@ -410,7 +410,8 @@ fn a_search_at_contexts_says_so_and_keeps_to_them() {
     let folder = folder();
     let toy = ["loop", "--schedule", "neutral", "--model", "toy", "--device", "cpu"];
     let at = |out: &str, more: &[&str]| {
-        let terms = ["--budget", "4", "--store", "store.sqlite", "--out", out];
+        // The start alone, so that the contexts are all that differs.
+        let terms = ["--budget", "1", "--store", "store.sqlite", "--out", out];
         let found = succeeds(folder.path(), &[&toy[..], &terms, more].concat(), "amk.loop.v1");
         found["best_verdict"]["latency_us"].as_f64().unwrap()
     };

@@ -61,7 +61,7 @@ impl Resident {
 
     fn spoil_tables(&mut self, program: &Verified<Program>, fault: Fault) -> Result<(), HostError> {
         let loaded = self.load(program)?;
-        let base = self.idle().memory.programs[loaded.place].address;
+        let base = self.idle().memory.regions[0].program(loaded.place);
         let mut header = [ProgramHeader::default()];
         self.peek(base, &mut header)?;
         let mut tables = Tables {

@@ -646,4 +646,110 @@ mod tests {
         let said = refused(&program, &variant);
         assert!(said.contains("layer 3") && said.contains("[false, true]"), "{said}");
     }
+
+    /// Addresses as a machine of this program's devices would have them: each device's part of a matrix far from all others.
+    fn residents(program: &Program) -> Residents {
+        let (mut next, rope, dims) = (1_u64 << 32, vec![4096; 8], program.dims);
+        let mut far = || {
+            next += 1 << 32;
+            next
+        };
+        let devices = (0..program.topology.devices).map(|device| {
+            let tiles = crate::devices::tiles_of(program, device);
+            let place = |tiles| Placed { address: far(), tiles };
+            let matrices = tiles.into_iter().map(place).collect();
+            let heads = crate::devices::heads_of(program, device);
+            let vectors = program.buffers.iter().filter_map(|buffer| match &buffer.source {
+                BufferSource::Vector(map) => Some((constant_key(map), 8192)),
+                _ => None,
+            });
+            DeviceResidents {
+                matrices,
+                constants: vectors.collect(),
+                rope: rope.clone(),
+                caches: (0..dims.layers).map(|_| far()).collect(),
+                layout: PageLayout::of(program, heads.clone()),
+                first_head: heads.start,
+            }
+        });
+        Residents {
+            devices: devices.collect(),
+            weight_stream_starts: vec![0; program.matrices.len()],
+            matrix_table: program.matrices.clone(),
+            heads: (dims.kv_heads, dims.head_dim),
+            pages: 1,
+            logits: 1 << 20,
+            logits_rows: 1,
+            kv_capacity: program.kv_capacity,
+            workers: program.workers_per_device() as u32,
+            seqs: 1,
+        }
+    }
+
+    /// A table of an image.
+    fn table<T: bytemuck::Pod>(image: &Image, base: u64, at: u64, len: usize) -> Vec<T> {
+        let first = (at - base) as usize;
+        let part = image.bytes[first..].chunks_exact(size_of::<T>()).take(len);
+        part.map(bytemuck::pod_read_unaligned).collect()
+    }
+
+    #[test]
+    fn each_device_has_its_tasks_its_weights_and_the_same_places() {
+        for name in ["toy-2l", "smollm2-135m"] {
+            let target = Target::by_name("h200").expect("a known target").times(2);
+            let graph = model::preset(name).expect("a preset").graph;
+            let config = ir::schedule::default_config(&graph, &target);
+            let config = ir::schedule::validate(config, &graph, &target).expect("it is legal");
+            let options = lower::Options { kv_capacity: 256 };
+            let program = lower::lower(&config, &graph, &target, options).expect("it lowers");
+            let residents = residents(&program);
+            let bases = [1 << 20, 3 << 20];
+            let images = images(&program, &residents, target.smem_optin_bytes, &bases);
+            let images = images.expect("they fit");
+            let header = |n: usize| table::<ProgramHeader>(&images[n], bases[n], bases[n], 1)[0];
+            let headers = [header(0), header(1)];
+            let sizes = [0, 1]
+                .map(|n: usize| (images[n].bytes.len(), images[n].zeroed, images[n].poisoned));
+            assert_eq!(sizes[0], sizes[1], "{name}");
+            let distance = bases[1] - bases[0];
+            let places: [fn(&ProgramHeader) -> u64; 5] =
+                [|h| h.tasks, |h| h.loads, |h| h.queues, |h| h.buffers, |h| h.counters];
+            for of in places {
+                assert_eq!(of(&headers[1]) - of(&headers[0]), distance, "{name}");
+            }
+            let buffers = [0, 1].map(|n: usize| {
+                table::<BufferDesc>(&images[n], bases[n], headers[n].buffers, program.buffers.len())
+            });
+            for (index, (buffer, (a, b))) in
+                program.buffers.iter().zip(buffers[0].iter().zip(&buffers[1])).enumerate()
+            {
+                let replicated = program.topology.is_replicated(BufferId(index as u32));
+                assert_eq!([a.replicated, b.replicated], [u32::from(replicated); 2]);
+                match (&buffer.source, buffer.kind) {
+                    (_, abi::BufferKind::Logits) => assert_eq!(a.address, b.address),
+                    (BufferSource::Scratch, _) => assert_eq!(b.address - a.address, distance),
+                    _ => {}
+                }
+            }
+            let mut tasks = 0;
+            for n in 0..2 {
+                let queues: Vec<Queue> =
+                    table(&images[n], bases[n], headers[n].queues, residents.workers as usize);
+                tasks += queues.iter().map(|queue| queue.tasks as usize).sum::<usize>();
+                let loads: u32 = queues.iter().map(|queue| queue.loads).sum();
+                let loads: Vec<abi::Load> =
+                    table(&images[n], bases[n], headers[n].loads, loads as usize);
+                for load in loads.iter().filter(|load| load.kind == abi::LoadKind::Weights as u8) {
+                    let own = residents.devices[n].matrices.iter().zip(&program.matrices);
+                    let inside = own.filter(|(placed, matrix)| {
+                        let end = placed.address + Placed::bytes(matrix, &placed.tiles);
+                        load.address >= placed.address
+                            && load.address + u64::from(load.units * load.size) <= end
+                    });
+                    assert_eq!(inside.count(), 1, "{name}: a load of device {n}");
+                }
+            }
+            assert_eq!(tasks, program.task_len(), "{name}");
+        }
+    }
 }

@@ -661,7 +661,10 @@ mod tests {
             let heads = crate::devices::heads_of(program, device);
             let vectors = program.buffers.iter().filter_map(|buffer| match &buffer.source {
                 BufferSource::Vector(map) => Some((constant_key(map), 8192)),
-                _ => None,
+                BufferSource::Scratch
+                | BufferSource::Rotary(_)
+                | BufferSource::KvCache { .. }
+                | BufferSource::Embedding(_) => None,
             });
             DeviceResidents {
                 matrices,

@@ -334,7 +334,6 @@ impl Idle {
             page_count: m.residents.pages + 1,
             worker_heartbeats: block + ring::WORKER_HEARTBEATS as u64,
             worker_heartbeat_ns: WORKER_HEARTBEAT_EVERY.as_nanos() as u32,
-            ..Launch::default()
         }
     }
 

@@ -113,10 +113,26 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
+// A matvec's vector, and the weights that normalise it or null.
+struct Input {
+  ResolvedBuffer vector;
+  float const* norm;
+};
+__device__ __forceinline__ Input input_of(StagedTask const& st, amk_matvec_params const& p) {
+  if constexpr (SPARE_REGISTERS) { // in one load each, before those of the fragments, behind which it would have to wait
+    uint4 const v = stage_load(&st.buffer[0]);
+    uint2 const n = stage_load8(&st.buffer[1].address);
+    float const* const norm = (float const*)((uint64_t)n.y << 32 | n.x);
+    return Input{{(uint64_t)v.y << 32 | v.x, v.z, v.w}, p.prologue == AMK_PROLOGUE_RMS ? norm : nullptr};
+  } else {
+    return Input{st.buffer[0], p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr};
+  }
+}
+
 // One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
-__device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
-  ResolvedBuffer const& in = st.buffer[0];
-  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
+__device__ __forceinline__ float stage_input(Worker const& w, Input const& input, StagedTask const& st, amk_matvec_params const& p) {
+  ResolvedBuffer const& in = input.vector;
+  float const* const norm = input.norm;
   VectorUnits const u = vector_units(w, p.units, st.task.unpack);
   if (in.kind == AMK_BUFFER_EMBEDDING) {
     return stage_embedding(w, in, norm, p, u);
@@ -292,7 +308,7 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
 }
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
   amk_task const& task = st.task;
-  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : p.units;
+  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : SPARE_REGISTERS && plan.shares == 0 ? 0 : p.units;
   return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, plan.shares, plan.held};
 }
 
@@ -313,15 +329,16 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 
 // Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
 // the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
-// then is multiplied for nothing.
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+// then is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted = true) {
   uint32_t const units = chunk_units(k, chunk);
-  char const* unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
+  char const* const unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
+  char const* const mine = wanted ? unit + w.thread % 32 * 16 : (char const*)w.shared;
   constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
-    char const* at = unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) + w.thread % 32 * 16;
+    char const* at = mine + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK);
     v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
   uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
@@ -347,7 +364,7 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t s
 }
 template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const stage = c.stage;
-  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
+  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v), &w.shared->sink);
   cursor_free(w, stage);
 }
 // Calls f<UNITS>() for the task's fragment size, which is one of those compiled in.
@@ -592,10 +609,10 @@ struct Ahead {
 };
 
 // Loads the current fragment, which holds chunk `chunk`, and steps to the next. Returns the word to wait for.
-__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted) {
   uint32_t last = 0;
   with_units(st.task.unpack, [&](auto unpack) {
-    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v); });
+    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v, wanted); });
   });
   return last;
 }
@@ -604,33 +621,25 @@ __device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask co
 __device__ __forceinline__ Ahead take_ahead(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                             Addends& add) {
   Cursor const first = c;
-  Cursor second = c;
-  bool here = false, both = false;
-  uint32_t last = 0;
-  if (k.shares > 0) {
-    here = cursor_arrived(w, c);
-    last = share_of_task(w, st, c, k, 0, v[0]);
-    second = c;
-    if (k.shares > 1) {
-      both = here && cursor_arrived(w, c);
-      last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
-    } else {
-      v[TAKE - 1] = Share{};
-    }
-  } else {
-    v[0] = v[TAKE - 1] = Share{};
-  }
+  uint32_t const here = k.shares > 0 && cursor_arrived(w, c);
+  uint32_t last = share_of_task(w, st, c, k, 0, v[0], k.shares > 0);
+  Cursor const second = c;
+  uint32_t const both = here != 0 && k.shares > 1 && cursor_arrived(w, c);
+  last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1], k.shares > 1);
   add = addends(w, st, p, row, plan);
   barrier_announce(w);
-  stage_read(last); // of both; they overlap with the code in between
-  if (here) {
-    cursor_free(w, first.stage);
+  stage_read(last, &w.shared->sink); // of both; they overlap with the code in between
+  __syncwarp();
+  if (w.thread % 32 == 0) { // frees them
+    if (here != 0) {
+      barrier_arrive(&w.shared->empty[first.stage]);
+    }
+    if (both != 0) {
+      barrier_arrive(&w.shared->empty[second.stage]);
+    }
   }
-  if (both) {
-    cursor_free(w, second.stage);
-  }
-  c = both ? c : here ? second : first;
-  return Ahead{k.shares < TAKE ? k.shares : TAKE, (uint32_t)here + both};
+  c = both != 0 ? c : here != 0 ? second : first;
+  return Ahead{k.shares < TAKE ? k.shares : TAKE, here + both};
 }
 // Loads the rest of them, once they have arrived.
 __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st, Tiles const& k, Cursor& c, Ahead ahead, Share (&v)[TAKE]) {
@@ -638,7 +647,8 @@ __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st,
   for (; ahead.taken < ahead.want; ++ahead.taken) {
     cursor_land(w, c);
     uint32_t const stage = c.stage;
-    stage_read(ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0]) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]));
+    uint32_t const last = ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0], true) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1], true);
+    stage_read(last, &w.shared->sink);
     cursor_free(w, stage);
   }
 }
@@ -647,8 +657,9 @@ __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st,
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
 __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                                 Addends& add) {
+  Input const in = input_of(st, p);
   Ahead const ahead = take_ahead(w, st, p, k, c, row, plan, v, add);
-  float const square = stage_input(w, st, p);
+  float const square = stage_input(w, in, st, p);
   __syncwarp();
   if (w.thread == 0) {
     flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -687,7 +698,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
       add = addends(w, st, p, row, plan);
       barrier_announce(w);
     }
-    stage_read(last); // both; they overlap with the code in between
+    stage_read(last, &w.shared->sink); // both; they overlap with the code in between
 #pragma unroll 1
     for (uint32_t i = freed; i < taken; ++i) {
       cursor_free(w, stage);
@@ -696,7 +707,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
     if (late) {
       return square;
     }
-    square = stage_input(w, st, p);
+    square = stage_input(w, input_of(st, p), st, p);
     __syncwarp();
     if (w.thread == 0) {
       flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -722,7 +733,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   Share v[TAKE];
   Addends add;
-  if (!SPARE_REGISTERS) {
+  if (!SPARE_REGISTERS) { // else all are loaded in any case
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
   float const inverse = __fdividef(1.f, (float)p.k_len);

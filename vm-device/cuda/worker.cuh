@@ -71,6 +71,7 @@ struct Shared {
   uint32_t best_row[AMK_WARPS];
   uint32_t dead; // nonzero: every wait returns at once and the worker leaves at the next task boundary
   uint32_t halt; // nonzero: the loader stops issuing
+  uint32_t sink; // of stage_read
   uint32_t near; // nonzero: the loader keeps to the lower cap
   uint32_t leave[2]; // `dead` as one thread read it before a barrier, so that all decide alike after it
   uint32_t fetched;  // number of the next task to stage (tasks.cuh)

@@ -113,20 +113,23 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
+// A buffer of a task. In one load, which is before those of the fragments: otherwise it would have to wait for them.
+__device__ __forceinline__ ResolvedBuffer buffer_of(StagedTask const& st, uint32_t number) {
+  if constexpr (SPARE_REGISTERS) {
+    uint4 const v = stage_load(&st.buffer[number]);
+    return ResolvedBuffer{(uint64_t)v.y << 32 | v.x, v.z, v.w};
+  }
+  return st.buffer[number];
+}
+
 // A matvec's vector, and the weights that normalise it or null.
 struct Input {
   ResolvedBuffer vector;
   float const* norm;
 };
 __device__ __forceinline__ Input input_of(StagedTask const& st, amk_matvec_params const& p) {
-  if constexpr (SPARE_REGISTERS) { // in one load each, before those of the fragments, behind which it would have to wait
-    uint4 const v = stage_load(&st.buffer[0]);
-    uint2 const n = stage_load8(&st.buffer[1].address);
-    float const* const norm = (float const*)((uint64_t)n.y << 32 | n.x);
-    return Input{{(uint64_t)v.y << 32 | v.x, v.z, v.w}, p.prologue == AMK_PROLOGUE_RMS ? norm : nullptr};
-  } else {
-    return Input{st.buffer[0], p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr};
-  }
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
+  return Input{buffer_of(st, 0), rms ? (float const*)buffer_of(st, 1).address : nullptr};
 }
 
 // One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
@@ -199,54 +202,95 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
   return a;
 }
 
-// The residual of a row, after the task's barrier. A flag-in-data word that was read too early is waited for; that takes a reader that did
-// not need the whole vector.
-__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
-  if (st.buffer[3].kind != AMK_BUFFER_FLAG_IN_DATA) {
+// The residual of a row, after the task's barrier. A flag-in-data word (`flagged`) that was read too early is waited for; that takes a reader
+// that did not need the whole vector.
+__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word, bool flagged) {
+  if (!flagged) {
     return buffer_read(w, st.buffer[3], row);
   }
   Words const words = buffer_words(w, st.buffer[3]);
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
-// Sum of a row over the warps. `buffer` is the parity under which the products were written.
-__device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint32_t t) {
-  float v = 0.f;
+// This warp's places for the sums of rows.
+__device__ __forceinline__ float* warp_parts(Worker const& w, uint32_t buffer) {
+  uint32_t const warp = w.thread / 32;
+  return &w.shared->part[buffer][SPARE_REGISTERS ? 0 : warp][SPARE_REGISTERS ? warp : 0];
+}
+
+// The warps' sums of a thread's row and of the one that alternates with it, and of the squares of the vector. `buffer` is the parity under
+// which they were written. All of them are requested before the first is used, unless registers are short. The sums of a row that has no other
+// are followed by words that are not used.
+template <bool SPARE> struct RowParts {
+  float4 row[AMK_WARPS / 4], up[AMK_WARPS / 4], squares[AMK_WARPS / 4];
+  __device__ __forceinline__ RowParts(Worker const& w, uint32_t buffer) {
+    float const* const at = w.shared->part[buffer][w.thread];
+    auto const load = [](float const* at) {
+      uint4 const v = stage_load(at);
+      return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+    };
 #pragma unroll
-  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-    v += w.shared->part[buffer][i][t];
+    for (uint32_t i = 0; i < AMK_WARPS / 4; ++i) {
+      row[i] = load(at + 4 * i), squares[i] = load(&w.shared->sums[buffer][4 * i]), up[i] = load(at + TILE_PARTS + 4 * i);
+    }
   }
-  return v;
+  static __device__ __forceinline__ float sum(float4 const (&parts)[AMK_WARPS / 4]) {
+    float v = 0.f;
+#pragma unroll
+    for (float4 const& four : parts) {
+      v = (((v + four.x) + four.y) + four.z) + four.w;
+    }
+    return v;
+  }
+  __device__ __forceinline__ float row_sum() const { return sum(row); }
+  __device__ __forceinline__ float up_sum() const { return sum(up); }
+  __device__ __forceinline__ float4 square(uint32_t i) const { return squares[i]; }
+};
+template <> struct RowParts<false> {
+  Worker const& w;
+  uint32_t buffer;
+  __device__ __forceinline__ RowParts(Worker const& worker, uint32_t parity) : w(worker), buffer(parity) {}
+  __device__ __forceinline__ float sum(uint32_t row) const {
+    float v = 0.f;
+#pragma unroll
+    for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+      v += w.shared->part[buffer][i][row];
+    }
+    return v;
+  }
+  __device__ __forceinline__ float row_sum() const { return sum(w.thread); }
+  __device__ __forceinline__ float up_sum() const { return sum(w.thread + AMK_UNIT_ROWS); }
+  __device__ __forceinline__ float4 square(uint32_t i) const { return *(float4 const*)&w.shared->sums[buffer][4 * i]; }
+};
+// The factor of a normalised vector's rows.
+__device__ __forceinline__ float rms_scale(RowParts<SPARE_REGISTERS> const& parts, float inverse, float eps) {
+  float4 const a = parts.square(0), b = parts.square(1);
+  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
 }
 
 // The factor of a row's products: that of the vector, and in a kernel that unpacks weights the row's own.
 __device__ __forceinline__ float scale_of(float vector, float row) { return MIXED ? vector * row : vector; }
 
-// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
-__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
-                                         Addends add, Best& best) {
-  uint32_t const t = w.thread;
+// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue. `units`: words in the buffer that is written.
+__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t units, RowParts<SPARE_REGISTERS> const& parts, uint32_t row, float scale,
+                                         Addends add, bool flagged, Best& best) {
   float const factor = slot_addends(w, st, p, row, add.bias, add.bias_up);
-  float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
-  if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+  float v = parts.row_sum() * scale_of(scale, add.scale) + add.bias;
+  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
+    float const up = parts.up_sum() * scale_of(scale, add.scale_up) + add.bias_up;
+    bool const second = w.thread / AMK_UNIT_ROWS % 2 != 0;
+    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
+    if (second || row >= units) { // padding rows are dropped
+      return;
+    }
+    v = gated(v, up, p.activation, p.cap) * factor;
+  } else if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
+    v += residual_value(w, st, row, add.residual, flagged);
+  } else if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     v = logit_capped(v, p.cap);
     best = better(best, Best{v, row});
     store_f32((float*)out.at + (size_t)w.shared->step.logits_row * p.rows + row, v);
     return;
-  }
-  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-    if ((t / AMK_UNIT_ROWS) % 2 != 0) {
-      return;
-    }
-    float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale_of(scale, add.scale_up) + add.bias_up;
-    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.buffer[AMK_READS_STAGED].units) { // words in the buffer: padding rows are dropped
-      return;
-    }
-    v = gated(v, up, p.activation, p.cap) * factor;
-  }
-  if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
-    v += residual_value(w, st, row, add.residual);
   }
   word_write(out, row, v);
 }
@@ -480,10 +524,10 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     if (++chunk == k.chunks) {
 #pragma unroll
       for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+        tile_finish(w, s[i], part + i * TILE_PARTS);
         s[i] = Sums<CHAINS>{};
       }
-      part += TILES * AMK_UNIT_ROWS;
+      part += TILES * TILE_PARTS;
       chunk = 0;
     }
     if (k.chunks > 1) {
@@ -511,7 +555,7 @@ __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles c
   auto const finish = [&] {
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+      tile_finish(w, s[i], part + i * TILE_PARTS);
     }
   };
   auto const next = [&](uint32_t chunk) {
@@ -520,7 +564,7 @@ __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles c
       return;
     }
     finish();
-    part += TILES * AMK_UNIT_ROWS;
+    part += TILES * TILE_PARTS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
       s[i] = Sums<CHAINS>{};
@@ -571,7 +615,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     if (k.shares <= TAKE) {
       return;
     }
-    part += 2 * TILES * AMK_UNIT_ROWS;
+    part += 2 * TILES * TILE_PARTS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
       s[0][i] = Sums<CHAINS>{};
@@ -599,7 +643,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish(w, s, part + i * AMK_UNIT_ROWS);
+    tile_finish(w, s, part + i * TILE_PARTS);
   }
 }
 
@@ -719,24 +763,22 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
   }
 }
 
-// The factor of a normalised vector's rows, from the warps' sums of squares.
-__device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, float inverse, float eps) {
-  float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
-  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
-}
-
 __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
   MatvecPlan const plan = plan_of(st);
   Tiles const k = task_tiles(st, p, plan);
-  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
+  ResolvedBuffer const written = buffer_of(st, AMK_READS_STAGED);
+  Words const out = buffer_words(w, written);
   Share v[TAKE];
   Addends add;
   if (!SPARE_REGISTERS) { // else all are loaded in any case
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
-  float const inverse = __fdividef(1.f, (float)p.k_len);
+  float inverse = __fdividef(1.f, (float)p.k_len);
+  if (SPARE_REGISTERS) {
+    asm volatile("" : "+f"(inverse)); // computed here, not where it is used
+  }
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
@@ -750,7 +792,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     trace_multiplied(w);
     barrier_meet(w);
     if (mine) {
-      epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
+      RowParts<SPARE_REGISTERS> const parts(w, buffer);
+      float const scale = SPARE_REGISTERS || rms ? rms_scale(parts, inverse, p.eps) : 1.f;
+      epilogue(w, st, p, out, written.units, parts, row, (rms ? scale : 1.f) / VECTOR_FACTOR, add, plan.residual, best);
     }
   };
   if (k.held) {
@@ -758,9 +802,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       with_share(k, [&](auto units) {
         constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
         if constexpr (SPARE_REGISTERS) {
-          multiply_held<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
+          multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), rms, square);
         } else {
-          held_in_turn<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], square);
+          held_in_turn<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         }
       });
     });
@@ -771,7 +815,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
-    float* part = w.shared->part[buffer][warp];
+    float* part = warp_parts(w, buffer);
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {

@@ -182,7 +182,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Reduces the sums of N tiles' 8 rows each over the lanes, into `part`.
+constexpr uint32_t ROW_PARTS = SPARE_REGISTERS ? AMK_WARPS : 1, TILE_PARTS = AMK_UNIT_ROWS * ROW_PARTS; // from a row's sums to the next
+// Reduces the sums of N tiles' 8 rows each over the lanes, into this warp's places at `part`.
 template <uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
   uint32_t const lane = w.thread % 32;
   float first[N], second[N]; // of the first eight rows of results, and of the others
@@ -207,7 +208,7 @@ template <uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_fin
   if ((lane & 3) == 0) {
 #pragma unroll
     for (uint32_t n = 0; n < N; ++n) {
-      part[n * AMK_UNIT_ROWS + lane / 4] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
+      part[n * TILE_PARTS + lane / 4 * ROW_PARTS] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
     }
   }
 }

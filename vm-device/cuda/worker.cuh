@@ -65,7 +65,8 @@ struct Shared {
 #if AMK_SEQS > 1
   amk_seqs seqs; // directly after the step, as in device memory
 #endif
-  float part[2][AMK_WARPS][PART_ROWS]; // double-buffered by barrier: fast warps may be one ahead
+  // Sums of rows by warp, double-buffered by barrier: fast warps may be one ahead. Those of a row lie together, unless registers are short.
+  alignas(16) float part[2][SPARE_REGISTERS ? PART_ROWS : AMK_WARPS][SPARE_REGISTERS ? AMK_WARPS : PART_ROWS];
   alignas(16) float sums[2][AMK_WARPS];
   float best_value[AMK_WARPS];
   uint32_t best_row[AMK_WARPS];

@@ -212,62 +212,6 @@ __device__ __forceinline__ float residual_value(Worker const& w, StagedTask cons
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
-// This warp's places for the sums of rows.
-__device__ __forceinline__ float* warp_parts(Worker const& w, uint32_t buffer) {
-  uint32_t const warp = w.thread / 32;
-  return &w.shared->part[buffer][SPARE_REGISTERS ? 0 : warp][SPARE_REGISTERS ? warp : 0];
-}
-
-// The warps' sums of a thread's row and of the one that alternates with it, and of the squares of the vector. `buffer` is the parity under
-// which they were written. All of them are requested before the first is used, unless registers are short. The sums of a row that has no other
-// are followed by words that are not used.
-template <bool SPARE> struct RowParts {
-  float4 row[AMK_WARPS / 4], up[AMK_WARPS / 4], squares[AMK_WARPS / 4];
-  __device__ __forceinline__ RowParts(Worker const& w, uint32_t buffer) {
-    float const* const at = w.shared->part[buffer][w.thread];
-    auto const load = [](float const* at) {
-      uint4 const v = stage_load(at);
-      return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-    };
-#pragma unroll
-    for (uint32_t i = 0; i < AMK_WARPS / 4; ++i) {
-      row[i] = load(at + 4 * i), squares[i] = load(&w.shared->sums[buffer][4 * i]), up[i] = load(at + TILE_PARTS + 4 * i);
-    }
-  }
-  static __device__ __forceinline__ float sum(float4 const (&parts)[AMK_WARPS / 4]) {
-    float v = 0.f;
-#pragma unroll
-    for (float4 const& four : parts) {
-      v = (((v + four.x) + four.y) + four.z) + four.w;
-    }
-    return v;
-  }
-  __device__ __forceinline__ float row_sum() const { return sum(row); }
-  __device__ __forceinline__ float up_sum() const { return sum(up); }
-  __device__ __forceinline__ float4 square(uint32_t i) const { return squares[i]; }
-};
-template <> struct RowParts<false> {
-  Worker const& w;
-  uint32_t buffer;
-  __device__ __forceinline__ RowParts(Worker const& worker, uint32_t parity) : w(worker), buffer(parity) {}
-  __device__ __forceinline__ float sum(uint32_t row) const {
-    float v = 0.f;
-#pragma unroll
-    for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-      v += w.shared->part[buffer][i][row];
-    }
-    return v;
-  }
-  __device__ __forceinline__ float row_sum() const { return sum(w.thread); }
-  __device__ __forceinline__ float up_sum() const { return sum(w.thread + AMK_UNIT_ROWS); }
-  __device__ __forceinline__ float4 square(uint32_t i) const { return *(float4 const*)&w.shared->sums[buffer][4 * i]; }
-};
-// The factor of a normalised vector's rows.
-__device__ __forceinline__ float rms_scale(RowParts<SPARE_REGISTERS> const& parts, float inverse, float eps) {
-  float4 const a = parts.square(0), b = parts.square(1);
-  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
-}
-
 // The factor of a row's products: that of the vector, and in a kernel that unpacks weights the row's own.
 __device__ __forceinline__ float scale_of(float vector, float row) { return MIXED ? vector * row : vector; }
 
@@ -493,10 +437,17 @@ template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
       frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : Vector{};
     }
   }
-  __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
+  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
+    multiply(w, s, share, [](uint32_t) {});
+  }
+  // The same; calls `after` with the number of each product. Numbers continue up to five.
+  template <typename F> __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share, F const& after) const {
 #pragma unroll
-    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS || i < 5; ++i) {
+      if (i < share_tiles(UNITS) * UNITS) {
+        unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+      }
+      after(i);
     }
   }
 };
@@ -587,17 +538,17 @@ __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles c
   }
   finish();
 }
-// Two fragments are finished together: their last steps overlap. `normed`: whether the squares matter.
-template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
+// Two fragments are finished together: their last steps overlap, as those of the sum of squares do with the first products.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
   VectorPart<UNPACK, UNITS> x;
   Sums<CHAINS> s[2][TILES] = {};
   x.load(w, k, 0);
-  x.multiply(w, s[0], v[0]);
-  if (normed) {
-    square = warp_sum(square);
-  }
+  x.multiply(w, s[0], v[0], [&](uint32_t i) {
+    if (i < 5) {
+      square += __shfl_xor_sync(~0u, square, 16 >> i);
+    }
+  });
   if (k.shares > TAKE) {
     cursor_land(w, c);
     share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
@@ -802,7 +753,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       with_share(k, [&](auto units) {
         constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
         if constexpr (SPARE_REGISTERS) {
-          multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), rms, square);
+          multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         } else {
           held_in_turn<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         }

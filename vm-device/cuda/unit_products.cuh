@@ -1,4 +1,5 @@
-// Products of units of weights with the staged vector: their operands, their sums, the sums of a tile over the lanes of a warp, and of rows over the warps.
+// Products of units of weights with the staged vector: their operands, their sums, those of a tile over the lanes of a warp, and of rows over the
+// warps.
 #pragma once
 
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // most units of a chunk per warp

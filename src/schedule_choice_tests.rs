@@ -14,6 +14,7 @@ fn place(target: &str) -> PlaceArgs {
         device: DeviceChoice::Cpu,
         kv_capacity: None,
         gpus: None,
+        emulate: None,
     }
 }
 

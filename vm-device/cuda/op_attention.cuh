@@ -51,10 +51,13 @@ __device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_pa
 // The index of the step's own key among all sessions' (paged_key).
 __device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(seq_session(w), w.shared->launch->page_stride, seq_position(w)); }
 __device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
-// Byte distance from the row of the step's key, in the cache of this task's head, to the row of its value.
-__device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
+// Byte distance from the row of the step's key, in the cache of this task's head, to the row of its value. One of several devices has only
+// its own heads there.
+__device__ __forceinline__ uint32_t fresh_values(Worker const& w, amk_attention_params const& p) {
+  return AMK_DEVICES > 1 ? w.shared->program.kv_values : p.kv_heads * PAGE_KEYS * ROW_BYTES;
+}
 __device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedBuffer const& kv, amk_attention_params const& p, uint32_t page) {
-  return (char*)kv.address + paged_row(page, fresh_values(p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
+  return (char*)kv.address + paged_row(page, fresh_values(w, p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
 // 16 keys in registers: lane / 4 is the key within each 8 of them, lane % 4 the part of a block.
@@ -508,7 +511,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       cursor_pass(w, c, walk.passed, place.values_at);
       char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;
       if (fresh_here) {
-        value_append(w, to + fresh_values(p), position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+        value_append(w, to + fresh_values(w, p), position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
       }
       tile_add(w, r, s, count - tile, values, swizzle, tile == mine);
       tile += 2 * BLOCK_KEYS;

@@ -291,7 +291,7 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
   }
   plan.held = plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
-  plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
+  plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && is_flag_in_data(st.buffer[3]);
   return plan;
 }
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {

@@ -198,7 +198,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
-    if (i * HEADS_ONCE >= GROUP_BUF && !newest) { // nothing but the new key
+    if (AMK_HEAD_DIM <= 128 && i * HEADS_ONCE >= GROUP_BUF && !newest) { // nothing but the new key; wider heads have no registers left
       break;
     }
     uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;

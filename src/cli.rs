@@ -683,6 +683,9 @@ pub(crate) struct CalibrateArgs {
     /// Points to take of each file, spread over it.
     #[arg(long, default_value_t = 250, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) rows: u32,
+    /// Checks (JSON lines of `levers --check`) of the schedules shipped for these models: shown and fitted beside the rows.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) checks: Option<PathBuf>,
     /// Predict with the rates of this file instead of those of the build.
     #[arg(long, value_name = "FILE")]
     pub(crate) rates: Option<PathBuf>,

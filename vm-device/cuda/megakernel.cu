@@ -57,9 +57,8 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
 
 // Waits until the prefetcher has staged this warp's next task.
 __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
-  while (!is_staged(w.task, flag_load(&w.shared->fetched)) && !is_dead(w.shared)) {
+  while (!is_staged(w.task, flag_acquire(&w.shared->fetched)) && !is_dead(w.shared)) {
   }
-  block_fence();
   return w.shared->staged[w.task % STAGED];
 }
 

@@ -113,10 +113,29 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
+// A buffer of a task. In one load, which is before those of the fragments: otherwise it would have to wait for them.
+__device__ __forceinline__ ResolvedBuffer buffer_of(StagedTask const& st, uint32_t number) {
+  if constexpr (SPARE_REGISTERS) {
+    uint4 const v = stage_load(&st.buffer[number]);
+    return ResolvedBuffer{(uint64_t)v.y << 32 | v.x, v.z, v.w};
+  }
+  return st.buffer[number];
+}
+
+// A matvec's vector, and the weights that normalise it or null.
+struct Input {
+  ResolvedBuffer vector;
+  float const* norm;
+};
+__device__ __forceinline__ Input input_of(StagedTask const& st, amk_matvec_params const& p) {
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
+  return Input{buffer_of(st, 0), rms ? (float const*)buffer_of(st, 1).address : nullptr};
+}
+
 // One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
-__device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
-  ResolvedBuffer const& in = st.buffer[0];
-  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
+__device__ __forceinline__ float stage_input(Worker const& w, Input const& input, StagedTask const& st, amk_matvec_params const& p) {
+  ResolvedBuffer const& in = input.vector;
+  float const* const norm = input.norm;
   VectorUnits const u = vector_units(w, p.units, st.task.unpack);
   if (in.kind == AMK_BUFFER_EMBEDDING) {
     return stage_embedding(w, in, norm, p, u);
@@ -183,54 +202,39 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
   return a;
 }
 
-// The residual of a row, after the task's barrier. A flag-in-data word that was read too early is waited for; that takes a reader that did
-// not need the whole vector.
-__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
-  if (!is_flag_in_data(st.buffer[3])) {
+// The residual of a row, after the task's barrier. A flag-in-data word (`flagged`) that was read too early is waited for; that takes a reader
+// that did not need the whole vector.
+__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word, bool flagged) {
+  if (!flagged) {
     return buffer_read(w, st.buffer[3], row);
   }
   Words const words = buffer_words(w, st.buffer[3]);
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
-// Sum of a row over the warps. `buffer` is the parity under which the products were written.
-__device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint32_t t) {
-  float v = 0.f;
-#pragma unroll
-  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-    v += w.shared->part[buffer][i][t];
-  }
-  return v;
-}
-
 // The factor of a row's products: that of the vector, and in a kernel that unpacks weights the row's own.
 __device__ __forceinline__ float scale_of(float vector, float row) { return MIXED ? vector * row : vector; }
 
-// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
-__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
-                                         Addends add, Best& best) {
-  uint32_t const t = w.thread;
+// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue. `units`: words in the buffer that is written.
+__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t units, RowParts<SPARE_REGISTERS> const& parts, uint32_t row, float scale,
+                                         Addends add, bool flagged, Best& best) {
   float const factor = slot_addends(w, st, p, row, add.bias, add.bias_up);
-  float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
-  if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+  float v = parts.row_sum() * scale_of(scale, add.scale) + add.bias;
+  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
+    float const up = parts.up_sum() * scale_of(scale, add.scale_up) + add.bias_up;
+    bool const second = w.thread / AMK_UNIT_ROWS % 2 != 0;
+    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
+    if (second || row >= units) { // padding rows are dropped
+      return;
+    }
+    v = gated(v, up, p.activation, p.cap) * factor;
+  } else if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
+    v += residual_value(w, st, row, add.residual, flagged);
+  } else if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     v = logit_capped(v, p.cap);
     best = better(best, Best{v, row});
     store_f32((float*)out.at + (size_t)w.shared->step.logits_row * p.rows + row, v);
     return;
-  }
-  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-    if ((t / AMK_UNIT_ROWS) % 2 != 0) {
-      return;
-    }
-    float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale_of(scale, add.scale_up) + add.bias_up;
-    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.buffer[AMK_READS_STAGED].units) { // words in the buffer: padding rows are dropped
-      return;
-    }
-    v = gated(v, up, p.activation, p.cap) * factor;
-  }
-  if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
-    v += residual_value(w, st, row, add.residual);
   }
   word_write(out, row, v);
 }
@@ -292,7 +296,7 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
 }
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
   amk_task const& task = st.task;
-  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : p.units;
+  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : SPARE_REGISTERS && plan.shares == 0 ? 0 : p.units;
   return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, plan.shares, plan.held};
 }
 
@@ -313,15 +317,16 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 
 // Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
 // the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
-// then is multiplied for nothing.
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+// then is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted = true) {
   uint32_t const units = chunk_units(k, chunk);
-  char const* unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
+  char const* const unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
+  char const* const mine = wanted ? unit + w.thread % 32 * 16 : (char const*)w.shared;
   constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
     uint32_t const tile = i / UNITS, j = i % UNITS;
-    char const* at = unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) + w.thread % 32 * 16;
+    char const* at = mine + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK);
     v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
   uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
@@ -347,7 +352,7 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t s
 }
 template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
   uint32_t const stage = c.stage;
-  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
+  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v), &w.shared->sink);
   cursor_free(w, stage);
 }
 // Calls f<UNITS>() for the task's fragment size, which is one of those compiled in.
@@ -432,10 +437,17 @@ template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
       frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : Vector{};
     }
   }
-  __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
+  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
+    multiply(w, s, share, [](uint32_t) {});
+  }
+  // The same; calls `after` with the number of each product. Numbers continue up to five.
+  template <typename F> __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share, F const& after) const {
 #pragma unroll
-    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS || i < 5; ++i) {
+      if (i < share_tiles(UNITS) * UNITS) {
+        unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+      }
+      after(i);
     }
   }
 };
@@ -463,10 +475,10 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     if (++chunk == k.chunks) {
 #pragma unroll
       for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+        tile_finish(w, s[i], part + i * TILE_PARTS);
         s[i] = Sums<CHAINS>{};
       }
-      part += TILES * AMK_UNIT_ROWS;
+      part += TILES * TILE_PARTS;
       chunk = 0;
     }
     if (k.chunks > 1) {
@@ -494,7 +506,7 @@ __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles c
   auto const finish = [&] {
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
+      tile_finish(w, s[i], part + i * TILE_PARTS);
     }
   };
   auto const next = [&](uint32_t chunk) {
@@ -503,7 +515,7 @@ __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles c
       return;
     }
     finish();
-    part += TILES * AMK_UNIT_ROWS;
+    part += TILES * TILE_PARTS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
       s[i] = Sums<CHAINS>{};
@@ -526,17 +538,17 @@ __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles c
   }
   finish();
 }
-// Two fragments are finished together: their last steps overlap. `normed`: whether the squares matter.
-template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
+// Two fragments are finished together: their last steps overlap, as those of the sum of squares do with the first products.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
   VectorPart<UNPACK, UNITS> x;
   Sums<CHAINS> s[2][TILES] = {};
   x.load(w, k, 0);
-  x.multiply(w, s[0], v[0]);
-  if (normed) {
-    square = warp_sum(square);
-  }
+  x.multiply(w, s[0], v[0], [&](uint32_t i) {
+    if (i < 5) {
+      square += __shfl_xor_sync(~0u, square, 16 >> i);
+    }
+  });
   if (k.shares > TAKE) {
     cursor_land(w, c);
     share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
@@ -554,7 +566,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     if (k.shares <= TAKE) {
       return;
     }
-    part += 2 * TILES * AMK_UNIT_ROWS;
+    part += 2 * TILES * TILE_PARTS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
       s[0][i] = Sums<CHAINS>{};
@@ -582,7 +594,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish(w, s, part + i * AMK_UNIT_ROWS);
+    tile_finish(w, s, part + i * TILE_PARTS);
   }
 }
 
@@ -592,10 +604,10 @@ struct Ahead {
 };
 
 // Loads the current fragment, which holds chunk `chunk`, and steps to the next. Returns the word to wait for.
-__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted) {
   uint32_t last = 0;
   with_units(st.task.unpack, [&](auto unpack) {
-    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v); });
+    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v, wanted); });
   });
   return last;
 }
@@ -604,33 +616,25 @@ __device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask co
 __device__ __forceinline__ Ahead take_ahead(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                             Addends& add) {
   Cursor const first = c;
-  Cursor second = c;
-  bool here = false, both = false;
-  uint32_t last = 0;
-  if (k.shares > 0) {
-    here = cursor_arrived(w, c);
-    last = share_of_task(w, st, c, k, 0, v[0]);
-    second = c;
-    if (k.shares > 1) {
-      both = here && cursor_arrived(w, c);
-      last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
-    } else {
-      v[TAKE - 1] = Share{};
-    }
-  } else {
-    v[0] = v[TAKE - 1] = Share{};
-  }
+  uint32_t const here = k.shares > 0 && cursor_arrived(w, c);
+  uint32_t last = share_of_task(w, st, c, k, 0, v[0], k.shares > 0);
+  Cursor const second = c;
+  uint32_t const both = here != 0 && k.shares > 1 && cursor_arrived(w, c);
+  last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1], k.shares > 1);
   add = addends(w, st, p, row, plan);
   barrier_announce(w);
-  stage_read(last); // of both; they overlap with the code in between
-  if (here) {
-    cursor_free(w, first.stage);
+  stage_read(last, &w.shared->sink); // of both; they overlap with the code in between
+  __syncwarp();
+  if (w.thread % 32 == 0) { // frees them
+    if (here != 0) {
+      barrier_arrive(&w.shared->empty[first.stage]);
+    }
+    if (both != 0) {
+      barrier_arrive(&w.shared->empty[second.stage]);
+    }
   }
-  if (both) {
-    cursor_free(w, second.stage);
-  }
-  c = both ? c : here ? second : first;
-  return Ahead{k.shares < TAKE ? k.shares : TAKE, (uint32_t)here + both};
+  c = both != 0 ? c : here != 0 ? second : first;
+  return Ahead{k.shares < TAKE ? k.shares : TAKE, here + both};
 }
 // Loads the rest of them, once they have arrived.
 __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st, Tiles const& k, Cursor& c, Ahead ahead, Share (&v)[TAKE]) {
@@ -638,7 +642,8 @@ __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st,
   for (; ahead.taken < ahead.want; ++ahead.taken) {
     cursor_land(w, c);
     uint32_t const stage = c.stage;
-    stage_read(ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0]) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]));
+    uint32_t const last = ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0], true) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1], true);
+    stage_read(last, &w.shared->sink);
     cursor_free(w, stage);
   }
 }
@@ -647,8 +652,9 @@ __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st,
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
 __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                                 Addends& add) {
+  Input const in = input_of(st, p);
   Ahead const ahead = take_ahead(w, st, p, k, c, row, plan, v, add);
-  float const square = stage_input(w, st, p);
+  float const square = stage_input(w, in, st, p);
   __syncwarp();
   if (w.thread == 0) {
     flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -687,7 +693,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
       add = addends(w, st, p, row, plan);
       barrier_announce(w);
     }
-    stage_read(last); // both; they overlap with the code in between
+    stage_read(last, &w.shared->sink); // both; they overlap with the code in between
 #pragma unroll 1
     for (uint32_t i = freed; i < taken; ++i) {
       cursor_free(w, stage);
@@ -696,7 +702,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
     if (late) {
       return square;
     }
-    square = stage_input(w, st, p);
+    square = stage_input(w, input_of(st, p), st, p);
     __syncwarp();
     if (w.thread == 0) {
       flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -708,24 +714,22 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
   }
 }
 
-// The factor of a normalised vector's rows, from the warps' sums of squares.
-__device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, float inverse, float eps) {
-  float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
-  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
-}
-
 __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
   MatvecPlan const plan = plan_of(st);
   Tiles const k = task_tiles(st, p, plan);
-  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
+  ResolvedBuffer const written = buffer_of(st, AMK_READS_STAGED);
+  Words const out = buffer_words(w, written);
   Share v[TAKE];
   Addends add;
-  if (!SPARE_REGISTERS) {
+  if (!SPARE_REGISTERS) { // else all are loaded in any case
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
-  float const inverse = __fdividef(1.f, (float)p.k_len);
+  float inverse = __fdividef(1.f, (float)p.k_len);
+  if (SPARE_REGISTERS) {
+    asm volatile("" : "+f"(inverse)); // computed here, not where it is used
+  }
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
@@ -739,7 +743,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     trace_multiplied(w);
     barrier_meet(w);
     if (mine) {
-      epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
+      RowParts<SPARE_REGISTERS> const parts(w, buffer);
+      float const scale = SPARE_REGISTERS || rms ? rms_scale(parts, inverse, p.eps) : 1.f;
+      epilogue(w, st, p, out, written.units, parts, row, (rms ? scale : 1.f) / VECTOR_FACTOR, add, plan.residual, best);
     }
   };
   if (k.held) {
@@ -747,9 +753,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       with_share(k, [&](auto units) {
         constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
         if constexpr (SPARE_REGISTERS) {
-          multiply_held<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
+          multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         } else {
-          held_in_turn<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], square);
+          held_in_turn<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         }
       });
     });
@@ -760,7 +766,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
-    float* part = w.shared->part[buffer][warp];
+    float* part = warp_parts(w, buffer);
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {

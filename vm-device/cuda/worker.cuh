@@ -65,12 +65,14 @@ struct Shared {
 #if AMK_SEQS > 1
   amk_seqs seqs; // directly after the step, as in device memory
 #endif
-  float part[2][AMK_WARPS][PART_ROWS]; // double-buffered by barrier: fast warps may be one ahead
+  // Sums of rows by warp, double-buffered by barrier: fast warps may be one ahead. Those of a row lie together, unless registers are short.
+  alignas(16) float part[2][SPARE_REGISTERS ? PART_ROWS : AMK_WARPS][SPARE_REGISTERS ? AMK_WARPS : PART_ROWS];
   alignas(16) float sums[2][AMK_WARPS];
   float best_value[AMK_WARPS];
   uint32_t best_row[AMK_WARPS];
   uint32_t dead; // nonzero: every wait returns at once and the worker leaves at the next task boundary
   uint32_t halt; // nonzero: the loader stops issuing
+  uint32_t sink; // of stage_read
   uint32_t near; // nonzero: the loader keeps to the lower cap
   uint32_t leave[2]; // `dead` as one thread read it before a barrier, so that all decide alike after it
   uint32_t fetched;  // number of the next task to stage (tasks.cuh)

@@ -443,7 +443,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   }
   if (store && lane < ROW_CHUNKS) {
     *(uint4*)(to + place) = fresh_key(w)[lane];
-    *(uint4*)(to + fresh_values(p) + place) = fresh_value(w)[lane];
+    *(uint4*)(to + fresh_values(w, p) + place) = fresh_value(w)[lane];
   }
   float s[2][2];
   tile_scores(q, key, p.cap, s);

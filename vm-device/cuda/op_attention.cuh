@@ -464,10 +464,6 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
     key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane() ? fresh_key(w)[i * 4 + lane] : make_uint4(0, 0, 0, 0);
   }
-  if (store && lane < ROW_CHUNKS) {
-    *(uint4*)(to + place) = fresh_key(w)[lane];
-    *(uint4*)(to + fresh_values(p) + place) = fresh_value(w)[lane];
-  }
   float s[2][2];
   tile_scores(q, key, p.cap, s);
   uint32_t const head = lane % 2 * 2 + lane / 2;
@@ -484,6 +480,10 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
         *(float2*)(scratch_head(w, warp, g) + 4 + 2 * pair) = v;
       }
     }
+  }
+  if (store && lane < ROW_CHUNKS) {
+    *(uint4*)(to + place) = fresh_key(w)[lane];
+    *(uint4*)(to + fresh_values(p) + place) = fresh_value(w)[lane];
   }
 }
 
@@ -506,9 +506,8 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     uint32_t const page = fresh_page(w); // requested long before it is used
     Queries q;
     HeadsAsked const asked = heads_ask(w, st, p, g0, true);
-    char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page);
     heads_wait(w, st, p, asked, true, q);
-    newest_alone(w, p, q, to, g0 == 0);
+    newest_alone(w, p, q, fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page), g0 == 0);
   } else if (mine < count) {
     uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane reads, in every tile
     uint32_t const page = newest ? fresh_page(w) : 0; // requested long before it is used

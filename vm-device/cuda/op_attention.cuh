@@ -284,22 +284,22 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
 // Adds a tile of `count` keys with its values. `s`: for each 8 keys, this lane's two heads.
 __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)[HALVES][2][2], uint32_t count, char const* values, uint32_t swizzle, bool first) {
   uint32_t const key = w.thread % 32 / 4;
-  float old[2];
+  float old[2], top[2] = {r.m[0], r.m[1]};
+#pragma unroll
+  for (uint32_t i = 0; i < 4 * HALVES; ++i) {
+    float& x = s[i / 4][i / 2 % 2][i % 2];
+    x = i / 2 * 8 + key < count ? x : LOWEST;
+    top[i % 2] = fmaxf(top[i % 2], x);
+  }
+#pragma unroll
+  for (uint32_t o = 4; o < 32; o *= 2) { // of both heads in turn, so that one exchange need not wait for the other
+    float const a = __shfl_xor_sync(~0u, top[0], o), b = __shfl_xor_sync(~0u, top[1], o);
+    top[0] = fmaxf(top[0], a), top[1] = fmaxf(top[1], b);
+  }
 #pragma unroll
   for (uint32_t j = 0; j < 2; ++j) {
-    float top = r.m[j];
-#pragma unroll
-    for (uint32_t i = 0; i < 2 * HALVES; ++i) {
-      float& x = s[i / 2][i % 2][j];
-      x = i * 8 + key < count ? x : LOWEST;
-      top = fmaxf(top, x);
-    }
-#pragma unroll
-    for (uint32_t o = 4; o < 32; o *= 2) {
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    }
-    old[j] = exp2_fast(r.m[j] - top);
-    r.m[j] = top;
+    old[j] = exp2_fast(r.m[j] - top[j]);
+    r.m[j] = top[j];
     r.l[j] *= old[j];
   }
   uint32_t weights[2 * HALVES];
@@ -329,23 +329,23 @@ __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)
 __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
   uint32_t const lane = w.thread % 32, second = lane % 4 / 2, g = lane % 2 * 2 + second;
   float* to = scratch_head(w, w.thread / 32, g);
+  // Exchanges in turn: those of the sums wait for each other, the others for nothing.
 #pragma unroll
-  for (uint32_t j = 0; j < 2; ++j) {
-#pragma unroll
-    for (uint32_t o = 4; o < 32; o *= 2) {
-      r.l[j] += __shfl_xor_sync(~0u, r.l[j], o);
+  for (uint32_t i = 0; i < (ROW_CHUNKS > 3 ? ROW_CHUNKS : 3); ++i) {
+    if (i < 3) {
+      float const a = __shfl_xor_sync(~0u, r.l[0], 4 << i), b = __shfl_xor_sync(~0u, r.l[1], 4 << i);
+      r.l[0] += a, r.l[1] += b;
+    }
+    if (i < ROW_CHUNKS) {
+      float const x = r.out[i / 2][i % 2 * 2], y = r.out[i / 2][i % 2 * 2 + 1];
+      float const sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 2);
+      if (g < GROUP_BUF) {
+        to[4 + i * 8 + lane / 4] = sum;
+      }
     }
   }
   if (lane < 4 && g < GROUP_BUF) {
     *(float2*)to = make_float2(second ? r.m[1] : r.m[0], second ? r.l[1] : r.l[0]);
-  }
-#pragma unroll
-  for (uint32_t i = 0; i < ROW_CHUNKS; ++i) {
-    float const x = r.out[i / 2][i % 2 * 2], y = r.out[i / 2][i % 2 * 2 + 1];
-    float const sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 2);
-    if (g < GROUP_BUF) {
-      to[4 + i * 8 + lane / 4] = sum;
-    }
   }
 }
 

@@ -8,7 +8,6 @@
 
 constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes
 constexpr uint32_t HALVES = TILE_KEYS / 16;                    // of a tile: 16 keys per product with the values
-constexpr bool WIDE_HEADS = AMK_HEAD_DIM > 128;                 // their kernels have no registers left
 constexpr float LOWEST = -1e30f;                               // below every score, and finite, so that differences are numbers
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -196,7 +195,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
-    if (!WIDE_HEADS && i * HEADS_ONCE >= GROUP_BUF && !newest) { // nothing but the new key
+    if (i * HEADS_ONCE >= GROUP_BUF && !newest) { // nothing but the new key
       break;
     }
     uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
@@ -284,22 +283,22 @@ __device__ __forceinline__ void tile_scores(Queries const& q, KeyTile const& key
 // Adds a tile of `count` keys with its values. `s`: for each 8 keys, this lane's two heads.
 __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)[HALVES][2][2], uint32_t count, char const* values, uint32_t swizzle, bool first) {
   uint32_t const key = w.thread % 32 / 4;
-  float old[2], top[2] = {r.m[0], r.m[1]};
-#pragma unroll
-  for (uint32_t i = 0; i < 4 * HALVES; ++i) {
-    float& x = s[i / 4][i / 2 % 2][i % 2];
-    x = i / 2 * 8 + key < count ? x : LOWEST;
-    top[i % 2] = fmaxf(top[i % 2], x);
-  }
-#pragma unroll
-  for (uint32_t o = 4; o < 32; o *= 2) { // of both heads in turn, so that one exchange need not wait for the other
-    float const a = __shfl_xor_sync(~0u, top[0], o), b = __shfl_xor_sync(~0u, top[1], o);
-    top[0] = fmaxf(top[0], a), top[1] = fmaxf(top[1], b);
-  }
+  float old[2];
 #pragma unroll
   for (uint32_t j = 0; j < 2; ++j) {
-    old[j] = exp2_fast(r.m[j] - top[j]);
-    r.m[j] = top[j];
+    float top = r.m[j];
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * HALVES; ++i) {
+      float& x = s[i / 2][i % 2][j];
+      x = i * 8 + key < count ? x : LOWEST;
+      top = fmaxf(top, x);
+    }
+#pragma unroll
+    for (uint32_t o = 4; o < 32; o *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    }
+    old[j] = exp2_fast(r.m[j] - top);
+    r.m[j] = top;
     r.l[j] *= old[j];
   }
   uint32_t weights[2 * HALVES];
@@ -329,23 +328,23 @@ __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)
 __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
   uint32_t const lane = w.thread % 32, second = lane % 4 / 2, g = lane % 2 * 2 + second;
   float* to = scratch_head(w, w.thread / 32, g);
-  // Exchanges in turn: those of the sums wait for each other, the others for nothing.
 #pragma unroll
-  for (uint32_t i = 0; i < (ROW_CHUNKS > 3 ? ROW_CHUNKS : 3); ++i) {
-    if (i < 3) {
-      float const a = __shfl_xor_sync(~0u, r.l[0], 4 << i), b = __shfl_xor_sync(~0u, r.l[1], 4 << i);
-      r.l[0] += a, r.l[1] += b;
-    }
-    if (i < ROW_CHUNKS) {
-      float const x = r.out[i / 2][i % 2 * 2], y = r.out[i / 2][i % 2 * 2 + 1];
-      float const sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 2);
-      if (g < GROUP_BUF) {
-        to[4 + i * 8 + lane / 4] = sum;
-      }
+  for (uint32_t j = 0; j < 2; ++j) {
+#pragma unroll
+    for (uint32_t o = 4; o < 32; o *= 2) {
+      r.l[j] += __shfl_xor_sync(~0u, r.l[j], o);
     }
   }
   if (lane < 4 && g < GROUP_BUF) {
     *(float2*)to = make_float2(second ? r.m[1] : r.m[0], second ? r.l[1] : r.l[0]);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < ROW_CHUNKS; ++i) {
+    float const x = r.out[i / 2][i % 2 * 2], y = r.out[i / 2][i % 2 * 2 + 1];
+    float const sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 2);
+    if (g < GROUP_BUF) {
+      to[4 + i * 8 + lane / 4] = sum;
+    }
   }
 }
 
@@ -361,61 +360,36 @@ __device__ __forceinline__ float sink_add(StagedTask const& st, uint32_t head, b
   return 0.f;
 }
 
-// Where a thread's elements of the result are read and written: worked out before the barrier.
-struct PartialsPlace {
-  float const* head; // of the first warp's scratch
-  uint32_t g, d;     // head of the group, and the first of two of its elements
-  uint32_t word;
-  Words out;
-};
-static_assert(WIDE_HEADS || GROUP_BUF * AMK_HEAD_DIM <= 2 * CONSUMERS, "a thread finishes two elements");
-__device__ __forceinline__ PartialsPlace partials_place(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t i) {
-  uint32_t const g = i / AMK_HEAD_DIM, heads = p.kv_heads * p.group;
-  PartialsPlace at = {scratch_head(w, 0, g), g, i % AMK_HEAD_DIM, partial_word(task_split(w, p), heads, p.kv_head * p.group + g0 + g), buffer_words(w, st.buffer[AMK_READS_STAGED])};
-  if (!WIDE_HEADS) {
-    asm volatile("" : "+l"(at.head), "+r"(at.word), "+l"(at.out.at), "+r"(at.out.tag), "+r"(at.out.mask)); // else it would be worked out where it is used
-  }
-  return at;
-}
-
-__device__ __forceinline__ float2 scratch_pair(float const* at) {
-  if constexpr (WIDE_HEADS) {
-    return *(float2 const*)at;
-  }
-  uint2 const v = stage_load8(at);
-  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-}
-
-// After the barrier: combines the warps' scratch into the partial result of a head. All that is needed is requested before the first is used.
-__device__ __forceinline__ void write_partial(StagedTask const& st, amk_attention_params const& p, PartialsPlace const& at, uint32_t g0, bool owns) {
-  constexpr uint32_t OF_WARP = GROUP_BUF * SCRATCH_HEAD;
-  float2 stats[AMK_WARPS], values[AMK_WARPS];
+// After the barrier: combines the warps' scratch into the partial result of `group` heads.
+__device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group, bool owns) {
+  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
+  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
+    uint32_t const g = i / AMK_HEAD_DIM, d = i % AMK_HEAD_DIM;
+    float2 stats[AMK_WARPS], values[AMK_WARPS];
+    float top = LOWEST;
 #pragma unroll
-  for (uint32_t j = 0; j < AMK_WARPS; ++j) {
-    stats[j] = scratch_pair(at.head + j * OF_WARP);
-  }
+    for (uint32_t j = 0; j < AMK_WARPS; ++j) {
+      stats[j] = *(float2 const*)scratch_head(w, j, g);
+      values[j] = *(float2 const*)(scratch_head(w, j, g) + 4 + d);
+      top = fmaxf(top, stats[j].x);
+    }
+    float sum = sink_add(st, p.kv_head * p.group + g0 + g, owns, top), v0 = 0.f, v1 = 0.f;
 #pragma unroll
-  for (uint32_t j = 0; j < AMK_WARPS; ++j) {
-    values[j] = scratch_pair(at.head + j * OF_WARP + 4 + at.d);
-  }
-  float top = LOWEST;
-#pragma unroll
-  for (uint32_t j = 0; j < AMK_WARPS; j += 2) {
-    top = fmaxf(top, fmaxf(stats[j].x, stats[j + 1].x));
-  }
-  float sum = sink_add(st, p.kv_head * p.group + g0 + at.g, owns, top), v0 = 0.f, v1 = 0.f;
-#pragma unroll
-  for (uint32_t j = 0; j < AMK_WARPS; ++j) {
-    float const factor = exp2_fast(stats[j].x - top);
-    sum = fmaf(factor, stats[j].y, sum);
-    v0 = fmaf(factor, values[j].x, v0);
-    v1 = fmaf(factor, values[j].y, v1);
-  }
-  word_write(at.out, at.word + PARTIAL_HEAD + at.d, __fdividef(v0, sum));
-  word_write(at.out, at.word + PARTIAL_HEAD + at.d + 1, __fdividef(v1, sum));
-  if (at.d < PARTIAL_HEAD) {
-    word_write(at.out, at.word + at.d, at.d == 0 ? top * LN_2 : 0.f);
-    word_write(at.out, at.word + at.d + 1, at.d == 0 ? sum : 0.f);
+    for (uint32_t j = 0; j < AMK_WARPS; ++j) {
+      float const factor = exp2_fast(stats[j].x - top);
+      sum = fmaf(factor, stats[j].y, sum);
+      v0 = fmaf(factor, values[j].x, v0);
+      v1 = fmaf(factor, values[j].y, v1);
+    }
+    uint32_t const word = first + g * PARTIAL_WORDS;
+    word_write(out, word + PARTIAL_HEAD + d, __fdividef(v0, sum));
+    word_write(out, word + PARTIAL_HEAD + d + 1, __fdividef(v1, sum));
+    if (d < PARTIAL_HEAD) {
+      word_write(out, word + d, d == 0 ? top * LN_2 : 0.f);
+      word_write(out, word + d + 1, d == 0 ? sum : 0.f);
+    }
   }
 }
 
@@ -464,6 +438,10 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
     key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane() ? fresh_key(w)[i * 4 + lane] : make_uint4(0, 0, 0, 0);
   }
+  if (store && lane < ROW_CHUNKS) {
+    *(uint4*)(to + place) = fresh_key(w)[lane];
+    *(uint4*)(to + fresh_values(p) + place) = fresh_value(w)[lane];
+  }
   float s[2][2];
   tile_scores(q, key, p.cap, s);
   uint32_t const head = lane % 2 * 2 + lane / 2;
@@ -481,10 +459,6 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
       }
     }
   }
-  if (store && lane < ROW_CHUNKS) {
-    *(uint4*)(to + place) = fresh_key(w)[lane];
-    *(uint4*)(to + fresh_values(p) + place) = fresh_value(w)[lane];
-  }
 }
 
 // One warp: attends queries g0.. of the group to its tiles of the keys, the last of which is the step's own if `owns`. For few keys the last warp
@@ -492,7 +466,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
 // needed before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
-  bool const apart = !WIDE_HEADS && owns && walk.count - 1 <= (AMK_WARPS - 1) * TILE_KEYS, alone = apart && w.thread / 32 == AMK_WARPS - 1;
+  bool const apart = AMK_HEAD_DIM <= 128 && owns && walk.count - 1 <= (AMK_WARPS - 1) * TILE_KEYS, alone = apart && w.thread / 32 == AMK_WARPS - 1;
   uint32_t const position = seq_position(w), count = walk.count - apart, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
   bool const newest = owns && !apart && newest_tile % (2 * BLOCK_KEYS) == mine;
   Running r;
@@ -506,8 +480,9 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
     uint32_t const page = fresh_page(w); // requested long before it is used
     Queries q;
     HeadsAsked const asked = heads_ask(w, st, p, g0, true);
+    char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page);
     heads_wait(w, st, p, asked, true, q);
-    newest_alone(w, p, q, fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page), g0 == 0);
+    newest_alone(w, p, q, to, g0 == 0);
   } else if (mine < count) {
     uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane reads, in every tile
     uint32_t const page = newest ? fresh_page(w) : 0; // requested long before it is used
@@ -560,25 +535,10 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 #pragma unroll 1
   for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
     KeyWalk walk = {first + start, count, of_block, stages, 0};
-    bool const owns = task_split(w, p) + 1 == active;
-    uint32_t const elements = (AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF) * AMK_HEAD_DIM;
-    attend(w, st, p, c, g0, walk, owns);
-    PartialsPlace place;
-    if (!WIDE_HEADS) {
-      place = partials_place(w, st, p, g0, w.thread * 2);
-    }
+    attend(w, st, p, c, g0, walk, task_split(w, p) + 1 == active);
     trace_multiplied(w);
     consumers_sync();
-#pragma unroll 1
-    for (uint32_t i = (WIDE_HEADS ? threadIdx.x : w.thread) * 2; i < elements; i += 2 * CONSUMERS) { // once, except where heads are wide
-      if (WIDE_HEADS) {
-        place = partials_place(w, st, p, g0, i);
-      }
-      write_partial(st, p, place, g0, owns);
-      if (!WIDE_HEADS) {
-        break;
-      }
-    }
+    write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF, task_split(w, p) + 1 == active);
     stage_given_back(); // orders the stores of the thread that put the new value there before the next copy
     cursor_pass(w, c, walk.passed, stages);
     if (g0 + GROUP_BUF < AMK_GROUP) {

@@ -55,8 +55,8 @@ const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
 const LAUNCH_REGISTERS: u32 = 168;
 /// Number of kernels for prompt chunks.
 const PREFILL_KERNELS: usize = 14;
-/// Kernels of more than two devices: the poller's, once when it starts.
-const DEVICES_SPILLS: u32 = 16;
+/// Kernels of more than two devices: the poller's (12 bytes stored and 12 loaded with four devices).
+const DEVICES_SPILLS: u32 = 32;
 const WIDE_SPILLS: u32 = 192;
 /// Kernels of codes in groups, whose scales wait in registers beside the codes while the vector is staged: 132 to 680 bytes, stores and loads together. The cost was not measured.
 const GROUP_SPILLS: u32 = 700;

@@ -1,11 +1,11 @@
 // matvec: rows of a streamed matrix times a vector, with the norm or the attention merge before and the residual, activation or
 // argmax after. Same stages as reference-vm/src/ops/matvec.rs.
 //
-// A stage of the ring holds one or two whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
+// A stage of the ring holds up to eight whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
 // Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs only units w, w + 8, ... of the
 // vector: it waits for them, stages them and starts, and the warps first meet when all sums of the task are done.
 //
-// A warp fragment (Share) is what a warp loads from the ring into registers at once: UNITS units of a chunk, of one tile or of two. The
+// A warp fragment (Share) is what a warp loads from the ring into registers at once: up to UNITS units of a chunk, of one tile or of several. The
 // fragment sizes are compiled in (AMK_SHARES has bit n for fragments of n UNITS, and bit 0 if chunks have any length); tiles of any other
 // length are multiplied without fragments.
 #pragma once
@@ -262,26 +262,42 @@ struct Tiles {
   uint32_t chunk;       // units of a chunk that is a fragment
   uint32_t last;        // units of a tile's last chunk
   uint32_t chunks;      // chunks per tile that are fragments
+  uint32_t parts;       // fragments of a stage
   uint32_t shares;      // fragments of the task
   bool held;            // they wait in registers, except one at most, and are multiplied in one pass
 };
-// Tiles per fragment.
-__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 2 * warp_units <= SHARE ? 2 : 1; }
+// Tiles per fragment. The host's stages have a multiple of it (ir/src/program/staging.rs).
+__device__ constexpr uint32_t share_tiles_log2(uint32_t warp_units) { return warp_units == 1 ? 2 : 2 * warp_units <= FRAGMENT ? 1 : 0; }
+__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 1u << share_tiles_log2(warp_units); }
+// A fragment: its units of each tile, and its tiles. Where fragments are half as long as a stage (see Share), a stage has one or two of them: of all
+// units of a half of the tiles, or of a half of each warp's units.
+template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
+  static constexpr bool HALVES = UNITS > FRAGMENT;
+  static constexpr uint32_t EACH = HALVES ? (UNITS + 1) / 2 : UNITS, TILES = share_tiles(UNITS);
+  // Independent chains of a tile's products: enough of them that a product need not wait for the one before. Sums that are scaled need none.
+  static constexpr uint32_t CHAINS = has_scales(UNPACK) ? 1 : TILES == 1 ? 4 : 2;
+};
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
+// Whether a stage may be two fragments: not in kernels of 16-bit models, but for tiny ones.
+constexpr bool SPLIT = MIXED || has_share(1) || has_share(2);
+__device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
+  return !SPLIT ? 1 : task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
+}
 
 // The task prefetcher: works out the fragments of a matvec.
 __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
   amk_task const& task = st.task;
   amk_matvec_params const& p = *(amk_matvec_params const*)task.params;
   MatvecPlan plan = {0, 1, false, false, false};
-  if (task.warp_units > SHARE / 2) { // fragments of one tile
+  if (task.warp_units > SHARE / 2) { // a stage has one tile, or a part of it
     plan.chunks = (p.units + task.stage_units - 1) / task.stage_units;
-    plan.shares = p.tiles * plan.chunks;
+    plan.shares = p.tiles * plan.chunks * stage_fragments(task);
   } else if (task.warp_units > 0) {
-    plan.shares = (p.tiles + 1) / 2;
+    uint32_t const log2 = SPLIT ? share_tiles_log2(task.warp_units) : 1;
+    plan.shares = (p.tiles + (1u << log2) - 1) >> log2;
   }
-  plan.held = plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  plan.held = !MIXED && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
   plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
   return plan;
@@ -289,7 +305,7 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
   amk_task const& task = st.task;
   uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : p.units;
-  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, plan.shares, plan.held};
+  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, stage_fragments(task), plan.shares, plan.held};
 }
 
 // Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
@@ -307,44 +323,56 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
   return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
 }
 
-// Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
-// the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
+// Loads this warp's fragment number PART of the current stage, which has arrived and holds chunk `chunk` of a tile; steps to the next stage after
+// the `last` one. Returns the word that stage_read waits for before the stage is freed. Tiles may be missing at the end of a task: what is read
 // then is multiplied for nothing.
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
+  using F = Fragment<UNPACK, UNITS>;
+  constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH, LOADS = F::TILES * F::EACH, LAST = (F::TILES - 1) * F::EACH + EACH;
   uint32_t const units = chunk_units(k, chunk);
-  char const* unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
-  constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
+  char const* unit = cursor_place(w, c) + (w.thread / 32 + FIRST * AMK_WARPS) * unit_bytes(UNPACK);
+  if (!F::HALVES && PART != 0 && k.parts == 2) {
+    unit += F::TILES * k.chunk * unit_bytes(UNPACK);
+  }
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
-    uint32_t const tile = i / UNITS, j = i % UNITS;
+    uint32_t const tile = i / F::EACH, j = i % F::EACH;
     char const* at = unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) + w.thread % 32 * 16;
-    v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
+    v.weights[i] = j < EACH && share_has<UNITS>(w, units, FIRST + j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
-  uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
+  uint32_t read = v.weights[LAST - 1].x | v.weights[LAST > 1 ? LAST - 2 : 0].x; // the last may be absent
   if (RAGGED) { // and so may any of the others
 #pragma unroll
-    for (uint32_t i = 0; i + 2 < LOADS; ++i) {
+    for (uint32_t i = 0; i + 2 < LAST; ++i) {
       read |= v.weights[i].x;
     }
   }
   if constexpr (has_scales(UNPACK)) {
 #pragma unroll
     for (uint32_t i = 0; i < LOADS; ++i) {
+      uint32_t const tile = i / F::EACH, j = i % F::EACH;
       uint32_t* scales = v.scales + i * scale_words(UNPACK);
-      scales[0] = 0;
-      if (share_has<UNITS>(w, units, i % UNITS)) {
-        scales_load<UNPACK>(w, unit + (i / UNITS * k.chunk + i % UNITS * AMK_WARPS) * unit_bytes(UNPACK), scales);
+      scales[0] = 0, scales[scale_words(UNPACK) - 1] = 0;
+      if (j < EACH && share_has<UNITS>(w, units, FIRST + j)) {
+        scales_load<UNPACK>(w, unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
       }
-      read |= scales[0];
+      if (RAGGED || (i + 2 >= LAST && i < LAST)) {
+        read |= scales[0];
+      }
     }
   }
-  cursor_step(w, c);
+  if (last) {
+    cursor_step(w, c);
+  }
   return read;
 }
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
-  uint32_t const stage = c.stage;
-  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v));
-  cursor_free(w, stage);
+// The same, and frees the stage after its last fragment.
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
+  uint32_t const stage = c.stage, read = share_load<UNPACK, UNITS, PART>(w, c, k, chunk, last, v);
+  if (last) {
+    stage_read(read);
+    cursor_free(w, stage);
+  }
 }
 // Calls f<UNITS>() for the task's fragment size.
 template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
@@ -373,187 +401,153 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
     of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
   }
 }
-// The same for how units lie in a stage, which does not depend on it if none has scales.
-template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack, F const& f) {
-  if constexpr (SCALED_UNITS) {
-    with_unpack(unpack, f);
-  } else {
-    f(Number<AMK_UNPACK_NONE>());
+// This warp's part of the vector for a fragment, and its products with it.
+template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
+  using F = Fragment<UNPACK, UNITS>;
+  VectorGroup<UNPACK> x[F::EACH];
+  template <uint32_t PART> __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+    constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+    uint32_t const units = chunk_units(k, chunk);
+    char const* at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
+#pragma unroll
+    for (uint32_t j = 0; j < F::EACH; ++j) {
+      char const* from = MIXED ? at + (FIRST + j) * STEP : w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES;
+      x[j] = FIRST + j < UNITS && share_has<UNITS>(w, units, FIRST + j) ? group_load<UNPACK>(w, from) : VectorGroup<UNPACK>{};
+    }
+  }
+  __device__ __forceinline__ void multiply(Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
+    groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(s, x, share.weights, share.scales);
+  }
+};
+// Reduces the sums of a fragment's tiles into `part` and clears them: those of codes together, so that their steps overlap.
+template <uint32_t UNPACK, uint32_t TILES, uint32_t CHAINS> __device__ __forceinline__ void sums_finish(Worker const& w, Sums<CHAINS> (&s)[TILES], float* part) {
+  constexpr uint32_t N = MIXED ? TILES : 1;
+#pragma unroll
+  for (uint32_t i = 0; i < TILES; i += N) {
+    tiles_finish<UNPACK>(w, (Sums<CHAINS> const (&)[N])s[i], part + i * AMK_UNIT_ROWS);
+#pragma unroll
+    for (uint32_t n = 0; n < N; ++n) {
+      s[i + n] = Sums<CHAINS>{};
+    }
   }
 }
-
-// Independent chains of a tile's products in a fragment's loop: enough of them that a product need not wait for the one before.
-__device__ constexpr uint32_t share_chains(uint32_t units) { return share_tiles(units) == 1 ? 4 : 2; }
-
-// This warp's part of the vector for a chunk, and its products with a fragment. In registers if the weights are operands; else it would take
-// two units of registers for one of weights, and is read from the activation buffer where it is multiplied.
-template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
-  char const* at;
-  uint32_t units; // of the chunk
-  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
-    units = chunk_units(k, chunk);
-    at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
-  }
-  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
-    constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS), STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES, WORDS = scale_words(UNPACK);
-    using Unit = UnitProducts<UNPACK, CHAINS>;
-#pragma unroll
-    for (uint32_t j = 0; j < UNITS; j += 3 - TILES) {
-      if (!share_has<UNITS>(w, units, j)) {
-        continue;
-      }
-      VectorGroup<UNPACK> const x = group_load<UNPACK>(w, at + j * STEP);
-      Unit const one = {s[0], x, share.weights[j], share.scales + j * WORDS};
-      if constexpr (TILES == 2) {
-        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[1], x, share.weights[UNITS + j], share.scales + (UNITS + j) * WORDS}}, j);
-      } else if (j + 1 < UNITS && share_has<UNITS>(w, units, j + 1)) {
-        VectorGroup<UNPACK> const y = group_load<UNPACK>(w, at + (j + 1) * STEP);
-        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[0], y, share.weights[(j + 1) % SHARE], share.scales + (j + 1) % SHARE * WORDS}}, j);
-      } else {
-        groups_multiply<UNPACK, 1, CHAINS>({one}, j);
-      }
-    }
-  }
-};
-template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
-  Vector frag[UNITS];
-  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
-    uint32_t const units = chunk_units(k, chunk);
-#pragma unroll
-    for (uint32_t j = 0; j < UNITS; ++j) {
-      frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : Vector{};
-    }
-  }
-  __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
-#pragma unroll
-    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS; ++i) {
-      unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
-    }
-  }
-};
-
-// Multiplies tiles `tile0`.. of a task whose stages are fragments: this warp's products of each. `v` holds the next two fragments, also on
-// return if the task has that many left.
+// Multiplies tiles `tile0`.. of a task that is taken in fragments: this warp's products of each. `v` holds the next two fragments, also on
+// return if the task has that many left. With the first tiles it also sums `square` over the lanes, while loads and products are on their way.
 template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
-  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
+__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<UNPACK, UNITS>;
+  uint32_t const parts = F::HALVES ? 2 * k.chunks : k.chunks; // fragments of a tile
+  uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * parts; // of the vector; fragments
+  uint32_t next = k.chunks * k.parts > TAKE ? TAKE / k.parts : 0; // the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
-  x.load(w, k, 0);
-  Sums<CHAINS> s[TILES] = {};
-  auto stage = [&](Share& weights) {
-    note_near(w, left, 4);
-    x.multiply(w, s, weights);
+  x.template load<0>(w, k, 0);
+  if (MIXED && tile0 == 0) {
+    square = warp_sum(square);
+  }
+  Sums<F::CHAINS> s[F::TILES] = {};
+  auto stage = [&](Share& weights, auto which) {
+    constexpr uint32_t PART = decltype(which)::value;
+    note_near(w, left, 4 * k.parts);
+    x.multiply(s, weights);
     if (left > TAKE) {
-      cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, next, weights);
-      if (RAGGED) {
+      bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage
+      if (first) {
+        cursor_land(w, c);
+      }
+      share_take<UNPACK, UNITS, PART>(w, c, k, next, last, weights);
+      if (RAGGED && last) {
         next = next + 1 == k.chunks ? 0 : next + 1;
       }
     }
     --left;
-    if (++chunk == k.chunks) {
-#pragma unroll
-      for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
-        s[i] = Sums<CHAINS>{};
-      }
-      part += TILES * AMK_UNIT_ROWS;
+    bool const whole = !F::HALVES || PART != 0; // a chunk is complete
+    if (whole && ++chunk == k.chunks) {
+      sums_finish<UNPACK>(w, s, part);
+      part += F::TILES * AMK_UNIT_ROWS;
       chunk = 0;
     }
-    if (k.chunks > 1) {
-      x.load(w, k, chunk);
+    if (F::HALVES || (!MIXED && k.chunks > 1)) {
+      x.template load<1 - PART>(w, k, chunk);
     }
   };
 #pragma unroll 1
-  for (uint32_t n = (tiles + TILES - 1) / TILES * k.chunks; n > 0; n -= 2) {
-    stage(v[0]);
+  for (uint32_t n = (tiles + F::TILES - 1) / F::TILES * parts; n > 0; n -= 2) {
+    stage(v[0], Number<0>());
     if (n == 1) {
       break;
     }
-    stage(v[TAKE - 1]);
+    stage(v[TAKE - 1], Number<1>());
   }
 }
 
-// The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
-// path between one hand-off and the next, so every instruction counts. Where registers are short, one fragment is finished after the other.
-template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
-  VectorPart<UNPACK, UNITS> x;
-  Sums<CHAINS> s[TILES] = {};
-  auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
-  auto const finish = [&] {
-#pragma unroll
-    for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish(w, s[i], part + i * AMK_UNIT_ROWS);
-    }
-  };
+// The same in one pass, for a task of operands whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is
+// the path between one hand-off and the next, so every instruction counts. Where registers are short, one fragment is finished after the other.
+template <uint32_t UNITS> __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<AMK_UNPACK_NONE, UNITS>;
+  VectorPart<AMK_UNPACK_NONE, UNITS> x;
+  Sums<F::CHAINS> s[F::TILES] = {};
   auto const next = [&](uint32_t chunk) {
     if (k.chunks > 1) {
-      x.load(w, k, chunk);
+      x.template load<0>(w, k, chunk);
       return;
     }
-    finish();
-    part += TILES * AMK_UNIT_ROWS;
-#pragma unroll
-    for (uint32_t i = 0; i < TILES; ++i) {
-      s[i] = Sums<CHAINS>{};
-    }
+    sums_finish<AMK_UNPACK_NONE>(w, s, part);
+    part += F::TILES * AMK_UNIT_ROWS;
   };
-  x.load(w, k, 0);
-  multiply(v[0]);
+  x.template load<0>(w, k, 0);
+  x.multiply(s, v[0]);
   square = warp_sum(square);
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+      share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
     }
     next(1);
-    multiply(v[TAKE - 1]);
+    x.multiply(s, v[TAKE - 1]);
     if (k.shares > TAKE) {
       next(2);
-      multiply(v[0]);
+      x.multiply(s, v[0]);
     }
   }
-  finish();
+  sums_finish<AMK_UNPACK_NONE>(w, s, part);
 }
 // Two fragments are finished together: their last steps overlap. `normed`: whether the squares matter.
-template <uint32_t UNPACK, uint32_t UNITS>
+template <uint32_t UNITS>
 __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
-  VectorPart<UNPACK, UNITS> x;
-  Sums<CHAINS> s[2][TILES] = {};
-  x.load(w, k, 0);
-  x.multiply(w, s[0], v[0]);
+  using F = Fragment<AMK_UNPACK_NONE, UNITS>;
+  constexpr uint32_t TILES = F::TILES;
+  VectorPart<AMK_UNPACK_NONE, UNITS> x;
+  Sums<F::CHAINS> s[2][TILES] = {};
+  x.template load<0>(w, k, 0);
+  x.multiply(s[0], v[0]);
   if (normed) {
     square = warp_sum(square);
   }
   if (k.shares > TAKE) {
     cursor_land(w, c);
-    share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+    share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
   }
   if (TILES == 1 && k.chunks > 1) { // of one tile
-    x.load(w, k, 1);
-    x.multiply(w, s[0], v[TAKE - 1]);
+    x.template load<0>(w, k, 1);
+    x.multiply(s[0], v[TAKE - 1]);
     if (k.shares > TAKE) {
-      x.load(w, k, 2);
-      x.multiply(w, s[0], v[0]);
+      x.template load<0>(w, k, 2);
+      x.multiply(s[0], v[0]);
     }
   } else if (k.shares > 1) {
-    x.multiply(w, s[1], v[TAKE - 1]);
-    tiles_finish(w, (Sums<CHAINS> const (&)[2 * TILES])s, part);
+    x.multiply(s[1], v[TAKE - 1]);
+    tiles_finish<AMK_UNPACK_NONE>(w, (Sums<F::CHAINS> const (&)[2 * TILES])s, part);
     if (k.shares <= TAKE) {
       return;
     }
     part += 2 * TILES * AMK_UNIT_ROWS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      s[0][i] = Sums<CHAINS>{};
+      s[0][i] = Sums<F::CHAINS>{};
     }
-    x.multiply(w, s[0], v[0]);
+    x.multiply(s[0], v[0]);
   }
-  tiles_finish(w, s[0], part);
+  tiles_finish<AMK_UNPACK_NONE>(w, s[0], part);
 }
 
 // The same for tiles of any length, without fragments.
@@ -574,7 +568,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish(w, s, part + i * AMK_UNIT_ROWS);
+    tiles_finish<UNPACK>(w, (Sums<4> const (&)[1])s, part + i * AMK_UNIT_ROWS);
   }
 }
 
@@ -589,19 +583,19 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
   // registers while the stream continues; and afterwards for the rest.
 #pragma unroll 1
   for (bool late = false;; late = true) {
-    uint32_t const freed = taken;
+    uint32_t const before = taken;
     uint32_t stage = c.stage, last = 0;
-    auto const load = [&](uint32_t chunk, Share& share) {
-      with_units(st.task.unpack, [&](auto unpack) {
-        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, share); });
+    auto const load = [&](uint32_t chunk, bool whole, Share& share, auto part) {
+      with_unpack(st.task.unpack, [&](auto unpack) {
+        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value, decltype(part)::value>(w, c, k, chunk, whole, share); });
       });
     };
     if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      load(0, v[0]);
+      load(0, k.parts == 1 || ahead == 1, v[0], Number<0>());
       taken = 1;
     }
-    if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      load(k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
+    if (taken == 1 && ahead > 1 && (k.parts == 2 || cursor_ready(w, c, late))) {
+      load(k.chunks == 1 || k.parts == 2 ? 0 : 1, true, v[TAKE - 1], Number<1>());
       taken = 2;
     }
     if (!late) {
@@ -610,7 +604,7 @@ __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st,
     }
     stage_read(last); // both; they overlap with the code in between
 #pragma unroll 1
-    for (uint32_t i = freed; i < taken; ++i) {
+    for (uint32_t i = before; i < taken; i += k.parts) {
       cursor_free(w, stage);
       stage = stage + 1 == w.stages ? 0 : stage + 1;
     }
@@ -660,21 +654,20 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
     }
   };
-  if (k.held) {
-    with_unpack(st.task.unpack, [&](auto unpack) {
-      with_share(k, [&](auto units) {
-        constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
-        if constexpr (SPARE_REGISTERS) {
-          multiply_held<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
-        } else {
-          held_in_turn<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], square);
-        }
-      });
+  if (!MIXED && k.held) {
+    with_share(k, [&](auto units) {
+      if constexpr (SPARE_REGISTERS) {
+        multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
+      } else {
+        held_in_turn<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square);
+      }
     });
     rows_finish(w.parity);
     return;
   }
-  square = warp_sum(square);
+  if (!MIXED || k.shares == 0) {
+    square = warp_sum(square);
+  }
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
@@ -682,7 +675,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {
-        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part); });
+        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part, square); });
       } else {
         multiply_chunks<UNPACK>(w, c, k, done, nt, part);
       }

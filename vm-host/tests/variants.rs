@@ -56,8 +56,8 @@ const LAUNCH_REGISTERS: u32 = 168;
 /// Number of kernels for prompt chunks.
 const PREFILL_KERNELS: usize = 14;
 const WIDE_SPILLS: u32 = 192;
-/// Kernels of codes in groups, whose scales wait in registers beside the codes while the vector is staged: 132 to 680 bytes, stores and loads together. The cost was not measured.
-const GROUP_SPILLS: u32 = 700;
+/// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged. The cost was not measured.
+const FOUR_SCALES_SPILLS: u32 = 160;
 const GEMMA_SPILLS: u32 = 480;
 /// Kernels with routes: the loader spills 60 bytes, once per load that a route decides. The rest is that of the same shapes without routes:
 /// 380 bytes with 8 wide, normed heads of a group (qwen3-30b-a3b), 124 with the widths of gpt-oss-20b. The cost was not measured.
@@ -156,8 +156,9 @@ fn spills_allowed(variant: &Variant) -> u32 {
     if variant.seqs > 1 {
         return BATCH_SPILLS;
     }
-    if variant.unpack >> Unpack::E4m3G64 as u32 != 0 {
-        return GROUP_SPILLS;
+    if variant.unpack != 1 << Unpack::None as u32 {
+        let four = variant.unpack >> Unpack::Int4G32 as u32 != 0;
+        return if four { FOUR_SCALES_SPILLS } else { 0 };
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills).max(of_route)

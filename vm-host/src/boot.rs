@@ -13,6 +13,7 @@ use crate::load::{Residents, constant_key, constant_values, rope_table};
 use crate::machine::PROGRAMS_MAX;
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
+use crate::prefill::unpacked_bytes;
 use crate::sampling::SamplingMemory;
 use crate::weight_stream::Streaming;
 
@@ -83,7 +84,8 @@ pub(crate) fn check_memory(
     let logits = logits_bytes(options, seqs, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
     let programs = options.program_bytes * PROGRAMS_MAX as u64;
-    let needed = matrices + tables + page + logits + sampling + programs + (256 << 20);
+    let unpacked = unpacked_bytes(&program.matrices);
+    let needed = matrices + tables + page + logits + sampling + programs + unpacked + (256 << 20);
     let room = free.saturating_sub(needed) / page;
     let spare = SPARE_BYTES.div_ceil(page);
     match pool_pages(options.kv_pool, (sessions, program.kv_capacity), room, spare) {

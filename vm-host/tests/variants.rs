@@ -53,7 +53,7 @@ const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
 ];
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
-/// Number of kernels for prompt chunks.
+/// Number of kernels for prompt chunks; one more for codes.
 const PREFILL_KERNELS: usize = 14;
 const WIDE_SPILLS: u32 = 192;
 /// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged. The cost was not measured.
@@ -281,17 +281,27 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     check(&variants);
 }
 
-/// The kernels for prompt chunks: narrow heads, normalised wide ones, and those of llama-3.2-1b.
+/// The kernels for prompt chunks: narrow heads, normalised wide ones, those of llama-3.2-1b, and those of all codes.
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
         return;
     }
-    let of = |dtype, head_dim, group, qk_norm| PrefillVariant { dtype, head_dim, group, qk_norm };
+    let of = |dtype, head_dim, group, qk_norm| PrefillVariant {
+        dtype,
+        unpack: 1 << Unpack::None as u32,
+        head_dim,
+        group,
+        qk_norm,
+    };
     let variants = [
         of(DType::F16, 16, 2, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
+        PrefillVariant {
+            unpack: (2 << Unpack::Int4G32 as u32) - 1,
+            ..of(DType::F16, 128, 4, false)
+        },
     ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {
@@ -301,7 +311,9 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         for (variant, cubin) in built.map(|thread| thread.join().expect("it does not panic")) {
             let cubin = cubin.unwrap_or_else(|error| panic!("{variant:?}: {error}"));
             let kernels = vm_host::resources(&cubin.log);
-            assert_eq!(kernels.len(), PREFILL_KERNELS, "{variant:?}: {kernels:?}");
+            let unpacks = variant.unpack != 1 << Unpack::None as u32;
+            let count = PREFILL_KERNELS + usize::from(unpacks);
+            assert_eq!(kernels.len(), count, "{variant:?}: {kernels:?}");
             let bad = |kernel: &&Resources| kernel.spills > 0 || kernel.stack > 0;
             problems.extend(kernels.iter().filter(bad).map(|k| format!("{variant:?}: {k:?}")));
             // The assembler's message about warpgroup products (wgmma) that it serialised.

@@ -70,7 +70,7 @@ impl Gpu<'_> {
         let (done, _) = self.prefill(handle, (session, position), tokens, false, &options)?;
         if done.clamped {
             report::say(
-                "prompt: values of the hidden layer exceed the range of f16; its tokens run one by one",
+                "prompt: values exceed the range of f16; its tokens run one by one",
             );
             return Ok(false);
         }

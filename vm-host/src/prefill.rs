@@ -100,7 +100,8 @@ pub struct Prefilled {
     pub device_us: f64,
     /// Multiplications and additions that the model requires.
     pub flop: f64,
-    /// Elements of the hidden layer were out of range and were clamped: the results are not the model's. Run the tokens one by one.
+    /// Elements of the hidden layer were out of range and were clamped, or weights of codes were: the results are not the model's. Run the
+    /// tokens one by one.
     pub clamped: bool,
     /// By kernel, if they were timed.
     pub kernels: Vec<KernelTime>,

@@ -1,7 +1,7 @@
 //! Assigns the blocks of each phase to the workers.
 //!
-//! A worker's part of a phase is one contiguous range of its device's items, in worker order. Every worker gets `blocks / workers`
-//! blocks; the policy decides which workers get one more.
+//! A worker's part of a phase is one contiguous range of its device's items, in worker order. Every worker gets
+//! `blocks / workers` blocks; the policy decides which workers get one more.
 
 use std::ops::Range;
 

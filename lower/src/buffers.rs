@@ -12,8 +12,8 @@ use crate::emit::task_count;
 use crate::error::{Limit, LowerError, within};
 use crate::flow::Flow;
 
-/// The buffers, and those whose stores go to every device. All devices have the same buffers: one with words per task has
-/// room for the device with the most tasks.
+/// The list of buffers, and which of them are replicated on every device. All devices have the same list: a buffer that
+/// holds some words per task is as large as the device with the most tasks needs.
 pub(crate) fn buffers(
     flow: &Flow,
     devices: &[Vec<Shares>],

@@ -481,11 +481,12 @@ fn shares(before: &Timeline, after: &Timeline, findings: &[Finding]) -> Vec<Shar
     let new = recorded(after);
     let mut span = before.span() as i64;
     let mut rows = Vec::new();
-    let everything = PARTS.map(|cause| (None, cause, Group::default()));
-    let found = findings.iter().enumerate().map(|(i, f)| (Some(i), f.cause, f.group));
+    // What is left of a cause is that of all tasks, idle ones too, which are in no group.
+    let everything = PARTS.map(|cause| (None, cause, None));
+    let found = findings.iter().enumerate().map(|(i, f)| (Some(i), f.cause, Some(f.group)));
     for (finding, cause, group) in found.chain(everything) {
         for ((task, old), new) in before.tasks.iter().zip(&mut parts).zip(&new) {
-            if group.holds(task) {
+            if group.is_none_or(|group| group.holds(task)) {
                 *old.get_mut(cause) = new.get(cause);
             }
         }

@@ -92,6 +92,28 @@ fn a_cause_in_attention_is_named_as_one_where_most_splits_have_no_keys() {
     }
 }
 
+/// Idle tasks are in no group, but what they delay is part of the growth: `Residuals::new` asserts the sum.
+#[test]
+fn what_idle_tasks_delay_is_in_the_sum() {
+    let case = Case::new("smollm2-135m");
+    let at = (&case.target, 128);
+    let steps = |plant: &Plant, seed| {
+        let mut steps = simulated(&case.program, &case.kernel, at, plant, (seed, STEPS));
+        for step in &mut steps {
+            let attention = step.names.iter().position(|name| name == "attention");
+            step.tasks.iter_mut().for_each(|task| task.idle = Some(task.name) == attention);
+        }
+        steps
+    };
+    let expected = Expected::new(&[&steps(&Plant::Nothing, 1), &steps(&Plant::Nothing, 2)]);
+    let slow: Plant = "attention.output=+2us".parse().expect("a plant");
+    let residuals = Residuals::new(&expected, &steps(&slow, 100));
+    let output =
+        residuals.causes.iter().find(|row| row.finding.is_none() && row.cause == Cause::Output);
+    assert!(residuals.growth_ns > 30_000, "attention was slow: {}", residuals.growth_ns);
+    assert!(output.is_some_and(|row| row.ns > 30_000), "{:?}", residuals.causes);
+}
+
 #[test]
 fn steps_without_a_planted_cause_have_no_finding() {
     let case = Case::new("smollm2-135m");

@@ -105,10 +105,13 @@ template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w
       missing[i] = missing[i] && !vec4_here(s, out[i]);
       any |= missing[i];
     }
-    if (!any || is_dead(w.shared)) {
+    if (!any) {
       return;
     }
-    if (spin % SPINS_PER_NOTE == 0) {
+    if (spin % SPINS_PER_LOOK == 0) { // seldom: every instruction between two looks at the words makes them arrive later
+      if (is_dead(w.shared)) {
+        return;
+      }
       note_wait(w.shared, AMK_TRAP_PAYLOAD_DEADLINE, (uint32_t)((uint64_t)s.at >> 3), 0, s.tag);
     }
     poll_pause();

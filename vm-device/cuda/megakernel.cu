@@ -15,7 +15,7 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
       if (flag_load(&sh->halt) != 0 || is_dead(sh)) {
         return;
       }
-      __nanosleep(20);
+      __nanosleep(200); // tasks are staged long before they are due
     }
     if (flag_load(&sh->halt) != 0) {
       return;

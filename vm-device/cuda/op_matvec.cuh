@@ -67,15 +67,18 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
+constexpr uint32_t TURN_BYTES = TURN_COLS / UNIT_COLS * X_BYTES; // of the activation buffer
+static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
+
 // One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
 // or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
 template <uint32_t WIDTH, uint32_t MOST, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
   constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
   constexpr bool ALL = SPARE_REGISTERS && N == turns_of(WIDTH);
-  static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
   uint32_t const length = WIDTH == 0 || !SPARE_REGISTERS ? p.k_len : WIDTH, whole = !SPARE_REGISTERS || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
   uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
+  char* const place = x4_place(w, u.first);
   float square = 0.f;
 #pragma unroll 1
   for (uint32_t first = 0; first < whole; first += N * TURN_COLS) { // once, if N is all turns
@@ -99,7 +102,8 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
         square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       }
       if ((ALL && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
-        stage_x4(w, e, make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w));
+        float4 const product = make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w);
+        x4_store(SPARE_REGISTERS ? place + (first / TURN_COLS + i) * TURN_BYTES : x4_place(w, e), product);
       }
     }
     if (ALL) {
@@ -374,16 +378,20 @@ template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinli
     cursor_free(w, stage);
   }
 }
-// Calls f<UNITS>() for the task's fragment size.
-template <typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
-  auto const of = [&](auto units) {
-    if constexpr (has_share(decltype(units)::value)) {
-      if (k.warp_units == decltype(units)::value) {
-        f(units);
+// Calls f<UNITS>() for the task's fragment size, which is one of those compiled in.
+template <uint32_t UNITS = 1, typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
+  if constexpr (UNITS <= SHARE) {
+    if constexpr (has_share(UNITS)) {
+      bool const last = SPARE_REGISTERS && AMK_SHARES >> UNITS == 1;
+      if (last || k.warp_units == UNITS) {
+        f(Number<UNITS>());
+        if (SPARE_REGISTERS) {
+          return;
+        }
       }
     }
-  };
-  of(Number<1>()), of(Number<2>()), of(Number<3>()), of(Number<4>()), of(Number<5>()), of(Number<6>()), of(Number<7>()), of(Number<8>());
+    with_share<UNITS + 1>(k, f);
+  }
 }
 // Calls f<UNPACK>() for what is done to the task's weights.
 template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpack, F const& f) {
@@ -572,15 +580,86 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
   }
 }
 
+// The fragments that wait in registers while the vector arrives: how many there will be, and how many have been loaded.
+struct Ahead {
+  uint32_t want, taken;
+};
+
+// Loads the current fragment, which holds chunk `chunk`, and steps to the next. Returns the word to wait for.
+__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+  uint32_t last = 0;
+  with_units(st.task.unpack, [&](auto unpack) {
+    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v); });
+  });
+  return last;
+}
+
+// Loads up to TAKE fragments without waiting, and the epilogue's addends. In a straight line: what has not arrived is loaded in vain.
+__device__ __forceinline__ Ahead take_ahead(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
+                                            Addends& add) {
+  Cursor const first = c;
+  Cursor second = c;
+  bool here = false, both = false;
+  uint32_t last = 0;
+  if (k.shares > 0) {
+    here = cursor_arrived(w, c);
+    last = share_of_task(w, st, c, k, 0, v[0]);
+    second = c;
+    if (k.shares > 1) {
+      both = here && cursor_arrived(w, c);
+      last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
+    } else {
+      v[TAKE - 1] = Share{};
+    }
+  } else {
+    v[0] = v[TAKE - 1] = Share{};
+  }
+  add = addends(w, st, p, row, plan);
+  barrier_announce(w);
+  stage_read(last); // of both; they overlap with the code in between
+  if (here) {
+    cursor_free(w, first.stage);
+  }
+  if (both) {
+    cursor_free(w, second.stage);
+  }
+  c = both ? c : here ? second : first;
+  return Ahead{k.shares < TAKE ? k.shares : TAKE, (uint32_t)here + both};
+}
+// Loads the rest of them, once they have arrived.
+__device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st, Tiles const& k, Cursor& c, Ahead ahead, Share (&v)[TAKE]) {
+#pragma unroll 1
+  for (; ahead.taken < ahead.want; ++ahead.taken) {
+    cursor_land(w, c);
+    uint32_t const stage = c.stage;
+    stage_read(ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0]) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]));
+    cursor_free(w, stage);
+  }
+}
+
 // Does what is possible before the vector arrives, then stages the vector in the activation buffer: loads up to TAKE fragments into
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
 __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                                 Addends& add) {
+  Ahead const ahead = take_ahead(w, st, p, k, c, row, plan, v, add);
+  float const square = stage_input(w, st, p);
+  __syncwarp();
+  if (w.thread == 0) {
+    flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
+  }
+  trace_staged(w);
+  if (__builtin_expect(ahead.taken != ahead.want, 0)) {
+    take_rest(w, st, k, c, ahead, v);
+  }
+  return square;
+}
+// The same where registers are short: one piece of code that runs twice if needed, before the vector is there, for the stages that have
+// arrived, whose fragments then wait in registers while the stream continues; and afterwards for the rest.
+__device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
+                                              Addends& add) {
   uint32_t const ahead = k.shares < TAKE ? k.shares : TAKE;
   float square = 0.f;
   uint32_t taken = 0;
-  // One piece of code that runs twice if needed: before the vector is there, for the stages that have arrived, whose fragments then wait in
-  // registers while the stream continues; and afterwards for the rest.
 #pragma unroll 1
   for (bool late = false;; late = true) {
     uint32_t const before = taken;
@@ -635,13 +714,16 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   MatvecPlan const plan = plan_of(st);
   Tiles const k = task_tiles(st, p, plan);
   Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  Share v[TAKE] = {};
-  Addends add = {};
+  Share v[TAKE];
+  Addends add;
+  if (!SPARE_REGISTERS) {
+    v[0] = v[TAKE - 1] = Share{}, add = Addends{};
+  }
   float const inverse = __fdividef(1.f, (float)p.k_len);
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
+  float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {

@@ -20,17 +20,20 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 // What vectors are multiplied with before they are staged: a power of two that keeps large elements in the range of f16.
 constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
 
-// Stages elements e..e+4 of the vector in the activation buffer, in the form that is multiplied: f32, or for the tensor cores the high and
-// the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go with 16
-// bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
-__device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) {
+// Place of elements e..e+4 of the vector in the activation buffer. They are staged in the form that is multiplied: f32, or for the tensor cores
+// the high and the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go
+// with 16 bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
+__device__ __forceinline__ char* x4_place(Worker const& w, uint32_t e) {
+  return w.x + (AMK_DTYPE == AMK_DTYPE_F32 ? e * 4 : e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
+}
+__device__ __forceinline__ void x4_store(char* place, float4 v) {
 #if AMK_DTYPE == AMK_DTYPE_F32
-  *(float4*)(w.x + (size_t)e * 4) = v;
+  *(float4*)place = v;
 #else
   if (VECTOR_FACTOR != 1.f) {
     v = make_float4(v.x * VECTOR_FACTOR, v.y * VECTOR_FACTOR, v.z * VECTOR_FACTOR, v.w * VECTOR_FACTOR);
   }
-  uint32_t* p = (uint32_t*)(w.x + e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
+  uint32_t* p = (uint32_t*)place;
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   p[0] = h0, p[2] = h1;
@@ -38,6 +41,7 @@ __device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) 
   p[0] = element_pair(v.x - b0.x, v.y - b0.y), p[2] = element_pair(v.z - b1.x, v.w - b1.y);
 #endif
 }
+__device__ __forceinline__ void stage_x4(Worker const& w, uint32_t e, float4 v) { x4_store(x4_place(w, e), v); }
 
 // A thread's part of the staged vector for a unit.
 #if AMK_DTYPE == AMK_DTYPE_F32

@@ -8,6 +8,7 @@ constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t SEQS = AMK_SEQS;
 constexpr uint32_t PART_ROWS = SEQS == 1 ? ROWS_BUF : 112; // with several sequences the sums are elsewhere, and this is scratch
 constexpr uint32_t SPINS_PER_NOTE = 256;                 // spins of a wait before it publishes its reason
+constexpr uint32_t SPINS_PER_LOOK = 64;                  // the same where each spin is a trip to L2; then it also checks `dead`
 
 // A buffer as a task uses it, resolved when the task is prefetched.
 struct alignas(16) ResolvedBuffer {

@@ -2,12 +2,12 @@
 
 use super::{Knob, ScheduleConfig, id_of};
 
-/// Whether another value of the knob may give other bits. Not listed: who does which rows, how weights are loaded, when
-/// the kernel looks. A row is summed in an order of its own, whoever has it (`reference-vm/tests/golden/devices.rs`, and
-/// on a device the stage `shares`).
+/// Whether another value of the knob may change the bits of the results. The assignment of rows to workers, the loading
+/// of weights and the polling do not: the order in which a row's products are summed does not depend on the worker that
+/// has the row (`reference-vm/tests/golden/devices.rs`).
 fn decides_bits(knob: Knob) -> bool {
     match knob {
-        // Words with a tag have 28 bits.
+        // A flag-in-data word has fewer bits for its value than a plain one.
         Knob::SyncEmbed
         | Knob::SyncQkv
         | Knob::SyncAttention

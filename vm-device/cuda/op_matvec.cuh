@@ -67,6 +67,7 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
   return square;
 }
 
+constexpr uint32_t LONGEST_UNIT = UNIT_COLS << (SCALED_UNITS ? 2 : MIXED ? 1 : 0); // columns that some unit of a matrix has
 constexpr uint32_t TURN_BYTES = TURN_COLS / UNIT_COLS * X_BYTES; // of the activation buffer
 static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
 
@@ -76,7 +77,7 @@ template <uint32_t WIDTH, uint32_t MOST, bool NORM>
 __device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
   constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
   constexpr bool ALL = SPARE_REGISTERS && N == turns_of(WIDTH);
-  uint32_t const length = WIDTH == 0 || !SPARE_REGISTERS ? p.k_len : WIDTH, whole = !SPARE_REGISTERS || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
+  uint32_t const length = WIDTH == 0 || !SPARE_REGISTERS ? p.k_len : WIDTH, whole = !SPARE_REGISTERS || WIDTH % LONGEST_UNIT != 0 || WIDTH == 0 ? u.elements : WIDTH;
   uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
   char* const place = x4_place(w, u.first);
   float square = 0.f;
@@ -283,8 +284,9 @@ template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
 };
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
-// Whether a stage may be two fragments: not in kernels of 16-bit models, but for tiny ones.
-constexpr bool SPLIT = MIXED || has_share(1) || has_share(2);
+// Whether a stage may be two fragments: in kernels of 16 and 8 bits only those of short tiles. And whether fragments may wait in registers without
+// the ifs of such stages.
+constexpr bool SPLIT = FRAGMENT < SHARE || has_share(1) || has_share(2), STRAIGHT = SPARE_REGISTERS && !SPLIT;
 __device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
   return !SPLIT ? 1 : task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
 }
@@ -301,7 +303,7 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
     uint32_t const log2 = SPLIT ? share_tiles_log2(task.warp_units) : 1;
     plan.shares = (p.tiles + (1u << log2) - 1) >> log2;
   }
-  plan.held = !MIXED && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  plan.held = FRAGMENT == SHARE && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
   plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
   return plan;
@@ -474,7 +476,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
       part += F::TILES * AMK_UNIT_ROWS;
       chunk = 0;
     }
-    if (F::HALVES || (!MIXED && k.chunks > 1)) {
+    if (F::HALVES || (FRAGMENT == SHARE && k.chunks > 1)) {
       x.template load<1 - PART>(w, k, chunk);
     }
   };
@@ -488,18 +490,18 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   }
 }
 
-// The same in one pass, for a task of operands whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is
+// The same in one pass, for a task whose fragments are stages and wait in registers, except one at most; it also sums `square` over the lanes. This is
 // the path between one hand-off and the next, so every instruction counts. Where registers are short, one fragment is finished after the other.
-template <uint32_t UNITS> __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  using F = Fragment<AMK_UNPACK_NONE, UNITS>;
-  VectorPart<AMK_UNPACK_NONE, UNITS> x;
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<UNPACK, UNITS>;
+  VectorPart<UNPACK, UNITS> x;
   Sums<F::CHAINS> s[F::TILES] = {};
   auto const next = [&](uint32_t chunk) {
     if (k.chunks > 1) {
       x.template load<0>(w, k, chunk);
       return;
     }
-    sums_finish<AMK_UNPACK_NONE>(w, s, part);
+    sums_finish<UNPACK>(w, s, part);
     part += F::TILES * AMK_UNIT_ROWS;
   };
   x.template load<0>(w, k, 0);
@@ -508,7 +510,7 @@ template <uint32_t UNITS> __device__ __forceinline__ void held_in_turn(Worker co
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
+      share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
     }
     next(1);
     x.multiply(s, v[TAKE - 1]);
@@ -517,14 +519,14 @@ template <uint32_t UNITS> __device__ __forceinline__ void held_in_turn(Worker co
       x.multiply(s, v[0]);
     }
   }
-  sums_finish<AMK_UNPACK_NONE>(w, s, part);
+  sums_finish<UNPACK>(w, s, part);
 }
 // Two fragments are finished together: their last steps overlap. `normed`: whether the squares matter.
-template <uint32_t UNITS>
+template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
-  using F = Fragment<AMK_UNPACK_NONE, UNITS>;
+  using F = Fragment<UNPACK, UNITS>;
   constexpr uint32_t TILES = F::TILES;
-  VectorPart<AMK_UNPACK_NONE, UNITS> x;
+  VectorPart<UNPACK, UNITS> x;
   Sums<F::CHAINS> s[2][TILES] = {};
   x.template load<0>(w, k, 0);
   x.multiply(s[0], v[0]);
@@ -533,7 +535,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
   }
   if (k.shares > TAKE) {
     cursor_land(w, c);
-    share_take<AMK_UNPACK_NONE, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
+    share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
   }
   if (TILES == 1 && k.chunks > 1) { // of one tile
     x.template load<0>(w, k, 1);
@@ -544,7 +546,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     }
   } else if (k.shares > 1) {
     x.multiply(s[1], v[TAKE - 1]);
-    tiles_finish<AMK_UNPACK_NONE>(w, (Sums<F::CHAINS> const (&)[2 * TILES])s, part);
+    tiles_finish<UNPACK>(w, (Sums<F::CHAINS> const (&)[2 * TILES])s, part);
     if (k.shares <= TAKE) {
       return;
     }
@@ -555,7 +557,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     }
     x.multiply(s[0], v[0]);
   }
-  tiles_finish<AMK_UNPACK_NONE>(w, s[0], part);
+  tiles_finish<UNPACK>(w, s[0], part);
 }
 
 // The same for tiles of any length, without fragments.
@@ -585,13 +587,14 @@ struct Ahead {
   uint32_t want, taken;
 };
 
-// Loads the current fragment, which holds chunk `chunk`, and steps to the next. Returns the word to wait for.
-__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
-  uint32_t last = 0;
-  with_units(st.task.unpack, [&](auto unpack) {
-    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v); });
+// Loads fragment number PART of the current stage, which holds chunk `chunk`, and steps to the next stage after the `last` one. Returns the word
+// to wait for.
+template <uint32_t PART = 0> __device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool last = true) {
+  uint32_t read = 0;
+  with_unpack(st.task.unpack, [&](auto unpack) {
+    with_share(k, [&](auto units) { read = share_load<decltype(unpack)::value, decltype(units)::value, PART>(w, c, k, chunk, last, v); });
   });
-  return last;
+  return read;
 }
 
 // Loads up to TAKE fragments without waiting, and the epilogue's addends. In a straight line: what has not arrived is loaded in vain.
@@ -716,14 +719,14 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
   Share v[TAKE];
   Addends add;
-  if (!SPARE_REGISTERS) {
+  if (!STRAIGHT) {
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
   float const inverse = __fdividef(1.f, (float)p.k_len);
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
+  float square = STRAIGHT ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -736,13 +739,17 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
     }
   };
-  if (!MIXED && k.held) {
-    with_share(k, [&](auto units) {
-      if constexpr (SPARE_REGISTERS) {
-        multiply_held<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
-      } else {
-        held_in_turn<decltype(units)::value>(w, c, k, v, w.shared->part[w.parity][warp], square);
-      }
+  if (FRAGMENT == SHARE && k.held) {
+    with_unpack(st.task.unpack, [&](auto unpack) {
+      with_share(k, [&](auto units) {
+        constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
+        if constexpr (FRAGMENT < SHARE) {
+        } else if constexpr (SPARE_REGISTERS) {
+          multiply_held<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
+        } else {
+          held_in_turn<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], square);
+        }
+      });
     });
     rows_finish(w.parity);
     return;

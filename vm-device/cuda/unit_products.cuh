@@ -74,9 +74,9 @@ template <uint32_t CHAINS> __device__ __forceinline__ void unit_multiply(Sums<CH
 #endif
 }
 
-// A warp fragment: this warp's units of a stage, with their scales. In a kernel that unpacks weights, of half a stage: a unit of codes makes two or
-// four of operands, and its part of the vector waits in registers too.
-constexpr uint32_t FRAGMENT = MIXED ? SHARE / 2 : SHARE;
+// A warp fragment: this warp's units of a stage, with their scales. In a kernel of codes in groups, of half a stage: a unit of them makes two or four
+// of operands, and its part of the vector waits in registers beside the scales.
+constexpr uint32_t FRAGMENT = SCALED_UNITS ? SHARE / 2 : SHARE;
 struct Share {
   uint4 weights[FRAGMENT];
   uint32_t scales[SCALE_WORDS == 0 ? 1 : FRAGMENT * SCALE_WORDS];

@@ -411,27 +411,62 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
     of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
   }
 }
-// This warp's part of the vector for a fragment, and its products with it.
+// The same for how units lie in a stage, which does not depend on it if none has scales.
+template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack, F const& f) {
+  if constexpr (SCALED_UNITS) {
+    with_unpack(unpack, f);
+  } else {
+    f(Number<AMK_UNPACK_NONE>());
+  }
+}
+// This warp's part of the vector for a fragment, and its products with it: in registers, but for units of codes in whole stages. There it would take
+// two registers for one of weights, and is read from the activation buffer where it is multiplied.
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   using F = Fragment<UNPACK, UNITS>;
-  VectorGroup<UNPACK> x[F::EACH];
+  static constexpr bool HELD = FRAGMENT < SHARE || UNPACK == AMK_UNPACK_NONE;
+  static constexpr uint32_t STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+  VectorGroup<UNPACK> x[HELD ? F::EACH : 1]; // or where it is, and the units of the chunk
+  char const* place;
+  uint32_t there;
   template <uint32_t PART> __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
-    constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+    constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0;
     uint32_t const units = chunk_units(k, chunk);
-    char const* at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
+    char const* from = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
+    if constexpr (HELD) {
 #pragma unroll
-    for (uint32_t j = 0; j < F::EACH; ++j) {
-      char const* from = MIXED ? at + (FIRST + j) * STEP : w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES;
-      x[j] = FIRST + j < UNITS && share_has<UNITS>(w, units, FIRST + j) ? group_load<UNPACK>(w, from) : VectorGroup<UNPACK>{};
+      for (uint32_t j = 0; j < F::EACH; ++j) {
+        char const* at = MIXED ? from + (FIRST + j) * STEP : w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES;
+        x[j] = FIRST + j < UNITS && share_has<UNITS>(w, units, FIRST + j) ? group_load<UNPACK>(w, at) : VectorGroup<UNPACK>{};
+      }
+    } else {
+      place = from, there = units;
     }
   }
-  __device__ __forceinline__ void multiply(Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
-    groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(s, x, share.weights, share.scales);
+  __device__ __forceinline__ void multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
+    if constexpr (HELD) {
+      groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(s, x, share.weights, share.scales);
+    } else {
+      constexpr uint32_t ONCE = F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
+#pragma unroll
+      for (uint32_t j = 0; j < F::EACH; j += ONCE) {
+        VectorGroup<UNPACK> once[ONCE];
+        uint4 weights[ONCE * F::TILES];
+#pragma unroll
+        for (uint32_t n = 0; n < ONCE * F::TILES; ++n) {
+          weights[n] = j + n % ONCE < F::EACH ? share.weights[n / ONCE * F::EACH + j + n % ONCE] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (uint32_t n = 0; n < ONCE; ++n) {
+          once[n] = j + n < F::EACH && share_has<UNITS>(w, there, j + n) ? group_load<UNPACK>(w, place + (j + n) * STEP) : VectorGroup<UNPACK>{};
+        }
+        groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(s, once, weights, share.scales);
+      }
+    }
   }
 };
-// Reduces the sums of a fragment's tiles into `part` and clears them: those of codes together, so that their steps overlap.
+// Reduces the sums of a fragment's tiles into `part` and clears them: those of half a stage together, so that their steps overlap.
 template <uint32_t UNPACK, uint32_t TILES, uint32_t CHAINS> __device__ __forceinline__ void sums_finish(Worker const& w, Sums<CHAINS> (&s)[TILES], float* part) {
-  constexpr uint32_t N = MIXED ? TILES : 1;
+  constexpr uint32_t N = FRAGMENT < SHARE ? TILES : 1;
 #pragma unroll
   for (uint32_t i = 0; i < TILES; i += N) {
     tiles_finish<UNPACK>(w, (Sums<CHAINS> const (&)[N])s[i], part + i * AMK_UNIT_ROWS);
@@ -451,14 +486,14 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   uint32_t next = k.chunks * k.parts > TAKE ? TAKE / k.parts : 0; // the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
   x.template load<0>(w, k, 0);
-  if (MIXED && tile0 == 0) {
+  if (FRAGMENT < SHARE && tile0 == 0) {
     square = warp_sum(square);
   }
   Sums<F::CHAINS> s[F::TILES] = {};
   auto stage = [&](Share& weights, auto which) {
     constexpr uint32_t PART = decltype(which)::value;
     note_near(w, left, 4 * k.parts);
-    x.multiply(s, weights);
+    x.multiply(w, s, weights);
     if (left > TAKE) {
       bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage
       if (first) {
@@ -505,7 +540,7 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
     part += F::TILES * AMK_UNIT_ROWS;
   };
   x.template load<0>(w, k, 0);
-  x.multiply(s, v[0]);
+  x.multiply(w, s, v[0]);
   square = warp_sum(square);
   if (k.shares > 1) {
     if (k.shares > TAKE) {
@@ -513,10 +548,10 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
       share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
     }
     next(1);
-    x.multiply(s, v[TAKE - 1]);
+    x.multiply(w, s, v[TAKE - 1]);
     if (k.shares > TAKE) {
       next(2);
-      x.multiply(s, v[0]);
+      x.multiply(w, s, v[0]);
     }
   }
   sums_finish<UNPACK>(w, s, part);
@@ -529,7 +564,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
   VectorPart<UNPACK, UNITS> x;
   Sums<F::CHAINS> s[2][TILES] = {};
   x.template load<0>(w, k, 0);
-  x.multiply(s[0], v[0]);
+  x.multiply(w, s[0], v[0]);
   if (normed) {
     square = warp_sum(square);
   }
@@ -539,13 +574,13 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
   }
   if (TILES == 1 && k.chunks > 1) { // of one tile
     x.template load<0>(w, k, 1);
-    x.multiply(s[0], v[TAKE - 1]);
+    x.multiply(w, s[0], v[TAKE - 1]);
     if (k.shares > TAKE) {
       x.template load<0>(w, k, 2);
-      x.multiply(s[0], v[0]);
+      x.multiply(w, s[0], v[0]);
     }
   } else if (k.shares > 1) {
-    x.multiply(s[1], v[TAKE - 1]);
+    x.multiply(w, s[1], v[TAKE - 1]);
     tiles_finish<UNPACK>(w, (Sums<F::CHAINS> const (&)[2 * TILES])s, part);
     if (k.shares <= TAKE) {
       return;
@@ -555,7 +590,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     for (uint32_t i = 0; i < TILES; ++i) {
       s[0][i] = Sums<F::CHAINS>{};
     }
-    x.multiply(s[0], v[0]);
+    x.multiply(w, s[0], v[0]);
   }
   tiles_finish<UNPACK>(w, s[0], part);
 }
@@ -591,7 +626,7 @@ struct Ahead {
 // to wait for.
 template <uint32_t PART = 0> __device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool last = true) {
   uint32_t read = 0;
-  with_unpack(st.task.unpack, [&](auto unpack) {
+  with_units(st.task.unpack, [&](auto unpack) {
     with_share(k, [&](auto units) { read = share_load<decltype(unpack)::value, decltype(units)::value, PART>(w, c, k, chunk, last, v); });
   });
   return read;
@@ -668,7 +703,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
     uint32_t const before = taken;
     uint32_t stage = c.stage, last = 0;
     auto const load = [&](uint32_t chunk, bool whole, Share& share, auto part) {
-      with_unpack(st.task.unpack, [&](auto unpack) {
+      with_units(st.task.unpack, [&](auto unpack) {
         with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value, decltype(part)::value>(w, c, k, chunk, whole, share); });
       });
     };
@@ -754,7 +789,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     rows_finish(w.parity);
     return;
   }
-  if (!MIXED || k.shares == 0) {
+  if (FRAGMENT == SHARE || k.shares == 0) {
     square = warp_sum(square);
   }
 #pragma unroll 1

@@ -1,5 +1,5 @@
 // Prefill: a matrix of codes as one of f16, in the form of a stored 16-bit matrix, right before its products. A value is its code times the
-// scales of its group and row, rounded once.
+// scales of its group and row, rounded once; or the code itself, which is exact, where the products are multiplied by the row's scale.
 #pragma once
 
 #if AMK_UNPACK != 1
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_unpack
     if constexpr (UNPACK != AMK_UNPACK_NONE) {
       uint32_t const first = number % code_units << unpacked_log2(UNPACK);
       char* const to = out + ((uint64_t)tile * units + first) * AMK_UNIT_BYTES;
-      if (!unit_unpack<UNPACK>(to, codes + (uint64_t)number * unit_bytes(UNPACK), lane, units - first, row < rows ? factors[row] : 0.f)) {
+      if (!unit_unpack<UNPACK>(to, codes + (uint64_t)number * unit_bytes(UNPACK), lane, units - first, row >= rows ? 0.f : factors == nullptr ? 1.f : factors[row])) {
         *beyond = 1;
       }
     }

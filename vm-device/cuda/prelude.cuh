@@ -57,4 +57,4 @@ template <uint32_t N> struct Number {
 constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE, SCALED_UNITS = AMK_UNPACK >> AMK_UNPACK_E4M3_G64 != 0;
 
 // Whether registers are left over: the scales of codes and wide heads take them all, and what else is kept in some would be spilled.
-constexpr bool SPARE_REGISTERS = AMK_HEAD_DIM <= 128 && !(AMK_UNPACK >> AMK_UNPACK_INT4_G32 & 1);
+constexpr bool SPARE_REGISTERS = !MIXED && AMK_HEAD_DIM <= 128;

@@ -128,7 +128,7 @@ __device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], Vec
         if constexpr (has_scales(UNPACK)) {
           unit_multiply(group[n], 0, vector[n % EACH].x[i], operand);
         } else {
-          unit_multiply(sums[n / EACH], EACH < CHAINS ? n % EACH + i : n % EACH, vector[n % EACH].x[i], operand);
+          unit_multiply(sums[n / EACH], V::OPERANDS * (n % EACH) + i, vector[n % EACH].x[i], operand);
         }
       }
     }

@@ -559,8 +559,14 @@ impl Run<'_> {
         self.launch("norm", 0.0, &kernels.norm, (rows.count, PREFILL_THREADS, 0), &mut values)
     }
 
-    /// Address of some tiles of a matrix in 16 bits: of codes they are unpacked.
-    fn unpack(&mut self, matrix: &Packed, first: u32, tiles: u32) -> Result<u64, HostError> {
+    /// Address of some tiles of a matrix in 16 bits: of codes they are unpacked, `scaled` by the factors of their rows or not.
+    fn unpack(
+        &mut self,
+        matrix: &Packed,
+        first: u32,
+        tiles: u32,
+        scaled: bool,
+    ) -> Result<u64, HostError> {
         let Prefill { kernels, buffers, .. } = self.prefill;
         let (Some(codes), Some(kernel)) = (&matrix.codes, &kernels.unpack) else {
             return Ok(matrix.address + u64::from(first) * matrix.tile_bytes());
@@ -570,7 +576,7 @@ impl Run<'_> {
         let mut values = [
             buffers.unpacked.address,
             codes.address + skipped,
-            codes.factors + u64::from(row) * 4,
+            if scaled { codes.factors + u64::from(row) * 4 } else { 0 },
             buffers.clamped.address,
             codes.unpack as u64,
             codes.units.into(),
@@ -594,7 +600,7 @@ impl Run<'_> {
         out: u64,
         rows: Rows,
     ) -> Result<(), HostError> {
-        let address = self.unpack(matrix, 0, matrix.tiles)?;
+        let address = self.unpack(matrix, 0, matrix.tiles, matrix.factors() == 0)?;
         let Prefill { kernels, buffers, chunk, sms, .. } = self.prefill;
         let shape = choose(self.shape, rows.count, matrix.tiles, *sms);
         let block = gemm_block(shape);
@@ -626,6 +632,7 @@ impl Run<'_> {
             stride.into(),
             (*chunk).into(),
             scale.to_bits().into(),
+            matrix.factors(), // a parameter of the kernels for codes only, so it is the last
         ];
         let flop = 2.0 * f64::from(rows.count) * f64::from(matrix.rows) * f64::from(matrix.cols);
         let blocks = block.count(rows.count, matrix.tiles).min(block.beside() * sms);
@@ -693,7 +700,7 @@ impl Run<'_> {
             None => matrix.tiles,
         };
         for first in (0..matrix.tiles).step_by(room as usize) {
-            let weights = self.unpack(matrix, first, room.min(matrix.tiles - first))?;
+            let weights = self.unpack(matrix, first, room.min(matrix.tiles - first), true)?;
             let row = first * abi::UNIT_ROWS;
             let count = (vocab - row).min(room * abi::UNIT_ROWS);
             let mut values = [

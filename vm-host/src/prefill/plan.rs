@@ -150,6 +150,12 @@ impl Lookup<'_> {
 }
 
 impl Packed {
+    /// The factors of its rows' products: of codes whose groups have no scales, which are exact without one.
+    pub(super) fn factors(&self) -> u64 {
+        let exact = |codes: &Codes| matches!(codes.unpack, Unpack::E4m3 | Unpack::Int8);
+        self.codes.filter(exact).map_or(0, |codes| codes.factors)
+    }
+
     /// Bytes of a tile in 16 bits.
     pub(super) fn tile_bytes(&self) -> u64 {
         u64::from(self.units) * u64::from(abi::UNIT_BYTES)

@@ -385,10 +385,14 @@ pub(crate) struct PlaceArgs {
     #[arg(long, value_name = "TOKENS")]
     #[schemars(range(min = 1))]
     pub(crate) kv_capacity: Option<u32>,
-    /// GPUs that run one step together: how many, or their numbers (0,1). So far the reference VM runs them (--device cpu).
+    /// GPUs that run one step together: how many, or their numbers (0,1).
     #[arg(long, value_name = "N|GPUS")]
     #[schemars(with = "Option<u32>", range(min = 1, max = 8))]
     pub(crate) gpus: Option<Gpus>,
+    /// Run as many parts of one GPU as if each were a GPU of its own: a test of --gpus with one GPU.
+    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = emulated)]
+    #[schemars(range(min = 2, max = 8))]
+    pub(crate) emulate: Option<u32>,
 }
 
 /// Whether a measurement may share the GPU.
@@ -409,6 +413,9 @@ pub(crate) struct DeviceChildArgs {
     /// The target, if one was given to the parent.
     #[arg(long)]
     pub(crate) target: Option<String>,
+    /// The GPUs of a step, if there are several.
+    #[arg(long)]
+    pub(crate) gpus: Option<Gpus>,
     /// Capacity of the key/value cache in tokens.
     #[arg(long)]
     pub(crate) kv_capacity: Option<u32>,
@@ -676,6 +683,9 @@ pub(crate) struct CalibrateArgs {
     /// Points to take of each file, spread over it.
     #[arg(long, default_value_t = 250, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) rows: u32,
+    /// Checks (JSON lines of `levers --check`) of the schedules shipped for these models: shown and fitted beside the rows.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) checks: Option<PathBuf>,
     /// Predict with the rates of this file instead of those of the build.
     #[arg(long, value_name = "FILE")]
     pub(crate) rates: Option<PathBuf>,

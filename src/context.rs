@@ -5,6 +5,7 @@ use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
 use model::Model;
 use search::{Expected, Gate, KernelId, TIMED_TOKENS};
+use vm_device::Variant;
 
 use crate::cli::{DeviceChoice, Gpus, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
@@ -33,6 +34,8 @@ pub(crate) struct Context {
     /// The target, if one was named.
     pub(crate) named_target: Option<String>,
     pub(crate) device: DeviceChoice,
+    /// The numbers of the GPUs that run a step.
+    pub(crate) cards: Vec<u32>,
     /// Whether the model was given without weights: then they are random.
     pub(crate) shape_only: bool,
 }
@@ -104,7 +107,8 @@ impl Context {
         let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
         let device = place.device;
-        Ok(Self { model, target, kv_capacity, name, named_target, device, shape_only })
+        let cards = place.gpus.map_or_else(|| (0..target.cards()).collect(), Gpus::cards);
+        Ok(Self { model, target, kv_capacity, name, named_target, device, cards, shape_only })
     }
 
     pub(crate) fn graph(&self) -> &Graph {
@@ -208,8 +212,13 @@ impl Context {
 
     /// The kernel build with a given batch size.
     pub(crate) fn kernel_id_of(&self, kernel: &KernelConfig, seqs: u32) -> String {
-        let variant = vm_device::Variant { seqs, ..vm_host::variant(kernel, self.graph()) };
-        vm_host::kernel_id(&variant, &self.target.arch)
+        vm_host::kernel_id(&self.variant(kernel, seqs), &self.target.arch)
+    }
+
+    /// The kernel variant of a kernel config with a given batch size.
+    pub(crate) fn variant(&self, kernel: &KernelConfig, seqs: u32) -> Variant {
+        let devices = self.target.devices;
+        Variant { seqs, devices, ..vm_host::variant(kernel, self.graph()) }
     }
 
     /// The schedule that fills in a config's missing knobs.
@@ -263,6 +272,18 @@ fn positions_max(graph: &Graph) -> u32 {
 
 fn choose_target(place: &PlaceArgs) -> Result<Target, Failure> {
     let target = choose_one(place)?;
+    if let Some(parts) = place.emulate {
+        let named = &target.name;
+        if target.devices > 1 && !(target.emulated && target.devices == parts) {
+            let message = format!("--target {named} and --emulate {parts} differ: drop one");
+            return Err(Failure::usage(message));
+        }
+        if place.device == DeviceChoice::Eval {
+            let message = "--emulate is for programs, and --device eval runs none";
+            return Err(Failure::usage(message));
+        }
+        return Ok(if target.emulated { target } else { target.divided(parts) });
+    }
     let Some(gpus) = place.gpus.map(Gpus::count) else { return Ok(target) };
     if target.devices > 1 && target.devices != gpus {
         let name = &target.name;
@@ -280,7 +301,7 @@ fn choose_one(place: &PlaceArgs) -> Result<Target, Failure> {
         let named = Target::by_name(name).map_err(|error| Failure::usage(error.to_string()))?;
         // Cards of one name differ in size: the live card's own data is used.
         let here = (place.device != DeviceChoice::Cpu).then(live_target).flatten();
-        let here = here.map(|here| here.times(named.devices));
+        let here = here.map(|here| here.like(&named));
         return Ok(here.filter(|here| here.name == named.name).unwrap_or(named));
     }
     if place.device != DeviceChoice::Cpu

@@ -12,7 +12,7 @@ use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
-use vm_host::{HostError, Idle, KvPool, Loaded, Monitor, Resident};
+use vm_host::{HostError, Idle, KvPool, Link, Loaded, Monitor, Resident};
 
 use crate::context::Context;
 use crate::observe::SharedMonitor;
@@ -34,7 +34,7 @@ mod weights;
 pub(crate) use child::{clocks, serve};
 
 use builds::Builds;
-use probe::look;
+use probe::look_at;
 use weights::{Arrival, boot};
 
 /// Rows of logits allocated on the device: longer runs are read in pieces.
@@ -47,6 +47,13 @@ const SESSIONS: u32 = 2;
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
 const SETTLE: usize = 2;
+
+/// The bandwidth of a device: of the first GPU, or of its part.
+fn measured_bandwidth(context: &Context) -> Result<f64, HostError> {
+    let card = vm_host::Card::new(context.cards[0]);
+    let parts = if context.target.emulated { context.target.devices } else { 1 };
+    Ok(card.measure_bandwidth(BANDWIDTH_RUNS)? / f64::from(parts))
+}
 
 /// Background compilers that fill the cache; none without a cache, which passes on their results.
 fn builds(arch: &str) -> Option<Builds<Variant>> {
@@ -110,13 +117,11 @@ pub(crate) struct Gpu<'a> {
 
 impl<'a> Gpu<'a> {
     fn open(context: &'a Context, board: Option<&Board>, measure: bool) -> Result<Self, HostError> {
-        let info = look(&context.target)?;
+        let info = look_at(&context.target, context.cards[0])?;
         Ok(Self {
             context,
             info,
-            bandwidth: measure
-                .then(|| vm_host::Card::default().measure_bandwidth(BANDWIDTH_RUNS))
-                .transpose()?,
+            bandwidth: measure.then(|| measured_bandwidth(context)).transpose()?,
             machine: Machine::Absent,
             programs: BTreeMap::new(),
             next: 0,
@@ -162,7 +167,7 @@ impl<'a> Gpu<'a> {
 
 impl Gpu<'_> {
     fn variant(&self, kernel: &KernelConfig) -> Variant {
-        Variant { seqs: self.seqs, ..vm_host::variant(kernel, self.context.graph()) }
+        self.context.variant(kernel, self.seqs)
     }
 
     /// The session that holds tokens which a program was fed, from position zero on.
@@ -449,6 +454,7 @@ fn device_error(error: HostError) -> DeviceError {
         HostError::NoDriver
         | HostError::NoDevice
         | HostError::NoSuchDevice { .. }
+        | HostError::NoPeerAccess { .. }
         | HostError::NoNvrtc(_)
         | HostError::Architecture { .. }
         | HostError::AbiMismatch { .. }
@@ -525,6 +531,10 @@ impl Served for Gpu<'_> {
     }
 
     fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        // Of several devices, each has written a part of what is not replicated.
+        if self.context.target.devices > 1 {
+            return Ok(None);
+        }
         let Some(prepared) = self.programs.get(&program.0) else { return Ok(None) };
         let (Machine::Running(running), Some(loaded)) = (&mut self.machine, prepared.loaded) else {
             return Ok(None);
@@ -623,8 +633,29 @@ pub(crate) fn checks() -> Vec<Check> {
             Err(error) => error.to_string(),
         };
         checks.push(Check::new("bandwidth", bandwidth.is_ok(), found));
+        checks.extend(links());
     }
     checks
+}
+
+/// The links between the GPUs, if there are several.
+fn links() -> Option<Check> {
+    let in_words = |link: &Link| {
+        let [a, b] = link.cards;
+        let hop = link.hop_us.map(|us| format!("{us:.2} us from a kernel to a kernel"));
+        format!("GPUs {a} and {b}: {}", hop.unwrap_or_else(|| "no peer access".to_owned()))
+    };
+    let (ok, found) = match vm_host::links() {
+        Ok(links) if links.is_empty() => return None,
+        Ok(links) => {
+            let found: Vec<String> = links.iter().map(in_words).collect();
+            (links.iter().all(|link| link.hop_us.is_some()), found.join("; "))
+        }
+        Err(error) => (false, error.to_string()),
+    };
+    let remedy =
+        "one step on several GPUs needs peer access between all of them (--gpus 0,1 names some)";
+    Some(Check::new("links", ok, found).or(remedy))
 }
 
 fn in_words(info: &vm_host::DeviceInfo) -> String {

@@ -14,7 +14,8 @@ const CAPACITY: u32 = 512;
 
 fn context() -> Context {
     let device = DeviceChoice::Cpu;
-    let place = PlaceArgs { target: None, device, kv_capacity: Some(CAPACITY), gpus: None };
+    let place =
+        PlaceArgs { target: None, device, kv_capacity: Some(CAPACITY), gpus: None, emulate: None };
     Context::load("toy", &place).unwrap_or_else(|failure| panic!("{}", failure.message))
 }
 

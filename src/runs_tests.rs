@@ -508,6 +508,9 @@ fn a_predicted_measured_grid_is_complete_says_so_and_goes_on_after_a_kill() {
     assert_eq!(code, 0, "{said}");
     assert_eq!(document["latency_kind"], "predicted");
     assert_eq!(document["answers"], serde_json::json!({"illegal S-IN-FLIGHT": 4, "predicted": 4}));
+    let (code, document, said) = record(&["--out", "few.jsonl", "--points", "3"]);
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(document["answers"], serde_json::json!({"illegal S-IN-FLIGHT": 4, "predicted": 3}));
     let path = folder.path().join("land.jsonl");
     let whole = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, &whole[..whole.len() - 40]).unwrap(); // in the middle of a line

@@ -220,10 +220,30 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
     Some(Chosen { config, source })
 }
 
-/// The schedule with at least as many splits of the keys as there are sequences. One session at a short context is
-/// fastest with few splits: it has work for one or two, and each further one adds a hand-off. Sequences take their
-/// first splits on different workers (decision 022), so with one split per sequence eight sessions at a short context
-/// use eight times as many workers. There are at most as many splits as workers for them, and a value that makes the
+/// Tokens of context for which the schedule of a batch is chosen, if the caches have room for as many.
+const BATCH_TOKENS: u32 = 512;
+
+/// The schedule of a kernel for several sequences: that for [`BATCH_TOKENS`], with as many splits of the keys as the one
+/// for a full cache has.
+pub(crate) fn for_batch(
+    context: &Context,
+    args: &ConfigArgs,
+    full: &Chosen,
+    seqs: u32,
+) -> Result<Chosen, Failure> {
+    let tokens = context.kv_capacity.min(BATCH_TOKENS);
+    let mut chosen = choose(context, args, tokens, Auto::Fastest)?;
+    let splits = &mut chosen.config.tiling.attention.kv_split;
+    *splits = full.config.tiling.attention.kv_split.max(*splits);
+    chosen.config = spread(chosen.config, context.graph(), &context.target, seqs);
+    Ok(chosen)
+}
+
+/// The schedule with at least as many splits of the keys as there are sequences, and the largest blocks. One session at a
+/// short context is fastest with few splits: it has work for one or two, and each further one adds a hand-off. Sequences
+/// take their first splits on different workers (decision 022), so with one split per sequence eight sessions at a short
+/// context use eight times as many workers. There are at most as many splits as workers for them. A split that has keys
+/// costs a batch of eight 100 to 150 us, so blocks are large (docs/lab/2026-11-25-batches.md). A value that makes the
 /// schedule illegal is skipped.
 pub(crate) fn spread(
     config: ScheduleConfig,
@@ -231,16 +251,23 @@ pub(crate) fn spread(
     target: &Target,
     seqs: u32,
 ) -> ScheduleConfig {
-    let knob = Knob::TilingAttentionKvSplit;
+    let (split, block) = (Knob::TilingAttentionKvSplit, Knob::TilingAttentionKvBlock);
     let most = target.sms / graph.kv_heads.max(1);
-    let mut best = config;
-    for value in legal_values(knob, graph, target) {
-        let mut tried = config;
+    let with = |config: &ScheduleConfig, knob, value| {
+        let mut tried = *config;
         let set = tried.set(knob, value).is_ok() && validate(tried, graph, target).is_ok();
+        set.then_some(tried)
+    };
+    let mut best = config;
+    for value in legal_values(split, graph, target) {
         let splits = |config: &ScheduleConfig| config.tiling.attention.kv_split;
-        if set && splits(&best) < seqs && splits(&best) < splits(&tried) && splits(&tried) <= most {
-            best = tried;
-        }
+        let more = |tried: &ScheduleConfig| {
+            splits(&best) < seqs && splits(&best) < splits(tried) && splits(tried) <= most
+        };
+        best = with(&best, split, value).filter(more).unwrap_or(best);
+    }
+    for value in legal_values(block, graph, target) {
+        best = with(&best, block, value).unwrap_or(best);
     }
     best
 }

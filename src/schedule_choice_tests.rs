@@ -14,6 +14,7 @@ fn place(target: &str) -> PlaceArgs {
         device: DeviceChoice::Cpu,
         kv_capacity: None,
         gpus: None,
+        emulate: None,
     }
 }
 
@@ -156,8 +157,9 @@ fn sequences_get_a_split_each() {
         let config = *config.expect("a legal schedule");
         let got = spread(config, &model.graph, &target, seqs);
         assert_eq!(got.tiling.attention.kv_split, splits, "{}", model.graph.name);
+        assert_eq!(got.tiling.attention.kv_block, 512, "{}", model.graph.name);
         let mut back = got;
-        back.tiling.attention.kv_split = config.tiling.attention.kv_split;
+        back.tiling.attention = config.tiling.attention;
         assert_eq!(back, config, "nothing else changes");
         assert!(validate(got, &model.graph, &target).is_ok());
     }

@@ -133,6 +133,7 @@ pub fn structs() -> Vec<StructLayout> {
         crate::StepState::LAYOUT,
         crate::SeqStates::LAYOUT,
         crate::Launch::LAYOUT,
+        crate::Exchange::LAYOUT,
         crate::WeightStream::LAYOUT,
         crate::Done::LAYOUT,
         crate::TaskRecord::LAYOUT,

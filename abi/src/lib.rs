@@ -29,9 +29,9 @@ pub use ring::{
 };
 pub use status::{Status, Trap};
 pub use task::{
-    Action, BufferDesc, BufferKind, CodeBlock, DType, Done, Launch, Load, LoadKind, LoaderRecord,
-    ProgramHeader, Queue, Routed, Scalar, SeqStates, StepState, Task, TaskRecord, Unpack,
-    WeightStream,
+    Action, BufferDesc, BufferKind, CodeBlock, DType, Done, Exchange, Launch, Load, LoadKind,
+    LoaderRecord, ProgramHeader, Queue, Routed, Scalar, SeqStates, StepState, Task, TaskRecord,
+    Unpack, WeightStream,
 };
 pub use telemetry::{
     Activity, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,

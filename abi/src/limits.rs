@@ -41,7 +41,15 @@ limits! {
     BUFFERS_MAX: u32 = 1 << 16;
     /// Counters of a program.
     COUNTERS_MAX: u32 = 1 << 16;
-    /// Workers of a program: more than the multiprocessors of any GPU.
+    /// Devices of a program: GPUs of one host behind one switch.
+    DEVICES_MAX: usize = 8;
+    /// Words in which a device passes on its best candidate.
+    EXCHANGE_WORDS: usize = 4;
+    /// Steps whose candidates are kept apart.
+    EXCHANGE_STEPS: usize = 4;
+    /// Words of the candidates of all devices.
+    EXCHANGE_SLOTS: usize = EXCHANGE_STEPS * DEVICES_MAX * EXCHANGE_WORDS;
+    /// Workers of a device: more than the multiprocessors of any GPU.
     WORKERS_MAX: u32 = 256;
     /// Bytes of an element of the device's key/value cache: f16.
     KV_ELEMENT_BYTES: u64 = 2;

@@ -28,6 +28,8 @@ wire_enum! {
         Weights = 9 "weights",
         /// No weights arrived for as long as a worker may wait for them.
         WeightsDeadline = 10 "weights_deadline",
+        /// Another device of the program did not end the step, or did not start, before the deadline.
+        DeviceDeadline = 11 "device_deadline",
     }
 }
 
@@ -37,13 +39,13 @@ wire_struct! {
     pub struct Status {
         /// A `Trap`.
         pub trap: u32,
-        /// Worker that reported.
+        /// Worker that reported, counted over all devices.
         pub worker: u32,
         /// Its task, by index in its queue.
         pub task: u32,
         /// Opcode of the task.
         pub opcode: u32,
-        /// Counter, buffer or stage waited for.
+        /// Counter, buffer, stage or device waited for.
         pub object: u32,
         /// Value that it held.
         pub have: u32,

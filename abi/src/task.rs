@@ -1,7 +1,9 @@
 //! The program as the device sees it: tasks, load stream, queues, buffers, step state.
 
 use crate::layout::wire_struct;
-use crate::limits::{READS_STAGED, SEQS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX};
+use crate::limits::{
+    DEVICES_MAX, EXCHANGE_SLOTS, READS_STAGED, SEQS_MAX, STOP_TOKENS_MAX, WAITS_MAX, WRITES_MAX,
+};
 use crate::op::wire_enum;
 
 wire_struct! {
@@ -153,8 +155,10 @@ wire_struct! {
         pub words: u32,
         /// Units along a row, for `embedding`.
         pub units: u32,
+        /// Nonzero: a store goes to the copies of all devices.
+        pub replicated: u32,
         /// Zero.
-        pub reserved: [u32; 3],
+        pub reserved: [u32; 2],
     }
 }
 
@@ -480,7 +484,7 @@ wire_struct! {
 
 wire_struct! {
     /// What a kernel is launched with, by value.
-    amk_launch align(16) size(144)
+    amk_launch align(16) size(160)
     pub struct Launch {
         /// `amk_submission[RING_ENTRIES]` in mapped host memory.
         pub submissions: u64,
@@ -504,7 +508,7 @@ wire_struct! {
         pub token_stride: u32,
         /// Sessions.
         pub sessions: u32,
-        /// Workers: thread blocks of the launch.
+        /// Workers of the device.
         pub workers: u32,
         /// Capacity of the task records.
         pub record_len: u32,
@@ -516,8 +520,8 @@ wire_struct! {
         pub worker_heartbeats: u64,
         /// Nanoseconds between two writes of a worker_heartbeat.
         pub worker_heartbeat_ns: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// The first device whose workers are blocks of this launch; the next `workers` blocks are of the next device.
+        pub device: u32,
         /// `amk_sampling[sessions]` in device memory.
         pub sampling: u64,
         /// Per session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero if it has none.
@@ -527,6 +531,23 @@ wire_struct! {
         pub page_stride: u32,
         /// Pages of the key/value cache. Page zero belongs to no session and holds zeros.
         pub page_count: u32,
+        /// `amk_launch[devices]` in device memory, for a program of several devices; else zero. `step` is at the same distance from every
+        /// other word that devices have a copy of.
+        pub launches: u64,
+        /// `amk_exchange` in device memory, for a program of several devices; else zero.
+        pub exchange: u64,
+    }
+}
+
+wire_struct! {
+    /// What the other devices of a program store for this one, besides replicated words.
+    amk_exchange align(16) size(544)
+    pub struct Exchange {
+        /// The best candidate of each device at the end of a step: `EXCHANGE_WORDS` each, `EXCHANGE_STEPS` times `DEVICES_MAX`. Two pairs of a
+        /// word and a tag: the value, and the row with the device's decision to preempt in the lowest bit of its tag.
+        pub slots: [u32; EXCHANGE_SLOTS],
+        /// Nonzero: the kernel of the device of this number is running.
+        pub here: [u32; DEVICES_MAX],
     }
 }
 

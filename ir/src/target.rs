@@ -48,6 +48,9 @@ pub struct Target {
     /// GPUs of this kind that run one step together; the other numbers are those of one.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub devices: u32,
+    /// Whether these are parts of one GPU, each run as if it were a GPU of its own.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub emulated: bool,
 }
 
 fn one() -> u32 {
@@ -124,6 +127,7 @@ impl From<&Row> for Target {
             bandwidth_source: source,
             clock_mhz,
             devices: 1,
+            emulated: false,
         }
     }
 }
@@ -143,7 +147,7 @@ pub struct UnknownTarget {
 }
 
 impl Target {
-    /// The GPU of the table with this name, or several: `h200x2`.
+    /// The GPU of the table with this name, or several: `h200x2`, or one in parts: `h200/2`.
     ///
     /// # Errors
     /// [`UnknownTarget`], with the nearest name.
@@ -153,6 +157,12 @@ impl Target {
             && let Ok(target @ Self { devices: 1, .. }) = Self::by_name(one)
         {
             return Ok(target.times(devices));
+        }
+        if let Some((one, parts)) = name.rsplit_once('/')
+            && let Ok(parts @ 2..=DEVICES_MAX) = parts.parse()
+            && let Ok(target @ Self { devices: 1, .. }) = Self::by_name(one)
+        {
+            return Ok(target.divided(parts));
         }
         TABLE.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(Self::from).ok_or_else(|| {
             UnknownTarget { given: name.to_string(), suggestion: nearest(name, Self::names()) }
@@ -166,6 +176,26 @@ impl Target {
         let one = of.map_or(self.name.as_str(), |(one, _)| one);
         let name = if devices == 1 { one.to_owned() } else { format!("{one}x{devices}") };
         Self { name, devices, ..self }
+    }
+
+    /// This GPU, in as many parts, each as a GPU of its own: what tests of several devices run on. Multiprocessors that are left over idle.
+    #[must_use]
+    pub fn divided(self, parts: u32) -> Self {
+        let (name, sms) = (format!("{}/{parts}", self.name), self.sms / parts);
+        let bandwidth = self.bandwidth / u64::from(parts);
+        Self { name, sms, bandwidth, devices: parts, emulated: true, ..self }
+    }
+
+    /// A GPU of this kind as the named one is: several times, or in parts.
+    #[must_use]
+    pub fn like(self, named: &Self) -> Self {
+        if named.emulated { self.divided(named.devices) } else { self.times(named.devices) }
+    }
+
+    /// GPUs that are needed.
+    #[must_use]
+    pub fn cards(&self) -> u32 {
+        if self.emulated { 1 } else { self.devices }
     }
 
     /// Bytes per second that the weight streams of all its GPUs reach together.
@@ -238,7 +268,14 @@ mod tests {
         assert_eq!(two.total_bandwidth(), 2 * one.bandwidth);
         assert_eq!((one.clone().times(2), two.clone().times(1)), (two.clone(), one));
         assert_eq!(two.times(4).name, "rtx4090x4");
-        for name in ["h200x1", "h200x9", "h200x", "x2", "h200x2x2", "h200x-2"] {
+        let halves = Target::by_name("h200/2").unwrap();
+        assert_eq!((halves.sms, halves.devices, halves.cards()), (66, 2, 1));
+        assert_eq!(halves.total_bandwidth(), Target::by_name("h200").unwrap().bandwidth);
+        assert_eq!(Target::by_name("h200").unwrap().like(&halves), halves);
+        for name in [
+            "h200/1", "h200/9", "h200/2/2", "h200x2/2", "/2", "h200x1", "h200x9", "h200x", "x2",
+            "h200x2x2", "h200x-2",
+        ] {
             assert!(Target::by_name(name).is_err(), "{name}");
         }
         let json = serde_json::to_value(Target::by_name("h200").unwrap()).unwrap();

@@ -1,9 +1,9 @@
 //! The cost model against measurements: its ranking, its errors, and rates that fit better.
 //!
 //! A fit is a damped least-squares search (Levenberg-Marquardt) over the named rates. The residuals are the logarithms
-//! of predicted over measured; each model has the same weight; residuals beyond [`HUBER`] count linearly; and a weak
-//! pull towards the previous rates keeps those in place that the rows do not determine. It is deterministic: the same
-//! rows and rates give the same rates.
+//! of predicted over measured, of times and of ratios by one change; each model has the same weight, and its changes as
+//! much as its times; residuals beyond [`HUBER`] count linearly; and a weak pull towards the previous rates keeps those
+//! in place that the rows do not determine. It is deterministic: the same rows and rates give the same rates.
 
 use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target};
@@ -11,6 +11,7 @@ use lower::{Predictor, Rates};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::checks::Check;
 use crate::measured_grid::{Answer, MEASURED_GRID_SCHEMA, Measured, Row, Space, Terms};
 use crate::rejection::Rejection;
 
@@ -90,18 +91,14 @@ impl Case {
         graph: &Graph,
         target: &Target,
     ) -> Result<Self, Rejection> {
-        let valid = ir::schedule::validate(config, graph, target).map_err(Rejection::Rejected)?;
-        let options = lower::Options { kv_capacity: terms.kv_capacity };
-        let program =
-            lower::lower(&valid, graph, target, options).map_err(Rejection::Unloadable)?;
-        let middle = terms.context + terms.timed_tokens / 2;
+        let (program_id, predictor) = predictor(terms, config, graph, target)?;
         Ok(Self {
             model: terms.model.clone(),
             context: terms.context,
             config,
             measured_us: measured.us,
-            same_program: program.id() == measured.program_id,
-            predictor: Predictor::new(&program, &valid.kernel, target, middle),
+            same_program: program_id == measured.program_id,
+            predictor,
         })
     }
 
@@ -114,6 +111,83 @@ impl Case {
             predicted_us: predicted.latency_us,
             bound_us: predicted.bound_us,
         }
+    }
+}
+
+/// The id of the program that a schedule lowers to, and what predicts it at the timed positions.
+fn predictor(
+    terms: &Terms,
+    config: ScheduleConfig,
+    graph: &Graph,
+    target: &Target,
+) -> Result<(String, Predictor), Rejection> {
+    let valid = ir::schedule::validate(config, graph, target).map_err(Rejection::Rejected)?;
+    let options = lower::Options { kv_capacity: terms.kv_capacity };
+    let program = lower::lower(&valid, graph, target, options).map_err(Rejection::Unloadable)?;
+    let middle = terms.context + terms.timed_tokens / 2;
+    Ok((program.id(), Predictor::new(&program, &valid.kernel, target, middle)))
+}
+
+/// Checked changes of one schedule, ready to be predicted.
+pub struct Changes {
+    /// The model, as `--model` takes it.
+    pub model: String,
+    unchanged: Predictor,
+    each: Vec<(Check, Predictor)>,
+}
+
+impl Changes {
+    /// Lowers the checks of a grid's model and context that changed the schedule `base`; those of another program are left
+    /// out.
+    ///
+    /// # Errors
+    /// The change that is not legal any more, or cannot be lowered, and why.
+    pub fn new(
+        checks: &[Check],
+        base: ScheduleConfig,
+        terms: &Terms,
+        graph: &Graph,
+        target: &Target,
+    ) -> Result<Self, String> {
+        let (program_id, unchanged) =
+            predictor(terms, base, graph, target).map_err(|why| format!("the schedule: {why}"))?;
+        let same = |check: &&Check| {
+            check.model == graph.name
+                && check.context == terms.context
+                && check.program_id == program_id
+        };
+        let one = |check: &Check| {
+            let at = |why: String| format!("{}: {why}", check.change);
+            let (config, _) = base.with_change(&check.change).map_err(at)?;
+            let changed = predictor(terms, config, graph, target);
+            Ok((check.clone(), changed.map_err(|why| at(why.to_string()))?.1))
+        };
+        let same: Vec<&Check> = checks.iter().filter(same).collect();
+        let each: Result<_, String> = same.into_par_iter().map(one).collect();
+        Ok(Self { model: terms.model.clone(), unchanged, each: each? })
+    }
+
+    /// The checks with the gains that these rates predict.
+    #[must_use]
+    pub fn predicted(&self, rates: &Rates) -> Vec<Check> {
+        let unchanged = self.unchanged.predict(rates).latency_us;
+        let one = |(check, changed): &(Check, Predictor)| {
+            let ratio = changed.predict(rates).latency_us / unchanged;
+            Check { predicted_pct: 100.0 * (1.0 - ratio), ..check.clone() }
+        };
+        self.each.par_iter().map(one).collect()
+    }
+
+    /// Number of checks.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.each.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.each.is_empty()
     }
 }
 
@@ -237,10 +311,15 @@ pub fn split(cases: Vec<Case>) -> (Vec<Case>, Vec<Case>) {
     (fitted, held)
 }
 
-/// Rates that predict the rows better. `progress` is called with the loss after each iteration.
+/// Rates that predict the rows and the changes better. `progress` is called with the loss after each iteration.
 #[must_use]
-pub fn fit(cases: &[Case], start: &Rates, mut progress: impl FnMut(usize, f64)) -> Rates {
-    let problem = Problem::new(cases, start);
+pub fn fit(
+    cases: &[Case],
+    changes: &[Changes],
+    start: &Rates,
+    mut progress: impl FnMut(usize, f64),
+) -> Rates {
+    let problem = Problem::new(cases, changes, start);
     let mut at = problem.start.clone();
     let mut residuals = problem.residuals(&at);
     let mut loss = problem.loss(&residuals, &at);
@@ -258,25 +337,36 @@ pub fn fit(cases: &[Case], start: &Rates, mut progress: impl FnMut(usize, f64)) 
     problem.rates(&at)
 }
 
+/// Weights that give each model the same sum.
+fn even(models: &[&str]) -> Vec<f64> {
+    let of = |model: &str| models.iter().filter(|other| **other == model).count();
+    models.iter().map(|model| 1.0 / of(model) as f64).collect()
+}
+
 /// A least-squares problem. Each unknown is a rate's position in its range, from zero to one.
 struct Problem<'a> {
     cases: &'a [Case],
+    changes: &'a [Changes],
+    /// Of the cases, then of the changes.
     weights: Vec<f64>,
     base: Rates,
     start: Vec<f64>,
 }
 
 impl<'a> Problem<'a> {
-    fn new(cases: &'a [Case], start: &Rates) -> Self {
-        let of = |model: &str| cases.iter().filter(|case| case.model == model).count();
-        let models = |case: &Case| 1.0 / of(&case.model) as f64;
-        let weights: Vec<f64> = cases.iter().map(models).collect();
+    fn new(cases: &'a [Case], changes: &'a [Changes], start: &Rates) -> Self {
+        let times: Vec<&str> = cases.iter().map(|case| case.model.as_str()).collect();
+        let ratios: Vec<&str> =
+            changes.iter().flat_map(|of| vec![of.model.as_str(); of.len()]).collect();
+        let mut weights = even(&times);
+        weights.extend(even(&ratios));
         let sum: f64 = weights.iter().sum();
         let place = |(index, &(_, low, high)): (usize, &(&str, f64, f64))| {
             ((start.get(index) - low) / (high - low)).clamp(0.0, 1.0)
         };
         Self {
             cases,
+            changes,
             weights: weights.into_iter().map(|weight| weight / sum).collect(),
             base: *start,
             start: Rates::TABLE.iter().enumerate().map(place).collect(),
@@ -291,8 +381,13 @@ impl<'a> Problem<'a> {
     }
 
     fn residuals(&self, at: &[f64]) -> Vec<f64> {
-        let points = points(self.cases, &self.rates(at));
-        points.iter().map(|point| (point.predicted_us / point.measured_us).ln()).collect()
+        let rates = self.rates(at);
+        let points = points(self.cases, &rates);
+        let left = |gain_pct: f64| 1.0 - gain_pct / 100.0;
+        let ratio = |of: Check| (left(of.predicted_pct) / left(of.measured_pct)).ln();
+        let ratios = self.changes.iter().flat_map(|of| of.predicted(&rates)).map(ratio);
+        let times = points.iter().map(|point| (point.predicted_us / point.measured_us).ln());
+        times.chain(ratios).collect()
     }
 
     fn loss(&self, residuals: &[f64], at: &[f64]) -> f64 {

@@ -6,7 +6,8 @@ use ir::Target;
 use ir::schedule::{neutral_config, validate};
 use lower::{Options, Rates, lower, predict};
 use search::LatencyKind;
-use search::calibrate::{Calibration, Case, cases as lowered, fit, points, read, split};
+use search::calibrate::{Calibration, Case, Changes, cases as lowered, fit, points, read, split};
+use search::checks::{CHECK_SCHEMA, Check};
 use search::measured_grid::{GRID_SCHEMA, Grid, MEASURED_GRID_SCHEMA, Measured, Terms};
 use tests::random_sample::RandomSample;
 
@@ -65,14 +66,65 @@ fn a_fit_finds_rates_that_predict_rows_it_has_not_seen() {
     let quality = |cases: &[Case], rates: &Rates| Calibration::of(&points(cases, rates));
     let before = quality(&held, shipped);
     let mut losses = Vec::new();
-    let found = fit(&fitted, shipped, |_, loss| losses.push(loss));
+    let found = fit(&fitted, &[], shipped, |_, loss| losses.push(loss));
     let after = quality(&held, &found);
     assert!(losses.len() > 1 && losses.is_sorted_by(|a, b| a > b), "{losses:?}");
     assert!(before.error_median > 0.1, "{before:?}");
     assert!(after.error_median < 0.02, "{after:?}");
     assert!(after.rank_correlation > 0.95, "{after:?}");
     assert_eq!(after.below_bound, 0);
-    assert_eq!(found, fit(&fitted, shipped, |_, _| ()), "a fit is deterministic");
+    assert_eq!(found, fit(&fitted, &[], shipped, |_, _| ()), "a fit is deterministic");
+}
+
+/// Checks of the toy model's neutral schedule whose measured gains are what these rates predict.
+fn changes(truth: &Rates) -> Changes {
+    let graph = model::preset("toy-2l").unwrap().graph;
+    let target = Target::by_name("h200").unwrap();
+    let base = neutral_config(&graph, &target);
+    let valid = validate(base, &graph, &target).unwrap();
+    let program = lower(&valid, &graph, &target, Options { kv_capacity: KV_CAPACITY }).unwrap();
+    let check = |change: &str, program_id: String| Check {
+        schema: CHECK_SCHEMA.to_owned(),
+        card: "NVIDIA H200".to_owned(),
+        kernel_id: String::new(),
+        program_id,
+        model: graph.name.clone(),
+        context: 128,
+        change: change.to_owned(),
+        predicted_pct: 0.0,
+        measured_pct: 0.0,
+    };
+    let knobs =
+        ["tiling.qkv.rows=8", "tiling.down.rows=8", "sync.qkv=counter", "kernel.poll_sleep_ns=0"];
+    let mut checks = knobs.map(|change| check(change, program.id())).to_vec();
+    checks.push(check("tiling.qkv.rows=32", "of another program".to_owned()));
+    let made = |checks: &[Check]| Changes::new(checks, base, &terms(), &graph, &target).unwrap();
+    let measured = |of: Check| Check { measured_pct: of.predicted_pct, ..of };
+    let measured: Vec<Check> = made(&checks).predicted(truth).into_iter().map(measured).collect();
+    let found = made(&measured);
+    assert_eq!((found.len(), knobs.len()), (4, 4), "checks of another program are left out");
+    let bad = check("tiling.qkv.rows=9", program.id());
+    let refused = Changes::new(&[bad], base, &terms(), &graph, &target).err().unwrap();
+    assert!(refused.contains("tiling.qkv.rows=9: tiling.qkv.rows takes"), "{refused}");
+    found
+}
+
+#[test]
+fn a_fit_learns_from_changes_what_times_of_other_schedules_do_not_say() {
+    let shipped = Rates::shipped();
+    let (index, &(_, low, high)) =
+        Rates::TABLE.iter().enumerate().find(|(_, row)| row.0 == "poll_us").unwrap();
+    let truth = shipped.with(index, f64::midpoint(low, high));
+    // The times are those of the shipped rates, so that only the changes say otherwise.
+    let times = cases(8, shipped, 0.0);
+    let changes = [changes(&truth)];
+    let error = |rates: &Rates| {
+        let off = |of: &Check| (of.predicted_pct - of.measured_pct).abs();
+        changes[0].predicted(rates).iter().map(off).fold(0.0, f64::max)
+    };
+    let with = fit(&times, &changes, shipped, |_, _| ());
+    assert!(error(&with) < 0.5 * error(shipped), "{} {}", error(&with), error(shipped));
+    assert!((error(&fit(&times, &[], shipped, |_, _| ())) - error(shipped)).abs() < 1e-6);
 }
 
 #[test]

@@ -37,14 +37,22 @@ pub(super) fn card_schema() -> Value {
     })
 }
 
-/// The number of GPUs that run one step together.
+/// The GPUs that run one step together: the first ones, or those that were named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "u32")]
-pub(crate) struct Gpus(u32);
+pub(crate) struct Gpus {
+    count: u32,
+    cards: [u32; ir::program::DEVICES_MAX as usize],
+}
 
 impl Gpus {
     pub(crate) fn count(self) -> u32 {
-        self.0
+        self.count
+    }
+
+    /// Their numbers.
+    pub(crate) fn cards(self) -> Vec<u32> {
+        self.cards[..self.count as usize].to_vec()
     }
 }
 
@@ -53,7 +61,8 @@ impl TryFrom<u32> for Gpus {
 
     fn try_from(count: u32) -> Result<Self, String> {
         let most = ir::program::DEVICES_MAX;
-        let fits = (1..=most).contains(&count).then_some(Self(count));
+        let cards = std::array::from_fn(|index| index as u32);
+        let fits = (1..=most).contains(&count).then_some(Self { count, cards });
         fits.ok_or_else(|| format!("1 to {most} GPUs run one step together, not {count}"))
     }
 }
@@ -67,15 +76,21 @@ impl FromStr for Gpus {
             let count: u32 = text.trim().parse().map_err(|_| format!("{text:?} is no number"))?;
             return Self::try_from(count);
         }
-        let mut cards = text.split(',').map(card).collect::<Result<Vec<u32>, String>>()?;
-        let given = cards.len();
-        cards.sort_unstable();
-        cards.dedup();
-        if cards.len() < given {
+        let cards = text.split(',').map(card).collect::<Result<Vec<u32>, String>>()?;
+        if (1..cards.len()).any(|index| cards[..index].contains(&cards[index])) {
             return Err(format!("{text:?} names a GPU twice"));
         }
-        Self::try_from(given as u32)
+        let mut gpus = Self::try_from(cards.len() as u32)?;
+        gpus.cards[..cards.len()].copy_from_slice(&cards);
+        Ok(gpus)
     }
+}
+
+/// Parses a number of parts of one GPU.
+pub(super) fn emulated(text: &str) -> Result<u32, String> {
+    let most = ir::program::DEVICES_MAX;
+    let parts = text.parse().ok().filter(|parts| (2..=most).contains(parts));
+    parts.ok_or_else(|| format!("one GPU is run in 2 to {most} parts, not {text}"))
 }
 
 /// Batch sizes that kernels are compiled for.
@@ -166,6 +181,8 @@ mod tests {
         {
             assert_eq!(text.parse::<Gpus>().map(Gpus::count), Ok(count), "{text}");
         }
+        assert_eq!("cuda:3,1".parse::<Gpus>().unwrap().cards(), [3, 1]);
+        assert_eq!("3".parse::<Gpus>().unwrap().cards(), [0, 1, 2]);
         for text in ["0", "9", "", "two", "0,0", "0,x", "0,1,2,3,4,5,6,7,8", "-1"] {
             assert!(text.parse::<Gpus>().is_err(), "{text}");
         }

@@ -203,6 +203,9 @@ pub(crate) struct RecordArgs {
     /// Rounds of four blocks of eight tokens for which a point is timed.
     #[arg(long, default_value_t = 2, value_name = "N")]
     pub(crate) rounds: usize,
+    /// Measure this many points, drawn at random. Default: all.
+    #[arg(long, value_name = "N")]
+    pub(crate) points: Option<usize>,
     /// The file of rows to write.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: PathBuf,

@@ -5,7 +5,11 @@ use super::{Ran, amk};
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/qwen3-qknorm-bf16");
 
 fn generated(gpus: &str, logits: &str) -> Ran {
-    let place = ["generate", "--model", MODEL, "--device", "cpu", "--gpus", gpus];
+    generated_by(["--gpus", gpus], logits)
+}
+
+fn generated_by(place: [&str; 2], logits: &str) -> Ran {
+    let place = ["generate", "--model", MODEL, "--device", "cpu", place[0], place[1]];
     let what = ["--tokens", "3,5,8,13", "--max-new-tokens", "4", "--logits", logits];
     amk(&[&place[..], &what].concat())
 }
@@ -22,6 +26,30 @@ fn the_logits_are_those_of_one_gpu() {
     for gpus in ["2", "4", "0,1,2"] {
         assert!(run(gpus, "several") == one, "{gpus}");
     }
+    let path = folder.path().join("halves");
+    let halves = generated_by(["--emulate", "2"], path.to_str().unwrap());
+    let document = halves.succeeds("amk.generate.v1");
+    assert!((document["tokens"].clone(), std::fs::read(path).unwrap()) == one);
+}
+
+#[test]
+fn parts_of_a_gpu_are_a_target_of_their_own() {
+    let lower = |place: &[&str]| {
+        let model = ["lower", "--model", "toy", "--device", "cpu"];
+        amk(&[&model[..], place].concat()).succeeds("amk.lower.v2")
+    };
+    let (halves, named) = (lower(&["--emulate", "2"]), lower(&["--target", "h200/2"]));
+    assert_eq!(halves["target"], "h200/2");
+    assert_eq!(halves["program_id"], named["program_id"]);
+    assert_eq!((&halves["devices"], &halves["workers"]), (&2.into(), &132.into()));
+    assert_eq!(halves["numeric_id"], lower(&["--gpus", "2"])["numeric_id"]);
+    for wrong in [&["--emulate", "1"][..], &["--emulate", "9"], &["--emulate", "2", "--gpus", "2"]]
+    {
+        let model = ["lower", "--model", "toy", "--device", "cpu"];
+        assert_eq!(amk(&[&model[..], wrong].concat()).code, 2, "{wrong:?}");
+    }
+    amk(&["lower", "--model", "toy", "--device", "cpu", "--target", "h200x2", "--emulate", "2"])
+        .fails(2, &["h200x2", "--emulate 2"]);
 }
 
 #[test]

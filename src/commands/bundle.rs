@@ -80,6 +80,7 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refus
         device: DeviceChoice::Cpu,
         kv_capacity: Some(bundle.kv_capacity),
         gpus: None,
+        emulate: None,
     };
     let context = Context::load(args.model.as_ref().unwrap_or(&bundle.model), &place)?;
     let target = Target::by_name(&bundle.target)

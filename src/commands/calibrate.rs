@@ -4,8 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use ir::Target;
+use ir::program::Dims;
+use ir::schedule::read_config;
 use lower::{RateFile, Rates};
-use search::calibrate::{Calibration, Case, Point, fit, points, split};
+use search::calibrate::{Calibration, Case, Changes, Point, fit, points, split};
+use search::checks::{Check, Past};
 use serde_json::{Value, json};
 
 use crate::cli::CalibrateArgs;
@@ -21,12 +24,14 @@ const ROWS_BYTES_MAX: u64 = 1 << 30;
 const RATES_BYTES_MAX: u64 = 1 << 20;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
-    let (mut cases, mut cards) = (Vec::new(), BTreeSet::new());
+    let (mut cases, mut changes, mut cards) = (Vec::new(), Vec::new(), BTreeSet::new());
+    let checks = args.checks.as_ref().map_or(Ok(Vec::new()), |path| checks(path))?;
     let working = Spinner::through(args.grids.len(), "lowering points of grids");
     for path in &args.grids {
-        let (read, card) = read(path, args.rows as usize)?;
-        cases.extend(read);
-        cards.insert(card);
+        let read = read(path, args.rows as usize, &checks)?;
+        cases.extend(read.cases);
+        changes.extend(read.changes);
+        cards.insert(read.card);
         working.done();
     }
     drop(working);
@@ -47,13 +52,19 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         ];
         tables.extend(before);
         let _working = Spinner::on("fitting rates");
-        rates = fit(&fitted, &rates, |iteration, loss| {
+        rates = fit(&fitted, &changes, &rates, |iteration, loss| {
             report::say(&format!("  iteration {iteration}: loss {loss:.6}"));
         });
         tables.push(table("after, fitted rows", &fitted, &rates));
         tables.push(table("after, held out", &held, &rates));
         cases = fitted.into_iter().chain(held).collect();
-        write_rates(path, &rates, args, cases.len(), cards)?;
+        write_rates(
+            path,
+            &rates,
+            args,
+            (cases.len(), changes.iter().map(Changes::len).sum()),
+            cards,
+        )?;
     }
     let all = table("all rows", &cases, &rates);
     let holds = all.holds();
@@ -61,6 +72,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
     for table in &tables {
         table.say();
     }
+    say_changes(&changes, &rates);
     for (index, (name, low, high)) in Rates::TABLE.iter().enumerate() {
         let value = rates.get(index);
         let end = if value <= *low || value >= *high { "  (at its bound)" } else { "" };
@@ -72,6 +84,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>(),
         "rates": rates,
         "rows": rows(&cases, &rates),
+        "checks": changes.iter().flat_map(|of| of.predicted(&rates)).collect::<Vec<_>>(),
         "other_program": other,
         "rank_correlation_min": RANK_MIN,
         "holds": holds,
@@ -95,8 +108,27 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
     pairs.map(row).collect()
 }
 
-/// The cases of a file, and the card that they were measured on.
-fn read(path: &Path, count: usize) -> Result<(Vec<Case>, String), Failure> {
+/// The checks of a file.
+fn checks(path: &Path) -> Result<Vec<Check>, Failure> {
+    let text = files::read_text(path, ROWS_BYTES_MAX)?;
+    let read = |(line, text): (usize, &str)| {
+        serde_json::from_str(text).map_err(|error| {
+            Failure::usage(format!("{} line {}: {error}", path.display(), line + 1))
+        })
+    };
+    text.lines().enumerate().map(read).collect()
+}
+
+/// What a file of points gives.
+struct Read {
+    cases: Vec<Case>,
+    /// The checks of its model.
+    changes: Option<Changes>,
+    /// What it was measured on.
+    card: String,
+}
+
+fn read(path: &Path, count: usize, checks: &[Check]) -> Result<Read, Failure> {
     let text = files::read_text(path, ROWS_BYTES_MAX)?;
     let at = |what: String| Failure::usage(format!("{} {what}", path.display()));
     let file = search::calibrate::read(&text)
@@ -108,11 +140,31 @@ fn read(path: &Path, count: usize) -> Result<(Vec<Case>, String), Failure> {
     let space = terms.grid.space(&neutral).map_err(|error| at(error.to_string()))?;
     let cases = search::calibrate::cases(&file, &space, count, &graph, &target)
         .map_err(|(point, dropped)| at(format!("point {point}: {dropped}")))?;
+    let shipped = corpus::shipped(&Dims::from(&graph), &target, terms.context);
+    let shipped = shipped.into_iter().find(|found| found.same_shape && !checks.is_empty());
+    let changes = match shipped {
+        Some(found) => {
+            let base = *read_config(found.shipped.schedule, &graph, &target)
+                .map_err(|error| at(format!("the shipped schedule: {error}")))?;
+            let changes = Changes::new(checks, base, terms, &graph, &target);
+            Some(changes.map_err(|what| at(format!("beside the checks: {what}")))?)
+        }
+        None => None,
+    };
     let card = terms
         .conditions
         .as_ref()
         .map_or_else(String::new, |at| format!("{}, driver {}", at.card, at.driver));
-    Ok((cases, card))
+    Ok(Read { cases, changes, card })
+}
+
+/// How good the gains that these rates predict are, by model.
+fn say_changes(changes: &[Changes], rates: &Rates) {
+    for of in changes.iter().filter(|of| !of.is_empty()) {
+        let checks = of.predicted(rates);
+        let past = Past::new(&checks, &checks[0].card);
+        report::say(&format!("  {}: {}", of.model, past.say()));
+    }
 }
 
 /// Writes fitted rates with their origin, rounded to the precision of the fit.
@@ -120,16 +172,17 @@ fn write_rates(
     path: &Path,
     rates: &Rates,
     args: &CalibrateArgs,
-    rows: usize,
+    (rows, changes): (usize, usize),
     cards: BTreeSet<String>,
 ) -> Result<(), Failure> {
     let round =
         |rates: Rates, index: usize| rates.with(index, (rates.get(index) * 1e5).round() / 1e5);
     let names: Vec<String> = args.grids.iter().map(|path| path.display().to_string()).collect();
     let cards: Vec<String> = cards.into_iter().collect();
+    let checks = if changes > 0 { format!(" and {changes} checks") } else { String::new() };
     let file = RateFile {
         source: format!(
-            "amk calibrate --fit on {rows} points of {}; {}",
+            "amk calibrate --fit on {rows} points of {}{checks}; {}",
             names.join(", "),
             cards.join("; ")
         ),

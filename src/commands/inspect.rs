@@ -26,7 +26,7 @@ pub(crate) fn kernel(args: &InspectKernelArgs) -> Outcome {
     let context = Context::of_shape(&args.model)?;
     let tokens = context.predicted_at();
     let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;
-    let variant = vm_host::variant(&config.kernel, context.graph());
+    let variant = context.variant(&config.kernel, 1);
     let arch = &context.target.arch;
     let working = Spinner::on(format!("compiling the kernel of {}", context.graph().name));
     let cache = vm_host::default_cache();

@@ -247,12 +247,7 @@ fn try_move(
     text: &str,
 ) -> Result<Value, Failure> {
     let usage = |what: String| Failure::usage(format!("--try {text}: {what}"));
-    let (path, value) = text.split_once('=').ok_or_else(|| usage("write KNOB=VALUE".into()))?;
-    let knob = Knob::from_path(path)
-        .ok_or_else(|| usage(format!("there is no knob {path}; amk levers lists them")))?;
-    let to = knob.values().into_iter().find(|of| shown(&of.to_json()) == value);
-    let to = to.ok_or_else(|| usage(format!("{path} takes {}", knob.domain())))?;
-    let changed = moved(config, knob, to).map_err(usage)?;
+    let (changed, knob) = config.with_change(text).map_err(usage)?;
     legal(context, &changed).map_err(Failure::refused)?;
     let ask = Ask { context: args.context, plant: &[], plants: 0 };
     let mut idle = None;
@@ -270,14 +265,14 @@ fn try_move(
         Some(false) => "it gains through other causes than the named ones",
         None => "it does not gain",
     };
-    report::say(&format!("{path}: {us:.1} -> {then_us:.1} us, {gain_pct:+.2}%; {verdict}"));
+    report::say(&format!("{knob}: {us:.1} -> {then_us:.1} us, {gain_pct:+.2}%; {verdict}"));
     Ok(json!({
-        "knob": path, "was": config.get(knob).to_json(), "to": to.to_json(),
+        "knob": knob.path(), "was": config.get(knob).to_json(), "to": changed.get(knob).to_json(),
         "latency_kind": if context.has_device()? { "measured-gpu" } else { "predicted" },
         "us_before": us, "us_after": then_us, "gain_pct": gain_pct,
         "shrinks": shrinks(knob).iter().map(|c| c.name()).collect::<Vec<_>>(),
         "causes": causes, "named_cause_shrank": explained, "verdict": verdict,
-        "rollback": {path: config.get(knob).to_json()},
+        "rollback": {knob.path(): config.get(knob).to_json()},
     }))
 }
 

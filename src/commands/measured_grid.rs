@@ -108,24 +108,25 @@ struct Session<'a> {
 
 impl Session<'_> {
     /// Records the illegal points and returns the others in measuring order: kernel by kernel, shuffled within each, so
-    /// that an interrupted run has a random sample of each kernel.
+    /// that an interrupted run has a random sample of each kernel. Of `--points`, those that a run before drew too.
     fn legal(&mut self) -> Result<Vec<Vec<u32>>, Failure> {
         let (graph, target) = (self.context.graph(), &self.context.target);
-        let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
+        let mut legal = Vec::new();
         for point in 0..self.space.points() {
-            if self.recording.done.contains_key(&point) {
-                continue;
-            }
-            let config = self.space.config(point);
-            match ir::schedule::validate(config, graph, target) {
-                Ok(_) => by_kernel.entry(config.kernel.id()).or_default().push(point),
+            match ir::schedule::validate(self.space.config(point), graph, target) {
+                Ok(_) => legal.push(point),
+                Err(_) if self.recording.done.contains_key(&point) => {}
                 Err(violations) => self.recording.row(point, Answer::illegal(&violations))?,
             }
         }
-        let mut rng = Xoshiro256PlusPlus::seed_from_u64(self.args.seed);
-        let mut todo: Vec<_> = by_kernel.into_values().collect();
-        todo.iter_mut().for_each(|points| points.shuffle(&mut rng));
-        Ok(todo)
+        legal.shuffle(&mut Xoshiro256PlusPlus::seed_from_u64(self.args.seed));
+        legal.truncate(self.args.points.unwrap_or(usize::MAX));
+        legal.retain(|point| !self.recording.done.contains_key(point));
+        let mut by_kernel: BTreeMap<String, Vec<u32>> = BTreeMap::new();
+        for point in legal {
+            by_kernel.entry(self.space.config(point).kernel.id()).or_default().push(point);
+        }
+        Ok(by_kernel.into_values().collect())
     }
 
     fn measure(&mut self, device: &mut dyn Device, todo: &[Vec<u32>]) -> Result<(), Failure> {
@@ -236,7 +237,10 @@ impl Session<'_> {
             };
             *counts.entry(kind).or_default() += 1;
         }
-        let wanted = self.space.points() as usize;
+        let all = self.space.points() as usize;
+        let illegal = |answer: &&Answer| matches!(answer, Answer::Illegal(_));
+        let illegal = self.recording.done.values().filter(illegal).count();
+        let wanted = self.args.points.map_or(all, |points| all.min(illegal.saturating_add(points)));
         let seconds = self.began.elapsed().as_secs_f64();
         report::say(&format!(
             "{} of {wanted} points are in {}, {} of them new, in {seconds:.1} s",

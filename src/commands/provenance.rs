@@ -226,6 +226,7 @@ fn stale(evidence: &Evidence) -> Result<Option<String>, Refusal> {
         device: DeviceChoice::Cpu,
         kv_capacity: evidence.kv_capacity,
         gpus: None,
+        emulate: None,
     };
     let known = model::preset(&evidence.model).is_some();
     let context = known.then(|| Context::load(&evidence.model, &place).ok()).flatten();

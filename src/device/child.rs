@@ -25,7 +25,8 @@ pub(crate) fn open_process<'a>(
     shared: bool,
     named: bool,
 ) -> Result<Remote<'a>, Failure> {
-    let other_processes = sharing::count(&info.uuid, shared)?;
+    let other_processes =
+        if named { sharing::count(&info.uuid, shared)? } else { context.count_others(shared)? };
     let visible = if named { vm_host::visible_name(&info.uuid) } else { None };
     let graph = context.graph();
     let room = Room { rows: LOGITS_ROWS as usize, vocab: graph.vocab as usize };
@@ -53,8 +54,14 @@ fn command(context: &Context, visible: Option<&str>) -> Command {
     command.args(["device-child", "--model", &context.name, "--kv-capacity"]);
     command.arg(context.kv_capacity.to_string());
     command.args(crate::log::arguments());
-    if let Some(target) = &context.named_target {
+    if context.target.devices > 1 {
+        command.args(["--target", &context.target.name]);
+    } else if let Some(target) = &context.named_target {
         command.args(["--target", target]);
+    }
+    if context.cards.len() > 1 {
+        let cards: Vec<String> = context.cards.iter().map(ToString::to_string).collect();
+        command.args(["--gpus", &cards.join(",")]);
     }
     if let Some(visible) = visible {
         command.env("CUDA_VISIBLE_DEVICES", visible);
@@ -68,7 +75,8 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         target: args.target.clone(),
         device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
-        gpus: None,
+        gpus: args.gpus,
+        emulate: None,
     };
     let context = Context::open(&args.model, &place)?;
     let monitor = SharedMonitor::default();

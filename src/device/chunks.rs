@@ -16,7 +16,9 @@ const CHUNKS_FROM: usize = 16;
 impl Gpu<'_> {
     /// Sets how later prompts are run. The default is token by token.
     pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
-        let refused = vm_host::prefill_refused(self.context.graph());
+        let several = (self.context.target.devices > 1)
+            .then(|| "prompts in chunks run on one GPU only so far".to_owned());
+        let refused = vm_host::prefill_refused(self.context.graph()).or(several);
         self.chunks_from = match (choice, refused) {
             (PrefillChoice::Chunks, Some(why)) => {
                 return Err(Failure::usage(format!("--prefill chunks: {why}")));

@@ -5,7 +5,7 @@ use vm_host::DeviceInfo;
 
 use super::Gpu;
 use super::child::open_process;
-use super::probe::{look, look_at};
+use super::probe::look_at;
 use super::sharing;
 use crate::cli::{DeviceChoice, SharingArgs};
 use crate::context::Context;
@@ -27,7 +27,7 @@ impl Context {
         sharing: &SharingArgs,
     ) -> Result<Remote<'_>, Failure> {
         let info = look_at(&self.target, ordinal)?;
-        self.refuse_several()?;
+        self.one_gpu("a search on cards of a list")?;
         open_process(self, &info, sharing.shared_gpu, true)
     }
 
@@ -40,7 +40,7 @@ impl Context {
     /// The number of other processes on the GPU, before this process opens it to measure: refused if there are any,
     /// unless the GPU may be shared. `None` if no GPU is used.
     pub(crate) fn others(&self, sharing: &SharingArgs) -> Result<Option<Option<u32>>, Failure> {
-        self.open_with(|info| sharing::count(&info.uuid, sharing.shared_gpu))
+        self.open_with(|_| self.count_others(sharing.shared_gpu))
     }
 
     /// Whether a GPU is used: false with `cpu`, or with `auto` if there is none.
@@ -62,9 +62,9 @@ impl Context {
             DeviceChoice::Auto => false,
             DeviceChoice::Cuda => true,
         };
-        match look(&self.target) {
+        match look_at(&self.target, self.cards[0]) {
             Ok(info) => {
-                self.refuse_several()?;
+                self.look_at_others()?;
                 open(&info).map(Some)
             }
             Err(error) if wanted => Err(error.into()),
@@ -72,23 +72,30 @@ impl Context {
         }
     }
 
-    /// Refuses to run one step on several GPUs of this machine, with what is missing.
-    fn refuse_several(&self) -> Result<(), Failure> {
-        let wanted = self.target.devices;
-        if wanted == 1 {
-            return Ok(());
+    /// The number of other processes on the GPUs that run a step.
+    pub(super) fn count_others(&self, shared: bool) -> Result<Option<u32>, Failure> {
+        let mut sum = None;
+        for &card in &self.cards {
+            let here = sharing::count(&look_at(&self.target, card)?.uuid, shared)?;
+            sum = here.map(|here| sum.unwrap_or(0) + here).or(sum);
         }
-        let here = (0..wanted).take_while(|&n| look_at(&self.target, n).is_ok()).count();
-        Err(Failure::missing(if here < wanted as usize {
-            format!("{wanted} GPUs are needed for {}, and {here} are here", self.target.name)
-        } else {
-            "one step on several GPUs runs on the reference VM only so far: add --device cpu".into()
-        }))
+        Ok(sum)
+    }
+
+    /// Refuses GPUs that are not here, with what is missing.
+    fn look_at_others(&self) -> Result<(), Failure> {
+        let (wanted, name) = (self.cards.len(), &self.target.name);
+        for &card in &self.cards[1..] {
+            look_at(&self.target, card).map_err(|error| {
+                Failure::missing(format!("{wanted} GPUs are needed for {name}: {error}"))
+            })?;
+        }
+        Ok(())
     }
 
     /// The GPU's full name, if a GPU is wanted and there is one.
     pub(crate) fn card(&self) -> Option<String> {
         let wanted = matches!(self.device, DeviceChoice::Auto | DeviceChoice::Cuda);
-        wanted.then(|| look(&self.target).ok().map(|info| info.name)).flatten()
+        wanted.then(|| look_at(&self.target, self.cards[0]).ok().map(|info| info.name)).flatten()
     }
 }

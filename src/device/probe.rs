@@ -4,12 +4,7 @@ use ir::Target;
 use vm_device::Architecture;
 use vm_host::{Card, DeviceInfo, HostError};
 
-/// Checks, without touching the GPU, whether it can be driven with programs for this target; the error says what is missing.
-pub(crate) fn look(target: &Target) -> Result<DeviceInfo, HostError> {
-    fits(target, Card::default().info()?)
-}
-
-/// The same for the GPU of a number; [`look`] takes the first one.
+/// Checks, without touching the GPU of a number, whether it can be driven with programs for this target; the error says what is missing.
 pub(crate) fn look_at(target: &Target, ordinal: u32) -> Result<DeviceInfo, HostError> {
     fits(target, Card::new(ordinal).info()?)
 }
@@ -33,7 +28,8 @@ fn fits(target: &Target, info: DeviceInfo) -> Result<DeviceInfo, HostError> {
         return Err(HostError::Architecture { name: info.name, major, minor });
     }
     vm_host::nvrtc_version()?;
-    if info.sms != target.sms {
+    let parts = if target.emulated { target.devices } else { 1 };
+    if info.sms / parts != target.sms {
         return Err(HostError::Request(format!(
             "the target {} has {} multiprocessors, {} has {}; leave --target out to schedule for the GPU that is here",
             target.name, target.sms, info.name, info.sms

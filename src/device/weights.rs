@@ -42,6 +42,7 @@ pub(super) fn boot(
     streaming: Option<Streaming>,
 ) -> Result<Idle, DeviceError> {
     let options = BootOptions {
+        cards: context.cards.iter().map(|&card| vm_host::Card::new(card)).collect(),
         sessions,
         kv_pool,
         logits_rows: LOGITS_ROWS,

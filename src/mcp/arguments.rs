@@ -121,6 +121,7 @@ pub(super) fn about_model(arguments: &Map<String, Value>) -> Vec<Problem> {
         device: serde_json::from_value(device).unwrap_or_default(),
         kv_capacity: None,
         gpus: None,
+        emulate: None,
     };
     let context = match Context::load(name, &place) {
         Ok(context) => context,

@@ -51,7 +51,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences};
 use crate::report;
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, for_batch};
 
 use access::Keys;
 use answer::Heading;
@@ -226,6 +226,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
+    if gpu.is_some() {
+        context.one_gpu("a server")?;
+    }
     args.prefill.check(gpu.is_some())?;
     if gpu.is_none() && args.seqs.is_some_and(|seqs| seqs > 1) {
         let message = "--batch is for --device cuda: on the CPU sequences take turns; leave it out";
@@ -338,23 +341,21 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     Ok(KvPool::Positions(positions))
 }
 
-/// The schedule for the end of a full cache, where steps are slowest, and its program. On a GPU its batch size is the
-/// largest that the places fill and the kernel supports, unless an argument sets it.
+/// The schedule for the end of a full cache, where steps are slowest, or that of a batch, and its program. On a GPU the
+/// batch size is the largest that the places fill and the kernel supports, unless an argument sets it.
 fn lowered(
     context: &Context,
     args: &ServeArgs,
     places: usize,
     on_gpu: bool,
 ) -> Result<Lowered, Failure> {
-    let Chosen { config, source } =
-        choose(context, &args.config, context.kv_capacity, Auto::Fastest)?;
+    let full = choose(context, &args.config, context.kv_capacity, Auto::Fastest)?;
     let lower = |seqs: u32| {
-        let config = match (&args.config.config, seqs) {
-            (Some(_), _) | (None, 1) => config,
-            (None, seqs) => spread(config, context.graph(), &context.target, seqs),
+        let Chosen { config, source } = match (&args.config.config, seqs) {
+            (Some(_), _) | (None, 1) => full.clone(),
+            (None, seqs) => for_batch(context, &args.config, &full, seqs)?,
         };
         let program = Arc::new(context.lowered(&config)?);
-        let source = source.clone();
         Ok::<_, Failure>(Lowered { config, program, seqs, source, lone: None })
     };
     match args.seqs {

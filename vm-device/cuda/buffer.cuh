@@ -45,22 +45,41 @@ struct Words {
   uint32_t* at;
   uint32_t tag;
   uint32_t mask;
+#if AMK_DEVICES > 1
+  Shared* everywhere; // set if stores go to all devices' copies
+#endif
 };
 
 constexpr uint32_t TAG_MASK = (1u << AMK_TAG_BITS) - 1;
 
 __device__ __forceinline__ Words buffer_words(Worker const& w, ResolvedBuffer const& s) {
-  bool const flag_in_data = s.kind == AMK_BUFFER_FLAG_IN_DATA;
-  return Words{(uint32_t*)buffer_address(w, s), flag_in_data ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, flag_in_data ? TAG_MASK : 0};
+  bool const flag_in_data = is_flag_in_data(s);
+  return Words{(uint32_t*)buffer_address(w, s), flag_in_data ? (w.epoch * AMK_TAG_RUNS + seq_run(w)) & TAG_MASK : 0, flag_in_data ? TAG_MASK : 0
+#if AMK_DEVICES > 1
+               ,
+               (s.kind & REPLICATED) != 0 ? w.shared : nullptr
+#endif
+  };
 }
 __device__ __forceinline__ bool word_here(Words const& s, uint32_t word) { return ((word ^ s.tag) & s.mask) == 0; }
 __device__ __forceinline__ float word_value(Words const& s, uint32_t word) { return __uint_as_float(word & ~s.mask); }
+
+// Stores the bits of a word, to all devices if they have a copy.
+__device__ __forceinline__ void word_store(Words const& s, uint32_t* at, uint32_t bits) {
+#if AMK_DEVICES > 1
+  if (s.everywhere != nullptr) {
+    devices_store(s.everywhere, at, bits);
+    return;
+  }
+#endif
+  store_u32(at, bits);
+}
 
 // Writes a word. Rounds to nearest, ties away from zero; NaN stays NaN. Same as reference-vm/src/memory.rs.
 __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) {
   uint32_t const bits = __float_as_uint(v);
   uint32_t const rounded = v != v ? 0x7fc00000u : bits + ((s.mask + 1) >> 1);
-  store_u32(s.at + i, s.mask != 0 ? (rounded & ~s.mask) | s.tag : bits);
+  word_store(s, s.at + i, s.mask != 0 ? (rounded & ~s.mask) | s.tag : bits);
 }
 
 // Writes a word of a vector that is multiplied directly (without a norm or merge before it). In a kernel of several sequences it holds the
@@ -69,7 +88,7 @@ __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) 
 __device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v) {
 #if AMK_SEQS > 1
   uint32_t const word = element_pair(v - pair_values(element_pair(v, 0.f)).x, v);
-  store_u32(s.at + i, (word & ~s.mask) | s.tag);
+  word_store(s, s.at + i, (word & ~s.mask) | s.tag);
 #else
   word_write(s, i, v);
 #endif

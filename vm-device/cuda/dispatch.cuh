@@ -9,19 +9,20 @@ __device__ __forceinline__ void dispatch(Worker& w, StagedTask const& st, uint32
   asm volatile("" : "+r"(w.thread), "+r"(shared), "+r"(x), "+r"(ring));
   w.shared = (Shared*)shared_place(shared), w.x = shared_place(x), w.ring = shared_place(ring);
 #endif
+  if (opcode == AMK_OP_MATVEC) { // most tasks
+#if AMK_SEQS > 1
+    op_matvec_batch(w, st, c);
+#else
+    op_matvec(w, st, c);
+#endif
+    return;
+  }
   switch (opcode) {
   case AMK_OP_NOP:
     task_barrier(w);
     break;
   case AMK_OP_EMBED:
     op_embed(w, st);
-    break;
-  case AMK_OP_MATVEC:
-#if AMK_SEQS > 1
-    op_matvec_batch(w, st, c);
-#else
-    op_matvec(w, st, c);
-#endif
     break;
   case AMK_OP_ATTENTION:
     op_attention(w, st, c);

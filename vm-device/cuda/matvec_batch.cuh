@@ -384,7 +384,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
       continue;
     }
     if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
-      v += residual_value(w, st, row, add[turn].residual);
+      v += residual_value(w, st, row, add[turn].residual, st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA);
     }
     word_write(out, row, v);
   }

@@ -34,7 +34,8 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
       if (buffer < sh->program.buffer_len) {
         uint4 const head = load_u32x4((amk_buffer const*)sh->program.buffers + buffer);
         uint4 const tail = load_u32x4((char const*)((amk_buffer const*)sh->program.buffers + buffer) + 16);
-        resolved = make_uint4(head.x, head.y, head.z, head.z == AMK_BUFFER_EMBEDDING ? tail.x : head.w);
+        uint32_t const kind = AMK_DEVICES > 1 && tail.y != 0 ? head.z | REPLICATED : head.z;
+        resolved = make_uint4(head.x, head.y, kind, head.z == AMK_BUFFER_EMBEDDING ? tail.x : head.w);
       }
       (ASIDE && lane == ASIDE_LANE ? (uint4*)&st.task + ASIDE_PIECE : (uint4*)st.buffer + lane)[0] = resolved;
     }
@@ -56,9 +57,8 @@ __device__ __forceinline__ void prefetcher_run(Worker const& w) {
 
 // Waits until the prefetcher has staged this warp's next task.
 __device__ __forceinline__ StagedTask const& staged_task(Worker const& w) {
-  while (!is_staged(w.task, flag_load(&w.shared->fetched)) && !is_dead(w.shared)) {
+  while (!is_staged(w.task, flag_acquire(&w.shared->fetched)) && !is_dead(w.shared)) {
   }
-  block_fence();
   return w.shared->staged[w.task % STAGED];
 }
 
@@ -115,7 +115,7 @@ __device__ __forceinline__ void adopt_program(Worker& w, Cursor& c, uint64_t pro
   }
   consumers_sync();
   if (t < sizeof(amk_queue) / 16) {
-    ((uint4*)&sh->queue)[t] = load_u32x4((char const*)sh->program.queues + (size_t)blockIdx.x * sizeof(amk_queue) + t * 16);
+    ((uint4*)&sh->queue)[t] = load_u32x4((char const*)sh->program.queues + (size_t)(AMK_DEVICES > 1 ? sh->index : blockIdx.x) * sizeof(amk_queue) + t * 16);
   }
   if (t == 32) {
 #pragma unroll 1
@@ -148,7 +148,7 @@ __device__ __forceinline__ void wait_action(Worker const& w, uint32_t go) {
     }
     poll_pause();
   }
-  acquire_release_fence();
+  devices_fence();
 }
 
 __device__ __forceinline__ void consumer_run(Worker& w) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void consumer_run(Worker& w) {
     }
     adopt_program(w, c, sh->step.program);
     if (threadIdx.x == 0) {
-      acquire_release_fence(); // orders this worker's last reads of the old program before the host overwrites it
+      devices_fence(); // orders this worker's last reads of the old program before the host overwrites it
       claim(&((amk_done*)sh->launch->done)->switched);
     }
   }
@@ -244,6 +244,11 @@ __device__ __forceinline__ void worker_heartbeat_run(Shared* sh) {
 // The third helper warp of every block: the watchdog, until the consumers have left. In block 0 it runs the poller first.
 __device__ __forceinline__ void watchdog_run(Shared* sh) {
   while (flag_load(&sh->gone) == 0) {
+#if AMK_DEVICES > 1
+    if (sh->index == 0 && sh->device != 0) {
+      device_look(sh);
+    }
+#endif
     watchdog_check(sh);
     __nanosleep(20000);
   }
@@ -266,12 +271,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->seen_progress = 0;
     sh->seen_ns = 0;
     sh->watermark = sh->seen_watermark = sh->weight_stream_idle = 0;
-    sh->index = blockIdx.x;
     sh->epoch = 0;
     sh->task = 0;
     sh->issued = sh->started = 0;
     sh->worker_heartbeat_ns = 0;
+#if AMK_DEVICES > 1
+    device_find(sh, launch);
+#else
+    sh->index = blockIdx.x;
     sh->launch = &launch;
+#endif
 #pragma unroll 1
     for (uint32_t s = 0; s < AMK_STAGES_MAX; ++s) { // so that the first program has barriers to invalidate
       barrier_init(&sh->full[s], 1);
@@ -288,9 +297,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
   if (warp < AMK_WARPS + 2) {
     helper_life(w, warp == AMK_WARPS);
   } else if (threadIdx.x == CONSUMERS + 64) {
+#if AMK_DEVICES > 1
+    if (sh->index == 0 && sh->device != 0) {
+      device_report(sh);
+    } else if (sh->index == 0) {
+      poller_run(w);
+    }
+#else
     if (blockIdx.x == 0) {
       poller_run(w);
     }
+#endif
     watchdog_run(sh);
   } else if (threadIdx.x == CONSUMERS + 96) {
     worker_heartbeat_run(sh);
@@ -328,5 +345,33 @@ extern "C" __global__ void __launch_bounds__(32, 1) amk_bandwidth(char const* so
       stage_expect_at(shared_address(&full[s]), stage_bytes);
       stage_copy_at(shared_address(ring + (size_t)s * stage_bytes), (uint64_t)(mine + k * stage_bytes), stage_bytes, shared_address(&full[s]), policy);
     }
+  }
+}
+
+// One thread on each of two GPUs: sends `rounds` words there and back, `first` from here. The first one reports the nanoseconds of all of them;
+// nothing, if the other did not answer in time.
+extern "C" __global__ void amk_hop(uint32_t* mine, uint32_t* theirs, uint32_t first, uint32_t rounds, uint64_t deadline_ns, uint64_t* out) {
+  if (threadIdx.x != 0) {
+    return;
+  }
+  uint64_t start = now_ns();
+  for (uint32_t round = 1; round <= rounds + 1; ++round) {
+    if (first != 0) {
+      host_store(theirs, round);
+    }
+    for (uint64_t const since = now_ns(); host_load(mine) != round;) {
+      if (now_ns() - since > deadline_ns) {
+        return;
+      }
+    }
+    if (first == 0) {
+      host_store(theirs, round);
+    }
+    if (round == 1) { // both are running
+      start = now_ns();
+    }
+  }
+  if (first != 0) {
+    *out = now_ns() - start;
   }
 }

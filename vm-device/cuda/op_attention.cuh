@@ -51,10 +51,13 @@ __device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_pa
 // The index of the step's own key among all sessions' (paged_key).
 __device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(seq_session(w), w.shared->launch->page_stride, seq_position(w)); }
 __device__ __forceinline__ uint32_t fresh_page(Worker const& w) { return page_ask(w.shared->launch->pages, fresh_paged(w)); }
-// Byte distance from the row of the step's key, in the cache of this task's head, to the row of its value.
-__device__ __forceinline__ uint32_t fresh_values(amk_attention_params const& p) { return p.kv_heads * PAGE_KEYS * ROW_BYTES; }
+// Byte distance from the row of the step's key, in the cache of this task's head, to the row of its value. One of several devices has only
+// its own heads there.
+__device__ __forceinline__ uint32_t fresh_values(Worker const& w, amk_attention_params const& p) {
+  return AMK_DEVICES > 1 ? w.shared->program.kv_values : p.kv_heads * PAGE_KEYS * ROW_BYTES;
+}
 __device__ __forceinline__ char* fresh_row(Worker const& w, ResolvedBuffer const& kv, amk_attention_params const& p, uint32_t page) {
-  return (char*)kv.address + paged_row(page, fresh_values(p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
+  return (char*)kv.address + paged_row(page, fresh_values(w, p), seq_position(w)) + p.kv_head * (PAGE_KEYS * ROW_BYTES);
 }
 
 // 16 keys in registers: lane / 4 is the key within each 8 of them, lane % 4 the part of a block.
@@ -195,6 +198,9 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < TURNS; ++i) {
+    if (AMK_HEAD_DIM <= 128 && i * HEADS_ONCE >= GROUP_BUF && !newest) { // nothing but the new key; wider heads have no registers left
+      break;
+    }
     uint32_t const row = i * HEADS_ONCE + lane / HEAD_LANES;
     float4 const a = vec4_value(in, v[2 * i]), b = vec4_value(in, v[2 * i + 1]);
     float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -427,12 +433,45 @@ __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& w
   }
 }
 
-// One warp: attends queries g0.. of the group to its tiles of the keys, the last of which is the step's own if `owns`. The keys of the first
-// tile are in registers before the queries arrive. Stages are passed only as far as needed before the warps meet.
+// One warp that has no other key: the step's own, whose weight is one, goes into the warp's scratch as in warp_finish, and into the cache.
+__device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_params const& p, Queries const& q, char* to, bool store) {
+  uint32_t const lane = w.thread % 32, warp = w.thread / 32, place = (lane ^ row_swizzle(seq_position(w))) * 16;
+  KeyTile key; // the first of 16
+#pragma unroll
+  for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
+    key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane() ? fresh_key(w)[i * 4 + lane] : make_uint4(0, 0, 0, 0);
+  }
+  if (store && lane < ROW_CHUNKS) {
+    *(uint4*)(to + place) = fresh_key(w)[lane];
+    *(uint4*)(to + fresh_values(w, p) + place) = fresh_value(w)[lane];
+  }
+  float s[2][2];
+  tile_scores(q, key, p.cap, s);
+  uint32_t const head = lane % 2 * 2 + lane / 2;
+  if (lane < 4 && head < GROUP_BUF) {
+    *(float2*)scratch_head(w, warp, head) = make_float2(lane < 2 ? s[0][0] : s[0][1], 1.f);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < (AMK_HEAD_DIM / 2 + 31) / 32; ++i) {
+    uint32_t const pair = i * 32 + lane;
+    if (pair < AMK_HEAD_DIM / 2) {
+      float2 const v = half_values(((uint32_t const*)fresh_value(w))[pair]);
+#pragma unroll
+      for (uint32_t g = 0; g < GROUP_BUF; ++g) {
+        *(float2*)(scratch_head(w, warp, g) + 4 + 2 * pair) = v;
+      }
+    }
+  }
+}
+
+// One warp: attends queries g0.. of the group to its tiles of the keys, the last of which is the step's own if `owns`. For few keys the last warp
+// has no tile, and takes that key alone. The keys of the first tile are in registers before the queries arrive. Stages are passed only as far as
+// needed before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
-  uint32_t const position = seq_position(w), count = walk.count, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
-  bool const newest = owns && newest_tile % (2 * BLOCK_KEYS) == mine;
+  bool const apart = AMK_HEAD_DIM <= 128 && owns && walk.count - 1 <= (AMK_WARPS - 1) * TILE_KEYS, alone = apart && w.thread / 32 == AMK_WARPS - 1;
+  uint32_t const position = seq_position(w), count = walk.count - apart, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
+  bool const newest = owns && !apart && newest_tile % (2 * BLOCK_KEYS) == mine;
   Running r;
   r.m[0] = r.m[1] = LOWEST;
   r.l[0] = r.l[1] = 0.f;
@@ -440,7 +479,14 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   for (uint32_t i = 0; i < ROW_CHUNKS / 2; ++i) {
     r.out[i][0] = r.out[i][1] = r.out[i][2] = r.out[i][3] = 0.f;
   }
-  if (mine < count) {
+  if (alone) {
+    uint32_t const page = fresh_page(w); // requested long before it is used
+    Queries q;
+    HeadsAsked const asked = heads_ask(w, st, p, g0, true);
+    char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page);
+    heads_wait(w, st, p, asked, true, q);
+    newest_alone(w, p, q, to, g0 == 0);
+  } else if (mine < count) {
     uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane reads, in every tile
     uint32_t const page = newest ? fresh_page(w) : 0; // requested long before it is used
     Queries q;
@@ -465,7 +511,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
       cursor_pass(w, c, walk.passed, place.values_at);
       char* values = w.ring + (cursor_land(w, c) - w.ring) + place.values + place.row * ROW_BYTES;
       if (fresh_here) {
-        value_append(w, to + fresh_values(p), position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
+        value_append(w, to + fresh_values(w, p), position, values + (count - 1 - tile) * ROW_BYTES, g0 == 0);
       }
       tile_add(w, r, s, count - tile, values, swizzle, tile == mine);
       tile += 2 * BLOCK_KEYS;
@@ -478,7 +524,9 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   }
   // The remaining stages can be passed after the result is written, except those beyond the ring's size: other warps need what comes after them.
   cursor_pass(w, c, walk.passed, walk.stages > w.stages ? walk.stages - w.stages : 0);
-  warp_finish(w, r);
+  if (!alone) {
+    warp_finish(w, r);
+  }
 }
 
 // Attends to a sequence's keys of this task's split, at least one.

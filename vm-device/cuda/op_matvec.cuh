@@ -114,10 +114,29 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
+// A buffer of a task. In one load, which is before those of the fragments: otherwise it would have to wait for them.
+__device__ __forceinline__ ResolvedBuffer buffer_of(StagedTask const& st, uint32_t number) {
+  if constexpr (SPARE_REGISTERS) {
+    uint4 const v = stage_load(&st.buffer[number]);
+    return ResolvedBuffer{(uint64_t)v.y << 32 | v.x, v.z, v.w};
+  }
+  return st.buffer[number];
+}
+
+// A matvec's vector, and the weights that normalise it or null.
+struct Input {
+  ResolvedBuffer vector;
+  float const* norm;
+};
+__device__ __forceinline__ Input input_of(StagedTask const& st, amk_matvec_params const& p) {
+  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
+  return Input{buffer_of(st, 0), rms ? (float const*)buffer_of(st, 1).address : nullptr};
+}
+
 // One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
-__device__ __forceinline__ float stage_input(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
-  ResolvedBuffer const& in = st.buffer[0];
-  float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
+__device__ __forceinline__ float stage_input(Worker const& w, Input const& input, StagedTask const& st, amk_matvec_params const& p) {
+  ResolvedBuffer const& in = input.vector;
+  float const* const norm = input.norm;
   VectorUnits const u = vector_units(w, p.units, st.task.unpack);
   if (in.kind == AMK_BUFFER_EMBEDDING) {
     return stage_embedding(w, in, norm, p, u);
@@ -184,54 +203,39 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
   return a;
 }
 
-// The residual of a row, after the task's barrier. A flag-in-data word that was read too early is waited for; that takes a reader that did
-// not need the whole vector.
-__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word) {
-  if (st.buffer[3].kind != AMK_BUFFER_FLAG_IN_DATA) {
+// The residual of a row, after the task's barrier. A flag-in-data word (`flagged`) that was read too early is waited for; that takes a reader
+// that did not need the whole vector.
+__device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word, bool flagged) {
+  if (!flagged) {
     return buffer_read(w, st.buffer[3], row);
   }
   Words const words = buffer_words(w, st.buffer[3]);
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
 
-// Sum of a row over the warps. `buffer` is the parity under which the products were written.
-__device__ __forceinline__ float row_sum(Worker const& w, uint32_t buffer, uint32_t t) {
-  float v = 0.f;
-#pragma unroll
-  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
-    v += w.shared->part[buffer][i][t];
-  }
-  return v;
-}
-
 // The factor of a row's products: that of the vector, and in a kernel that unpacks weights the row's own.
 __device__ __forceinline__ float scale_of(float vector, float row) { return MIXED ? vector * row : vector; }
 
-// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue.
-__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t buffer, uint32_t row, float scale,
-                                         Addends add, Best& best) {
-  uint32_t const t = w.thread;
+// Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue. `units`: words in the buffer that is written.
+__device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t units, RowParts<SPARE_REGISTERS> const& parts, uint32_t row, float scale,
+                                         Addends add, bool flagged, Best& best) {
   float const factor = slot_addends(w, st, p, row, add.bias, add.bias_up);
-  float v = row_sum(w, buffer, t) * scale_of(scale, add.scale) + add.bias;
-  if (p.epilogue == AMK_EPILOGUE_LOGITS) {
+  float v = parts.row_sum() * scale_of(scale, add.scale) + add.bias;
+  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
+    float const up = parts.up_sum() * scale_of(scale, add.scale_up) + add.bias_up;
+    bool const second = w.thread / AMK_UNIT_ROWS % 2 != 0;
+    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
+    if (second || row >= units) { // padding rows are dropped
+      return;
+    }
+    v = gated(v, up, p.activation, p.cap) * factor;
+  } else if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
+    v += residual_value(w, st, row, add.residual, flagged);
+  } else if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     v = logit_capped(v, p.cap);
     best = better(best, Best{v, row});
     store_f32((float*)out.at + (size_t)w.shared->step.logits_row * p.rows + row, v);
     return;
-  }
-  if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-    if ((t / AMK_UNIT_ROWS) % 2 != 0) {
-      return;
-    }
-    float const up = row_sum(w, buffer, t + AMK_UNIT_ROWS) * scale_of(scale, add.scale_up) + add.bias_up;
-    row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
-    if (row >= st.buffer[AMK_READS_STAGED].units) { // words in the buffer: padding rows are dropped
-      return;
-    }
-    v = gated(v, up, p.activation, p.cap) * factor;
-  }
-  if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
-    v += residual_value(w, st, row, add.residual);
   }
   word_write(out, row, v);
 }
@@ -305,12 +309,12 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
   }
   plan.held = FRAGMENT == SHARE && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
-  plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA;
+  plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && is_flag_in_data(st.buffer[3]);
   return plan;
 }
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
   amk_task const& task = st.task;
-  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : p.units;
+  uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : SPARE_REGISTERS && plan.shares == 0 ? 0 : p.units;
   return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, stage_fragments(task), plan.shares, plan.held};
 }
 
@@ -331,8 +335,9 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 
 // Loads this warp's fragment number PART of the current stage, which has arrived and holds chunk `chunk` of a tile; steps to the next stage after
 // the `last` one. Returns the word that stage_read waits for before the stage is freed. Tiles may be missing at the end of a task: what is read
-// then is multiplied for nothing.
-template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
+// then is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART>
+__device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v, bool wanted = true) {
   using F = Fragment<UNPACK, UNITS>;
   constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH, LOADS = F::TILES * F::EACH, LAST = (F::TILES - 1) * F::EACH + EACH;
   uint32_t const units = chunk_units(k, chunk);
@@ -340,10 +345,11 @@ template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinli
   if (!F::HALVES && PART != 0 && k.parts == 2) {
     unit += F::TILES * k.chunk * unit_bytes(UNPACK);
   }
+  char const* const mine = wanted ? unit + w.thread % 32 * 16 : (char const*)w.shared;
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
     uint32_t const tile = i / F::EACH, j = i % F::EACH;
-    char const* at = unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) + w.thread % 32 * 16;
+    char const* at = mine + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK);
     v.weights[i] = j < EACH && share_has<UNITS>(w, units, FIRST + j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
   uint32_t read = v.weights[LAST - 1].x | v.weights[LAST > 1 ? LAST - 2 : 0].x; // the last may be absent
@@ -376,7 +382,7 @@ template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinli
 template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
   uint32_t const stage = c.stage, read = share_load<UNPACK, UNITS, PART>(w, c, k, chunk, last, v);
   if (last) {
-    stage_read(read);
+    stage_read(read, &w.shared->sink);
     cursor_free(w, stage);
   }
 }
@@ -463,13 +469,23 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
       }
     }
   }
+  // The same of operands; calls `after` with the number of each product. Numbers continue up to five.
+  template <typename A> __device__ __forceinline__ void multiply(Worker const&, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, A const& after) const {
+#pragma unroll
+    for (uint32_t i = 0; i < F::TILES * F::EACH || i < 5; ++i) {
+      if (i < F::TILES * F::EACH) {
+        unit_multiply(s[i / F::EACH], i % F::EACH, x[i % F::EACH].x[0], share.weights[i]);
+      }
+      after(i);
+    }
+  }
 };
 // Reduces the sums of a fragment's tiles into `part` and clears them: those of half a stage together, so that their steps overlap.
 template <uint32_t UNPACK, uint32_t TILES, uint32_t CHAINS> __device__ __forceinline__ void sums_finish(Worker const& w, Sums<CHAINS> (&s)[TILES], float* part) {
   constexpr uint32_t N = FRAGMENT < SHARE ? TILES : 1;
 #pragma unroll
   for (uint32_t i = 0; i < TILES; i += N) {
-    tiles_finish<UNPACK>(w, (Sums<CHAINS> const (&)[N])s[i], part + i * AMK_UNIT_ROWS);
+    tiles_finish<UNPACK>(w, (Sums<CHAINS> const (&)[N])s[i], part + i * TILE_PARTS);
 #pragma unroll
     for (uint32_t n = 0; n < N; ++n) {
       s[i + n] = Sums<CHAINS>{};
@@ -508,7 +524,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
     bool const whole = !F::HALVES || PART != 0; // a chunk is complete
     if (whole && ++chunk == k.chunks) {
       sums_finish<UNPACK>(w, s, part);
-      part += F::TILES * AMK_UNIT_ROWS;
+      part += F::TILES * TILE_PARTS;
       chunk = 0;
     }
     if (F::HALVES || (FRAGMENT == SHARE && k.chunks > 1)) {
@@ -537,7 +553,7 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
       return;
     }
     sums_finish<UNPACK>(w, s, part);
-    part += F::TILES * AMK_UNIT_ROWS;
+    part += F::TILES * TILE_PARTS;
   };
   x.template load<0>(w, k, 0);
   x.multiply(w, s, v[0]);
@@ -556,18 +572,18 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
   }
   sums_finish<UNPACK>(w, s, part);
 }
-// Two fragments are finished together: their last steps overlap. `normed`: whether the squares matter.
-template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, bool normed, float& square) {
+// Two fragments are finished together: their last steps overlap, as those of the sum of squares do with the first products.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   using F = Fragment<UNPACK, UNITS>;
   constexpr uint32_t TILES = F::TILES;
   VectorPart<UNPACK, UNITS> x;
   Sums<F::CHAINS> s[2][TILES] = {};
   x.template load<0>(w, k, 0);
-  x.multiply(w, s[0], v[0]);
-  if (normed) {
-    square = warp_sum(square);
-  }
+  x.multiply(w, s[0], v[0], [&](uint32_t i) {
+    if (i < 5) {
+      square += __shfl_xor_sync(~0u, square, 16 >> i);
+    }
+  });
   if (k.shares > TAKE) {
     cursor_land(w, c);
     share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
@@ -585,7 +601,7 @@ __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles 
     if (k.shares <= TAKE) {
       return;
     }
-    part += 2 * TILES * AMK_UNIT_ROWS;
+    part += 2 * TILES * TILE_PARTS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
       s[0][i] = Sums<F::CHAINS>{};
@@ -613,7 +629,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tiles_finish<UNPACK>(w, (Sums<4> const (&)[1])s, part + i * AMK_UNIT_ROWS);
+    tiles_finish<UNPACK>(w, (Sums<4> const (&)[1])s, part + i * TILE_PARTS);
   }
 }
 
@@ -622,12 +638,11 @@ struct Ahead {
   uint32_t want, taken;
 };
 
-// Loads fragment number PART of the current stage, which holds chunk `chunk`, and steps to the next stage after the `last` one. Returns the word
-// to wait for.
-template <uint32_t PART = 0> __device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool last = true) {
+// Loads the current fragment, a stage that holds chunk `chunk`, and steps to the next stage. Returns the word to wait for.
+__device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted) {
   uint32_t read = 0;
   with_units(st.task.unpack, [&](auto unpack) {
-    with_share(k, [&](auto units) { read = share_load<decltype(unpack)::value, decltype(units)::value, PART>(w, c, k, chunk, last, v); });
+    with_share(k, [&](auto units) { read = share_load<decltype(unpack)::value, decltype(units)::value, 0>(w, c, k, chunk, true, v, wanted); });
   });
   return read;
 }
@@ -636,33 +651,25 @@ template <uint32_t PART = 0> __device__ __forceinline__ uint32_t share_of_task(W
 __device__ __forceinline__ Ahead take_ahead(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                             Addends& add) {
   Cursor const first = c;
-  Cursor second = c;
-  bool here = false, both = false;
-  uint32_t last = 0;
-  if (k.shares > 0) {
-    here = cursor_arrived(w, c);
-    last = share_of_task(w, st, c, k, 0, v[0]);
-    second = c;
-    if (k.shares > 1) {
-      both = here && cursor_arrived(w, c);
-      last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
-    } else {
-      v[TAKE - 1] = Share{};
-    }
-  } else {
-    v[0] = v[TAKE - 1] = Share{};
-  }
+  uint32_t const here = k.shares > 0 && cursor_arrived(w, c);
+  uint32_t last = share_of_task(w, st, c, k, 0, v[0], k.shares > 0);
+  Cursor const second = c;
+  uint32_t const both = here != 0 && k.shares > 1 && cursor_arrived(w, c);
+  last |= share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1], k.shares > 1);
   add = addends(w, st, p, row, plan);
   barrier_announce(w);
-  stage_read(last); // of both; they overlap with the code in between
-  if (here) {
-    cursor_free(w, first.stage);
+  stage_read(last, &w.shared->sink); // of both; they overlap with the code in between
+  __syncwarp();
+  if (w.thread % 32 == 0) { // frees them
+    if (here != 0) {
+      barrier_arrive(&w.shared->empty[first.stage]);
+    }
+    if (both != 0) {
+      barrier_arrive(&w.shared->empty[second.stage]);
+    }
   }
-  if (both) {
-    cursor_free(w, second.stage);
-  }
-  c = both ? c : here ? second : first;
-  return Ahead{k.shares < TAKE ? k.shares : TAKE, (uint32_t)here + both};
+  c = both != 0 ? c : here != 0 ? second : first;
+  return Ahead{k.shares < TAKE ? k.shares : TAKE, here + both};
 }
 // Loads the rest of them, once they have arrived.
 __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st, Tiles const& k, Cursor& c, Ahead ahead, Share (&v)[TAKE]) {
@@ -670,7 +677,8 @@ __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st,
   for (; ahead.taken < ahead.want; ++ahead.taken) {
     cursor_land(w, c);
     uint32_t const stage = c.stage;
-    stage_read(ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0]) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1]));
+    uint32_t const last = ahead.taken == 0 ? share_of_task(w, st, c, k, 0, v[0], true) : share_of_task(w, st, c, k, k.chunks == 1 ? 0 : 1, v[TAKE - 1], true);
+    stage_read(last, &w.shared->sink);
     cursor_free(w, stage);
   }
 }
@@ -679,8 +687,9 @@ __device__ __forceinline__ void take_rest(Worker const& w, StagedTask const& st,
 // registers, which are there on return in any case, and the epilogue's addends of `row`. Returns the lane's sum of squares.
 __device__ __forceinline__ float take_and_stage(Worker& w, StagedTask const& st, amk_matvec_params const& p, Tiles const& k, Cursor& c, uint32_t row, MatvecPlan const& plan, Share (&v)[TAKE],
                                                 Addends& add) {
+  Input const in = input_of(st, p);
   Ahead const ahead = take_ahead(w, st, p, k, c, row, plan, v, add);
-  float const square = stage_input(w, st, p);
+  float const square = stage_input(w, in, st, p);
   __syncwarp();
   if (w.thread == 0) {
     flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -719,7 +728,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
       add = addends(w, st, p, row, plan);
       barrier_announce(w);
     }
-    stage_read(last); // both; they overlap with the code in between
+    stage_read(last, &w.shared->sink); // both; they overlap with the code in between
 #pragma unroll 1
     for (uint32_t i = before; i < taken; i += k.parts) {
       cursor_free(w, stage);
@@ -728,7 +737,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
     if (late) {
       return square;
     }
-    square = stage_input(w, st, p);
+    square = stage_input(w, input_of(st, p), st, p);
     __syncwarp();
     if (w.thread == 0) {
       flag_store(&w.shared->near, k.held); // its last fragments have been loaded already
@@ -740,24 +749,22 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
   }
 }
 
-// The factor of a normalised vector's rows, from the warps' sums of squares.
-__device__ __forceinline__ float rms_scale(Worker const& w, uint32_t buffer, float inverse, float eps) {
-  float4 const a = *(float4 const*)&w.shared->sums[buffer][0], b = *(float4 const*)&w.shared->sums[buffer][4];
-  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
-}
-
 __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const p = *(amk_matvec_params const*)st.task.params;
   uint32_t const t = w.thread, warp = t / 32;
   MatvecPlan const plan = plan_of(st);
   Tiles const k = task_tiles(st, p, plan);
-  Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
+  ResolvedBuffer const written = buffer_of(st, AMK_READS_STAGED);
+  Words const out = buffer_words(w, written);
   Share v[TAKE];
   Addends add;
-  if (!STRAIGHT) {
+  if (!STRAIGHT) { // else all are loaded in any case
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
-  float const inverse = __fdividef(1.f, (float)p.k_len);
+  float inverse = __fdividef(1.f, (float)p.k_len);
+  if (SPARE_REGISTERS) {
+    asm volatile("" : "+f"(inverse)); // computed here, not where it is used
+  }
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
@@ -771,7 +778,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     trace_multiplied(w);
     barrier_meet(w);
     if (mine) {
-      epilogue(w, st, p, out, buffer, row, (rms ? rms_scale(w, buffer, inverse, p.eps) : 1.f) / VECTOR_FACTOR, add, best);
+      RowParts<SPARE_REGISTERS> const parts(w, buffer);
+      float const scale = SPARE_REGISTERS || rms ? rms_scale(parts, inverse, p.eps) : 1.f;
+      epilogue(w, st, p, out, written.units, parts, row, (rms ? scale : 1.f) / VECTOR_FACTOR, add, plan.residual, best);
     }
   };
   if (FRAGMENT == SHARE && k.held) {
@@ -780,9 +789,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
         constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
         if constexpr (FRAGMENT < SHARE) {
         } else if constexpr (SPARE_REGISTERS) {
-          multiply_held<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], rms, square);
+          multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         } else {
-          held_in_turn<UNPACK, UNITS>(w, c, k, v, w.shared->part[w.parity][warp], square);
+          held_in_turn<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         }
       });
     });
@@ -795,7 +804,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
-    float* part = w.shared->part[buffer][warp];
+    float* part = warp_parts(w, buffer);
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {

@@ -8,7 +8,10 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
   amk_done* done = (amk_done*)w.shared->launch->done;
   uint32_t const next = s.position + 1, ran = s.index + 1;
   uint32_t* tokens = session_tokens(*w.shared->launch, s.session);
-  host_store(tokens + w.shared->launch->token_stride + s.position, chosen); // forced or not: the gate compares it with the logits
+  bool const reports = device_of(w.shared) == 0;
+  if (reports) {
+    host_store(tokens + w.shared->launch->token_stride + s.position, chosen); // forced or not: the gate compares it with the logits
+  }
   bool const forced = next < s.forced;
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   bool const known = token < w.shared->program.vocab;
@@ -19,7 +22,9 @@ __device__ __forceinline__ void finish_step(Worker const& w, uint32_t chosen, bo
     for (uint32_t i = 0; i < s.stop_len && i < AMK_STOP_TOKENS_MAX; ++i) {
       ending = s.stop[i] == token ? AMK_ENDING_STOP : ending;
     }
-    host_store(tokens + next, token);
+    if (reports) {
+      host_store(tokens + next, token);
+    }
   }
   if (ran >= s.steps || ending != AMK_ENDING_LENGTH) {
     store_relaxed(&done->steps, ran);
@@ -133,6 +138,12 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
     best.row = sampled_token(w, best);
   }
   if (t == 0 && !is_dead(w.shared)) {
-    finish_step(w, best.row, preempted == s.command);
+    bool yields = preempted == s.command;
+#if AMK_DEVICES > 1
+    if (!exchange_best(w, best, yields)) {
+      return;
+    }
+#endif
+    finish_step(w, best.row, yields);
   }
 }

@@ -42,7 +42,7 @@ __device__ __forceinline__ bool poller_wait(Poller& p, uint32_t const* word, uin
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   for (uint32_t spin = 1;; ++spin) {
     if ((int32_t)(load_relaxed(word) - need) >= 0) {
-      acquire_release_fence();
+      devices_fence();
       return true;
     }
     if (load_relaxed(&done->abort) != 0) {
@@ -99,9 +99,12 @@ __device__ __forceinline__ bool poller_abandoned(Poller& p) {
 
 __device__ __forceinline__ void publish_action(Poller& p, uint32_t action) {
   amk_step* step = (amk_step*)p.worker->shared->launch->step;
-  store_relaxed(&step->action, action);
-  word_publish(&step->go, ++p.go);
+  devices_store(p.worker->shared, &step->action, action);
+  devices_publish(p.worker->shared, &step->go, ++p.go);
 }
+
+// Writes a field of the next action.
+__device__ __forceinline__ void step_store(Poller& p, uint32_t* field, uint32_t v) { devices_store(p.worker->shared, field, v); }
 
 // Prepares the remaining steps of a command whose first step ran alone, as the next action.
 __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, uint32_t steps, uint32_t flags) {
@@ -113,12 +116,12 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
     trap(p.worker->shared, AMK_TRAP_BAD_INDEX, token, token, vocab, 0);
     return AMK_TRAP_BAD_INDEX;
   }
-  store_relaxed(&step->epoch, p.epoch + 2);
-  store_relaxed(&step->token, token);
-  store_relaxed(&step->position, position + 1);
-  store_relaxed(&step->index, 1);
-  store_relaxed(&step->logits_row, flags & 1);
-  store_relaxed(&step->steps, steps);
+  step_store(p, &step->epoch, p.epoch + 2);
+  step_store(p, &step->token, token);
+  step_store(p, &step->position, position + 1);
+  step_store(p, &step->index, 1);
+  step_store(p, &step->logits_row, flags & 1);
+  step_store(p, &step->steps, steps);
   return AMK_TRAP_NONE;
 }
 
@@ -204,7 +207,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   uint32_t const capacity = load_relaxed(&program->kv_capacity);
   uint32_t const rows = load_relaxed(&program->logits_rows);
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
-                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || seqs > SEQS || (seqs > 1 && (session | position) != 0);
+                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || (AMK_DEVICES > 1 && (flags & AMK_FLAG_SAMPLE) != 0) || seqs > SEQS || (seqs > 1 && (session | position) != 0);
   uint32_t const token = bad || seqs > 1 ? 0 : host_load(session_tokens(l, session) + position);
   if (bad || (seqs <= 1 && !has_page(l, session, position + steps - 1)) || !begin_seqs(p, s, seqs, session, position, steps, capacity, flags, token)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);
@@ -221,19 +224,19 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   }
   // While weights are in flight the first step runs alone: after it either all of them have arrived or its result is void. So workers never check.
   bool const alone = p.weight_stream;
-  store_relaxed(&step->epoch, p.epoch + 1);
-  store_relaxed(&step->token, token);
-  store_relaxed(&step->position, position);
-  store_relaxed(&step->index, 0);
-  store_relaxed(&step->session, session);
-  store_relaxed(&step->logits_row, 0);
-  store_relaxed(&step->steps, alone ? 1 : steps);
-  store_relaxed(&step->forced, seqs > 1 ? 0 : host_load(&s->forced));
-  store_relaxed(&step->flags, flags);
-  store_relaxed(&step->stop_len, stop_len);
-  store_relaxed(&step->command, p.finished + 1);
+  step_store(p, &step->epoch, p.epoch + 1);
+  step_store(p, &step->token, token);
+  step_store(p, &step->position, position);
+  step_store(p, &step->index, 0);
+  step_store(p, &step->session, session);
+  step_store(p, &step->logits_row, 0);
+  step_store(p, &step->steps, alone ? 1 : steps);
+  step_store(p, &step->forced, seqs > 1 ? 0 : host_load(&s->forced));
+  step_store(p, &step->flags, flags);
+  step_store(p, &step->stop_len, stop_len);
+  step_store(p, &step->command, p.finished + 1);
   for (uint32_t i = 0; i < AMK_STOP_TOKENS_MAX; ++i) {
-    store_relaxed(&step->stop[i], host_load(&s->stop[i]));
+    step_store(p, &step->stop[i], host_load(&s->stop[i]));
   }
   bool lost = false;
 #pragma unroll 1
@@ -274,6 +277,14 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   amk_step* step = (amk_step*)l.step;
   store_relaxed((uint32_t*)&step->program, (uint32_t)program);
   store_relaxed((uint32_t*)&step->program + 1, (uint32_t)(program >> 32));
+#if AMK_DEVICES > 1
+#pragma unroll 1
+  for (uint64_t const distance : p.worker->shared->peers) { // each device has its tables at the same place
+    uint32_t* const to = at_distance((uint32_t*)&step->program, distance);
+    store_relaxed(to, (uint32_t)(program + distance));
+    store_relaxed(to + 1, (uint32_t)((program + distance) >> 32));
+  }
+#endif
   p.program = program;
   p.epoch = load_relaxed(&((amk_program const*)program)->epoch);
   p.switched += l.workers;
@@ -282,6 +293,14 @@ __device__ __forceinline__ uint32_t run_load_program(Poller& p, amk_submission c
   if (!poller_wait(p, &((amk_done*)l.done)->switched, p.switched)) {
     return AMK_TRAP_ABORTED;
   }
+#if AMK_DEVICES > 1
+#pragma unroll 1
+  for (uint64_t const distance : p.worker->shared->peers) {
+    if (!poller_wait(p, at_distance(&((amk_done*)l.done)->switched, distance), p.switched)) {
+      return AMK_TRAP_ABORTED;
+    }
+  }
+#endif
   post_completion(p, AMK_TRAP_NONE, 0, 0, 0, 0, start);
   return AMK_TRAP_NONE;
 }
@@ -291,6 +310,11 @@ __device__ __forceinline__ void poller_run(Worker const& w) {
   amk_launch const& l = *w.shared->launch;
   Poller p = {&w, 0, 0, 0, 0, load_relaxed(&((amk_program const*)l.program)->epoch), l.program, true};
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
+#if AMK_DEVICES > 1
+  if (!devices_wait(w.shared)) {
+    return;
+  }
+#endif
   for (;;) {
     amk_submission const* s = (amk_submission const*)l.submissions + (p.head & (AMK_RING_ENTRIES - 1));
     if (ring_acquire(&s->sequence) != p.head + 1) { // pairs with ring.rs: publish

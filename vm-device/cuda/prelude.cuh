@@ -44,9 +44,15 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #ifndef AMK_SEQS // sessions that a step may run at once: 1, or 2, 4 or 8
 #define AMK_SEQS 1
 #endif
+#ifndef AMK_DEVICES // devices that run a step together
+#define AMK_DEVICES 1
+#endif
 #ifndef AMK_TRACE // 1: every task writes an amk_record; 2: it also spins as long as the host wrote into it
 #define AMK_TRACE 0
 #endif
+
+static_assert(AMK_DEVICES == 1 || AMK_SEQS == 1, "a step of several devices runs one sequence");
+static_assert(AMK_DEVICES >= 1 && AMK_DEVICES <= AMK_DEVICES_MAX, "a device has a number below");
 
 // A number as a type, for code that is instantiated per value.
 template <uint32_t N> struct Number {

@@ -7,6 +7,13 @@
 __device__ __forceinline__ uint32_t flag_load(uint32_t const* word) { return *(volatile uint32_t const*)word; }
 __device__ __forceinline__ void flag_store(uint32_t* word, uint32_t v) { *(volatile uint32_t*)word = v; }
 
+// The same, and what was written before the flag is visible afterwards. Pairs with a block_fence before the flag's store.
+__device__ __forceinline__ uint32_t flag_acquire(uint32_t const* word) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"((uint32_t)__cvta_generic_to_shared(word)) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 // The inverse; the compiler can tell that the result points to shared memory.
 __device__ __forceinline__ char* shared_place(uint32_t address) { return (char*)__cvta_shared_to_generic(address); }
@@ -70,9 +77,9 @@ __device__ __forceinline__ uint2 stage_load8(void const* p) {
 
 // Waits until a stage's loads are in registers: this instruction depends on `last`, a word of the last load, and a warp's loads from shared
 // memory return in order. They can queue behind loads of vectors for longer than refilling a freed stage takes, and nothing else waits for
-// them: not the arrival on a barrier, nor the compiler before it. It has no effect, whatever the word's value.
-__device__ __forceinline__ void stage_read(uint32_t last) {
-  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0x7fedcba9; @q nanosleep.u32 0; }" ::"r"(last) : "memory");
+// them: not the arrival on a barrier, nor the compiler before it. It may write `sink`, which nobody reads.
+__device__ __forceinline__ void stage_read(uint32_t last, uint32_t* sink) {
+  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0x7fedcba9; @q st.shared.u32 [%1], %0; }" ::"r"(last), "r"(shared_address(sink)) : "memory");
 }
 
 __device__ __forceinline__ void stage_store(void* p, uint4 v) {

@@ -1,6 +1,14 @@
 // Memory order inside the GPU: counters, flag-in-data words, the step word. All accesses to words that another worker writes or reads
-// concurrently are here; each names the function it pairs with. Scope is .gpu throughout; the host's words are in ring.cuh.
+// concurrently are here; each names the function it pairs with. Scope is .gpu, or .sys for words that another GPU may write or read, in a
+// kernel of several devices; the host's words are in ring.cuh.
 #pragma once
+
+// Scope of words that other devices have a copy of.
+#if AMK_DEVICES > 1
+#define AMK_SCOPE "sys"
+#else
+#define AMK_SCOPE "gpu"
+#endif
 
 // A 64-bit nanosecond clock for deadlines and reports.
 __device__ __forceinline__ uint64_t now_ns() {
@@ -12,17 +20,20 @@ __device__ __forceinline__ uint64_t now_ns() {
 // Polls without ordering; after a success, call acquire_release_fence. Pairs with counter_signal, word_publish.
 __device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
   uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+  asm volatile("ld.relaxed." AMK_SCOPE ".global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
   return v;
 }
 
 __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+  asm volatile("st.relaxed." AMK_SCOPE ".global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
 
 // After a successful poll: makes visible what the signalling worker wrote before its release; with the CTA barrier that follows, to every
 // thread of this worker. Before a relaxed publication: releases this worker's earlier writes to readers that fence after seeing it.
 __device__ __forceinline__ void acquire_release_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// The same for an edge that may lead to another device: the step word, its fields, and candidates.
+__device__ __forceinline__ void devices_fence() { asm volatile("fence.acq_rel." AMK_SCOPE ";" ::: "memory"); }
 
 // Signals a counter once. A reader of the new value sees everything this worker wrote before (ordered by the preceding CTA barrier). Pairs
 // with load_relaxed + acquire_release_fence in wait_counter.
@@ -33,15 +44,27 @@ __device__ __forceinline__ void counter_signal(uint32_t* counter) {
 
 // Release store of a word, after the data that it announces. Pairs with load_relaxed + acquire_release_fence of its pollers.
 __device__ __forceinline__ void word_publish(uint32_t* word, uint32_t v) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
+  asm volatile("st.release." AMK_SCOPE ".global.u32 [%0], %1;" ::"l"(word), "r"(v) : "memory");
 }
 
 // Adds one and returns the old value. For claims; orders nothing.
 __device__ __forceinline__ uint32_t claim(uint32_t* word) {
   uint32_t v;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(word) : "memory");
+  asm volatile("atom.relaxed." AMK_SCOPE ".global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(word) : "memory");
   return v;
 }
+
+#if AMK_DEVICES > 1
+// A word and its tag in one access: a reader that sees the tag has the word. Relaxed: devices_fence orders what they announce.
+__device__ __forceinline__ void pair_store(uint32_t* pair, uint32_t word, uint32_t tag) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(pair), "l"((uint64_t)tag << 32 | word) : "memory");
+}
+__device__ __forceinline__ uint2 pair_load(uint32_t const* pair) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(pair) : "memory");
+  return make_uint2((uint32_t)v, (uint32_t)(v >> 32));
+}
+#endif
 
 // Adds. For sums that are read only after all additions.
 __device__ __forceinline__ void add_relaxed(uint32_t* word, uint32_t v) {
@@ -60,14 +83,14 @@ __device__ __forceinline__ float2 load_f32x2(float const* p) {
 }
 __device__ __forceinline__ uint4 load_u32x4(void const* p) {
   uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.relaxed." AMK_SCOPE ".global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ void store_f32(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
 
 // Stores a word of a buffer. A flag-in-data word holds value and tag in this one access: a reader that sees the tag has the value, with no
 // fence on either side. Pairs with load_u32x4 and load_relaxed in buffer.cuh.
-__device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_u32(uint32_t* p, uint32_t v) { asm volatile("st.relaxed." AMK_SCOPE ".global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 __device__ __forceinline__ void store_u32x4(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

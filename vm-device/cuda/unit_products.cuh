@@ -1,4 +1,5 @@
-// Products of units of weights with the staged vector: their operands, their sums, and the sums of a tile over the lanes of a warp.
+// Products of units of weights with the staged vector: their operands, their sums, those of a tile over the lanes of a warp, and of rows over the
+// warps.
 #pragma once
 
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // most units of a chunk per warp
@@ -193,7 +194,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Reduces the sums of N tiles' 8 rows each over the lanes, into `part`.
+constexpr uint32_t ROW_PARTS = SPARE_REGISTERS ? AMK_WARPS : 1, TILE_PARTS = AMK_UNIT_ROWS * ROW_PARTS; // from a row's sums to the next
+// Reduces the sums of N tiles' 8 rows each over the lanes, into this warp's places at `part`.
 template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
   uint32_t const lane = w.thread % 32;
   float first[N], second[N]; // of the first eight rows of results, and of the others
@@ -226,7 +228,62 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
   if ((lane & 3) == 0) {
 #pragma unroll
     for (uint32_t n = 0; n < N; ++n) {
-      part[n * AMK_UNIT_ROWS + lane / 4] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
+      part[n * TILE_PARTS + lane / 4 * ROW_PARTS] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
     }
   }
+}
+// This warp's places for the sums of rows.
+__device__ __forceinline__ float* warp_parts(Worker const& w, uint32_t buffer) {
+  uint32_t const warp = w.thread / 32;
+  return &w.shared->part[buffer][SPARE_REGISTERS ? 0 : warp][SPARE_REGISTERS ? warp : 0];
+}
+
+// The warps' sums of a thread's row and of the one that alternates with it, and of the squares of the vector. `buffer` is the parity under
+// which they were written. All of them are requested before the first is used, unless registers are short. The sums of a row that has no other
+// are followed by words that are not used.
+template <bool SPARE> struct RowParts {
+  float4 row[AMK_WARPS / 4], up[AMK_WARPS / 4], squares[AMK_WARPS / 4];
+  __device__ __forceinline__ RowParts(Worker const& w, uint32_t buffer) {
+    float const* const at = w.shared->part[buffer][w.thread];
+    auto const load = [](float const* at) {
+      uint4 const v = stage_load(at);
+      return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+    };
+#pragma unroll
+    for (uint32_t i = 0; i < AMK_WARPS / 4; ++i) {
+      row[i] = load(at + 4 * i), squares[i] = load(&w.shared->sums[buffer][4 * i]), up[i] = load(at + TILE_PARTS + 4 * i);
+    }
+  }
+  static __device__ __forceinline__ float sum(float4 const (&parts)[AMK_WARPS / 4]) {
+    float v = 0.f;
+#pragma unroll
+    for (float4 const& four : parts) {
+      v = (((v + four.x) + four.y) + four.z) + four.w;
+    }
+    return v;
+  }
+  __device__ __forceinline__ float row_sum() const { return sum(row); }
+  __device__ __forceinline__ float up_sum() const { return sum(up); }
+  __device__ __forceinline__ float4 square(uint32_t i) const { return squares[i]; }
+};
+template <> struct RowParts<false> {
+  Worker const& w;
+  uint32_t buffer;
+  __device__ __forceinline__ RowParts(Worker const& worker, uint32_t parity) : w(worker), buffer(parity) {}
+  __device__ __forceinline__ float sum(uint32_t row) const {
+    float v = 0.f;
+#pragma unroll
+    for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+      v += w.shared->part[buffer][i][row];
+    }
+    return v;
+  }
+  __device__ __forceinline__ float row_sum() const { return sum(w.thread); }
+  __device__ __forceinline__ float up_sum() const { return sum(w.thread + AMK_UNIT_ROWS); }
+  __device__ __forceinline__ float4 square(uint32_t i) const { return *(float4 const*)&w.shared->sums[buffer][4 * i]; }
+};
+// The factor of a normalised vector's rows.
+__device__ __forceinline__ float rms_scale(RowParts<SPARE_REGISTERS> const& parts, float inverse, float eps) {
+  float4 const a = parts.square(0), b = parts.square(1);
+  return rsqrtf(fmaf(((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)), inverse, eps));
 }

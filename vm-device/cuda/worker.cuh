@@ -65,12 +65,14 @@ struct Shared {
 #if AMK_SEQS > 1
   amk_seqs seqs; // directly after the step, as in device memory
 #endif
-  float part[2][AMK_WARPS][PART_ROWS]; // double-buffered by barrier: fast warps may be one ahead
+  // Sums of rows by warp, double-buffered by barrier: fast warps may be one ahead. Those of a row lie together, unless registers are short.
+  alignas(16) float part[2][SPARE_REGISTERS ? PART_ROWS : AMK_WARPS][SPARE_REGISTERS ? AMK_WARPS : PART_ROWS];
   alignas(16) float sums[2][AMK_WARPS];
   float best_value[AMK_WARPS];
   uint32_t best_row[AMK_WARPS];
   uint32_t dead; // nonzero: every wait returns at once and the worker leaves at the next task boundary
   uint32_t halt; // nonzero: the loader stops issuing
+  uint32_t sink; // of stage_read
   uint32_t near; // nonzero: the loader keeps to the lower cap
   uint32_t leave[2]; // `dead` as one thread read it before a barrier, so that all decide alike after it
   uint32_t fetched;  // number of the next task to stage (tasks.cuh)
@@ -85,7 +87,7 @@ struct Shared {
   uint32_t progress; // tasks done, ever
   uint32_t wait_code, wait_object, wait_have, wait_need; // the reason of the longest current wait
   uint32_t fault_code, fault_object, fault_have, fault_need; // an error that a consumer found, for the watchdog to report
-  uint32_t index; // of the worker
+  uint32_t index; // of the worker, in its device
   uint32_t epoch; // for reports
   uint32_t task;  // index in the queue, for reports
   uint32_t issued; // units that the loader has requested, ever
@@ -96,6 +98,10 @@ struct Shared {
   uint64_t worker_heartbeat_ns; // when the worker's heartbeat was last written
   alignas(16) PageLines pages; // the loader's
   amk_launch const* launch;
+#if AMK_DEVICES > 1
+  uint32_t device;                 // of the worker
+  uint64_t peers[AMK_DEVICES - 1]; // distances in bytes from this device's memory to that of each other device
+#endif
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
   uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the load that it is in
 #endif
@@ -164,14 +170,17 @@ __device__ __forceinline__ uint32_t* session_tokens(amk_launch const& l, uint32_
   return (uint32_t*)l.tokens + (size_t)session * 2 * l.token_stride;
 }
 
-// Makes the whole device leave and writes the reason to the status block. The first reporter wins.
+__device__ __forceinline__ uint32_t device_of(Shared* sh);                                  // devices.cuh
+__device__ __forceinline__ void devices_publish(Shared* sh, uint32_t* word, uint32_t v); // devices.cuh
+
+// Makes all devices leave and writes the reason to the status block. The first reporter of a device wins.
 __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object, uint32_t have, uint32_t need, uint64_t waited_ns) {
   flag_store(&sh->dead, 1);
   amk_done* done = (amk_done*)sh->launch->done;
   if (claim(&done->reporter) == 0) {
     amk_status* s = (amk_status*)sh->launch->status;
     host_store(&s->trap, code);
-    host_store(&s->worker, sh->index);
+    host_store(&s->worker, device_of(sh) * sh->launch->workers + sh->index);
     host_store(&s->task, flag_load(&sh->task));
     host_store(&s->opcode, sh->staged[flag_load(&sh->done) % STAGED].task.opcode);
     host_store(&s->object, object);
@@ -182,7 +191,7 @@ __device__ __forceinline__ void trap(Shared* sh, uint32_t code, uint32_t object,
     host_store((uint32_t*)&s->waited_ns + 1, (uint32_t)(waited_ns >> 32));
     ring_release(&s->valid, 1);
   }
-  word_publish(&done->abort, 1);
+  devices_publish(sh, &done->abort, 1);
 }
 
 // One consumer thread: records an error that makes the step void. The watchdog reports it, so that the ops need no code for that.

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x3f760eb686517702ull
+#define AMK_ABI_HASH 0xd19183e1ba316549ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -30,6 +30,10 @@ typedef long long int64_t;
 #define AMK_TASKS_MAX 1048576u
 #define AMK_BUFFERS_MAX 65536u
 #define AMK_COUNTERS_MAX 65536u
+#define AMK_DEVICES_MAX 8u
+#define AMK_EXCHANGE_WORDS 4u
+#define AMK_EXCHANGE_STEPS 4u
+#define AMK_EXCHANGE_SLOTS 128u
 #define AMK_WORKERS_MAX 256u
 #define AMK_KV_ELEMENT_BYTES 2u
 #define AMK_STAGES_MAX 32u
@@ -162,6 +166,7 @@ typedef long long int64_t;
 #define AMK_TRAP_BAD_COMMAND 8u
 #define AMK_TRAP_WEIGHTS 9u
 #define AMK_TRAP_WEIGHTS_DEADLINE 10u
+#define AMK_TRAP_DEVICE_DEADLINE 11u
 
 #define AMK_FOR_EACH_OP(X) X(nop, 0) X(embed, 1) X(matvec, 2) X(attention, 3) X(attention_merge, 4) X(sample, 5) X(norm, 6) X(route, 7)
 
@@ -224,7 +229,8 @@ struct alignas(16) amk_buffer {
   uint32_t kind; // A `BufferKind`.
   uint32_t words; // Words (elements) of the buffer; for `kv_cache`, of one session.
   uint32_t units; // Units along a row, for `embedding`.
-  uint32_t reserved[3]; // Zero.
+  uint32_t replicated; // Nonzero: a store goes to the copies of all devices.
+  uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_buffer) == 32 && alignof(amk_buffer) == 16, "layout of amk_buffer");
 
@@ -298,19 +304,27 @@ struct alignas(16) amk_launch {
   uint64_t deadline_ns; // Nanoseconds that any wait inside a step may last.
   uint32_t token_stride; // Words of a session's tokens; the buffers of two sessions are twice as many apart.
   uint32_t sessions; // Sessions.
-  uint32_t workers; // Workers: thread blocks of the launch.
+  uint32_t workers; // Workers of the device.
   uint32_t record_len; // Capacity of the task records.
   uint64_t program; // First program, loaded before the launch.
   uint64_t weight_stream; // `amk_weight_stream` in device memory.
   uint64_t worker_heartbeats; // `amk_worker_heartbeat[workers]` in mapped host memory.
   uint32_t worker_heartbeat_ns; // Nanoseconds between two writes of a worker_heartbeat.
-  uint32_t reserved; // Zero.
+  uint32_t device; // The first device whose workers are blocks of this launch; the next `workers` blocks are of the next device.
   uint64_t sampling; // `amk_sampling[sessions]` in device memory.
   uint64_t pages; // Per session `page_stride` words of 16 bits in device memory: the page of each `KV_PAGE` positions, zero if it has none.
   uint32_t page_stride; // Words of a session's pages, a multiple of 8.
   uint32_t page_count; // Pages of the key/value cache. Page zero belongs to no session and holds zeros.
+  uint64_t launches; // `amk_launch[devices]` in device memory, for a program of several devices; else zero. `step` is at the same distance from every
+  uint64_t exchange; // `amk_exchange` in device memory, for a program of several devices; else zero.
 };
-static_assert(sizeof(amk_launch) == 144 && alignof(amk_launch) == 16, "layout of amk_launch");
+static_assert(sizeof(amk_launch) == 160 && alignof(amk_launch) == 16, "layout of amk_launch");
+
+struct alignas(16) amk_exchange {
+  uint32_t slots[128]; // The best candidate of each device at the end of a step: `EXCHANGE_WORDS` each, `EXCHANGE_STEPS` times `DEVICES_MAX`. Two pairs of a
+  uint32_t here[8]; // Nonzero: the kernel of the device of this number is running.
+};
+static_assert(sizeof(amk_exchange) == 544 && alignof(amk_exchange) == 16, "layout of amk_exchange");
 
 struct alignas(16) amk_weight_stream {
   uint32_t watermark; // Units that have arrived, `WATERMARK_ABANDONED` or `WATERMARK_ALL`; written after the copies, on their stream.
@@ -432,10 +446,10 @@ static_assert(sizeof(amk_ring_indices) == 384 && alignof(amk_ring_indices) == 12
 
 struct alignas(64) amk_status {
   uint32_t trap; // A `Trap`.
-  uint32_t worker; // Worker that reported.
+  uint32_t worker; // Worker that reported, counted over all devices.
   uint32_t task; // Its task, by index in its queue.
   uint32_t opcode; // Opcode of the task.
-  uint32_t object; // Counter, buffer or stage waited for.
+  uint32_t object; // Counter, buffer, stage or device waited for.
   uint32_t have; // Value that it held.
   uint32_t need; // Value that was needed.
   uint32_t epoch; // Epoch.

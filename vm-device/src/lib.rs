@@ -31,6 +31,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/pages.cuh",
     "cuda/tasks.cuh",
     "cuda/worker.cuh",
+    "cuda/devices.cuh",
     "cuda/batch.cuh",
     "cuda/weight_stream.cuh",
     "cuda/trace.cuh",
@@ -49,6 +50,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
     "cuda/cooperative_sampler.cuh",
+    "cuda/exchange.cuh",
     "cuda/op_sample.cuh",
     "cuda/sample_batch.cuh",
     "cuda/dispatch.cuh",
@@ -90,6 +92,8 @@ pub struct Variant {
     pub evict_first: bool,
     /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires 16-bit weights.
     pub seqs: u32,
+    /// Devices that run a step together. More than one requires one session.
+    pub devices: u32,
     /// What tasks record. Nothing in a build that is timed.
     pub trace: Trace,
     /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
@@ -123,6 +127,7 @@ impl Variant {
             poll_sleep_ns,
             evict_first,
             seqs,
+            devices,
             trace,
             first_task,
         } = *self;
@@ -140,6 +145,7 @@ impl Variant {
             format!("-DAMK_POLL_SLEEP_NS={poll_sleep_ns}"),
             format!("-DAMK_EVICT_FIRST={}", u32::from(evict_first)),
             format!("-DAMK_SEQS={seqs}"),
+            format!("-DAMK_DEVICES={devices}"),
             format!("-DAMK_TRACE={}", trace as u32),
             format!("-DAMK_FIRST_TASK={first_task}u"),
         ]

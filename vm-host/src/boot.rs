@@ -1,27 +1,30 @@
 //! Boot, before any kernel is resident: the handshake, the memory, the constants, the checks of residency.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
-use ir::program::{BufferSource, Program};
+use ir::program::{BufferSource, Matrix, Program};
 use ir::{Graph, Weights};
+use vm_device::Variant;
 
 use crate::card::Card;
+use crate::devices::{Cards, Placed, Tiles, heads_of, tiles_of};
 use crate::driver::{Module, Stream};
 use crate::error::HostError;
-use crate::load::{Residents, constant_key, constant_values, rope_table};
-use crate::machine::PROGRAMS_MAX;
+use crate::load::{DeviceResidents, constant_key, constant_values, rope_table};
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
-use crate::pages::{KvPool, PageLayout, PageTables, page_bytes, pool_pages};
+use crate::pages::{KvPool, PageLayout, PageTables, cached_layers, pool_pages};
 use crate::prefill::unpacked_bytes;
+use crate::region::region_bytes;
 use crate::sampling::SamplingMemory;
 use crate::weight_stream::Streaming;
 
 /// Options of a boot.
 #[derive(Clone, Debug)]
 pub struct BootOptions {
-    /// The GPU.
-    pub card: Card,
+    /// The GPUs: one for each device of the program, or one for all devices.
+    pub cards: Vec<Card>,
     /// Sessions with a key/value cache of their own.
     pub sessions: u32,
     /// Pages for their caches.
@@ -41,7 +44,7 @@ pub struct BootOptions {
 impl Default for BootOptions {
     fn default() -> Self {
         Self {
-            card: Card::default(),
+            cards: vec![Card::default()],
             sessions: 1,
             kv_pool: KvPool::Full,
             logits_rows: 64,
@@ -68,24 +71,116 @@ pub(crate) fn check_residency(
     Ok(())
 }
 
-/// Memory that caches sized to fit leave free: prompts in chunks allocate theirs later.
-const SPARE_BYTES: u64 = 2 << 30;
+/// Allocates a device's part of each matrix.
+pub(crate) fn place_matrices(
+    matrices: &[Matrix],
+    tiles: &Tiles,
+    owned: &mut Vec<DeviceBuffer>,
+) -> Result<Vec<Placed>, HostError> {
+    let mut placed = Vec::new();
+    for (matrix, tiles) in matrices.iter().zip(tiles) {
+        let buffer = DeviceBuffer::zeroed(Placed::bytes(matrix, tiles))?;
+        placed.push(Placed { address: buffer.address, tiles: tiles.clone() });
+        owned.push(buffer);
+    }
+    Ok(placed)
+}
 
-/// Number of pages of the caches, without page zero. What does not fit is refused before anything is allocated.
-pub(crate) fn check_memory(
+/// Number of pages that fit on every GPU.
+pub(crate) fn check_cards(
+    cards: &Cards,
     program: &Program,
     options: &BootOptions,
     seqs: u32,
-    free: u64,
 ) -> Result<u32, HostError> {
-    let matrices: u64 = program.matrices.iter().map(ir::program::Matrix::bytes).sum();
-    let (page, sessions) = (page_bytes(program).max(1), options.sessions);
+    let mut pages = u32::MAX;
+    for (first, context) in cards.iter() {
+        let here = (first..first + cards.per_card(), context.free_bytes()?);
+        pages = pages.min(check_memory(program, options, seqs, here)?);
+    }
+    Ok(pages)
+}
+
+/// Refuses what a step of several devices does not do yet.
+pub(crate) fn check_devices(
+    devices: u32,
+    variant: &Variant,
+    options: &BootOptions,
+) -> Result<(), HostError> {
+    if variant.devices != devices {
+        return Err(HostError::Request(format!(
+            "a kernel of {} devices for a program of {devices}",
+            variant.devices
+        )));
+    }
+    let refused = [
+        ("batches run", variant.seqs > 1),
+        ("weights are streamed", options.streaming.is_some()),
+        ("a step is traced", options.records > 0),
+    ];
+    match refused.iter().find(|(_, wanted)| *wanted && devices > 1) {
+        Some((what, _)) => Err(HostError::Request(format!("{what} on one GPU only so far"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses shapes and options that no kernel supports.
+pub(crate) fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
+    if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
+        return Err(HostError::Request(format!(
+            "{} sessions; 1 to {} are possible",
+            options.sessions,
+            abi::SESSIONS_MAX
+        )));
+    }
+    let heads = abi::HEAD_DIM_MIN..=abi::HEAD_DIM_MAX;
+    if !graph.head_dim.is_power_of_two() || !heads.contains(&graph.head_dim) {
+        return Err(HostError::Request(format!(
+            "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64, 128 or 256",
+            graph.head_dim, graph.name
+        )));
+    }
+    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn_width())] {
+        if !width.is_multiple_of(4) {
+            return Err(HostError::Request(format!(
+                "{what} is {width} in {}: the kernel waits for activations four at a time, so it must be a multiple of 4",
+                graph.name
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Memory that caches sized to fit leave free: prompts in chunks allocate theirs later.
+const SPARE_BYTES: u64 = 2 << 30;
+
+/// Number of pages of the caches, without page zero. What does not fit is refused before anything is allocated. `devices` are those of a GPU
+/// that has so much free memory.
+fn check_memory(
+    program: &Program,
+    options: &BootOptions,
+    seqs: u32,
+    (devices, free): (Range<u32>, u64),
+) -> Result<u32, HostError> {
+    let sessions = options.sessions;
+    let heads = |device| PageLayout::of(program, heads_of(program, device)).page_bytes();
+    let page = (devices.clone().map(heads).sum::<u64>() * cached_layers(program)).max(1);
     let tables = PageTables::bytes(sessions, program.kv_capacity);
+    let programs = region_bytes(options.program_bytes);
+    let of_each = |device| {
+        let tiles = tiles_of(program, device);
+        let placed = program.matrices.iter().zip(&tiles);
+        let matrices: u64 = placed.map(|(matrix, tiles)| Placed::bytes(matrix, tiles)).sum();
+        matrices + tables + programs
+    };
     let logits = logits_bytes(options, seqs, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
-    let programs = options.program_bytes * PROGRAMS_MAX as u64;
-    let unpacked = unpacked_bytes(&program.matrices);
-    let needed = matrices + tables + page + logits + sampling + programs + unpacked + (256 << 20);
+    let needed = devices.map(of_each).sum::<u64>()
+        + page
+        + logits
+        + sampling
+        + unpacked_bytes(&program.matrices)
+        + (256 << 20);
     let room = free.saturating_sub(needed) / page;
     let spare = SPARE_BYTES.div_ceil(page);
     match pool_pages(options.kv_pool, (sessions, program.kv_capacity), room, spare) {
@@ -96,7 +191,7 @@ pub(crate) fn check_memory(
 }
 
 /// Bytes of the rows of logits of all sequences.
-fn logits_bytes(options: &BootOptions, seqs: u32, vocab: u32) -> u64 {
+pub(crate) fn logits_bytes(options: &BootOptions, seqs: u32, vocab: u32) -> u64 {
     u64::from(seqs) * u64::from(options.logits_rows) * u64::from(vocab) * 4
 }
 
@@ -113,22 +208,16 @@ pub(crate) fn probe_abi(module: &Module, stream: &Stream) -> Result<(), HostErro
     if found == expected { Ok(()) } else { Err(HostError::AbiMismatch { found, expected }) }
 }
 
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one call, at boot, of everything that the device will hold"
-)]
-pub(crate) fn make_residents(
+/// Loads what a device has besides its matrices: constants, rotary tables, caches.
+pub(crate) fn make_device(
     graph: &Graph,
     weights: &dyn Weights,
-    program: &Program,
-    (options, pages): (&BootOptions, u32),
-    matrices: Vec<u64>,
-    weight_stream_starts: Vec<u32>,
-    workers: u32,
-    seqs: u32,
+    (program, device): (&Program, u32),
+    pages: u32,
+    matrices: Vec<Placed>,
     owned: &mut Vec<DeviceBuffer>,
     copier: &mut Copier,
-) -> Result<Residents, HostError> {
+) -> Result<DeviceResidents, HostError> {
     let mut place = |bytes: &[u8], owned: &mut Vec<DeviceBuffer>| -> Result<u64, HostError> {
         let buffer = DeviceBuffer::zeroed(bytes.len() as u64)?;
         let address = buffer.address;
@@ -149,7 +238,8 @@ pub(crate) fn make_residents(
         rope.push(place(bytemuck::cast_slice(&table), owned)?);
     }
     let mut caches = vec![0; graph.layers.len()];
-    let layout = PageLayout::new(graph.kv_heads, graph.head_dim);
+    let heads = heads_of(program, device);
+    let layout = PageLayout::of(program, heads.clone());
     for buffer in &program.buffers {
         if let BufferSource::KvCache { layer } = buffer.source {
             let with_zero = u64::from(pages) + 1;
@@ -157,22 +247,7 @@ pub(crate) fn make_residents(
             caches[layer as usize] = owned.last().map_or(0, |b| b.address);
         }
     }
-    owned.push(DeviceBuffer::zeroed(logits_bytes(options, seqs, graph.vocab))?);
-    Ok(Residents {
-        matrices,
-        weight_stream_starts,
-        matrix_table: program.matrices.clone(),
-        constants,
-        rope,
-        caches,
-        layout,
-        pages,
-        logits: owned.last().map_or(0, |b| b.address),
-        logits_rows: options.logits_rows,
-        kv_capacity: program.kv_capacity,
-        workers,
-        seqs,
-    })
+    Ok(DeviceResidents { matrices, constants, rope, caches, layout, first_head: heads.start })
 }
 
 #[cfg(test)]
@@ -202,17 +277,23 @@ mod tests {
             lower::lower(&valid, &model.graph, &target, lower::Options { kv_capacity: 64 });
         let program = lowered.expect("it lowers");
         let options = BootOptions::default();
-        assert!(check_memory(&program, &options, 1, 80 << 30).is_ok());
-        let error = check_memory(&program, &options, 1, 1 << 20).expect_err("a megabyte");
+        assert!(check_memory(&program, &options, 1, (0..1, 80 << 30)).is_ok());
+        let error = check_memory(&program, &options, 1, (0..1, 1 << 20)).expect_err("a megabyte");
         let HostError::OutOfMemory { needed, free } = error else { panic!("{error}") };
         assert_eq!(free, 1 << 20);
-        assert!(needed > options.program_bytes * PROGRAMS_MAX as u64);
-        assert!(check_memory(&program, &options, 1, needed).is_ok(), "exactly enough is enough");
+        assert!(needed > options.program_bytes * crate::PROGRAMS_MAX as u64);
+        assert!(
+            check_memory(&program, &options, 1, (0..1, needed)).is_ok(),
+            "exactly enough is enough"
+        );
         let more = BootOptions { sessions: 8, ..options };
-        let error = check_memory(&program, &more, 1, needed).expect_err("sessions have caches");
+        let error =
+            check_memory(&program, &more, 1, (0..1, needed)).expect_err("sessions have caches");
         let HostError::OutOfMemory { needed, .. } = error else { panic!("{error}") };
-        let (page, pages) = (page_bytes(&program), |kv_pool, free| {
-            check_memory(&program, &BootOptions { kv_pool, ..more.clone() }, 1, free).ok()
+        let layout = PageLayout::of(&program, 0..program.dims.kv_heads);
+        let page = cached_layers(&program) * layout.page_bytes();
+        let (page, pages) = (page, |kv_pool, free| {
+            check_memory(&program, &BootOptions { kv_pool, ..more.clone() }, 1, (0..1, free)).ok()
         });
         assert_eq!(pages(KvPool::Full, needed), Some(8), "64 positions each");
         assert_eq!(pages(KvPool::Full, needed - 1), None);
@@ -221,7 +302,7 @@ mod tests {
         let spared = needed + SPARE_BYTES.next_multiple_of(page);
         assert_eq!(pages(KvPool::Fitting, spared - 5 * page), Some(3));
         assert_eq!(pages(KvPool::Positions(1), needed - 7 * page), Some(1));
-        assert!(check_memory(&program, &more, 2, needed).is_err(), "sequences have logits");
+        assert!(check_memory(&program, &more, 2, (0..1, needed)).is_err(), "sequences have logits");
         assert!(error.to_string().contains("nothing was allocated"), "{error}");
     }
 }

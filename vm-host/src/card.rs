@@ -9,8 +9,8 @@ use crate::driver::{Context, Device, DeviceInfo, Event, Module, Stream};
 use crate::error::HostError;
 use crate::memory::DeviceBuffer;
 
-/// The build whose bandwidth kernel is used; any other would do.
-const PROBE_VARIANT: Variant = Variant {
+/// The build whose measuring kernels are used; any other would do.
+pub(crate) const PROBE_VARIANT: Variant = Variant {
     dtype: abi::DType::Bf16,
     unpack: 1,
     head_dim: 64,
@@ -22,6 +22,7 @@ const PROBE_VARIANT: Variant = Variant {
     poll_sleep_ns: 20,
     evict_first: true,
     seqs: 1,
+    devices: 1,
     trace: vm_device::Trace::Off,
     first_task: 0,
 };
@@ -37,6 +38,11 @@ impl Card {
     #[must_use]
     pub const fn new(ordinal: u32) -> Self {
         Self { ordinal }
+    }
+
+    /// Its number.
+    pub(crate) const fn ordinal(self) -> u32 {
+        self.ordinal
     }
 
     /// Its properties. Nothing is allocated on it and no context made, so another process may own it.

@@ -60,6 +60,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         seqs: 1,
+        devices: 1,
         trace: vm_device::Trace::Off,
         first_task: 0,
     }

@@ -99,6 +99,48 @@ impl Device {
     }
 }
 
+/// A handle of a context, kept by what belongs to the context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner(sys::CUcontext);
+
+// SAFETY: the driver lets any thread use a context; the handle is never changed.
+unsafe impl Send for Owner {}
+// SAFETY: as above.
+unsafe impl Sync for Owner {}
+
+impl Owner {
+    /// The context that is current on this thread.
+    pub(crate) fn current() -> Result<Self, HostError> {
+        let current = called("cuCtxGetCurrent", result::ctx::get_current())?;
+        Ok(Self(current.unwrap_or(std::ptr::null_mut())))
+    }
+
+    /// The context whose memory an address is in.
+    pub(crate) fn of_memory(address: u64) -> Result<Self, HostError> {
+        let mut owner: sys::CUcontext = std::ptr::null_mut();
+        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_CONTEXT;
+        // SAFETY: the attribute is a context, for which the out pointer has room.
+        let asked =
+            unsafe { sys::cuPointerGetAttribute((&raw mut owner).cast(), attribute, address) };
+        called("cuPointerGetAttribute", asked.result()).map(|()| Self(owner))
+    }
+
+    /// Makes a driver call with this context current. Afterwards the one before is current again.
+    pub(crate) fn within<R>(self, call: impl FnOnce() -> R) -> R {
+        // Without a driver's answer the call itself fails.
+        let before = Self::current().unwrap_or(self);
+        if before == self {
+            return call();
+        }
+        // SAFETY: primary contexts are never released by this process.
+        let _ = unsafe { result::ctx::set_current(self.0) };
+        let made = call();
+        // SAFETY: as above.
+        let _ = unsafe { result::ctx::set_current(before.0) };
+        made
+    }
+}
+
 pub(crate) struct Context {
     device: Device,
     handle: sys::CUcontext,
@@ -125,35 +167,70 @@ impl Context {
         called("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.handle) })
     }
 
+    /// Lets kernels of this context use the memory of another one. Returns false if the hardware cannot.
+    pub(crate) fn reach(&self, other: &Self) -> Result<bool, HostError> {
+        let mut can = 0;
+        // SAFETY: the out pointer is valid, the devices are live.
+        let asked =
+            unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.device.0, other.device.0) };
+        called("cuDeviceCanAccessPeer", asked.result())?;
+        if can == 0 {
+            return Ok(false);
+        }
+        // SAFETY: both contexts are live.
+        let made = Owner(self.handle)
+            .within(|| unsafe { sys::cuCtxEnablePeerAccess(other.handle, 0) }.result());
+        if let Err(DriverError(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)) = made {
+            return Ok(true);
+        }
+        called("cuCtxEnablePeerAccess", made).map(|()| true)
+    }
+
+    /// Its handle, for [`Owner::within`].
+    pub(crate) fn owner(&self) -> Owner {
+        Owner(self.handle)
+    }
+
     pub(crate) fn info(&self) -> Result<DeviceInfo, HostError> {
         self.device.info()
     }
 
     pub(crate) fn free_bytes(&self) -> Result<u64, HostError> {
-        called("cuMemGetInfo", result::mem_get_info()).map(|(free, _)| free as u64)
+        let free = self.owner().within(result::mem_get_info);
+        called("cuMemGetInfo", free).map(|(free, _)| free as u64)
     }
 }
 
 /// A stream that does not wait for the legacy default stream.
-pub(crate) struct Stream(pub(crate) sys::CUstream);
+pub(crate) struct Stream(pub(crate) sys::CUstream, Owner);
 
 // SAFETY: the driver lets any thread use a stream; one has it at a time.
 unsafe impl Send for Stream {}
 
 impl Stream {
+    /// In the context that is current on this thread.
     pub(crate) fn new() -> Result<Self, HostError> {
-        called("cuStreamCreate", result::stream::create(StreamKind::NonBlocking)).map(Self)
+        let owner = Owner::current()?;
+        let made = result::stream::create(StreamKind::NonBlocking);
+        called("cuStreamCreate", made).map(|stream| Self(stream, owner))
+    }
+
+    /// The context that it belongs to.
+    pub(crate) fn owner(&self) -> Owner {
+        self.1
     }
 
     /// Waits for everything in this stream, and for nothing else.
     pub(crate) fn synchronize(&self) -> Result<(), HostError> {
         // SAFETY: the stream is live.
-        called("cuStreamSynchronize", unsafe { result::stream::synchronize(self.0) })
+        let made = self.1.within(|| unsafe { result::stream::synchronize(self.0) });
+        called("cuStreamSynchronize", made)
     }
 
     pub(crate) fn is_done(&self) -> Result<bool, HostError> {
         // SAFETY: the stream is live.
-        over("cuStreamQuery", unsafe { sys::cuStreamQuery(self.0) }.result())
+        let made = self.1.within(|| unsafe { sys::cuStreamQuery(self.0) });
+        over("cuStreamQuery", made.result())
     }
 
     /// Copies to the device. `source` must be page-locked and stay untouched until the stream has been synchronised.
@@ -164,7 +241,8 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), HostError> {
         // SAFETY: the callers own both ranges and keep them until they synchronise.
-        let made = unsafe { sys::cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, self.0) };
+        let copy = || unsafe { sys::cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, self.0) };
+        let made = self.1.within(copy);
         called("cuMemcpyHtoDAsync", made.result())
     }
 
@@ -176,7 +254,8 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), HostError> {
         // SAFETY: as `copy_in`.
-        let made = unsafe { sys::cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, self.0) };
+        let copy = || unsafe { sys::cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, self.0) };
+        let made = self.1.within(copy);
         called("cuMemcpyDtoHAsync", made.result())
     }
 
@@ -185,7 +264,8 @@ impl Stream {
     pub(crate) fn write_value(&self, target: u64, value: u32) -> Result<(), HostError> {
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
         // SAFETY: the callers own the word, which is aligned.
-        let made = unsafe { sys::cuStreamWriteValue32_v2(self.0, target, value, flags) };
+        let write = || unsafe { sys::cuStreamWriteValue32_v2(self.0, target, value, flags) };
+        let made = self.1.within(write);
         called("cuStreamWriteValue32", made.result())
     }
 
@@ -199,8 +279,9 @@ impl Stream {
     ) -> Result<(), HostError> {
         let (grid, block) = ((grid, 1, 1), (block, 1, 1));
         // SAFETY: the callers pass one pointer per kernel parameter, each to a value of that parameter's type.
-        let launched =
-            unsafe { result::launch_kernel(function.0, grid, block, shared, self.0, arguments) };
+        let launched = self.1.within(|| unsafe {
+            result::launch_kernel(function.0, grid, block, shared, self.0, arguments)
+        });
         called("cuLaunchKernel", launched)
     }
 }
@@ -208,7 +289,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: the stream is live and not used after; the driver releases it once its work is done.
-        unsafe { sys::cuStreamDestroy_v2(self.0) };
+        self.1.within(|| unsafe { sys::cuStreamDestroy_v2(self.0) });
     }
 }
 
@@ -226,7 +307,8 @@ impl Event {
 
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), HostError> {
         // SAFETY: both handles are live.
-        called("cuEventRecord", unsafe { result::event::record(self.0, stream.0) })
+        let made = stream.1.within(|| unsafe { result::event::record(self.0, stream.0) });
+        called("cuEventRecord", made)
     }
 
     pub(crate) fn synchronize(&self) -> Result<(), HostError> {
@@ -258,28 +340,32 @@ impl Drop for Event {
 /// A loaded image. Its functions are looked up at once: a lookup while a kernel is resident may wait for it.
 pub(crate) struct Module {
     handle: sys::CUmodule,
+    owner: Owner,
 }
 
-pub(crate) struct Function(sys::CUfunction);
+pub(crate) struct Function(sys::CUfunction, Owner);
 
 impl Module {
+    /// Into the context that is current on this thread.
     pub(crate) fn load(image: &[u8]) -> Result<Self, HostError> {
         // SAFETY: the image is a complete cubin; the driver copies it.
         let handle = unsafe { result::module::load_data(image.as_ptr().cast()) };
-        called("cuModuleLoadData", handle).map(|handle| Self { handle })
+        let owner = Owner::current()?;
+        called("cuModuleLoadData", handle).map(|handle| Self { handle, owner })
     }
 
     pub(crate) fn function(&self, name: &CStr) -> Result<Function, HostError> {
         // SAFETY: the module is live.
-        let function = unsafe { result::module::get_function(self.handle, name.to_owned()) };
-        called("cuModuleGetFunction", function).map(Function)
+        let get = || unsafe { result::module::get_function(self.handle, name.to_owned()) };
+        let function = called("cuModuleGetFunction", self.owner.within(get))?;
+        Ok(Function(function, self.owner))
     }
 }
 
 impl Drop for Module {
     fn drop(&mut self) {
         // SAFETY: the module is live and none of its kernels runs: a `Resident` machine keeps its module.
-        unsafe { sys::cuModuleUnload(self.handle) };
+        self.owner.within(|| unsafe { sys::cuModuleUnload(self.handle) });
     }
 }
 
@@ -288,17 +374,17 @@ impl Function {
     pub(crate) fn allow_shared(&self, bytes: u32) -> Result<(), HostError> {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function is live.
-        let made = unsafe { sys::cuFuncSetAttribute(self.0, attribute, bytes.cast_signed()) };
-        called("cuFuncSetAttribute", made.result())
+        let set = || unsafe { sys::cuFuncSetAttribute(self.0, attribute, bytes.cast_signed()) };
+        called("cuFuncSetAttribute", self.1.within(set).result())
     }
 
     /// Blocks of this shape that fit on one multiprocessor.
     pub(crate) fn resident_blocks(&self, threads: u32, shared: u32) -> Result<u32, HostError> {
         let (threads, shared) = (threads.cast_signed(), shared as usize);
         // SAFETY: the function is live.
-        let blocks = unsafe {
+        let blocks = self.1.within(|| unsafe {
             result::occupancy::max_active_block_per_multiprocessor(self.0, threads, shared)
-        };
+        });
         let blocks = called("cuOccupancyMaxActiveBlocksPerMultiprocessor", blocks)?;
         Ok(blocks.cast_unsigned())
     }

@@ -25,6 +25,16 @@ pub enum HostError {
         /// Number of devices.
         count: u32,
     },
+    /// Two GPUs of one step cannot reach each other's memory.
+    #[error(
+        "GPU {from} cannot access the memory of GPU {to} (nvidia-smi topo -p2p r): one step on several GPUs needs peer access between all of them; choose others with --gpus"
+    )]
+    NoPeerAccess {
+        /// The one that reads.
+        from: u32,
+        /// The one whose memory it is.
+        to: u32,
+    },
     /// No NVRTC library.
     #[error(
         "NVRTC not found (looked in {0}): install the CUDA toolkit or point AMK_NVRTC at the folder of libnvrtc.so.13"

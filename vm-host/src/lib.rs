@@ -14,11 +14,13 @@
 mod boot;
 mod card;
 mod compile;
+mod devices;
 mod driver;
 #[cfg(test)]
 #[path = "emulated_tests.rs"]
 mod emulated;
 mod error;
+mod links;
 mod load;
 mod machine;
 mod memory;
@@ -26,6 +28,7 @@ mod monitor;
 mod nvml;
 mod pages;
 mod prefill;
+mod region;
 mod ring;
 mod sampling;
 mod uring;
@@ -39,6 +42,7 @@ pub use compile::{
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
+pub use links::{Link, links};
 #[cfg(debug_assertions)]
 pub use machine::faults;
 pub use machine::{

@@ -1,6 +1,7 @@
 //! Translates a verified program to device tables. This is the only place that patches addresses.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use abi::{Activation, BufferDesc, Epilogue, Feature, NONE, Params, ProgramHeader, Queue};
 use ir::program::staging::Staging;
@@ -10,20 +11,17 @@ use ir::program::{
 use ir::{BufferId, Graph, Weights, decode};
 use vm_device::Variant;
 
+use crate::devices::Placed;
 use crate::error::HostError;
 use crate::pages::PageLayout;
 
 /// Bytes between two counters: one sector each, so that polls of one do not slow down accesses to another.
 const COUNTER_BYTES: u64 = 32;
 
-/// Device addresses of everything that does not depend on the schedule.
-pub(crate) struct Residents {
-    /// Of each packed matrix, by `MatrixId`.
-    pub(crate) matrices: Vec<u64>,
-    /// Units that arrive before the first of each packed matrix.
-    pub(crate) weight_stream_starts: Vec<u32>,
-    /// The packed matrices, to refuse a program of another model.
-    pub(crate) matrix_table: Vec<ir::program::Matrix>,
+/// Device addresses of everything that does not depend on the schedule, on one device.
+pub(crate) struct DeviceResidents {
+    /// The packed matrices, by `MatrixId`.
+    pub(crate) matrices: Vec<Placed>,
     /// Constants by the tensors that they are made of.
     pub(crate) constants: BTreeMap<String, u64>,
     /// By rotary table: cosines and sines, `[kv_capacity][head_dim / 2][2]`.
@@ -31,12 +29,35 @@ pub(crate) struct Residents {
     /// Key/value caches by layer: address of page zero.
     pub(crate) caches: Vec<u64>,
     pub(crate) layout: PageLayout,
+    /// The first key/value head of the caches.
+    pub(crate) first_head: u32,
+}
+
+impl DeviceResidents {
+    /// Address of page zero of a layer's cache as if it had all heads: that of a head is the number of the head further on.
+    fn cache(&self, layer: u32) -> u64 {
+        let before = u64::from(self.first_head) * u64::from(self.layout.head_bytes());
+        self.caches[layer as usize].wrapping_sub(before)
+    }
+}
+
+/// The same for all devices, and what they have in common.
+pub(crate) struct Residents {
+    pub(crate) devices: Vec<DeviceResidents>,
+    /// Units that arrive before the first of each packed matrix.
+    pub(crate) weight_stream_starts: Vec<u32>,
+    /// The packed matrices, to refuse a program of another model.
+    pub(crate) matrix_table: Vec<ir::program::Matrix>,
+    /// Key/value heads, and elements of a head.
+    pub(crate) heads: (u32, u32),
     /// Pages that sessions can have.
     pub(crate) pages: u32,
+    /// On the first device: every device stores its rows there.
     pub(crate) logits: u64,
     pub(crate) logits_rows: u32,
     /// Tokens of a session's cache.
     pub(crate) kv_capacity: u32,
+    /// Workers of a device.
     pub(crate) workers: u32,
     /// Sequences of the kernel: sessions that a step may run at once.
     pub(crate) seqs: u32,
@@ -98,31 +119,72 @@ pub(crate) struct Image {
     pub(crate) poisoned: u64,
 }
 
-/// Lays a program out.
-pub(crate) fn image(
+/// Lays a program out for every device, at an address on each. The parts have the same places in all images.
+pub(crate) fn images(
     program: &Verified<Program>,
     residents: &Residents,
     shared_bytes: u32,
-    base: u64,
-) -> Result<Image, HostError> {
+    bases: &[u64],
+) -> Result<Vec<Image>, HostError> {
     check_fits(program, residents)?;
-    let Tables { tasks, mut loads, queues, selections } = tables(program, residents);
+    let devices = 0..residents.devices.len() as u32;
+    let tables = devices.map(|device| tables(program, Part::new(residents, device)));
+    let mut tables = tables.collect::<Result<Vec<_>, _>>()?;
+    let longest = |of: fn(&Tables) -> usize| tables.iter().map(of).max().unwrap_or(0);
+    let (tasks, loads) = (longest(|t| t.tasks.len()), longest(|t| t.loads.len()));
+    let selections = longest(|t| t.selections.len());
+    for tables in &mut tables {
+        tables.tasks.resize(tasks, abi::Task::default());
+        tables.loads.resize(loads, abi::Load::default());
+    }
+    let parts = tables.into_iter().zip(bases).zip(0..);
+    let of = |((tables, &base), device)| {
+        image(program, Part::new(residents, device), tables, selections, (shared_bytes, base))
+    };
+    parts.map(of).collect()
+}
+
+/// What a device's part of an image is made from.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    residents: &'a Residents,
+    /// Those of the device.
+    own: &'a DeviceResidents,
+    device: u32,
+}
+
+impl<'a> Part<'a> {
+    fn new(residents: &'a Residents, device: u32) -> Self {
+        Self { residents, own: &residents.devices[device as usize], device }
+    }
+}
+
+/// Lays out one device's part, with room for so many records of selections.
+fn image(
+    program: &Program,
+    part: Part<'_>,
+    tables: Tables,
+    selections_max: usize,
+    (shared_bytes, base): (u32, u64),
+) -> Result<Image, HostError> {
+    let residents = part.residents;
+    let Tables { tasks, mut loads, queues, selections } = tables;
     let mut layout = Layout::new(base, size_of::<ProgramHeader>() as u64);
     let task_address = layout.place(bytemuck::cast_slice(&tasks));
     let load_address = layout.reserve(size_of_val(&loads[..]) as u64);
     let queue_address = layout.place(bytemuck::cast_slice(&queues));
     let buffer_address =
         layout.reserve(program.buffers.len() as u64 * size_of::<BufferDesc>() as u64);
-    let routed_address = layout.reserve((selections.len() * size_of::<abi::Routed>()) as u64);
+    let routed_address = layout.reserve((selections_max * size_of::<abi::Routed>()) as u64);
     let fixed = layout.end();
     let counters = base + fixed;
     let arena = counters + (u64::from(program.counters) * COUNTER_BYTES).next_multiple_of(256);
-    let buffers = buffer_table(program, residents, arena)?;
+    let buffers = buffer_table(program, part, arena)?;
     layout.write(buffer_address, bytemuck::cast_slice(&buffers));
     let mut routed = Vec::with_capacity(selections.len());
-    for (load, (selection, part)) in selections {
+    for (load, (selection, of)) in selections {
         loads[load].address = routed_address + (routed.len() * size_of::<abi::Routed>()) as u64;
-        routed.push(abi::Routed { route: buffers[selection.route.index()].address, ..part });
+        routed.push(abi::Routed { route: buffers[selection.route.index()].address, ..of });
     }
     layout.write(load_address, bytemuck::cast_slice(&loads));
     layout.write(routed_address, bytemuck::cast_slice(&routed));
@@ -133,7 +195,7 @@ pub(crate) fn image(
         buffers: buffer_address,
         counters,
         buffer_len: program.buffers.len() as u32,
-        ..header(program, residents, shared_bytes)?
+        ..header(program, part, shared_bytes)?
     };
     layout.write(base, bytemuck::bytes_of(&header));
     let poisoned = match residents.seqs {
@@ -156,7 +218,7 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
             "the program's key/value capacity is {want}, the device was booted for {have}"
         )));
     }
-    if PageLayout::new(program.dims.kv_heads, program.dims.head_dim) != residents.layout {
+    if (program.dims.kv_heads, program.dims.head_dim) != residents.heads {
         return Err(HostError::Request(format!(
             "the program is of {}, whose keys and values are not as wide as those on the device",
             program.model
@@ -165,12 +227,14 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
     if residents.seqs > 1 {
         check_seqs(program, residents.seqs).map_err(|v| HostError::Request(v.to_string()))?;
     }
-    if program.topology.devices != 1 {
-        let devices = program.topology.devices;
-        return Err(HostError::Request(format!("a program of {devices} GPUs on one")));
+    let (want, have) = (program.topology.devices as usize, residents.devices.len());
+    if want != have {
+        return Err(HostError::Request(format!(
+            "the program is of {want} devices, the machine was booted for {have}"
+        )));
     }
-    if program.workers.len() != residents.workers as usize {
-        let (want, have) = (program.workers.len(), residents.workers);
+    if program.workers_per_device() != residents.workers as usize {
+        let (want, have) = (program.workers_per_device(), residents.workers);
         return Err(HostError::Request(format!(
             "the program has {want} workers, the launch {have}: lower it for this device"
         )));
@@ -234,9 +298,10 @@ fn needed_by(task: &Task) -> u32 {
 
 fn header(
     program: &Program,
-    residents: &Residents,
+    part: Part<'_>,
     shared_bytes: u32,
 ) -> Result<ProgramHeader, HostError> {
+    let residents = part.residents;
     let room = Room::new(program, residents.seqs, shared_bytes)?;
     Ok(ProgramHeader {
         stages: room.stages,
@@ -247,7 +312,7 @@ fn header(
         x_offset: abi::FIXED_BYTES,
         x_bytes: room.x_bytes,
         kv_capacity: residents.kv_capacity,
-        kv_values: residents.layout.values(),
+        kv_values: part.own.layout.values(),
         logits_rows: residents.logits_rows,
         vocab: program.dims.vocab,
         seqs: residents.seqs,
@@ -308,17 +373,19 @@ struct Tables {
     selections: Vec<(usize, (Selection, abi::Routed))>,
 }
 
-fn tables(program: &Program, residents: &Residents) -> Tables {
+fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
+    let seqs = part.residents.seqs;
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
     let mut selections = Vec::new();
-    for worker in &program.workers {
+    let each = program.workers_per_device().max(1);
+    for worker in program.workers.iter().skip(part.device as usize * each).take(each) {
         let load0 = loads.len();
         for task in &worker.tasks {
             if let Some(load) = program.load(task) {
-                if let Some(selected) = selected(program, load, residents) {
+                if let Some(selected) = selected(program, load, part)? {
                     selections.push((loads.len(), selected));
                 }
-                loads.push(wire_load(program, task, load, residents));
+                loads.push(wire_load(program, task, load, part)?);
             }
         }
         queues.push(Queue {
@@ -327,23 +394,26 @@ fn tables(program: &Program, residents: &Residents) -> Tables {
             load0: load0 as u32,
             loads: (loads.len() - load0) as u32,
         });
-        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, residents.seqs)));
+        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, seqs)));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // sentinel: the prefetcher reads one task past the end
-    Tables { tasks, loads, queues, selections }
+    Ok(Tables { tasks, loads, queues, selections })
 }
 
 /// Where a route's choice puts a load's units, without the route's address.
 fn selected(
     program: &Program,
     load: Load,
-    residents: &Residents,
-) -> Option<(Selection, abi::Routed)> {
-    let Load::Weights { matrix, unit0, selection: Some(selection), .. } = load else { return None };
+    part: Part<'_>,
+) -> Result<Option<(Selection, abi::Routed)>, HostError> {
+    let Load::Weights { matrix, unit0, selection: Some(selection), .. } = load else {
+        return Ok(None);
+    };
     let index = matrix.index();
+    let experts = tiles_at(program, part, index, 0..program.matrices[index].tiles())?;
     let matrix = &program.matrices[index];
     let routed = abi::Routed {
-        experts: residents.matrices[index],
+        experts,
         expert_units: (matrix.units() / u64::from(matrix.experts)) as u32,
         segment: selection.segment,
         unit0: unit0 as u32,
@@ -351,23 +421,51 @@ fn selected(
         expert_len: matrix.experts,
         ..abi::Routed::default()
     };
-    Some((selection, routed))
+    Ok(Some((selection, routed)))
 }
 
-fn wire_load(program: &Program, task: &Task, load: Load, residents: &Residents) -> abi::Load {
-    match load {
+/// Address of consecutive tiles of a matrix on a device.
+fn tiles_at(
+    program: &Program,
+    part: Part<'_>,
+    index: usize,
+    tiles: Range<u32>,
+) -> Result<u64, HostError> {
+    let (placed, matrix) = (&part.own.matrices[index], &program.matrices[index]);
+    let before = placed.before(tiles.start, tiles.end - tiles.start).ok_or_else(|| {
+        HostError::Request(format!(
+            "tiles {tiles:?} of {} are not on device {}: the program splits its matrices in another way than the machine was booted for",
+            matrix.name, part.device
+        ))
+    })?;
+    Ok(placed.address + before * matrix.tile_bytes() as u64)
+}
+
+fn wire_load(
+    program: &Program,
+    task: &Task,
+    load: Load,
+    part: Part<'_>,
+) -> Result<abi::Load, HostError> {
+    let residents = part.residents;
+    Ok(match load {
         Load::Weights { matrix, unit0, units, selection } => {
             let index = matrix.index();
             let staging = product_staging(program, task, residents.seqs);
             let matrix = &program.matrices[index];
-            let unit_bytes = matrix.format.unit_bytes();
+            let (unit_bytes, tile) = (matrix.format.unit_bytes(), matrix.units_per_tile());
+            let first = (unit0 / u64::from(tile)) as u32;
+            let address = match selection {
+                None => tiles_at(program, part, index, first..first + units.div_ceil(tile))?,
+                Some(_) => 0, // of the load's record
+            };
             // Of experts any may be chosen, so all have arrived before.
             let (kind, end) = match selection {
                 None => (abi::LoadKind::Weights, unit0 as u32 + units),
                 Some(_) => (abi::LoadKind::Routed, matrix.units() as u32),
             };
             abi::Load {
-                address: residents.matrices[index] + unit0 * u64::from(unit_bytes),
+                address,
                 size: unit_bytes,
                 units,
                 kind: kind as u8,
@@ -378,9 +476,9 @@ fn wire_load(program: &Program, task: &Task, load: Load, residents: &Residents) 
             }
         }
         Load::Cache { buffer, kv_head, kv_block, window, split, splits } => {
-            let head = u64::from(kv_head) * u64::from(residents.layout.head_bytes());
+            let head = u64::from(kv_head) * u64::from(part.own.layout.head_bytes());
             abi::Load {
-                address: cache(program, buffer, residents) + head,
+                address: part.own.cache(layer_of(program, buffer)).wrapping_add(head),
                 kind: abi::LoadKind::Cache as u8,
                 size: kv_block,
                 window,
@@ -389,7 +487,7 @@ fn wire_load(program: &Program, task: &Task, load: Load, residents: &Residents) 
                 ..abi::Load::default()
             }
         }
-    }
+    })
 }
 
 /// The layout of a product's tiles in the ring.
@@ -397,12 +495,12 @@ fn product_staging(program: &Program, task: &Task, seqs: u32) -> Staging {
     program.staging_of(task.params::<abi::MatvecParams>().units, seqs)
 }
 
-/// Address of page zero of a layer's keys and values.
-fn cache(program: &Program, buffer: BufferId, residents: &Residents) -> u64 {
+/// The layer of a cache.
+fn layer_of(program: &Program, buffer: BufferId) -> u32 {
     let BufferSource::KvCache { layer } = program.buffers[buffer.index()].source else {
         unreachable!("attention of a verified program is over a cache");
     };
-    residents.caches[layer as usize]
+    layer
 }
 
 fn wire_task(program: &Program, task: &Task, seqs: u32) -> abi::Task {
@@ -433,35 +531,40 @@ fn wire_task(program: &Program, task: &Task, seqs: u32) -> abi::Task {
 
 fn buffer_table(
     program: &Program,
-    residents: &Residents,
+    part: Part<'_>,
     arena: u64,
 ) -> Result<Vec<BufferDesc>, HostError> {
-    program.buffers.iter().map(|buffer| wire_buffer(program, buffer, residents, arena)).collect()
+    let buffers = program.buffers.iter().zip(0..);
+    let wire = |(buffer, id)| {
+        let replicated = u32::from(program.topology.is_replicated(BufferId(id)));
+        Ok(BufferDesc { replicated, ..wire_buffer(program, buffer, part, arena)? })
+    };
+    buffers.map(wire).collect()
 }
 
 fn wire_buffer(
     program: &Program,
     buffer: &Buffer,
-    residents: &Residents,
+    part: Part<'_>,
     arena: u64,
 ) -> Result<BufferDesc, HostError> {
+    let (residents, own) = (part.residents, part.own);
     let mut units = 0;
     let address = match &buffer.source {
         BufferSource::Scratch if buffer.kind == abi::BufferKind::Logits => residents.logits,
         BufferSource::Scratch => arena + buffer.offset,
-        BufferSource::Vector(map) => {
-            *residents.constants.get(&constant_key(map)).ok_or_else(|| {
-                HostError::Request(format!(
-                    "buffer {} is of a constant that is not on the device",
-                    buffer.name
-                ))
-            })?
-        }
-        BufferSource::Rotary(number) => residents.rope[*number as usize],
-        BufferSource::KvCache { layer } => residents.caches[*layer as usize],
+        BufferSource::Vector(map) => *own.constants.get(&constant_key(map)).ok_or_else(|| {
+            HostError::Request(format!(
+                "buffer {} is of a constant that is not on the device",
+                buffer.name
+            ))
+        })?,
+        BufferSource::Rotary(number) => own.rope[*number as usize],
+        BufferSource::KvCache { layer } => own.cache(*layer),
         BufferSource::Embedding(matrix) => {
             units = program.matrices[matrix.index()].units_per_tile();
-            residents.matrices[matrix.index()]
+            let all = 0..program.matrices[matrix.index()].tiles();
+            tiles_at(program, part, matrix.index(), all)?
         }
     };
     Ok(BufferDesc {
@@ -469,7 +572,7 @@ fn wire_buffer(
         kind: buffer.kind as u32,
         words: buffer.words,
         units,
-        reserved: [0; 3],
+        ..BufferDesc::default()
     })
 }
 
@@ -542,5 +645,114 @@ mod tests {
         tasks.filter(attention).for_each(|task| task.reads[1] = None);
         let said = refused(&program, &variant);
         assert!(said.contains("layer 3") && said.contains("[false, true]"), "{said}");
+    }
+
+    /// Addresses as a machine of this program's devices would have them: each device's part of a matrix far from all others.
+    fn residents(program: &Program) -> Residents {
+        let (mut next, rope, dims) = (1_u64 << 32, vec![4096; 8], program.dims);
+        let mut far = || {
+            next += 1 << 32;
+            next
+        };
+        let devices = (0..program.topology.devices).map(|device| {
+            let tiles = crate::devices::tiles_of(program, device);
+            let place = |tiles| Placed { address: far(), tiles };
+            let matrices = tiles.into_iter().map(place).collect();
+            let heads = crate::devices::heads_of(program, device);
+            let vectors = program.buffers.iter().filter_map(|buffer| match &buffer.source {
+                BufferSource::Vector(map) => Some((constant_key(map), 8192)),
+                BufferSource::Scratch
+                | BufferSource::Rotary(_)
+                | BufferSource::KvCache { .. }
+                | BufferSource::Embedding(_) => None,
+            });
+            DeviceResidents {
+                matrices,
+                constants: vectors.collect(),
+                rope: rope.clone(),
+                caches: (0..dims.layers).map(|_| far()).collect(),
+                layout: PageLayout::of(program, heads.clone()),
+                first_head: heads.start,
+            }
+        });
+        Residents {
+            devices: devices.collect(),
+            weight_stream_starts: vec![0; program.matrices.len()],
+            matrix_table: program.matrices.clone(),
+            heads: (dims.kv_heads, dims.head_dim),
+            pages: 1,
+            logits: 1 << 20,
+            logits_rows: 1,
+            kv_capacity: program.kv_capacity,
+            workers: program.workers_per_device() as u32,
+            seqs: 1,
+        }
+    }
+
+    /// A table of an image.
+    fn table<T: bytemuck::Pod>(image: &Image, base: u64, at: u64, len: usize) -> Vec<T> {
+        let first = (at - base) as usize;
+        let part = image.bytes[first..].chunks_exact(size_of::<T>()).take(len);
+        part.map(bytemuck::pod_read_unaligned).collect()
+    }
+
+    #[test]
+    fn each_device_has_its_tasks_its_weights_and_the_same_places() {
+        for name in ["toy-2l", "smollm2-135m"] {
+            let target = Target::by_name("h200").expect("a known target").times(2);
+            let graph = model::preset(name).expect("a preset").graph;
+            let config = ir::schedule::default_config(&graph, &target);
+            let config = ir::schedule::validate(config, &graph, &target).expect("it is legal");
+            let options = lower::Options { kv_capacity: 256 };
+            let program = lower::lower(&config, &graph, &target, options).expect("it lowers");
+            let residents = residents(&program);
+            let bases = [1 << 20, 3 << 20];
+            let images = images(&program, &residents, target.smem_optin_bytes, &bases);
+            let images = images.expect("they fit");
+            let header = |n: usize| table::<ProgramHeader>(&images[n], bases[n], bases[n], 1)[0];
+            let headers = [header(0), header(1)];
+            let sizes = [0, 1]
+                .map(|n: usize| (images[n].bytes.len(), images[n].zeroed, images[n].poisoned));
+            assert_eq!(sizes[0], sizes[1], "{name}");
+            let distance = bases[1] - bases[0];
+            let places: [fn(&ProgramHeader) -> u64; 5] =
+                [|h| h.tasks, |h| h.loads, |h| h.queues, |h| h.buffers, |h| h.counters];
+            for of in places {
+                assert_eq!(of(&headers[1]) - of(&headers[0]), distance, "{name}");
+            }
+            let buffers = [0, 1].map(|n: usize| {
+                table::<BufferDesc>(&images[n], bases[n], headers[n].buffers, program.buffers.len())
+            });
+            for (index, (buffer, (a, b))) in
+                program.buffers.iter().zip(buffers[0].iter().zip(&buffers[1])).enumerate()
+            {
+                let replicated = program.topology.is_replicated(BufferId(index as u32));
+                assert_eq!([a.replicated, b.replicated], [u32::from(replicated); 2]);
+                match (&buffer.source, buffer.kind) {
+                    (_, abi::BufferKind::Logits) => assert_eq!(a.address, b.address),
+                    (BufferSource::Scratch, _) => assert_eq!(b.address - a.address, distance),
+                    _ => {}
+                }
+            }
+            let mut tasks = 0;
+            for n in 0..2 {
+                let queues: Vec<Queue> =
+                    table(&images[n], bases[n], headers[n].queues, residents.workers as usize);
+                tasks += queues.iter().map(|queue| queue.tasks as usize).sum::<usize>();
+                let loads: u32 = queues.iter().map(|queue| queue.loads).sum();
+                let loads: Vec<abi::Load> =
+                    table(&images[n], bases[n], headers[n].loads, loads as usize);
+                for load in loads.iter().filter(|load| load.kind == abi::LoadKind::Weights as u8) {
+                    let own = residents.devices[n].matrices.iter().zip(&program.matrices);
+                    let inside = own.filter(|(placed, matrix)| {
+                        let end = placed.address + Placed::bytes(matrix, &placed.tiles);
+                        load.address >= placed.address
+                            && load.address + u64::from(load.units * load.size) <= end
+                    });
+                    assert_eq!(inside.count(), 1, "{name}: a load of device {n}");
+                }
+            }
+            assert_eq!(tasks, program.task_len(), "{name}");
+        }
     }
 }

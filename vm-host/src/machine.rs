@@ -16,18 +16,23 @@ use ir::program::{Program, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
-use crate::boot::{BootOptions, check_memory, check_residency, make_residents, probe_abi};
+use crate::boot::{
+    BootOptions, check_cards, check_devices, check_residency, check_shape, logits_bytes,
+    make_device, probe_abi,
+};
 use crate::card::load_module;
-use crate::driver::{Context, DeviceInfo, Module, Stream};
+use crate::devices::Cards;
+use crate::driver::{DeviceInfo, Module, Stream};
 use crate::error::HostError;
-use crate::load::{Image, Residents, check_variant, image};
+use crate::load::{Image, Residents, check_variant, images};
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::monitor::Monitor;
-use crate::pages::{PagePool, PageTables};
+use crate::pages::{DeviceCaches, PagePool, PageTables};
 use crate::prefill::Prefill;
+use crate::region::Region;
 use crate::ring::{self, RingHost};
 use crate::sampling::SamplingMemory;
-use crate::weight_stream::{DeviceTarget, LoadReport, Through, WeightStream, land_before_launch};
+use crate::weight_stream::{LoadReport, Through, WeightStream};
 
 mod batch;
 mod chunks;
@@ -48,7 +53,7 @@ fn records_bytes(records: u32) -> u64 {
 }
 
 /// The state of a step, directly followed by that of its sequences.
-const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<SeqStates>()) as u64;
+pub(crate) const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<SeqStates>()) as u64;
 /// Threads of a worker.
 const THREADS: u32 = (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32;
 /// Least interval between a worker's heartbeats: 132 workers with 48 bytes each are 6 MB/s over the bus.
@@ -74,13 +79,11 @@ const KERNELS_MAX: usize = 2;
 /// Everything on the device that outlives a launch.
 struct Memory {
     residents: Residents,
-    programs: Vec<DeviceBuffer>,
+    /// Per device: programs, and the words that devices share.
+    regions: Vec<Region>,
     places: Places,
-    /// Address and bytes of the activations, per place.
+    /// Address and bytes of the first device's activations, per place.
     arenas: Vec<(u64, u64)>,
-    step: DeviceBuffer,
-    done: DeviceBuffer,
-    weight_stream: DeviceBuffer,
     records: DeviceBuffer,
     tokens: HostBuffer,
     token_stride: u32,
@@ -97,13 +100,14 @@ pub struct Idle {
     /// Weights in flight; ended before the memory that they go to is freed.
     weight_stream: Option<WeightStream>,
     memory: Memory,
-    compute: Stream,
-    /// The variants of the last launches, the last one first: loading one takes longer than the rest of a launch. Freed with the memory, or by
-    /// a launch, never while a kernel runs.
-    kernels: Vec<(Variant, Module)>,
+    /// One on each GPU, for its kernel.
+    compute: Vec<Stream>,
+    /// The variants of the last launches, the last one first, on each GPU: loading one takes longer than the rest of a launch. Freed with the
+    /// memory, or by a launch, never while a kernel runs.
+    kernels: Vec<(Variant, Vec<Module>)>,
     /// Sequences that the memory is for; a kernel may run fewer.
     seqs_max: u32,
-    _context: Arc<Context>,
+    cards: Cards,
     info: DeviceInfo,
     options: BootOptions,
     report: LoadReport,
@@ -145,53 +149,52 @@ impl Idle {
         options: BootOptions,
         through: Through<'_>,
     ) -> Result<Self, HostError> {
-        let context = options.card.context()?;
-        let info = context.info()?;
+        let devices = program.topology.devices;
+        let cards = Cards::open(&options.cards, devices)?;
+        let info = cards.info()?;
         check_shape(graph, &options)?;
-        let pages = check_memory(program, &options, variant.seqs, context.free_bytes()?)?;
-        let (module, _) = load_module(variant, &info)?;
-        let compute = Stream::new()?;
-        probe_abi(&module, &compute)?;
+        check_devices(devices, variant, &options)?;
+        let pages = check_cards(&cards, program, &options, variant.seqs)?;
+        let compute = cards.on_cards(Stream::new)?;
+        let modules = cards.on_cards(|| Ok(load_module(variant, &info)?.0))?;
+        modules.iter().zip(&compute).try_for_each(|(module, stream)| probe_abi(module, stream))?;
         let row_bytes = graph.vocab as usize * size_of::<f32>();
-        let mut copier = Copier::new(BOUNCE_BYTES.max(row_bytes))?;
+        let streams = cards.on_cards(Stream::new)?;
+        let mut copier = Copier::new(streams, BOUNCE_BYTES.max(row_bytes))?;
         let mut owned = Vec::new();
-        let mut matrices = Vec::new();
-        for matrix in &program.matrices {
-            owned.push(DeviceBuffer::zeroed(matrix.bytes())?);
-            matrices.extend(owned.last().map(|b| b.address));
-        }
-        let (plan, block) = place_weight_stream(program, &options, &mut copier)?;
-        let target = DeviceTarget::new(&context, &plan, matrices.clone(), block.address)?;
-        let (weight_stream, report) = match options.streaming {
-            None => (None, land_before_launch(plan.clone(), weights, target)?),
-            Some(how) => {
-                let weight_stream =
-                    WeightStream::start(plan.clone(), weights, how, target, through)?;
-                (Some(weight_stream), LoadReport::default())
-            }
+        let regions = cards.on_each(|_| Region::new(options.program_bytes))?;
+        let on = (&cards, &regions[..]);
+        let bring = (program, weights, through);
+        let Brought { mut placed, starts, weight_stream, report } =
+            bring_weights(bring, &options, on, &mut copier, &mut owned)?;
+        let parts = cards.on_each(|device| {
+            let (part, matrices) =
+                ((program, device), std::mem::take(&mut placed[device as usize]));
+            make_device(graph, weights, part, pages, matrices, &mut owned, &mut copier)
+        })?;
+        let logits = DeviceBuffer::zeroed(logits_bytes(&options, variant.seqs, graph.vocab))?;
+        let residents = Residents {
+            devices: parts,
+            weight_stream_starts: starts,
+            matrix_table: program.matrices.clone(),
+            heads: (graph.kv_heads, graph.head_dim),
+            pages,
+            logits: logits.address,
+            logits_rows: options.logits_rows,
+            kv_capacity: program.kv_capacity,
+            workers: info.sms / cards.per_card(),
+            seqs: variant.seqs,
         };
-        let residents = make_residents(
-            graph,
-            weights,
-            program,
-            (&options, pages),
-            matrices,
-            plan.starts.clone(),
-            info.sms,
-            variant.seqs,
-            &mut owned,
-            &mut copier,
-        )?;
+        owned.push(logits);
         let sampling = SamplingMemory::new(options.sessions, graph.vocab, residents.logits)?;
-        let capacity = program.kv_capacity;
-        let memory = Memory::new(residents, &options, capacity, copier, owned, block, sampling)?;
+        let memory = Memory::new(residents, &options, &cards, copier, (owned, regions), sampling)?;
         Ok(Self {
             weight_stream,
             memory,
             compute,
-            kernels: vec![(*variant, module)],
+            kernels: vec![(*variant, modules)],
             seqs_max: variant.seqs,
-            _context: context,
+            cards,
             info,
             options,
             report,
@@ -211,6 +214,14 @@ impl Idle {
     #[must_use]
     pub fn load_report(&self) -> LoadReport {
         self.weight_stream.as_ref().map_or_else(|| self.report.clone(), WeightStream::report)
+    }
+
+    /// Refuses what several devices do not do yet.
+    fn one_device(&self, what: &str) -> Result<(), HostError> {
+        match self.cards.devices() {
+            1 => Ok(()),
+            _ => Err(HostError::Request(format!("{what} is of one GPU only so far"))),
+        }
     }
 
     /// Launches the kernel with a program, after checking that the whole grid can be resident.
@@ -247,60 +258,82 @@ impl Idle {
                 variant.seqs
             )));
         }
+        check_devices(self.cards.devices(), variant, &self.options)?;
         match self.kernels.iter().position(|(loaded, _)| loaded == variant) {
             Some(index) => self.kernels[..=index].rotate_right(1),
             None => {
                 self.kernels.truncate(KERNELS_MAX - 1);
-                self.kernels.insert(0, (*variant, load_module(variant, &self.info)?.0));
+                let load = || Ok(load_module(variant, &self.info)?.0);
+                let modules = self.cards.on_cards(load)?;
+                self.kernels.insert(0, (*variant, modules));
             }
         }
         // Programs are laid out for the sequences of the kernel that runs them.
         self.memory.residents.seqs = variant.seqs;
-        let kernel = self.kernels[0].1.function(c"amk_megakernel")?;
         let shared = self.info.shared_bytes;
-        kernel.allow_shared(shared)?;
-        let per_sm = kernel.resident_blocks(THREADS, shared)?;
-        let requested = self.memory.residents.workers;
-        check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
+        let requested = self.memory.residents.workers * self.cards.per_card();
+        let mut kernels = Vec::new();
+        for module in &self.kernels[0].1 {
+            let kernel = module.function(c"amk_megakernel")?;
+            kernel.allow_shared(shared)?;
+            let per_sm = kernel.resident_blocks(THREADS, shared)?;
+            check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
+            kernels.push(kernel);
+        }
         let loaded = self.load_into(0, program, 1)?;
         self.memory.ring.reset();
-        let Memory { copier, step, done, weight_stream, .. } = &mut self.memory;
-        copier.fill(step.address, step.bytes, 0)?;
-        copier.fill(done.address, done.bytes, 0)?;
-        let waits = weight_stream.address + offset_of!(abi::WeightStream, waits) as u64;
-        copier.fill(waits, WEIGHT_STREAM_COUNTS, 0)?;
-        let mut launch = self.launch_block();
-        let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
-        self.compute.launch(&kernel, requested, THREADS, shared, &mut arguments)?;
+        let devices = 0..self.cards.devices();
+        let launches: Vec<Launch> = devices.map(|device| self.launch_block(device)).collect();
+        let Memory { copier, regions, .. } = &mut self.memory;
+        for region in &*regions {
+            for (address, bytes) in region.zeroed_at_launch() {
+                copier.fill(address, bytes, 0)?;
+            }
+            let waits = region.weight_stream() + offset_of!(abi::WeightStream, waits) as u64;
+            copier.fill(waits, WEIGHT_STREAM_COUNTS, 0)?;
+            copier.upload(region.launches(), bytemuck::cast_slice(&launches))?;
+        }
+        // Nothing that could wait for a kernel comes between the launches of the GPUs.
+        for ((stream, kernel), (first, _)) in
+            self.compute.iter().zip(&kernels).zip(self.cards.iter())
+        {
+            let mut launch = launches[first as usize];
+            let mut arguments: [*mut std::ffi::c_void; 1] = [(&raw mut launch).cast()];
+            stream.launch(kernel, requested, THREADS, shared, &mut arguments)?;
+        }
         LAUNCHES.fetch_add(1, Ordering::Relaxed);
         Ok(loaded)
     }
 
-    fn launch_block(&self) -> Launch {
-        let m = &self.memory;
+    fn launch_block(&self, device: u32) -> Launch {
+        let (m, index) = (&self.memory, device as usize);
+        let (region, block) = (&m.regions[index], m.block.device + (index * ring::BYTES) as u64);
+        let several = |address: u64| if self.cards.devices() > 1 { address } else { 0 };
         Launch {
-            submissions: m.block.device + ring::SUBMISSIONS as u64,
-            completions: m.block.device + ring::COMPLETIONS as u64,
-            indices: m.block.device + ring::INDICES as u64,
-            status: m.block.device + ring::STATUS as u64,
+            submissions: block + ring::SUBMISSIONS as u64,
+            completions: block + ring::COMPLETIONS as u64,
+            indices: block + ring::INDICES as u64,
+            status: block + ring::STATUS as u64,
             tokens: m.tokens.device,
-            step: m.step.address,
-            done: m.done.address,
+            step: region.step(),
+            done: region.done(),
+            device,
+            launches: several(region.launches()),
+            exchange: several(region.exchange()),
             records: m.records.address,
             record_len: self.options.records,
             deadline_ns: self.options.deadline.as_nanos() as u64,
             token_stride: m.token_stride,
             sessions: self.options.sessions,
             workers: m.residents.workers,
-            program: m.programs[0].address,
-            weight_stream: m.weight_stream.address,
+            program: region.program(0),
+            weight_stream: region.weight_stream(),
             sampling: m.sampling.settings(),
-            pages: m.pages.address(),
+            pages: m.pages.devices[index].address(),
             page_stride: m.pages.stride(),
             page_count: m.residents.pages + 1,
-            worker_heartbeats: m.block.device + ring::WORKER_HEARTBEATS as u64,
+            worker_heartbeats: block + ring::WORKER_HEARTBEATS as u64,
             worker_heartbeat_ns: WORKER_HEARTBEAT_EVERY.as_nanos() as u32,
-            ..Launch::default()
         }
     }
 
@@ -312,21 +345,23 @@ impl Idle {
         sequences: u32,
     ) -> Result<Loaded, HostError> {
         let m = &mut self.memory;
-        let (base, room) = (m.programs[place].address, m.programs[place].bytes);
         check_variant(program, &self.kernels[0].0)?;
-        let Image { bytes, zeroed, poisoned } =
-            image(program, &m.residents, self.info.shared_bytes, base)?;
-        let needed = bytes.len() as u64 + zeroed + poisoned;
-        if needed > room {
+        let bases: Vec<u64> = m.regions.iter().map(|region| region.program(place)).collect();
+        let images = images(program, &m.residents, self.info.shared_bytes, &bases)?;
+        let room = m.regions[0].program_bytes();
+        let bytes = |image: &Image| image.bytes.len() as u64 + image.zeroed + image.poisoned;
+        if let Some(needed) = images.iter().map(bytes).max().filter(|&needed| needed > room) {
             return Err(HostError::Request(format!(
                 "the program needs {needed} bytes of tables and activations, {room} were set aside"
             )));
         }
-        m.copier.upload(base, &bytes)?;
-        let end = base + bytes.len() as u64;
-        m.copier.fill(end, zeroed, 0)?;
-        m.copier.fill(end + zeroed, poisoned, 0xff)?;
-        m.arenas[place] = (end + zeroed, poisoned);
+        for (Image { bytes, zeroed, poisoned }, base) in images.iter().zip(&bases).rev() {
+            m.copier.upload(*base, bytes)?;
+            let end = base + bytes.len() as u64;
+            m.copier.fill(end, *zeroed, 0)?;
+            m.copier.fill(end + zeroed, *poisoned, 0xff)?;
+            m.arenas[place] = (end + zeroed, *poisoned); // the first device's comes last
+        }
         Ok(m.places.fill(place, sequences))
     }
 }
@@ -335,34 +370,31 @@ impl Memory {
     fn new(
         residents: Residents,
         options: &BootOptions,
-        kv_capacity: u32,
+        cards: &Cards,
         copier: Copier,
-        weights: Vec<DeviceBuffer>,
-        weight_stream: DeviceBuffer,
+        (weights, regions): (Vec<DeviceBuffer>, Vec<Region>),
         sampling: SamplingMemory,
     ) -> Result<Self, HostError> {
-        let block = Arc::new(HostBuffer::zeroed(ring::BYTES)?);
-        // SAFETY: the block is page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
-        // the device alone.
-        let ring = unsafe { RingHost::new(block.pointer()) };
+        let (devices, kv_capacity) = (cards.devices(), residents.kv_capacity);
+        let block = Arc::new(HostBuffer::zeroed(devices as usize * ring::BYTES)?);
+        // SAFETY: the blocks are page-aligned, long enough, declared after the ring in this struct (dropped after it), and shared with
+        // the devices alone.
+        let ring = unsafe { RingHost::new(block.pointer(), devices, residents.workers) };
         let token_stride = (kv_capacity + 1).next_multiple_of(32);
-        let programs = (0..PROGRAMS_MAX)
-            .map(|_| DeviceBuffer::zeroed(options.program_bytes))
-            .collect::<Result<Vec<_>, _>>()?;
         let pool = PagePool::new(options.sessions, residents.pages);
         let shape = (options.sessions, kv_capacity);
-        let pages =
-            PageTables::new(pool, shape, residents.caches.clone(), residents.layout.page_bytes())?;
+        let caches = cards.on_each(|device| {
+            let own = &residents.devices[device as usize];
+            DeviceCaches::new(shape, own.caches.clone(), own.layout.page_bytes())
+        })?;
+        let pages = PageTables::new(pool, shape, caches);
         let loader_records = u64::from(residents.workers) * size_of::<LoaderRecord>() as u64;
         Ok(Self {
             residents,
             pages,
             places: Places::new(),
-            arenas: vec![(0, 0); programs.len()],
-            programs,
-            step: DeviceBuffer::zeroed(STEP_BYTES)?,
-            done: DeviceBuffer::zeroed(size_of::<abi::Done>() as u64)?,
-            weight_stream,
+            arenas: vec![(0, 0); PROGRAMS_MAX],
+            regions,
             records: DeviceBuffer::zeroed(records_bytes(options.records) + loader_records)?,
             tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
@@ -373,33 +405,6 @@ impl Memory {
             _weights: weights,
         })
     }
-}
-
-/// Refuses shapes and options that no kernel supports.
-fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), HostError> {
-    if options.sessions == 0 || options.sessions > abi::SESSIONS_MAX {
-        return Err(HostError::Request(format!(
-            "{} sessions; 1 to {} are possible",
-            options.sessions,
-            abi::SESSIONS_MAX
-        )));
-    }
-    let heads = abi::HEAD_DIM_MIN..=abi::HEAD_DIM_MAX;
-    if !graph.head_dim.is_power_of_two() || !heads.contains(&graph.head_dim) {
-        return Err(HostError::Request(format!(
-            "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64, 128 or 256",
-            graph.head_dim, graph.name
-        )));
-    }
-    for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn_width())] {
-        if !width.is_multiple_of(4) {
-            return Err(HostError::Request(format!(
-                "{what} is {width} in {}: the kernel waits for activations four at a time, so it must be a multiple of 4",
-                graph.name
-            )));
-        }
-    }
-    Ok(())
 }
 
 impl Resident {
@@ -413,11 +418,18 @@ impl Resident {
     pub fn monitor(&mut self) -> Monitor {
         let Idle { memory, weight_stream, .. } = self.idle();
         let (block, workers) = (memory.block.clone(), memory.residents.workers);
+        let devices = memory.regions.len() as u32;
         let weight_stream = weight_stream.as_ref().map(WeightStream::packed);
         // SAFETY: the block is page-aligned, long enough, kept by the value beside the ring, and shared with the device alone. This end
         // publishes nothing.
-        let ring = unsafe { RingHost::new(block.pointer()) };
-        Monitor::new(ring, workers, LAUNCHES.load(Ordering::Relaxed), block, weight_stream)
+        let ring = unsafe { RingHost::new(block.pointer(), devices, workers) };
+        Monitor::new(
+            ring,
+            devices * workers,
+            LAUNCHES.load(Ordering::Relaxed),
+            block,
+            weight_stream,
+        )
     }
 
     /// The kernel variant that is running.
@@ -473,7 +485,7 @@ impl Resident {
     /// Switches every worker to the program, and drops what each holds of the current one.
     fn adopt(&mut self, program: Loaded) -> Result<(), HostError> {
         let idle = self.idle();
-        let address = idle.memory.programs[program.place].address;
+        let address = idle.memory.regions[0].program(program.place);
         let limit = idle.options.deadline * 2 + Duration::from_secs(1);
         let load = Submission {
             command: Command::LoadProgram as u32,
@@ -662,7 +674,17 @@ impl Drop for Resident {
     }
 }
 
-/// Makes the kernel leave and waits for it, at most a few deadlines long.
+/// Whether the kernels of all GPUs have exited.
+fn all_done(kernels: &[Stream]) -> Result<bool, HostError> {
+    for kernel in kernels {
+        if !kernel.is_done()? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Makes the kernels leave and waits for them, at most a few deadlines long.
 fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     if failed {
         idle.memory.ring.abort();
@@ -674,7 +696,7 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
     }
     let limit = idle.options.deadline * 3 + Duration::from_secs(1);
     let start = Instant::now();
-    while !idle.compute.is_done()? {
+    while !all_done(&idle.compute)? {
         if start.elapsed() > limit / 2 {
             idle.memory.ring.abort();
         }
@@ -688,8 +710,8 @@ fn end_kernel(idle: &mut Idle, failed: bool) -> Result<(), HostError> {
 
 #[path = "machine_weight_stream.rs"]
 mod watermark;
+use watermark::{Brought, WEIGHT_STREAM_COUNTS, bring_weights, wait_for_answer};
 pub use watermark::{TensorCheck, WeightStreamReport};
-use watermark::{WEIGHT_STREAM_COUNTS, place_weight_stream, wait_for_answer};
 
 #[cfg(debug_assertions)]
 #[path = "machine_faults_tests.rs"]

@@ -47,6 +47,19 @@ impl Resident {
     /// # Errors
     /// If that fails, or the fault does not apply to the program.
     pub fn spoil(&mut self, program: &Verified<Program>, fault: Fault) -> Result<(), HostError> {
+        self.spoil_on(0, program, fault)
+    }
+
+    /// The same on one of several devices, where the fault is one of its tables.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn spoil_on(
+        &mut self,
+        device: u32,
+        program: &Verified<Program>,
+        fault: Fault,
+    ) -> Result<(), HostError> {
         match fault {
             Fault::LostCommand => self.idle().memory.ring.lose_one(),
             Fault::ScribbledRing => self.idle().memory.ring.scribble(),
@@ -54,22 +67,26 @@ impl Resident {
             | Fault::CyclicWait
             | Fault::WrongThreshold
             | Fault::StuckLoader
-            | Fault::BadAddress => self.spoil_tables(program, fault)?,
+            | Fault::BadAddress => self.spoil_tables(device, program, fault)?,
         }
         Ok(())
     }
 
-    fn spoil_tables(&mut self, program: &Verified<Program>, fault: Fault) -> Result<(), HostError> {
+    fn spoil_tables(
+        &mut self,
+        device: u32,
+        program: &Verified<Program>,
+        fault: Fault,
+    ) -> Result<(), HostError> {
         let loaded = self.load(program)?;
-        let base = self.idle().memory.programs[loaded.place].address;
+        let base = self.idle().memory.regions[device as usize].program(loaded.place);
         let mut header = [ProgramHeader::default()];
         self.peek(base, &mut header)?;
-        let mut tables = Tables {
-            tasks: vec![Task::default(); program.task_len()],
-            queues: vec![Queue::default(); program.workers.len()],
-        };
+        let mut queues = vec![Queue::default(); program.workers_per_device()];
+        self.peek(header[0].queues, &mut queues)?;
+        let tasks = queues.iter().map(|queue| queue.tasks as usize).sum();
+        let mut tables = Tables { tasks: vec![Task::default(); tasks], queues };
         self.peek(header[0].tasks, &mut tables.tasks)?;
-        self.peek(header[0].queues, &mut tables.queues)?;
         if fault == Fault::BadAddress {
             header[0].tasks = 128;
             self.poke(base, &header)?;

@@ -44,7 +44,7 @@ fn lose_signals(machine: &mut Resident, program: &Program) {
     let place = machine.current.place;
     let idle = machine.idle();
     let mut bytes = [0; size_of::<ProgramHeader>()];
-    let base = idle.memory.programs[place].address;
+    let base = idle.memory.regions[0].program(place);
     idle.memory.copier.download(base, &mut bytes).expect("the header");
     let header: ProgramHeader = bytemuck::pod_read_unaligned(&bytes);
     let counters = u64::from(program.counters) * 32;
@@ -146,9 +146,9 @@ fn caches(machine: &mut Resident) -> Vec<u8> {
     let idle = machine.idle();
     let Memory { residents, pages, copier, .. } = &idle.memory;
     let mut all = Vec::new();
-    for layer in 0..residents.caches.len() as u32 {
+    for layer in 0..residents.devices[0].caches.len() as u32 {
         for &page in pages.pool.held(0) {
-            let mut bytes = vec![0; residents.layout.page_bytes() as usize];
+            let mut bytes = vec![0; residents.devices[0].layout.page_bytes() as usize];
             copier.download(pages.place(layer, page), &mut bytes).expect("a page");
             all.extend(bytes);
         }
@@ -185,7 +185,7 @@ fn die() {
     let mut machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
     let place = machine.current.place;
     let idle = machine.idle();
-    let base = idle.memory.programs[place].address;
+    let base = idle.memory.regions[0].program(place);
     let mut bytes = [0; size_of::<ProgramHeader>()];
     idle.memory.copier.download(base, &mut bytes).expect("the header");
     let mut header: ProgramHeader = bytemuck::pod_read_unaligned(&bytes);

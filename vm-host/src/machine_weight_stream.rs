@@ -10,13 +10,17 @@ use ir::program::{BufferSource, Matrix, Program};
 use ir::{Graph, TensorId, Weights};
 use rayon::prelude::*;
 
-use super::{Idle, Resident};
-use crate::boot::BootOptions;
+use super::{Idle, Memory, Resident};
+use crate::boot::{BootOptions, place_matrices};
+use crate::devices::{Cards, Placed, Tiles, tiles_of};
 use crate::driver::Stream;
 use crate::error::HostError;
 use crate::memory::{Copier, DeviceBuffer};
+use crate::region::Region;
 use crate::ring::RingHost;
-use crate::weight_stream::{LoadReport, Plan, WeightStream};
+use crate::weight_stream::{
+    DeviceEnd, DeviceTarget, LoadReport, Plan, Through, WeightStream, land_before_launch,
+};
 
 /// How weights were loaded while the kernel was resident.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -66,7 +70,7 @@ impl Resident {
     pub fn weight_stream_report(&mut self) -> Result<WeightStreamReport, HostError> {
         let idle = self.idle();
         let block: Vec<abi::WeightStream> =
-            idle.memory.copier.values(idle.memory.weight_stream.address, 1)?;
+            idle.memory.copier.values(idle.memory.regions[0].weight_stream(), 1)?;
         let (waits, waited_s) = (block[0].waits, f64::from(block[0].waited_us) / 1e6);
         Ok(WeightStreamReport { load: idle.load_report(), waits, waited_s })
     }
@@ -83,8 +87,7 @@ impl Resident {
         let idle = self.idle();
         let mut checks = Vec::new();
         for (index, matrix) in idle.memory.residents.matrix_table.iter().enumerate() {
-            let address = idle.memory.residents.matrices[index];
-            let packed = idle.memory.copier.values(address, matrix.bytes() as usize)?;
+            let packed = idle.memory.packed(index)?;
             let rows = rows_by_tensor(matrix);
             checks.par_extend(rows.par_iter().map(|(&tensor, rows)| {
                 let of = graph.tensor(tensor);
@@ -105,14 +108,69 @@ impl Resident {
 pub(super) const WEIGHT_STREAM_COUNTS: u64 =
     (offset_of!(abi::WeightStream, reserved) - offset_of!(abi::WeightStream, waits)) as u64;
 
-/// The order in which weights are streamed, and the device's initial watermark: how far they are, or that all have arrived.
-pub(super) fn place_weight_stream(
+impl Memory {
+    /// The bytes of a packed matrix: of each tile those of a device that has it.
+    pub(super) fn packed(&self, index: usize) -> Result<Vec<u8>, HostError> {
+        let matrix = &self.residents.matrix_table[index];
+        let (mut packed, tile) = (vec![0; matrix.bytes() as usize], matrix.tile_bytes());
+        for device in &self.residents.devices {
+            let placed = &device.matrices[index];
+            let mut at = placed.address;
+            for run in &placed.tiles {
+                let part = &mut packed[run.start as usize * tile..run.end as usize * tile];
+                self.copier.download(at, part)?;
+                at += part.len() as u64;
+            }
+        }
+        Ok(packed)
+    }
+}
+
+/// Where the packed matrices are, by device, and how they come there.
+pub(super) struct Brought {
+    pub(super) placed: Vec<Vec<Placed>>,
+    /// Units that arrive before the first of each matrix.
+    pub(super) starts: Vec<u32>,
+    pub(super) weight_stream: Option<WeightStream>,
+    pub(super) report: LoadReport,
+}
+
+/// Allocates the matrices of each device and loads them, or starts to.
+pub(super) fn bring_weights(
+    (program, weights, through): (&Program, &dyn Weights, Through<'_>),
+    options: &BootOptions,
+    (cards, regions): (&Cards, &[Region]),
+    copier: &mut Copier,
+    owned: &mut Vec<DeviceBuffer>,
+) -> Result<Brought, HostError> {
+    let tiles: Vec<Tiles> = (0..cards.devices()).map(|n| tiles_of(program, n)).collect();
+    let placed = cards.on_each(|n| place_matrices(&program.matrices, &tiles[n as usize], owned))?;
+    let plan = place_weight_stream(program, options, &tiles, regions, copier)?;
+    let ends = cards.on_each(|n| {
+        let addresses = placed[n as usize].iter().map(|matrix| matrix.address);
+        DeviceEnd::new(addresses.collect(), regions[n as usize].weight_stream())
+    })?;
+    let target = DeviceTarget::new(cards.of(0), &plan, ends)?;
+    let starts = plan.starts.clone();
+    let (weight_stream, report) = match options.streaming {
+        None => (None, land_before_launch(plan, weights, target)?),
+        Some(how) => {
+            (Some(WeightStream::start(plan, weights, how, target, through)?), LoadReport::default())
+        }
+    };
+    Ok(Brought { placed, starts, weight_stream, report })
+}
+
+/// The order in which weights are streamed to the devices with these tiles, and the devices' initial watermark: how far they are, or that all have
+/// arrived.
+fn place_weight_stream(
     program: &Program,
     options: &BootOptions,
+    tiles: &[Tiles],
+    regions: &[Region],
     copier: &mut Copier,
-) -> Result<(Arc<Plan>, DeviceBuffer), HostError> {
-    let plan = Arc::new(Plan::new(&program.matrices)?);
-    let block = DeviceBuffer::zeroed(size_of::<abi::WeightStream>() as u64)?;
+) -> Result<Arc<Plan>, HostError> {
+    let plan = Arc::new(Plan::new(&program.matrices, tiles)?);
     let end = |matrix: usize| plan.starts[matrix] + program.matrices[matrix].units() as u32;
     let embeddings = program.buffers.iter().filter_map(|buffer| match buffer.source {
         BufferSource::Embedding(matrix) => Some(end(matrix.index())),
@@ -129,25 +187,37 @@ pub(super) fn place_weight_stream(
         patience: (limit.as_nanos() * 4 / options.deadline.as_nanos().max(1) + 2) as u32,
         ..abi::WeightStream::default()
     };
-    copier.upload(block.address, bytemuck::bytes_of(&weight_stream))?;
-    Ok((plan, block))
+    for region in regions {
+        copier.upload(region.weight_stream(), bytemuck::bytes_of(&weight_stream))?;
+    }
+    Ok(plan)
 }
 
 /// Waits for a command. If it waits for weights, it may take as long as they do, for which the weight stream has its own limit.
 pub(super) fn wait_for_answer(
     ring: &mut RingHost,
-    kernel: &Stream,
+    kernels: &[Stream],
     weight_stream: Option<&WeightStream>,
     limit: Duration,
     preempt: &mut dyn FnMut() -> bool,
 ) -> Result<Completion, HostError> {
     loop {
         let under_way = weight_stream.is_some_and(WeightStream::under_way);
-        match ring.wait_completion(limit, || kernel.is_done(), preempt) {
+        match ring.wait_completion(limit, || any_done(kernels), preempt) {
             Err(HostError::TimedOut { .. }) if under_way => {}
             answer => return answer,
         }
     }
+}
+
+/// Whether the kernel of some GPU has exited.
+fn any_done(kernels: &[Stream]) -> Result<bool, HostError> {
+    for kernel in kernels {
+        if kernel.is_done()? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The packed rows of each tensor, in the tensor's order.

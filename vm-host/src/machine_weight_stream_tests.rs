@@ -80,12 +80,8 @@ impl Subject {
     fn packed(&self, machine: &mut Resident) -> Vec<Vec<u8>> {
         let idle = machine.idle();
         let residents = &idle.memory.residents;
-        let of = |(matrix, &address): (&ir::program::Matrix, &u64)| {
-            let mut bytes = vec![0; matrix.bytes() as usize];
-            idle.memory.copier.download(address, &mut bytes).expect("a copy");
-            bytes
-        };
-        residents.matrix_table.iter().zip(&residents.matrices).map(of).collect()
+        let of = |index| idle.memory.packed(index).expect("a copy");
+        (0..residents.matrix_table.len()).map(of).collect()
     }
 
     fn decode(machine: &mut Resident) -> Result<Decoded, HostError> {
@@ -157,7 +153,7 @@ fn a_byte_that_differs_is_found() {
     let mut machine = subject.resident(Some(ReadBy::Auto), &|source| source);
     Subject::decode(&mut machine).expect("it decodes");
     let idle = machine.idle();
-    let at = idle.memory.residents.matrices[2] + 77;
+    let at = idle.memory.residents.devices[0].matrices[2].address + 77;
     let mut byte = [0];
     idle.memory.copier.download(at, &mut byte).expect("a byte");
     idle.memory.copier.upload(at, &[byte[0] ^ 1]).expect("another");

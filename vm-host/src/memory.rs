@@ -7,17 +7,18 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 use rayon::prelude::*;
 
-use crate::driver::{Stream, called};
+use crate::driver::{Owner, Stream, called};
 use crate::error::HostError;
 
 pub(crate) struct DeviceBuffer {
     /// Address, 256-byte aligned.
     pub(crate) address: u64,
     pub(crate) bytes: u64,
+    owner: Owner,
 }
 
 impl DeviceBuffer {
-    /// Allocates zeroed memory. Never called while a kernel is resident.
+    /// Allocates zeroed memory on the GPU whose context is current. Never called while a kernel is resident.
     pub(crate) fn zeroed(bytes: u64) -> Result<Self, HostError> {
         let bytes = bytes.max(256);
         // SAFETY: a context is current.
@@ -27,7 +28,7 @@ impl DeviceBuffer {
             return Err(HostError::OutOfMemory { needed: bytes, free: free as u64 });
         }
         let address = called("cuMemAlloc", made)?;
-        let buffer = Self { address, bytes };
+        let buffer = Self { address, bytes, owner: Owner::current()? };
         // The memset is asynchronous, and our streams do not wait for it: it must not zero what is copied in next.
         // SAFETY: the range was just allocated; null is the legacy stream, in which the memset is.
         unsafe {
@@ -41,7 +42,7 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         // SAFETY: allocated by cuMemAlloc and not used after.
-        unsafe { sys::cuMemFree_v2(self.address) };
+        self.owner.within(|| unsafe { sys::cuMemFree_v2(self.address) });
     }
 }
 
@@ -120,20 +121,21 @@ impl Drop for HostBuffer {
 /// Bytes per copy of a fill.
 const FILL_BYTES: usize = 4 << 20;
 
-/// Copies to and from the device through a page-locked buffer, in pieces. Safe while a kernel is resident: it only waits for its own stream.
+/// Copies to and from the devices through a page-locked buffer, in pieces. Safe while a kernel is resident: it only waits for its own streams.
 pub(crate) struct Copier {
-    stream: Stream,
+    /// One on each GPU.
+    streams: Vec<Stream>,
     bounce: HostBuffer,
 }
 
 impl Copier {
-    /// With a buffer of this many bytes. Never called while a kernel is resident.
-    pub(crate) fn new(bytes: usize) -> Result<Self, HostError> {
-        Ok(Self { stream: Stream::new()?, bounce: HostBuffer::zeroed(bytes)? })
+    /// With a stream on each GPU and a buffer of this many bytes. Never called while a kernel is resident.
+    pub(crate) fn new(streams: Vec<Stream>, bytes: usize) -> Result<Self, HostError> {
+        Ok(Self { streams, bounce: HostBuffer::zeroed(bytes)? })
     }
 
     pub(crate) fn upload(&mut self, target: u64, bytes: &[u8]) -> Result<(), HostError> {
-        upload(&self.stream, &mut self.bounce, target, bytes)
+        upload(stream_of(&self.streams, target)?, &mut self.bounce, target, bytes)
     }
 
     /// The same, ordered after everything in another stream.
@@ -162,14 +164,14 @@ impl Copier {
         // SAFETY: the bounce buffer is ours and holds `len` bytes; no copy from it is under way.
         unsafe { std::ptr::write_bytes(self.bounce.pointer(), value, len) };
         for target in targets {
-            let mut done = 0;
+            let (stream, mut done) = (stream_of(&self.streams, target)?, 0);
             while done < bytes {
                 let piece = (bytes - done).min(len as u64);
-                self.stream.copy_in(target + done, self.bounce.pointer(), piece as usize)?;
+                stream.copy_in(target + done, self.bounce.pointer(), piece as usize)?;
                 done += piece;
             }
         }
-        self.stream.synchronize()
+        self.streams.iter().try_for_each(Stream::synchronize)
     }
 
     pub(crate) fn download(&self, source: u64, out: &mut [u8]) -> Result<(), HostError> {
@@ -241,9 +243,20 @@ impl Copier {
 
     /// Copies this many bytes into the bounce buffer.
     fn copy_out(&self, source: u64, bytes: usize) -> Result<(), HostError> {
-        self.stream.copy_out(self.bounce.pointer(), source, bytes)?;
-        self.stream.synchronize()
+        let stream = stream_of(&self.streams, source)?;
+        stream.copy_out(self.bounce.pointer(), source, bytes)?;
+        stream.synchronize()
     }
+}
+
+/// The stream of the GPU that has an address.
+fn stream_of(streams: &[Stream], address: u64) -> Result<&Stream, HostError> {
+    if let [only] = streams {
+        return Ok(only);
+    }
+    let owner = Owner::of_memory(address)?;
+    let own = streams.iter().find(|stream| stream.owner() == owner);
+    own.ok_or_else(|| HostError::Request("a copy to a GPU that is not in use".into()))
 }
 
 fn upload(

@@ -4,6 +4,8 @@
 //! rows are in device memory, and the kernel finds keys and values through them ([decision 021](../../docs/decisions/021-paged-key-value-caches.md)).
 //! All pages are allocated before the launch. Between two commands of a session its row grows; at its end its pages are returned.
 
+use std::ops::Range;
+
 use abi::{KV_ELEMENT_BYTES, KV_PAGE, KV_PAGES_MAX};
 use ir::program::{BufferSource, Program};
 
@@ -16,7 +18,7 @@ use prefixes::{Block, PrefixIndex};
 
 #[cfg(test)]
 pub(crate) use tables::CACHE_POISON;
-pub(crate) use tables::PageTables;
+pub(crate) use tables::{DeviceCaches, PageTables};
 
 /// Size of the page pool that the sessions of a machine share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -296,6 +298,11 @@ impl PageLayout {
         Self { kv_heads, row_bytes: head_dim * KV_ELEMENT_BYTES as u32 }
     }
 
+    /// That of a device with these heads of a program, at least one.
+    pub(crate) fn of(program: &Program, heads: Range<u32>) -> Self {
+        Self::new(heads.len().max(1) as u32, program.dims.head_dim)
+    }
+
     /// Bytes of a head's keys, or values, in a page.
     pub(crate) fn head_bytes(self) -> u32 {
         KV_PAGE * self.row_bytes
@@ -318,12 +325,11 @@ pub(crate) fn row_words(capacity: u32) -> u32 {
     (pages_of(capacity) + 1).next_multiple_of(8)
 }
 
-/// Bytes of a page in all layers of a program.
-pub(crate) fn page_bytes(program: &Program) -> u64 {
+/// Layers of a program that have a cache.
+pub(crate) fn cached_layers(program: &Program) -> u64 {
     let cached =
         |buffer: &&ir::program::Buffer| matches!(buffer.source, BufferSource::KvCache { .. });
-    let layers = program.buffers.iter().filter(cached).count() as u64;
-    layers * PageLayout::new(program.dims.kv_heads, program.dims.head_dim).page_bytes()
+    program.buffers.iter().filter(cached).count() as u64
 }
 
 /// Size of a pool, without page zero, for `sessions` sessions of a capacity. `room` is how many pages fit into memory, `spare` how many of

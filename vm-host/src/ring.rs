@@ -37,15 +37,15 @@ pub(crate) trait Words {
     fn store(&self, offset: usize, value: u32, order: Ordering);
 }
 
-/// Words in memory that the device shares.
-pub(crate) struct Mapped(*mut u8);
+/// Words in memory that the devices share: this many bytes.
+pub(crate) struct Mapped(*mut u8, usize);
 
 // SAFETY: the memory outlives the ring (the machine owns both) and is only ever accessed atomically.
 unsafe impl Send for Mapped {}
 
 impl Mapped {
     fn word(&self, offset: usize) -> &AtomicU32 {
-        debug_assert!(offset + 4 <= BYTES && offset.is_multiple_of(4));
+        debug_assert!(offset + 4 <= self.1 && offset.is_multiple_of(4));
         // SAFETY: in range and aligned; the word is only ever accessed atomically, on both sides.
         unsafe { AtomicU32::from_ptr(self.0.add(offset).cast()) }
     }
@@ -61,21 +61,26 @@ impl Words for Mapped {
     }
 }
 
-/// The host's end of a ring.
+/// The host's end of a ring. Each further device of a program has a block of its own behind the first, of which only the words to leave, the
+/// poller's clock, the status and the heartbeats are used.
 pub(crate) struct RingHost<W = Mapped> {
     words: W,
+    devices: u32,
+    /// Workers of a device.
+    workers: u32,
     tail: u32, // submissions published
     seen: u32, // completions read
 }
 
 impl RingHost {
-    /// Takes over a zeroed block.
+    /// Takes over zeroed blocks, for devices of so many workers.
     ///
     /// # Safety
-    /// `base` points to `BYTES` bytes, 128-byte aligned, that outlive the ring and that only the device shares.
-    pub(crate) unsafe fn new(base: *mut u8) -> Self {
+    /// `base` points to `BYTES` bytes for each device, 128-byte aligned, that outlive the ring and that only the devices share.
+    pub(crate) unsafe fn new(base: *mut u8, devices: u32, workers: u32) -> Self {
         debug_assert_eq!(base as usize % 128, 0);
-        Self { words: Mapped(base), tail: 0, seen: 0 }
+        let words = Mapped(base, devices as usize * BYTES);
+        Self { words, devices, workers, tail: 0, seen: 0 }
     }
 }
 
@@ -201,11 +206,17 @@ impl<W: Words> RingHost<W> {
         self.load(INDICES + core::mem::offset_of!(RingIndices, waiting), Ordering::Relaxed)
     }
 
-    /// The last heartbeat of a worker. Pairs with worker.cuh: worker_heartbeat.
+    /// Offsets of the blocks of all devices.
+    fn blocks(&self) -> impl Iterator<Item = usize> + use<W> {
+        (0..self.devices as usize).map(|device| device * BYTES)
+    }
+
+    /// The last heartbeat of a worker, counted over all devices. Pairs with worker.cuh: worker_heartbeat.
     pub(crate) fn worker_heartbeat(&self, worker: u32) -> WorkerHeartbeat {
-        self.copy(
-            WORKER_HEARTBEATS + (worker % WORKERS_MAX) as usize * size_of::<WorkerHeartbeat>(),
-        )
+        let (device, index) = (worker / self.workers.max(1), worker % self.workers.max(1));
+        let block = device.min(self.devices - 1) as usize * BYTES;
+        let index = (index % WORKERS_MAX) as usize;
+        self.copy(block + WORKER_HEARTBEATS + index * size_of::<WorkerHeartbeat>())
     }
 
     /// Completions posted since the launch. Pairs with poller.cuh: post_completion.
@@ -233,9 +244,10 @@ impl<W: Words> RingHost<W> {
             as u32
     }
 
-    /// Makes the device leave. Pairs with poller.cuh: poller_wait, poller_run.
+    /// Makes all devices leave. Pairs with poller.cuh: poller_wait, poller_run, and devices.cuh: device_look.
     pub(crate) fn abort(&self) {
-        self.store(INDICES + core::mem::offset_of!(RingIndices, abort), 1, Ordering::Release);
+        let word = INDICES + core::mem::offset_of!(RingIndices, abort);
+        self.blocks().for_each(|block| self.store(block + word, 1, Ordering::Release));
     }
 
     /// Makes a decode command end after the current step. No effect on one that has ended. Pairs with poller.cuh: poller_wait.
@@ -244,11 +256,12 @@ impl<W: Words> RingHost<W> {
         self.store(word, sequence, Ordering::Relaxed);
     }
 
-    /// The status block, once the device has completed it. Pairs with worker.cuh: trap.
+    /// The first status block that a device has completed. Pairs with worker.cuh: trap.
     pub(crate) fn status(&self) -> Option<Status> {
-        let valid =
-            self.load(STATUS + core::mem::offset_of!(Status, valid), Ordering::Acquire) != 0;
-        valid.then(|| self.copy(STATUS))
+        let valid = STATUS + core::mem::offset_of!(Status, valid);
+        let mut blocks = self.blocks();
+        let block = blocks.find(|block| self.load(block + valid, Ordering::Acquire) != 0)?;
+        Some(self.copy(block + STATUS))
     }
 
     /// Waits for the status block of a device whose completion reports a trap, at most until `limit`. The poller leaves on any abort, and the
@@ -266,7 +279,7 @@ impl<W: Words> RingHost<W> {
 
     /// Resets all words for a new launch. No kernel is resident.
     pub(crate) fn reset(&mut self) {
-        for offset in (0..BYTES).step_by(4) {
+        for offset in (0..self.devices as usize * BYTES).step_by(4) {
             self.store(offset, 0, Ordering::Relaxed);
         }
         (self.tail, self.seen) = (0, 0);

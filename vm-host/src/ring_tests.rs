@@ -7,8 +7,19 @@ fn ring() -> (Vec<u128>, RingHost) {
     let base = block.as_mut_ptr().cast::<u8>();
     let base = base.wrapping_add(base.align_offset(128));
     // SAFETY: the block is long enough, aligned above, and returned beside the ring.
-    let ring = unsafe { RingHost::new(base) };
+    let ring = unsafe { RingHost::new(base, 1, WORKERS_MAX) };
     (block, ring)
+}
+
+/// Another handle of the same ring.
+fn twin(ring: &RingHost) -> RingHost {
+    RingHost {
+        words: Mapped(ring.words.0, BYTES),
+        devices: 1,
+        workers: WORKERS_MAX,
+        tail: 0,
+        seen: 0,
+    }
 }
 
 /// Acts as the device: answers the oldest submission.
@@ -90,7 +101,7 @@ fn what_a_kernel_said_before_it_left_counts() {
     let (_block, mut ring) = ring();
     assert!(ring.publish(&Submission::default()).is_ok());
     // The device answers between the last poll and the query.
-    let twin = RingHost { words: Mapped(ring.words.0), tail: 0, seen: 0 };
+    let twin = twin(&ring);
     let gone = || {
         answer(&twin, 0, 7);
         Ok(true)
@@ -116,7 +127,7 @@ fn a_command_is_asked_to_yield() {
     assert!(ring.poll_completion().is_some());
     let word = INDICES + core::mem::offset_of!(RingIndices, preempt);
     assert_eq!(ring.load(word, Ordering::Relaxed), 0);
-    let twin = RingHost { words: Mapped(ring.words.0), tail: 0, seen: 0 };
+    let twin = twin(&ring);
     let mut asked = 0;
     let answered = ring.wait_completion(Duration::from_secs(60), running, &mut || {
         asked += 1;
@@ -137,7 +148,7 @@ fn a_report_that_comes_after_its_completion_is_waited_for() {
     answer(&ring, 0, 0);
     assert!(ring.poll_completion().is_some());
     assert!(ring.await_status(Duration::from_millis(5)).is_none());
-    let device = Mapped(ring.words.0);
+    let device = Mapped(ring.words.0, BYTES);
     let report = std::thread::spawn(move || {
         let device = device;
         std::thread::sleep(Duration::from_millis(20));
@@ -272,7 +283,13 @@ mod every_execution {
             model.check(move || {
                 EXECUTIONS.fetch_add(1, Ordering::Relaxed);
                 let words = words(broken);
-                let mut ring = RingHost { words: words.clone(), tail: FIRST, seen: FIRST };
+                let mut ring = RingHost {
+                    words: words.clone(),
+                    devices: 1,
+                    workers: 1,
+                    tail: FIRST,
+                    seen: FIRST,
+                };
                 let there = loom::thread::spawn(move || device(&words, broken));
                 for index in FIRST..FIRST + COMMANDS {
                     assert_eq!(ring.publish(&command(index)).ok(), Some(index + 1));
@@ -313,7 +330,8 @@ mod every_execution {
     fn status(broken: bool) -> bool {
         let check = move || {
             let words = words(Broken::default());
-            let ring = RingHost { words: words.clone(), tail: FIRST, seen: FIRST };
+            let ring =
+                RingHost { words: words.clone(), devices: 1, workers: 1, tail: FIRST, seen: FIRST };
             let there = loom::thread::spawn(move || {
                 let order = if broken { Ordering::Relaxed } else { Ordering::Release };
                 words.store(STATUS + core::mem::offset_of!(Status, worker), 7, Ordering::Relaxed);

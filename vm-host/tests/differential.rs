@@ -13,6 +13,7 @@ use abi::Opcode;
 
 use ir::schedule::{neutral_config, read_config_over};
 use ir::{Target, Valid};
+use rayon::prelude::*;
 use vm_host::{BootOptions, Idle, Resident};
 
 mod device;
@@ -291,9 +292,28 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     }
 }
 
+/// Fills the cache with the kernels of all models and schedules, on all cores: one after the other they take minutes.
+fn compile_kernels(info: &vm_host::DeviceInfo) {
+    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let cache = vm_host::default_cache();
+    chosen().into_par_iter().for_each(|name| {
+        let graph =
+            model::import(&corpus().join(name)).unwrap_or_else(|e| panic!("{name}: {e}")).graph;
+        let kernel = |(_, text): &(_, &str)| config(text, &graph, &target).kernel;
+        let mut kernels: Vec<_> = SCHEDULES.iter().map(kernel).collect();
+        kernels.dedup();
+        for kernel in kernels {
+            let variant = kernel_variant(&kernel, &graph);
+            // What cannot be compiled is said where it is launched.
+            let _ = vm_host::compile(&variant, "sm_90a", cache.as_deref());
+        }
+    });
+}
+
 #[test]
 fn logits_and_tokens_are_those_of_the_golden_models() {
     let Some(info) = device() else { return };
+    compile_kernels(&info);
     for name in chosen() {
         check_model(name, &info);
     }

@@ -55,6 +55,8 @@ const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
 const LAUNCH_REGISTERS: u32 = 168;
 /// Number of kernels for prompt chunks; one more for codes.
 const PREFILL_KERNELS: usize = 14;
+/// Kernels of more than two devices: the poller's, once when it starts.
+const DEVICES_SPILLS: u32 = 16;
 const WIDE_SPILLS: u32 = 192;
 /// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged. The cost was not measured.
 const FOUR_SCALES_SPILLS: u32 = 160;
@@ -139,10 +141,11 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
 
 fn name(variant: &Variant) -> String {
     let (dtype, unpack) = (variant.dtype.name(), variant.unpack);
-    let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, trace, .. } = variant;
+    let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, .. } = variant;
+    let Variant { devices, trace, .. } = variant;
     let features = variant.features;
     format!(
-        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, features {features:05b}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, trace {trace:?}"
+        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, features {features:05b}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, devices {devices}, trace {trace:?}"
     )
 }
 
@@ -152,6 +155,9 @@ fn spills_allowed(variant: &Variant) -> u32 {
     let of_route = if routed { ROUTE_SPILLS } else { 0 };
     if variant.trace != Trace::Off {
         return TRACE_SPILLS + of_route; // its times serve to analyse a step, and no build that is timed has them
+    }
+    if variant.devices > 2 {
+        return DEVICES_SPILLS;
     }
     if variant.seqs > 1 {
         return BATCH_SPILLS;
@@ -243,6 +249,24 @@ fn every_shape_of_heads_compiles() {
         let unpack = 1 << Unpack::None as u32 | 1 << unpack as u32;
         variants.push(Variant { head_dim, group, qk_norm, widths, shares, unpack, ..halves });
     }
+    check(&variants);
+}
+
+/// Kernels of several devices: the shapes of the dense presets, and weights of f32.
+#[test]
+fn kernels_of_several_devices_compile_and_nothing_spills() {
+    if !nvrtc() {
+        return;
+    }
+    let plain = vm_host::variant(&ScheduleConfig::default().kernel, &graph("qwen2-bias-bf16"));
+    let shaped = |(heads, widths, shares): (usize, _, _)| {
+        let (head_dim, group, qk_norm, _) = HEADS[heads];
+        Variant { head_dim, group, qk_norm, widths, shares, devices: 2, ..plain }
+    };
+    let mut variants: Vec<Variant> = MATRICES.map(shaped).to_vec();
+    variants.push(Variant { devices: 4, ..variants[1] });
+    let f32s = vm_host::variant(&ScheduleConfig::default().kernel, &graph("llama-tied-f32"));
+    variants.push(Variant { devices: 2, ..f32s });
     check(&variants);
 }
 

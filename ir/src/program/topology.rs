@@ -15,8 +15,8 @@ use abi::BufferKind;
 use super::Program;
 use crate::id::{BufferId, WorkerId};
 
-/// Most devices of a program: those of one host behind one switch.
-pub const DEVICES_MAX: u32 = 8;
+/// Most devices of a program.
+pub const DEVICES_MAX: u32 = abi::DEVICES_MAX as u32;
 
 /// How many devices run a program, and which buffers all of them have a whole copy of.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

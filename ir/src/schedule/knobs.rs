@@ -307,6 +307,22 @@ impl std::fmt::Display for Knob {
     }
 }
 
+impl ScheduleConfig {
+    /// This schedule with one change, written `KNOB=VALUE`, and the knob. `validate` checks whether it is legal.
+    ///
+    /// # Errors
+    /// What is wrong with the text, and what the knob takes.
+    pub fn with_change(mut self, text: &str) -> Result<(Self, Knob), String> {
+        let (path, value) = text.split_once('=').ok_or("write KNOB=VALUE")?;
+        let knob = Knob::from_path(path)
+            .ok_or_else(|| format!("there is no knob {path}; amk levers lists them"))?;
+        let refused = || format!("{path} takes {}", knob.domain());
+        let value = knob.values().into_iter().find(|of| of.to_string() == value);
+        self.set(knob, value.ok_or_else(refused)?).map_err(|_| refused())?;
+        Ok((self, knob))
+    }
+}
+
 impl KernelConfig {
     /// The stable id of this kernel config.
     #[must_use]

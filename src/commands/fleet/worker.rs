@@ -381,6 +381,7 @@ fn terms(args: &FleetWorkerArgs, leased: &Leased, folder: PathBuf) -> Result<Loo
             device,
             kv_capacity: None,
             gpus: None,
+            emulate: None,
         },
         sharing: SharingArgs { shared_gpu: args.sharing.shared_gpu },
         devices: Vec::new(),

@@ -89,6 +89,7 @@ fn context(found: &Recorded, device: DeviceChoice) -> Result<Context, Failure> {
         device,
         kv_capacity: capacity.and_then(|tokens| u32::try_from(tokens).ok()),
         gpus: None,
+        emulate: None,
     };
     Context::load(found.word("model").ok_or_else(|| missing("model"))?, &place)
 }

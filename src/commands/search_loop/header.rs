@@ -304,7 +304,8 @@ impl Header {
         let target = Some(self.target.clone()).filter(|target| !target.is_empty());
         // A resumed search has the number of GPUs in its target's name.
         let gpus = args.place.gpus.filter(|_| !self.resumed);
-        PlaceArgs { target, device, kv_capacity: self.kv_capacity, gpus }
+        let emulate = args.place.emulate.filter(|_| !self.resumed);
+        PlaceArgs { target, device, kv_capacity: self.kv_capacity, gpus, emulate }
     }
 
     /// The terms with the fields that depend on the loaded model and the opened device.

@@ -39,10 +39,20 @@ impl View {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Value {
     value: u32,
-    /// The view that it was released with.
+    /// The device of its writer, and the views that it was released with to threads of that device and to all.
+    device: u8,
+    near: View,
     view: View,
     /// Made from the value in front of it (read-modify-write), so that nothing comes between.
     chained: bool,
+}
+
+impl Value {
+    /// A value that releases nothing.
+    fn new(value: u32) -> Self {
+        let view = View::default();
+        Self { value, device: 0, near: view, view, chained: false }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -50,9 +60,11 @@ struct ThreadState {
     next: u8,
     /// The current view.
     now: View,
-    /// The views of values read by relaxed loads, for a later fence.
+    /// The views of values read by relaxed loads, for a later fence: of its device's values, and of all.
+    found_near: View,
     found: View,
-    /// The view at the last fence, which relaxed stores release.
+    /// The view at the last fence, which relaxed stores release: to threads of its device, and to all.
+    fenced_near: View,
     fenced: View,
 }
 
@@ -103,7 +115,7 @@ pub(super) enum Step {
 
 impl State {
     pub(super) fn new(model: &Model) -> Self {
-        let zero = Value { value: 0, view: View::default(), chained: false };
+        let zero = Value::new(0);
         Self {
             words: vec![vec![zero]; model.words.len()],
             threads: vec![ThreadState::default(); model.threads.len()],
@@ -129,9 +141,13 @@ impl State {
                 let op = self.op(model, thread);
                 let t = &mut self.threads[thread];
                 match op {
-                    Some(Op::Fence) => {
-                        t.now.join(&t.found);
-                        t.fenced = t.now;
+                    Some(op @ (Op::Fence | Op::SystemFence)) => {
+                        t.now.join(&t.found_near);
+                        if op == Op::SystemFence {
+                            t.now.join(&t.found);
+                            t.fenced = t.now;
+                        }
+                        t.fenced_near = t.now;
                     }
                     Some(Op::ProxyFence) => raise(&mut t.now.proxy, &t.now.plain),
                     None => {
@@ -222,7 +238,7 @@ impl State {
             Op::Arrive(_) | Op::Expect(_) | Op::Copy(..) => {
                 steps.push(Step::Op { thread, place: 0 });
             }
-            Op::Fence | Op::ProxyFence => unreachable!("settled"),
+            Op::Fence | Op::SystemFence | Op::ProxyFence => unreachable!("settled"),
         }
     }
 
@@ -236,17 +252,17 @@ impl State {
             Step::Land { copy, source, place } => self.land(model, copy, source, place),
             Step::Look { thread, place } => {
                 if let Some(Op::Poll(word, order, _)) = self.op(model, thread) {
-                    self.load(thread, word, order, place);
+                    self.load(model, thread, word, order, place);
                 } else if let Some(Op::PollFor(word, ..)) = self.op(model, thread) {
-                    self.load(thread, word, Order::Relaxed, place);
+                    self.load(model, thread, word, Order::Relaxed, place);
                 } else if let Some(Op::PollEither(word, _, _, order, _)) = self.op(model, thread) {
-                    self.load(thread, word, order, place);
+                    self.load(model, thread, word, order, place);
                 }
                 Ok(())
             }
             Step::Turn { thread, place } => {
                 if let Some(Op::PollEither(_, _, other, order, further)) = self.op(model, thread) {
-                    self.load(thread, other, order, place);
+                    self.load(model, thread, other, order, place);
                     self.threads[thread].next += 1 + further;
                 }
                 Ok(())
@@ -267,33 +283,33 @@ impl State {
         let name = &model.threads[thread].name;
         match op {
             Op::Read(word, order, wanted) => {
-                let value = self.load(thread, word, order, place);
+                let value = self.load(model, thread, word, order, place);
                 self.expect(model, name, word, value, wanted)?;
             }
             Op::Note(word, order) => {
-                let value = self.load(thread, word, order, place);
+                let value = self.load(model, thread, word, order, place);
                 self.notes[thread].push(value);
             }
             Op::Poll(word, order, _) | Op::PollEither(word, _, _, order, _) => {
-                self.load(thread, word, order, place);
+                self.load(model, thread, word, order, place);
             }
             Op::Set(word, order) => {
-                let value = self.load(thread, word, order, place);
+                let value = self.load(model, thread, word, order, place);
                 if value == 0 {
                     return Err(format!("{name} reads nothing from {}", model.words[word]));
                 }
                 self.notes[thread].push(value);
             }
             Op::Like(word, order) => {
-                let value = self.load(thread, word, order, place);
+                let value = self.load(model, thread, word, order, place);
                 let wanted = self.notes[thread].last().copied().unwrap_or_default();
                 self.expect(model, name, word, value, wanted)?;
             }
             Op::PollFor(word, _, wanted) => {
-                let value = self.load(thread, word, Order::Relaxed, place);
+                let value = self.load(model, thread, word, Order::Relaxed, place);
                 self.expect(model, name, word, value, wanted)?;
             }
-            Op::Write(word, order, value) => self.store(thread, word, order, value, place),
+            Op::Write(word, order, value) => self.store(model, thread, word, order, value, place),
             Op::Add(word) | Op::Claim(word, _) => {
                 let before = self.words[word][place as usize - 1];
                 if let Op::Claim(_, further) = op
@@ -301,10 +317,11 @@ impl State {
                 {
                     self.threads[thread].next += further;
                 }
-                self.store(thread, word, Order::Relaxed, before.value + 1, place);
+                self.store(model, thread, word, Order::Relaxed, before.value + 1, place);
                 let mine = &mut self.words[word][place as usize];
                 mine.chained = true;
                 mine.view.join(&before.view);
+                mine.near.join(&before.near);
             }
             Op::Arrive(barrier) | Op::Expect(barrier) => {
                 let phase = &mut self.phases[barrier];
@@ -327,7 +344,9 @@ impl State {
                 let view = self.threads[thread].now;
                 self.copies.push(Underway { from, to, barrier, view });
             }
-            Op::Meet(_) | Op::Fence | Op::ProxyFence => unreachable!("taken elsewhere"),
+            Op::Meet(_) | Op::Fence | Op::SystemFence | Op::ProxyFence => {
+                unreachable!("taken elsewhere")
+            }
         }
         Ok(())
     }
@@ -346,22 +365,29 @@ impl State {
         Err(format!("{name} reads {value} from {}, and should read {wanted}", model.words[word]))
     }
 
-    fn load(&mut self, thread: usize, word: Word, order: Order, place: u8) -> u32 {
-        let Value { value, view, .. } = self.words[word][place as usize];
+    fn load(&mut self, model: &Model, thread: usize, word: Word, order: Order, place: u8) -> u32 {
+        let Value { value, device, near, view, .. } = self.words[word][place as usize];
         let t = &mut self.threads[thread];
         t.now.plain[word] = t.now.plain[word].max(place);
-        t.found.join(&view);
+        let own = device == model.threads[thread].device;
+        let released = if own { near } else { view };
+        if own {
+            t.found_near.join(&released);
+        }
+        t.found.join(&released);
         if order == Order::Acquire {
-            t.now.join(&view);
+            t.now.join(&released);
         }
         value
     }
 
     /// Inserts a value into a history; views of later values are shifted.
     fn insert(&mut self, word: Word, place: u8, value: Value) {
-        let threads =
-            self.threads.iter_mut().flat_map(|t| [&mut t.now, &mut t.found, &mut t.fenced]);
-        let values = self.words.iter_mut().flatten().map(|value| &mut value.view);
+        let threads = self.threads.iter_mut().flat_map(|t| {
+            [&mut t.now, &mut t.found_near, &mut t.found, &mut t.fenced_near, &mut t.fenced]
+        });
+        let values = self.words.iter_mut().flatten();
+        let values = values.flat_map(|value| [&mut value.near, &mut value.view]);
         let phases = self.phases.iter_mut().flat_map(|p| [&mut p.gathered, &mut p.view]);
         let copies = self.copies.iter_mut().map(|job| &mut job.view);
         threads
@@ -372,13 +398,26 @@ impl State {
         self.words[word].insert(place as usize, value);
     }
 
-    fn store(&mut self, thread: usize, word: Word, order: Order, value: u32, place: u8) {
-        self.insert(word, place, Value { value, view: View::default(), chained: false });
+    fn store(
+        &mut self,
+        model: &Model,
+        thread: usize,
+        word: Word,
+        order: Order,
+        value: u32,
+        place: u8,
+    ) {
+        let device = model.threads[thread].device;
+        self.insert(word, place, Value { device, ..Value::new(value) });
         let t = &mut self.threads[thread];
         t.now.plain[word] = place;
-        let mut view = if order == Order::Release { t.now } else { t.fenced };
-        view.plain[word] = view.plain[word].max(place);
-        self.words[word][place as usize].view = view;
+        let released = if order == Order::Release { [t.now; 2] } else { [t.fenced_near, t.fenced] };
+        let [near, view] = released.map(|mut view| {
+            view.plain[word] = view.plain[word].max(place);
+            view
+        });
+        let stored = &mut self.words[word][place as usize];
+        (stored.near, stored.view) = (near, view);
     }
 
     fn meet(&mut self, model: &Model, group: u8) {
@@ -407,7 +446,7 @@ impl State {
             Source::Value(value) => value,
             Source::Word(word) => self.words[word][source as usize].value,
         };
-        self.insert(job.to, place, Value { value, view: View::default(), chained: false });
+        self.insert(job.to, place, Value::new(value));
         let phase = &mut self.phases[job.barrier];
         let seen = &mut phase.gathered;
         seen.plain[job.to] = seen.plain[job.to].max(place);
@@ -491,6 +530,7 @@ fn describe(model: &Model, op: Op) -> String {
         Op::Add(w) => format!("add 1 to {}", word(w)),
         Op::Claim(w, _) => format!("claim {}", word(w)),
         Op::Fence => "fence".into(),
+        Op::SystemFence => "system fence".into(),
         Op::ProxyFence => "proxy fence".into(),
         Op::Meet(group) => format!("meet group {group}"),
         Op::Arrive(b) => format!("arrive at {}", barrier(b)),

@@ -10,6 +10,9 @@
 //! release/acquire fragment of the C++ and PTX models in its operational form, with one omission: no store happens
 //! before an earlier load of its own thread.
 //!
+//! A thread belongs to a device. A fence has the scope of its device, or of all ([`Op::SystemFence`]): it orders nothing
+//! towards threads of another device unless both sides have the wider scope. A model of one device has plain fences only.
+//!
 //! Copies read and write through the asynchronous proxy, which has a view of its own: it includes what plain accesses
 //! have seen only from the next proxy fence on.
 
@@ -85,8 +88,10 @@ pub enum Op {
     Add(Word),
     /// As `Add`, but all threads except the first skip this many ops: `atom.add` of a claim.
     Claim(Word, u8),
-    /// `fence.acq_rel`.
+    /// `fence.acq_rel.gpu`.
     Fence,
+    /// `fence.acq_rel.sys`.
+    SystemFence,
     /// `fence.proxy.async`: makes this thread's view visible to copies.
     ProxyFence,
     /// Meets the other threads of the same group: `bar.sync`.
@@ -117,6 +122,8 @@ pub struct Thread {
     pub name: String,
     /// In program order.
     pub ops: Vec<Op>,
+    /// Its device.
+    pub device: u8,
 }
 
 /// A protocol to explore.
@@ -147,7 +154,12 @@ impl Model {
 
     /// Adds a thread.
     pub fn thread(&mut self, name: impl Into<String>, ops: Vec<Op>) {
-        self.threads.push(Thread { name: name.into(), ops });
+        self.thread_on(0, name, ops);
+    }
+
+    /// Adds a thread of a device.
+    pub fn thread_on(&mut self, device: u8, name: impl Into<String>, ops: Vec<Op>) {
+        self.threads.push(Thread { name: name.into(), ops, device });
     }
 }
 

@@ -20,6 +20,7 @@ impl Idle {
         logits: bool,
         options: &PrefillOptions,
     ) -> Result<Prefilled, HostError> {
+        self.one_device("a prompt in chunks")?;
         self.check_prompt(session, position, tokens, logits)?;
         self.weights_here()?;
         let (residents, pages) = (&self.memory.residents, self.memory.pages.row(session));
@@ -35,7 +36,7 @@ impl Idle {
         self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
         self.memory.sampling.passes_by(session);
         let place = (pages, position, tokens);
-        let done = ready.run(&self.compute, &mut self.memory.copier, place, logits, options);
+        let done = ready.run(&self.compute[0], &mut self.memory.copier, place, logits, options);
         self.prefill = Some(ready);
         done
     }
@@ -74,17 +75,18 @@ impl Idle {
         positions: u32,
     ) -> Result<(Vec<f32>, Vec<f32>), HostError> {
         let Memory { residents, pages, copier, .. } = &self.memory;
+        let device = &residents.devices[0];
         let held = pages.pool.held(session).get(..pages_of(positions) as usize);
-        let Some(held) = held.filter(|_| (layer as usize) < residents.caches.len()) else {
+        let Some(held) = held.filter(|_| (layer as usize) < device.caches.len()) else {
             return Err(HostError::Request(format!(
                 "{positions} positions of session {session}, layer {layer}: there are not so many"
             )));
         };
-        let mut out = vec![0_u8; held.len() * residents.layout.page_bytes() as usize];
-        let parts = out.chunks_exact_mut(residents.layout.page_bytes() as usize);
+        let mut out = vec![0_u8; held.len() * device.layout.page_bytes() as usize];
+        let parts = out.chunks_exact_mut(device.layout.page_bytes() as usize);
         for (&page, part) in held.iter().zip(parts) {
             copier.download(pages.place(layer, page), part)?;
         }
-        Ok(unpacked(&out, residents.layout, positions))
+        Ok(unpacked(&out, device.layout, positions))
     }
 }

@@ -10,15 +10,41 @@ use crate::memory::{Copier, DeviceBuffer};
 /// which are multiplied by zero.
 pub(crate) const CACHE_POISON: u8 = 0x77;
 
-/// The pages of a machine, with the state of the device's tables.
-pub(crate) struct PageTables {
-    pub(crate) pool: PagePool,
-    /// A row per session, and after the last a line that the loader may read.
+/// The pages of a device: it has its own heads of each.
+pub(crate) struct DeviceCaches {
+    /// A row per session, and after the last a line that the loader may read. All devices have the same rows.
     rows: DeviceBuffer,
-    stride: u32,
     /// Address of page zero, per layer.
     caches: Vec<u64>,
     page_bytes: u64,
+}
+
+impl DeviceCaches {
+    /// For allocated pages, on the GPU whose context is current. No kernel is resident.
+    pub(crate) fn new(
+        (sessions, capacity): (u32, u32),
+        caches: Vec<u64>,
+        page_bytes: u64,
+    ) -> Result<Self, HostError> {
+        let rows = DeviceBuffer::zeroed(PageTables::bytes(sessions, capacity))?;
+        Ok(Self { rows, caches, page_bytes })
+    }
+
+    /// Address of the rows.
+    pub(crate) fn address(&self) -> u64 {
+        self.rows.address
+    }
+
+    fn place(&self, layer: usize, page: u32) -> u64 {
+        self.caches[layer] + u64::from(page) * self.page_bytes
+    }
+}
+
+/// The pages of a machine, with the state of its devices' tables.
+pub(crate) struct PageTables {
+    pub(crate) pool: PagePool,
+    pub(crate) devices: Vec<DeviceCaches>,
+    stride: u32,
     /// Per page: it may hold something other than poison.
     used: Vec<bool>,
     /// Per session: its pages are poisoned before it gets them.
@@ -52,28 +78,21 @@ impl PageTables {
         u64::from(sessions * row_words(capacity)) * 2 + 16
     }
 
-    /// For allocated pages. No kernel is resident.
+    /// For the pages of all devices.
     pub(crate) fn new(
         pool: PagePool,
         (sessions, capacity): (u32, u32),
-        caches: Vec<u64>,
-        page_bytes: u64,
-    ) -> Result<Self, HostError> {
+        devices: Vec<DeviceCaches>,
+    ) -> Self {
         let pages = pool.occupancy().pages as usize + 1;
-        Ok(Self {
+        Self {
             pool,
-            rows: DeviceBuffer::zeroed(Self::bytes(sessions, capacity))?,
+            devices,
             stride: row_words(capacity),
-            caches,
-            page_bytes,
             used: vec![true; pages],
             poisons: vec![false; sessions as usize],
             told: vec![Some(0); sessions as usize],
-        })
-    }
-
-    pub(crate) fn address(&self) -> u64 {
-        self.rows.address
+        }
     }
 
     /// Words of a row.
@@ -81,12 +100,18 @@ impl PageTables {
         self.stride
     }
 
+    /// A session's row on the first device.
     pub(crate) fn row(&self, session: u32) -> u64 {
-        self.rows.address + u64::from(session * self.stride) * 2
+        self.devices[0].address() + self.row_offset(session)
     }
 
+    fn row_offset(&self, session: u32) -> u64 {
+        u64::from(session * self.stride) * 2
+    }
+
+    /// A page of a layer on the first device.
     pub(crate) fn place(&self, layer: u32, page: u32) -> u64 {
-        self.caches[layer as usize] + u64::from(page) * self.page_bytes
+        self.devices[0].place(layer as usize, page)
     }
 
     /// Prepares a command of the session that uses positions from `start` up to `end`: allocates their pages and updates the device's row. No
@@ -125,7 +150,10 @@ impl PageTables {
             *word = page as u16; // page numbers are below KV_PAGES_MAX
         }
         self.told[session as usize] = None;
-        copier.upload(self.row(session), bytemuck::cast_slice(&words))?;
+        for device in &self.devices {
+            let row = device.address() + self.row_offset(session);
+            copier.upload(row, bytemuck::cast_slice(&words))?;
+        }
         self.told[session as usize] = Some(self.pool.held(session).len());
         Ok(())
     }
@@ -153,9 +181,12 @@ impl PageTables {
         // Others' keys and values stay.
         pages.retain(|&page| self.pool.is_own(page));
         for run in runs(pages) {
-            let bytes = u64::from(run.end - run.start) * self.page_bytes;
-            let targets = (0..self.caches.len() as u32).map(|layer| self.place(layer, run.start));
-            copier.fill_all(targets, bytes, CACHE_POISON)?;
+            for device in &self.devices {
+                let bytes = u64::from(run.end - run.start) * device.page_bytes;
+                let layers = 0..device.caches.len();
+                let targets = layers.map(|layer| device.place(layer, run.start));
+                copier.fill_all(targets, bytes, CACHE_POISON)?;
+            }
             self.used[run.start as usize..run.end as usize].fill(false);
         }
         Ok(())

@@ -70,7 +70,7 @@ impl Lookup<'_> {
     }
 
     fn constant(&self, map: &RowMap) -> Result<u64, HostError> {
-        let found = self.residents.constants.get(&constant_key(map));
+        let found = self.residents.devices[0].constants.get(&constant_key(map));
         found.copied().ok_or_else(|| self.missing("such constant"))
     }
 
@@ -84,7 +84,7 @@ impl Lookup<'_> {
 
     fn matrix(&self, packed: &PackedMatrix) -> Result<Packed, HostError> {
         let matrix = &self.residents.matrix_table[packed.id.index()];
-        let address = self.residents.matrices[packed.id.index()];
+        let address = self.residents.devices[0].matrices[packed.id.index()].address;
         let constants = packed.constants.as_ref().map_or(Ok(0), |map| self.constant(map))?;
         let rows = matrix.rows();
         let codes = matrix.format.is_scaled().then(|| Codes {
@@ -121,13 +121,13 @@ impl Lookup<'_> {
             qkv: self.matrix(&packed.attention.qkv)?,
             q_norm: self.optional(attention.q_norm, self.graph.head_dim)?,
             k_norm: self.optional(attention.k_norm, self.graph.head_dim)?,
-            cache: self.residents.caches[index],
+            cache: self.residents.devices[0].caches[index],
             o: self.matrix(&packed.attention.o)?,
             mlp_norm: self.optional(layer.mlp.norm, hidden)?,
             gate_up: self.matrix(&mlp.gate_up)?,
             down: self.matrix(&mlp.down)?,
             window: attention.window.unwrap_or(0),
-            rope: self.residents.rope[attention.rotary as usize],
+            rope: self.residents.devices[0].rope[attention.rotary as usize],
         })
     }
 

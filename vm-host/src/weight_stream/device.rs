@@ -1,4 +1,4 @@
-//! Copies to the device on a separate stream, which raises `watermark` after them.
+//! Copies to the devices on streams of their own, which raise `watermark` after them.
 
 use std::sync::Arc;
 
@@ -9,29 +9,39 @@ use crate::weight_stream::memory::Staging;
 use crate::weight_stream::pipeline::{SLOTS, Target};
 use crate::weight_stream::plan::Plan;
 
-/// The device's end of a weight stream. Everything that it needs is allocated before a kernel is resident.
-pub(crate) struct DeviceTarget {
-    context: Arc<Context>,
+/// A device's end of a weight stream.
+pub(crate) struct DeviceEnd {
     stream: Stream,
     events: Vec<Event>,
-    staging: HostBuffer,
     /// Addresses of the packed matrices.
     matrices: Vec<u64>,
     /// Address of `watermark`.
     watermark: u64,
 }
 
+impl DeviceEnd {
+    /// On the GPU whose context is current.
+    pub(crate) fn new(matrices: Vec<u64>, watermark: u64) -> Result<Self, HostError> {
+        let events = (0..=SLOTS).map(|_| Event::new()).collect::<Result<_, _>>()?;
+        Ok(Self { stream: Stream::new()?, events, matrices, watermark })
+    }
+}
+
+/// The devices' end of a weight stream. Everything that it needs is allocated before a kernel is resident.
+pub(crate) struct DeviceTarget {
+    context: Arc<Context>,
+    staging: HostBuffer,
+    devices: Vec<DeviceEnd>,
+}
+
 impl DeviceTarget {
     pub(crate) fn new(
         context: &Arc<Context>,
         plan: &Plan,
-        matrices: Vec<u64>,
-        watermark: u64,
+        devices: Vec<DeviceEnd>,
     ) -> Result<Self, HostError> {
-        let staging_bytes = plan.largest() * SLOTS;
-        let events = (0..=SLOTS).map(|_| Event::new()).collect::<Result<_, _>>()?;
-        let (stream, staging) = (Stream::new()?, HostBuffer::zeroed(staging_bytes)?);
-        Ok(Self { context: context.clone(), stream, events, staging, matrices, watermark })
+        let staging = HostBuffer::zeroed(plan.largest() * SLOTS)?;
+        Ok(Self { context: context.clone(), staging, devices })
     }
 }
 
@@ -49,19 +59,28 @@ unsafe impl Target for DeviceTarget {
     fn copy(
         &mut self,
         matrix: usize,
-        offset: u64,
+        (device, offset): (usize, u64),
         from: &Staging,
         bytes: usize,
     ) -> Result<(), HostError> {
-        self.stream.copy_in(self.matrices[matrix] + offset, from.pointer(), bytes)
+        let to = &self.devices[device];
+        to.stream.copy_in(to.matrices[matrix] + offset, from.pointer(), bytes)
     }
 
     fn watermark(&mut self, value: u32, slot: usize) -> Result<(), HostError> {
-        self.stream.write_value(self.watermark, value)?;
-        self.events[slot].record(&self.stream)
+        for to in &self.devices {
+            to.stream.write_value(to.watermark, value)?;
+            to.events[slot].record(&to.stream)?;
+        }
+        Ok(())
     }
 
     fn copied(&mut self, slot: usize) -> Result<bool, HostError> {
-        self.events[slot].is_reached()
+        for to in &self.devices {
+            if !to.events[slot].is_reached()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }

@@ -45,7 +45,9 @@ pub(crate) fn land<T: Target>(
         });
         for (part, piece) in half.iter().zip(pieces) {
             let bytes = plan.packed_bytes(piece);
-            target.copy(piece.matrix, plan.packed_offset(piece), part, bytes)?;
+            for &place in &piece.places {
+                target.copy(piece.matrix, place, part, bytes)?;
+            }
             target.watermark(plan.watermark_behind(next), part.index)?;
             next += 1;
         }

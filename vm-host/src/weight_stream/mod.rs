@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use ir::Weights;
 
-pub(crate) use device::DeviceTarget;
+pub(crate) use device::{DeviceEnd, DeviceTarget};
 pub(crate) use plan::Plan;
 
 use crate::error::HostError;

@@ -35,15 +35,15 @@ pub(crate) unsafe trait Target: Send + 'static {
     fn staging(&self, bytes: usize) -> *mut u8;
     /// Called first, on the thread that calls the other methods.
     fn enter(&mut self) -> Result<(), HostError>;
-    /// Starts the copy of a packed piece to a byte offset of a matrix.
+    /// Starts the copy of a packed piece to a byte offset of what a device has of a matrix.
     fn copy(
         &mut self,
         matrix: usize,
-        offset: u64,
+        place: (usize, u64),
         from: &Staging,
         bytes: usize,
     ) -> Result<(), HostError>;
-    /// Writes `watermark` after every copy started so far, then records the end of this slot's.
+    /// Writes every device's `watermark` after every copy started so far, then records the end of this slot's.
     fn watermark(&mut self, value: u32, slot: usize) -> Result<(), HostError>;
     /// Whether the slot's copy has completed.
     fn copied(&mut self, slot: usize) -> Result<bool, HostError>;
@@ -283,8 +283,10 @@ fn lander<T: Target>(
         }
         while let Some(slot) = ready.remove(next) {
             let piece = &order.plan.pieces[*next];
-            let (bytes, offset) = (order.plan.packed_bytes(piece), order.plan.packed_offset(piece));
-            target.copy(piece.matrix, offset, &slot.staging, bytes)?;
+            let bytes = order.plan.packed_bytes(piece);
+            for &place in &piece.places {
+                target.copy(piece.matrix, place, &slot.staging, bytes)?;
+            }
             target.watermark(order.plan.watermark_behind(*next), slot.staging.index)?;
             progress.watermark(order.files.stored(*next), bytes as u64);
             copying.push_back(slot);

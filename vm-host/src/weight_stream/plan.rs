@@ -1,8 +1,11 @@
 //! The order in which packed matrices are streamed, their division into pieces, and the packing of a piece.
 
+use std::ops::Range;
+
 use ir::TensorId;
 use ir::program::Matrix;
 
+use crate::devices::{Tiles, place};
 use crate::error::HostError;
 
 /// Bytes per packed piece, at most: one copy to the device. A tile that is longer is a piece of its own.
@@ -24,6 +27,8 @@ pub(crate) struct Piece {
     pub(crate) tiles: u32,
     /// Units that have arrived, in stream order, once this piece has.
     pub(crate) end: u32,
+    /// The devices that it goes to, with its byte offset in what each has of the matrix.
+    pub(crate) places: Vec<(usize, u64)>,
     /// Its source rows, each tensor once.
     pub(crate) reads: Vec<TensorRows>,
 }
@@ -38,8 +43,9 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Divides the matrices of a program into pieces.
-    pub(crate) fn new(matrices: &[Matrix]) -> Result<Self, HostError> {
+    /// Divides the matrices of a program into pieces. `devices`: the tiles that each device has. No tile is read twice, and a piece goes to
+    /// the same devices with all of its tiles.
+    pub(crate) fn new(matrices: &[Matrix], devices: &[Tiles]) -> Result<Self, HostError> {
         let units: u64 = matrices.iter().map(Matrix::units).sum();
         if units >= u64::from(abi::WATERMARK_ABANDONED) {
             return Err(HostError::Request(format!(
@@ -52,11 +58,21 @@ impl Plan {
             starts.push(watermark);
             let tile_bytes = matrix.tile_bytes() as u64;
             let step = (PIECE_BYTES / tile_bytes.max(1)).clamp(1, u64::from(u32::MAX)) as u32;
-            for tile0 in (0..matrix.tiles()).step_by(step as usize) {
-                let tiles = step.min(matrix.tiles() - tile0);
+            for (tile0, tiles) in cuts(matrix.tiles(), step, devices.iter().map(|all| &all[index]))
+            {
                 watermark += tiles * matrix.units_per_tile();
-                let reads = reads(matrix, tile0, tiles);
-                pieces.push(Piece { matrix: index, tile0, tiles, end: watermark, reads });
+                let places = places(devices, index, tile0, tile_bytes);
+                if !places.is_empty() {
+                    let reads = reads(matrix, tile0, tiles);
+                    pieces.push(Piece {
+                        matrix: index,
+                        tile0,
+                        tiles,
+                        end: watermark,
+                        places,
+                        reads,
+                    });
+                }
             }
         }
         Ok(Self { matrices: matrices.to_vec(), pieces, starts })
@@ -72,10 +88,6 @@ impl Plan {
         rows * matrix.format.row_bytes(matrix.cols) as u64
     }
 
-    pub(crate) fn packed_offset(&self, piece: &Piece) -> u64 {
-        u64::from(piece.tile0) * self.matrices[piece.matrix].tile_bytes() as u64
-    }
-
     /// The value of `watermark` once piece `index` is on the device.
     pub(crate) fn watermark_behind(&self, index: usize) -> u32 {
         if index + 1 == self.pieces.len() { abi::WATERMARK_ALL } else { self.pieces[index].end }
@@ -84,6 +96,34 @@ impl Plan {
     pub(crate) fn largest(&self) -> usize {
         self.pieces.iter().map(|piece| self.packed_bytes(piece)).max().unwrap_or(0)
     }
+}
+
+/// Runs of at most `step` tiles, cut where a run of some device begins or ends.
+fn cuts<'a>(
+    tiles: u32,
+    step: u32,
+    runs: impl Iterator<Item = &'a Vec<Range<u32>>>,
+) -> Vec<(u32, u32)> {
+    let mut ends: Vec<u32> = runs.flatten().flat_map(|run| [run.start, run.end]).collect();
+    ends.push(tiles);
+    ends.sort_unstable();
+    let (mut cuts, mut tile0) = (Vec::new(), 0);
+    for end in ends {
+        while tile0 < end {
+            let count = step.min(end - tile0);
+            cuts.push((tile0, count));
+            tile0 += count;
+        }
+    }
+    cuts
+}
+
+/// The devices that have a tile of a matrix, with its byte offset there.
+fn places(devices: &[Tiles], matrix: usize, tile: u32, tile_bytes: u64) -> Vec<(usize, u64)> {
+    let of = |(device, tiles): (usize, &Tiles)| {
+        place(&tiles[matrix], tile, 1).map(|before| (device, before * tile_bytes))
+    };
+    devices.iter().enumerate().filter_map(of).collect()
 }
 
 /// The source rows of some tiles, by tensor. A map never goes back, so those of a tensor are one run.

@@ -10,6 +10,7 @@ use model::Model;
 
 use super::scripted::{Mishap, Scripted};
 use super::*;
+use crate::devices::{Tiles, all_tiles};
 use crate::weight_stream::plan::{Piece, TensorRows, pack};
 
 const GOLDEN: [&str; 5] =
@@ -92,8 +93,13 @@ fn matrices(model: &Model) -> Vec<Matrix> {
     lowered(model).matrices.clone()
 }
 
+/// The plan of one device.
+fn whole(matrices: &[Matrix]) -> Plan {
+    Plan::new(matrices, &[all_tiles(matrices)]).expect("a plan")
+}
+
 fn plan(model: &Model) -> Plan {
-    Plan::new(&matrices(model)).expect("a plan")
+    whole(&matrices(model))
 }
 
 fn lowered(model: &Model) -> Verified<Program> {
@@ -137,7 +143,7 @@ unsafe impl Target for Memory {
     fn copy(
         &mut self,
         matrix: usize,
-        offset: u64,
+        (_, offset): (usize, u64),
         from: &Staging,
         bytes: usize,
     ) -> Result<(), HostError> {
@@ -263,7 +269,7 @@ fn a_plan_names_every_unit_once_and_in_the_order_of_a_step() {
     for name in GOLDEN {
         let model = golden(name);
         let matrices = matrices(&model);
-        let plan = Plan::new(&matrices).expect("a plan");
+        let plan = whole(&matrices);
         let mut units = 0;
         for (index, matrix) in matrices.iter().enumerate() {
             assert_eq!(plan.starts[index], units, "{}", matrix.name);
@@ -318,10 +324,10 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
                 format: Format::of(dtype, dtype),
                 experts: 1,
             };
-            let plan = Plan::new(std::slice::from_ref(&matrix)).expect("a plan");
+            let plan = whole(std::slice::from_ref(&matrix));
             let mut packed = vec![0xa5; matrix.bytes() as usize];
             for piece in &plan.pieces {
-                let at = plan.packed_offset(piece) as usize;
+                let at = piece.places[0].1 as usize;
                 let out = &mut packed[at..][..plan.packed_bytes(piece)];
                 let source = |tensor: TensorId, index: u32| {
                     &weights.0[tensor.index()][index as usize * row..][..row]
@@ -352,13 +358,34 @@ fn pieces_of_large_matrices_are_cut_at_tiles() {
     };
     let matrix =
         Matrix { name: "gate_up".into(), map, cols: 2048, format: Format::Bf16, experts: 1 };
-    let plan = Plan::new(&[matrix]).expect("a plan");
+    let plan = whole(&[matrix]);
     assert_eq!(plan.pieces.len(), 8);
     let read = |tensor, first| TensorRows { tensor: TensorId(tensor), first, rows: 512 };
     assert_eq!(plan.pieces[3].reads, [read(0, 1536), read(1, 1536)]);
     assert_eq!((plan.pieces[3].tile0, plan.pieces[3].tiles), (384, 128));
     assert_eq!(plan.watermark_behind(3), 4 * 128 * 64);
     assert_eq!(plan.watermark_behind(7), abi::WATERMARK_ALL);
+}
+
+#[test]
+fn each_device_gets_its_tiles_and_no_tile_is_read_twice() {
+    let map = RowMap::single(TensorId(0), 64);
+    let matrix = Matrix { name: "o".into(), map, cols: 64, format: Format::Bf16, experts: 1 };
+    let tiles: [Tiles; 2] = [vec![vec![0..3, 5..6]], vec![vec![2..8]]];
+    let plan = Plan::new(&[matrix], &tiles).expect("a plan");
+    let bytes = plan.packed_bytes(&plan.pieces[1]) as u64;
+    let found = plan.pieces.iter().map(|piece| {
+        let places = piece.places.iter().map(|(device, at)| (*device, at / bytes));
+        (piece.tile0, piece.tiles, places.collect::<Vec<_>>())
+    });
+    let expected = [
+        (0, 2, vec![(0, 0)]),
+        (2, 1, vec![(0, 2), (1, 0)]),
+        (3, 2, vec![(1, 1)]),
+        (5, 1, vec![(0, 3), (1, 3)]),
+        (6, 2, vec![(1, 4)]),
+    ];
+    assert_eq!(found.collect::<Vec<_>>(), expected);
 }
 
 /// After a failure the reason is known, the device was notified, what arrived before is there, and it took no longer than it may.

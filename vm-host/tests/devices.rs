@@ -1,0 +1,215 @@
+//! One step on several devices against one device, on a card: tokens and logits, bit for bit. The devices are two parts of the first GPU, and
+//! with `AMK_TEST_GPUS=2` that many GPUs.
+//!
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. `AMK_TEST_MODELS` (folders of
+//! the corpus, separated by commas) selects models. Run from the repository root, or with cargo.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use ir::program::{Program, Verified};
+use ir::schedule::{default_config, read_config_over, validate};
+use ir::{ScheduleConfig, Target, Valid};
+use model::Model;
+use vm_device::Variant;
+use vm_host::{BootOptions, Card, HostError, Idle};
+
+mod device;
+use device::device;
+
+/// Folders of the corpus: every element type, normed heads, biases, caps, norms after the products, codes of every kind, experts, sinks.
+const MODELS: [&str; 16] = [
+    "golden/qwen3-qknorm-bf16",
+    "golden/llama-tied-f32",
+    "golden/mistral-f16",
+    "golden/qwen2-bias-bf16",
+    "golden/llama3-rope-bf16",
+    "families/gemma2-bf16",
+    "families/gemma3-256-bf16",
+    "families/olmo2-bf16",
+    "families/phi3-bf16",
+    "quantised/ct-fp8-dynamic-llama",
+    "quantised/ct-int8-llama",
+    "quantised/ct-w4a16-asym-g128-qwen2",
+    "quantised/fp8-block-llama",
+    "families/mixtral-bf16",
+    "families/qwen2-moe-bf16",
+    "families/gpt-oss-bf16",
+];
+
+/// Schedules beside the default one, with edges by counter where they are within a device.
+const SCHEDULES: [&str; 4] = [
+    "{}",
+    r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}}}"#,
+    r#"{"sync": {"qkv": "counter"}, "sm_assignment": "byte_balance"}"#,
+    r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}}}"#,
+];
+
+const DEADLINE: Duration = Duration::from_millis(500);
+const POSITIONS: usize = 40;
+
+fn corpus() -> PathBuf {
+    let here = PathBuf::from("corpus");
+    if here.is_dir() {
+        return here;
+    }
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus"))
+}
+
+fn models() -> Vec<String> {
+    match std::env::var("AMK_TEST_MODELS") {
+        Ok(names) => names.split(',').map(str::to_owned).collect(),
+        Err(_) => MODELS.map(str::to_owned).to_vec(),
+    }
+}
+
+/// The first card, whole and in two parts; and the GPUs that are asked for.
+fn targets() -> Option<Vec<Target>> {
+    let info = device()?;
+    let one = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
+    let mut targets = vec![one.clone(), one.clone().divided(2)];
+    if let Ok(gpus) = std::env::var("AMK_TEST_GPUS") {
+        targets.push(one.times(gpus.parse().expect("a number of GPUs")));
+    }
+    Some(targets)
+}
+
+fn lowered(
+    text: &str,
+    model: &Model,
+    target: &Target,
+) -> Option<(Valid<ScheduleConfig>, Verified<Program>)> {
+    let graph = &model.graph;
+    // One schedule, and so one numeric id, for all targets.
+    let base = default_config(graph, &Target::by_name("h200").expect("a known target"));
+    let config = read_config_over(base, text, graph, target).ok()?;
+    validate(*config, graph, target).ok()?;
+    let program = lower::lower(&config, graph, target, lower::Options { kv_capacity: 128 });
+    Some((config, program.unwrap_or_else(|error| panic!("{text}: {error}"))))
+}
+
+/// A machine that is booted for a target, and what it runs.
+fn booted(
+    text: &str,
+    model: &Model,
+    target: &Target,
+) -> Option<(Idle, Variant, Verified<Program>)> {
+    let (config, program) = lowered(text, model, target)?;
+    let variant =
+        Variant { devices: target.devices, ..vm_host::variant(&config.kernel, &model.graph) };
+    let cards = (0..target.cards()).map(Card::new).collect();
+    let options =
+        BootOptions { cards, logits_rows: 80, deadline: DEADLINE, ..BootOptions::default() };
+    let idle = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
+    Some((idle.unwrap_or_else(|error| panic!("{}: boot: {error}", target.name)), variant, program))
+}
+
+/// The tokens after a prompt, and the bits of the logits at every position.
+fn run(text: &str, model: &Model, target: &Target) -> Option<(Vec<u32>, Vec<u32>, f64)> {
+    let (idle, variant, program) = booted(text, model, target)?;
+    let mut machine = idle
+        .launch(variant, &program)
+        .unwrap_or_else(|refused| panic!("{}: launch: {}", target.name, refused.1));
+    let vocab = model.graph.vocab;
+    let prompt: Vec<u32> = (0..POSITIONS as u32).map(|i| (i * 1021 + 7) % vocab).collect();
+    let mut found = None;
+    for _ in 0..2 {
+        machine.poison_logits(2 * POSITIONS as u32 - 1).expect("poison");
+        let done = machine.decode(0, 0, &prompt, POSITIONS as u32, &[], true);
+        let done = done.unwrap_or_else(|error| panic!("{} {text}: {error}", target.name));
+        let rows = machine.logits(done.steps).expect("logits").concat();
+        assert!(rows.iter().all(|value| value.is_finite()), "{} {text}", target.name);
+        let bits = rows.iter().map(|value| value.to_bits()).collect();
+        found = Some((done.tokens, bits, done.device_us / f64::from(done.steps)));
+    }
+    machine.stop().expect("it stops");
+    found
+}
+
+#[test]
+fn tokens_and_logits_are_those_of_one_device() {
+    let Some(targets) = targets() else { return };
+    let mut wrong = Vec::new();
+    for name in models() {
+        let model = model::import(&corpus().join(&name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        for text in SCHEDULES {
+            let ran: Vec<_> = targets.iter().map(|target| run(text, &model, target)).collect();
+            let Some((tokens, logits, us)) = &ran[0] else { continue };
+            for (target, other) in targets.iter().zip(&ran).skip(1) {
+                let Some((others, bits, other_us)) = other else { continue };
+                let differ = logits.iter().zip(bits).filter(|(a, b)| a != b).count();
+                let on = &target.name;
+                eprintln!(
+                    "{name:32} {on:8} {us:6.1} us, {other_us:6.1} us, {differ} of {} logits differ: {text}",
+                    logits.len()
+                );
+                if differ > 0 || tokens != others {
+                    wrong.push(format!("{name} on {on}: {differ} logits: {text}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// A stop token, a bad request and a preemption end a command on all devices together: the next one works.
+#[test]
+fn commands_end_on_all_devices_together() {
+    let Some(targets) = targets() else { return };
+    let model = model::import(&corpus().join(MODELS[0])).expect("a golden model");
+    for target in &targets[1..] {
+        let (idle, variant, program) = booted("{}", &model, target).expect("it is legal");
+        let launched = idle.launch(variant, &program);
+        let mut machine = launched.unwrap_or_else(|refused| panic!("launch: {}", refused.1));
+        let all = machine.decode(0, 0, &[7], 48, &[], false).expect("it decodes").tokens;
+        let cut = machine.decode(0, 0, &[7], 48, &all[5..6], false).expect("it stops at a token");
+        let first = all.iter().position(|token| *token == all[5]).expect("it is there");
+        assert_eq!((cut.ending, &cut.tokens[..]), (abi::Ending::Stop, &all[..=first]));
+        assert!(machine.decode(0, 0, &[u32::MAX], 1, &[], false).is_err());
+        let request = vm_host::Request { tokens: &[7], generate: 48, ..Default::default() };
+        let yields = machine.run(&request, &mut || true).expect("it yields");
+        assert_eq!(yields.tokens[..], all[..yields.tokens.len()]);
+        for _ in 0..8 {
+            let loaded = machine.load(&program).expect("a place");
+            machine.switch(loaded).expect("all devices switch");
+            let again = machine.decode(0, 0, &[7], 48, &[], false).expect("it decodes again");
+            assert_eq!(again.tokens, all, "{}", target.name);
+        }
+        machine.stop().expect("it stops");
+    }
+}
+
+/// A device that waits forever makes all leave in time, whichever it is, and the next launch works.
+#[cfg(debug_assertions)]
+#[test]
+fn a_fault_of_one_device_ends_all_and_the_next_launch_works() {
+    use vm_host::faults::Fault;
+    let Some(targets) = targets() else { return };
+    let model = model::import(&corpus().join(MODELS[0])).expect("a golden model");
+    let faults =
+        [Fault::MissingSignal, Fault::WrongThreshold, Fault::StuckLoader, Fault::CyclicWait];
+    for target in &targets[1..] {
+        let (mut idle, variant, program) = booted("{}", &model, target).expect("it is legal");
+        let mut expected = None;
+        for (round, fault) in faults.iter().cycle().take(16).enumerate() {
+            let launched = idle.launch(variant, &program);
+            let mut machine = launched.unwrap_or_else(|refused| panic!("launch: {}", refused.1));
+            let done = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect("it decodes");
+            assert_eq!(*expected.get_or_insert_with(|| done.tokens.clone()), done.tokens);
+            let device = round as u32 / 4 % target.devices;
+            let began = Instant::now();
+            let met = match machine.spoil_on(device, &program, *fault) {
+                Err(HostError::Request(_)) => None, // the program has no such place
+                Err(error) => Some(error),
+                Ok(()) => machine.decode(0, 0, &[1, 2, 3], 8, &[], false).err(),
+            };
+            let waited = began.elapsed();
+            if let Some(error) = met {
+                eprintln!("{} device {device} {fault:?} after {waited:?}: {error}", target.name);
+                assert!(matches!(error, HostError::Trapped(_)), "{error}");
+                assert!(waited < DEADLINE * 4, "{waited:?}");
+            }
+            idle = machine.stop().expect("all leave");
+        }
+    }
+}

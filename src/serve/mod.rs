@@ -226,9 +226,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
-    if gpu.is_some() {
-        context.one_gpu("a server")?;
-    }
+    gpu.as_ref().map_or(Ok(()), |_| context.one_gpu("a server"))?;
     args.prefill.check(gpu.is_some())?;
     if gpu.is_none() && args.seqs.is_some_and(|seqs| seqs > 1) {
         let message = "--batch is for --device cuda: on the CPU sequences take turns; leave it out";

@@ -4,10 +4,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-const PROGRAMS: [&str; 9] = [
+const PROGRAMS: [&str; 11] = [
     "amk",
     "amk_unit",
+    "devices",
     "differential",
+    "nvidia-smi",
     "prefill",
     "python3",
     "sampling",
@@ -53,7 +55,7 @@ fn stages_are_run_as_they_are_named_and_unknown_ones_refused_with_the_list() {
     for wrong in [&["bin", "out", "faults", "fault"][..], &["none"], &[]] {
         let (code, said) = device(dir.path(), wrong);
         assert_eq!(code, Some(2), "{wrong:?}: {said}");
-        assert!(said.contains("differential faults") && said.contains("ship"), "{said}");
+        assert!(said.contains("differential faults devices") && said.contains("ship"), "{said}");
         assert!(!said.contains("== "), "{wrong:?}: {said}");
     }
 }

@@ -376,13 +376,7 @@ fn terms(args: &FleetWorkerArgs, leased: &Leased, folder: PathBuf) -> Result<Loo
     let unread = |error: String| Failure::usage(format!("the job cannot be read: {error}"));
     Ok(LoopArgs {
         model: Some(spec.model.clone()),
-        place: PlaceArgs {
-            target: Some(spec.target.clone()),
-            device,
-            kv_capacity: None,
-            gpus: None,
-            emulate: None,
-        },
+        place: PlaceArgs { target: Some(spec.target.clone()), device, ..PlaceArgs::default() },
         sharing: SharingArgs { shared_gpu: args.sharing.shared_gpu },
         devices: Vec::new(),
         schedule: None,

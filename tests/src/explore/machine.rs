@@ -53,6 +53,13 @@ impl Value {
         let view = View::default();
         Self { value, device: 0, near: view, view, chained: false }
     }
+
+    /// Made from the value in front of it, whose releases it passes on.
+    fn chain(&mut self, before: &Self) {
+        self.chained = true;
+        self.view.join(&before.view);
+        self.near.join(&before.near);
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -318,10 +325,7 @@ impl State {
                     self.threads[thread].next += further;
                 }
                 self.store(model, thread, word, Order::Relaxed, before.value + 1, place);
-                let mine = &mut self.words[word][place as usize];
-                mine.chained = true;
-                mine.view.join(&before.view);
-                mine.near.join(&before.near);
+                self.words[word][place as usize].chain(&before);
             }
             Op::Arrive(barrier) | Op::Expect(barrier) => {
                 let phase = &mut self.phases[barrier];

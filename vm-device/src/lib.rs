@@ -43,6 +43,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/unpack.cuh",
     "cuda/unit_products.cuh",
     "cuda/route.cuh",
+    "cuda/matvec_input.cuh",
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",

@@ -48,11 +48,10 @@ const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
 const SETTLE: usize = 2;
 
-/// The bandwidth of a device: of the first GPU, or of its part.
+/// The bandwidth of all GPUs together: each reads its own part of the weights.
 fn measured_bandwidth(context: &Context) -> Result<f64, HostError> {
-    let card = vm_host::Card::new(context.cards[0]);
-    let parts = if context.target.emulated { context.target.devices } else { 1 };
-    Ok(card.measure_bandwidth(BANDWIDTH_RUNS)? / f64::from(parts))
+    let of = |&card: &u32| vm_host::Card::new(card).measure_bandwidth(BANDWIDTH_RUNS);
+    context.cards.iter().map(of).sum()
 }
 
 /// Background compilers that fill the cache; none without a cache, which passes on their results.
@@ -472,7 +471,7 @@ impl Served for Gpu<'_> {
         DeviceInfo {
             name: self.info.name.clone(),
             bandwidth: self.bandwidth,
-            cache_bytes: u64::from(self.info.l2_bytes),
+            cache_bytes: u64::from(self.info.l2_bytes) * self.context.cards.len() as u64,
             uuid: Some(self.info.uuid.clone()),
             sms: Some(self.info.sms),
             cuda: Some(format!("{}.{}", self.info.driver / 1000, self.info.driver % 1000 / 10)),

@@ -288,7 +288,7 @@ pub struct Bounds {
 #[must_use]
 pub fn bounds(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: &[u32]) -> Bounds {
     let info = device.describe();
-    let bandwidth = info.bandwidth.unwrap_or(gate.target().bandwidth as f64);
+    let bandwidth = info.bandwidth.unwrap_or(gate.target().total_bandwidth() as f64);
     let program = &candidate.program;
     let bytes = at.iter().map(|&at| (program.stream_bytes() + program.kv_bytes(at)) as f64);
     let beyond_cache = bytes.clone().map(|bytes| (bytes - info.cache_bytes as f64).max(0.0));

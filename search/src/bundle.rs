@@ -289,8 +289,8 @@ impl Bundle {
                 self.conditions.card, target.name
             )));
         }
-        let most = target.bandwidth as f64 * BANDWIDTH_SLACK;
-        let least = target.bandwidth as f64 * BANDWIDTH_LEAST;
+        let most = target.total_bandwidth() as f64 * BANDWIDTH_SLACK;
+        let least = target.total_bandwidth() as f64 * BANDWIDTH_LEAST;
         if !(least..=most).contains(&self.bandwidth) {
             return tampered(format!(
                 "its bandwidth of {} is not that of a {}",

@@ -20,9 +20,9 @@ use crate::clocks::{ClockReadings, Clocks};
 pub struct DeviceInfo {
     /// Name, such as `NVIDIA H200`.
     pub name: String,
-    /// Bytes per second that reading device memory reached on this device, in this process.
+    /// Bytes per second that reading device memory reached, in this process: of all GPUs that run a step together.
     pub bandwidth: Option<f64>,
-    /// Bytes of the last-level cache, which a small model's weights may stay in.
+    /// Bytes of their last-level caches, which a small model's weights may stay in.
     pub cache_bytes: u64,
     /// Identifies the card among others of its name.
     pub uuid: Option<String>,

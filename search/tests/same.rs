@@ -229,3 +229,56 @@ fn the_noise_is_larger_than_what_is_worth_keeping() {
         assert!(high / low > 1.01, "{name}: {low} to {high} us");
     }
 }
+
+/// Two GPUs read their parts of the weights at once: half the time is no artefact. A past bug.
+#[test]
+fn the_bound_of_two_devices_is_half_of_that_of_one() {
+    let model = model::preset("toy").unwrap();
+    let (graph, weights) = (&model.graph, &*model.weights);
+    let expected = || Expected::new(graph, weights, KV_CAPACITY, 1, Some(24)).unwrap();
+    let options = lower::Options { kv_capacity: KV_CAPACITY };
+    let bound = |name: &str| {
+        let target = Target::by_name(name).unwrap();
+        let gate = Gate::new(graph, weights, &target, options, &KernelConfig::id, expected());
+        let card = ScriptedDevice::new(expected().logits, 1, |_, _| Behaviour::takes(100.0));
+        let unmeasured = Unmeasured(card);
+        let config = ir::schedule::neutral_config(graph, &target);
+        let (candidate, _) = search::measured_grid::prepare(&gate, &config).unwrap();
+        search::assess::bounds(&gate, &unmeasured, &candidate, &[8]).bound_us
+    };
+    let (one, two) = (bound("h200"), bound("h200x2"));
+    assert!((one / two - 2.0).abs() < 1e-9, "{one} {two}");
+}
+
+/// A card whose bandwidth nobody measured.
+struct Unmeasured<'a>(ScriptedDevice<'a>);
+
+impl Device for Unmeasured<'_> {
+    fn describe(&self) -> DeviceInfo {
+        DeviceInfo { bandwidth: None, ..self.0.describe() }
+    }
+
+    fn prepare(
+        &mut self,
+        program: &std::sync::Arc<ir::program::Verified<ir::program::Program>>,
+        kernel: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        self.0.prepare(program, kernel)
+    }
+
+    fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
+        self.0.run(program, tokens, first)
+    }
+
+    fn time(&mut self, pair: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {
+        self.0.time(pair, plan)
+    }
+
+    fn release(
+        &mut self,
+        program: &std::sync::Arc<ir::program::Verified<ir::program::Program>>,
+        kernel: &KernelConfig,
+    ) {
+        self.0.release(program, kernel);
+    }
+}

@@ -11,7 +11,7 @@ impl Gpu<'_> {
     pub(crate) fn observed(&mut self, monitor: &SharedMonitor, page: &Publisher) {
         page.edit(|edit| {
             edit.device(&self.info.name);
-            let known = self.bandwidth.unwrap_or(self.context.target.bandwidth as f64);
+            let known = self.bandwidth.unwrap_or(self.context.target.total_bandwidth() as f64);
             edit.head().bandwidth = known as u64;
         });
         (self.monitor, self.page) = (monitor.clone(), Some(page.clone()));

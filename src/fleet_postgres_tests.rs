@@ -176,10 +176,11 @@ fn a_storm_changes_no_result() {
         let at = rng.random_range(0..crew.len());
         match blow {
             'k' => crew[at].kill().unwrap(),
+            // All of them: one alone may have no job whose lease could expire.
             's' => {
-                signal(&crew[at], Signal::STOP);
+                crew.iter().for_each(|worker| signal(worker, Signal::STOP));
                 std::thread::sleep(Duration::from_millis(2000));
-                signal(&crew[at], Signal::CONT);
+                crew.iter().for_each(|worker| signal(worker, Signal::CONT));
             }
             'q' => {
                 server.stop_immediately();

@@ -139,7 +139,8 @@ fn undisturbed(folder: &Path, seeds: usize) {
     crew.into_iter().for_each(|mut worker| assert!(worker.wait().unwrap().success()));
 }
 
-/// Blows in a random order: kills, stops past the lease, stops of the server, and a full disk.
+/// Blows in a random order: kills, stops past the lease (of all workers: one alone may have no job whose lease could
+/// expire), stops of the server, and a full disk.
 fn shuffled(rng: &mut Xoshiro256PlusPlus, kills: usize, stops: usize, quits: usize) -> Vec<char> {
     let mut blows: Vec<char> = [('k', kills), ('s', stops), ('q', quits), ('f', 1)]
         .into_iter()
@@ -176,7 +177,6 @@ fn a_storm_changes_no_result() {
         let at = rng.random_range(0..crew.len());
         match blow {
             'k' => crew[at].kill().unwrap(),
-            // All of them: one alone may have no job whose lease could expire.
             's' => {
                 crew.iter().for_each(|worker| signal(worker, Signal::STOP));
                 std::thread::sleep(Duration::from_millis(2000));

@@ -14,8 +14,7 @@ const CAPACITY: u32 = 512;
 
 fn context() -> Context {
     let device = DeviceChoice::Cpu;
-    let place =
-        PlaceArgs { target: None, device, kv_capacity: Some(CAPACITY), gpus: None, emulate: None };
+    let place = PlaceArgs { device, kv_capacity: Some(CAPACITY), ..PlaceArgs::default() };
     Context::load("toy", &place).unwrap_or_else(|failure| panic!("{}", failure.message))
 }
 

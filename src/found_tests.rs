@@ -5,13 +5,7 @@ use crate::cli::{DeviceChoice, PlaceArgs};
 
 fn toy(target: &str) -> Context {
     let target = Some(target.to_owned());
-    let place = PlaceArgs {
-        target,
-        device: DeviceChoice::Cpu,
-        kv_capacity: None,
-        gpus: None,
-        emulate: None,
-    };
+    let place = PlaceArgs { target, device: DeviceChoice::Cpu, ..PlaceArgs::default() };
     Context::load("toy", &place).unwrap_or_else(|failure| panic!("{}", failure.message))
 }
 

@@ -243,7 +243,7 @@ pub(crate) fn for_batch(
 /// short context is fastest with few splits: it has work for one or two, and each further one adds a hand-off. Sequences
 /// take their first splits on different workers (decision 022), so with one split per sequence eight sessions at a short
 /// context use eight times as many workers. There are at most as many splits as workers for them. A split that has keys
-/// costs a batch of eight 100 to 150 us, so blocks are large (docs/lab/2026-11-25-batches.md). A value that makes the
+/// costs a batch of eight 55 to 150 us, so blocks are large (docs/lab/2026-11-25-batches.md). A value that makes the
 /// schedule illegal is skipped.
 pub(crate) fn spread(
     config: ScheduleConfig,

@@ -9,13 +9,7 @@ use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::config_source::ConfigSource;
 
 fn place(target: &str) -> PlaceArgs {
-    PlaceArgs {
-        target: Some(target.to_owned()),
-        device: DeviceChoice::Cpu,
-        kv_capacity: None,
-        gpus: None,
-        emulate: None,
-    }
+    PlaceArgs { target: Some(target.to_owned()), device: DeviceChoice::Cpu, ..PlaceArgs::default() }
 }
 
 fn load(model: &str, target: &str) -> Context {

@@ -118,3 +118,19 @@ fn predictions_and_bounds_are_geometric_means() {
         assert!(long >= short && (both / (short * long).sqrt() - 1.0).abs() < 1e-9);
     }
 }
+
+/// Where no bandwidth was measured, the bound is that of all GPUs: each reads its own part of the weights.
+#[test]
+fn the_bound_of_two_gpus_is_half_of_that_of_one() {
+    let bound = |name: &str| {
+        let bench = Bench { target: Target::by_name(name).unwrap(), ..Bench::new() };
+        let gate = bench.gate(&[SHORT]);
+        let card = ScriptedDevice::new(Vec::new(), 1, |_, _| Behaviour::takes(100.0));
+        let config = ir::schedule::neutral_config(&bench.model.graph, &bench.target);
+        let (candidate, _) = search::measured_grid::prepare(&gate, &config).unwrap();
+        let card = card.with_bandwidth(None);
+        search::assess::bounds(&gate, &card, &candidate, &[SHORT]).bound_us
+    };
+    let (one, two) = (bound("h200"), bound("h200x2"));
+    assert!((one / two - 2.0).abs() < 1e-9, "{one} {two}");
+}

@@ -79,8 +79,7 @@ fn check(args: &BundleArgs, path: &Path) -> Result<Result<(Value, Status), Refus
         target: Some(bundle.target.clone()),
         device: DeviceChoice::Cpu,
         kv_capacity: Some(bundle.kv_capacity),
-        gpus: None,
-        emulate: None,
+        ..PlaceArgs::default()
     };
     let context = Context::load(args.model.as_ref().unwrap_or(&bundle.model), &place)?;
     let target = Target::by_name(&bundle.target)

@@ -129,13 +129,7 @@ fn of_schedules(args: &DiffArgs) -> Result<Difference, Failure> {
     let pair = match &args.model {
         Some(name) => {
             let device = DeviceChoice::Cpu;
-            let place = PlaceArgs {
-                target: args.target.clone(),
-                device,
-                kv_capacity: None,
-                gpus: None,
-                emulate: None,
-            };
+            let place = PlaceArgs { target: args.target.clone(), device, ..PlaceArgs::default() };
             let context = Context::load(name, &place)?;
             let pair = [context.valid_config(&args.a)?, context.valid_config(&args.b)?];
             return Ok(Difference {

@@ -225,8 +225,7 @@ fn stale(evidence: &Evidence) -> Result<Option<String>, Refusal> {
         target: Some(evidence.target.clone()),
         device: DeviceChoice::Cpu,
         kv_capacity: evidence.kv_capacity,
-        gpus: None,
-        emulate: None,
+        ..PlaceArgs::default()
     };
     let known = model::preset(&evidence.model).is_some();
     let context = known.then(|| Context::load(&evidence.model, &place).ok()).flatten();

@@ -76,7 +76,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
         gpus: args.gpus,
-        emulate: None,
+        ..PlaceArgs::default()
     };
     let context = Context::open(&args.model, &place)?;
     let monitor = SharedMonitor::default();

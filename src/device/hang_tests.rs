@@ -43,13 +43,8 @@ const ANSWER: Duration = Duration::from_millis(6500);
 const ENDLESS_FROM: usize = 32;
 
 fn context() -> Context {
-    let place = PlaceArgs {
-        target: None,
-        device: DeviceChoice::Cuda,
-        kv_capacity: Some(64),
-        gpus: None,
-        emulate: None,
-    };
+    let place =
+        PlaceArgs { device: DeviceChoice::Cuda, kv_capacity: Some(64), ..PlaceArgs::default() };
     Context::load(MODEL, &place).unwrap_or_else(|failure| panic!("{}", failure.message))
 }
 

@@ -119,9 +119,7 @@ pub(super) fn about_model(arguments: &Map<String, Value>) -> Vec<Problem> {
     let place = PlaceArgs {
         target: target.map(str::to_owned),
         device: serde_json::from_value(device).unwrap_or_default(),
-        kv_capacity: None,
-        gpus: None,
-        emulate: None,
+        ..PlaceArgs::default()
     };
     let context = match Context::load(name, &place) {
         Ok(context) => context,

@@ -110,13 +110,8 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         assert!(!required, "a device is required: {error}");
         return eprintln!("skipped: {error}");
     }
-    let place = PlaceArgs {
-        target: None,
-        device: DeviceChoice::Cuda,
-        kv_capacity: Some(256),
-        gpus: None,
-        emulate: None,
-    };
+    let place =
+        PlaceArgs { device: DeviceChoice::Cuda, kv_capacity: Some(256), ..PlaceArgs::default() };
     let context = Context::load("smollm2-135m", &place).unwrap_or_else(|f| panic!("{}", f.message));
     let config = crate::schedule_choice::reproducible(&context, 256);
     let program = context.lowered(&config);
@@ -161,13 +156,8 @@ fn a_lone_sequence_and_a_batch_have_kernels_of_their_own() {
         assert!(!required, "a device is required: {error}");
         return eprintln!("skipped: {error}");
     }
-    let place = PlaceArgs {
-        target: None,
-        device: DeviceChoice::Cuda,
-        kv_capacity: Some(1024),
-        gpus: None,
-        emulate: None,
-    };
+    let place =
+        PlaceArgs { device: DeviceChoice::Cuda, kv_capacity: Some(1024), ..PlaceArgs::default() };
     let context = Context::load("smollm2-135m", &place).unwrap_or_else(|f| panic!("{}", f.message));
     let config = crate::schedule_choice::reproducible(&context, 1024);
     let program = context.lowered(&config);

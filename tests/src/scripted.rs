@@ -96,7 +96,7 @@ pub struct ScriptedDevice<'a> {
     expected: Vec<Vec<f32>>,
     loaded: Vec<(String, KernelConfig, Behaviour)>,
     rng: Xoshiro256PlusPlus,
-    bandwidth: f64,
+    bandwidth: Option<f64>,
     /// Its name and UUID.
     card: (String, Option<String>),
     jitter: Jitter,
@@ -136,7 +136,7 @@ impl<'a> ScriptedDevice<'a> {
             expected,
             loaded: Vec::new(),
             rng: Xoshiro256PlusPlus::seed_from_u64(seed),
-            bandwidth: 1e15,
+            bandwidth: Some(1e15),
             card: ("scripted".to_owned(), None),
             jitter: Jitter::default(),
             weather: Weather::default(),
@@ -154,10 +154,10 @@ impl<'a> ScriptedDevice<'a> {
         }
     }
 
-    /// The same device with this bandwidth, which sets the bound.
+    /// The same device with this bandwidth, which sets the bound; `None` if nobody measured it.
     #[must_use]
-    pub fn with_bandwidth(self, bandwidth: f64) -> Self {
-        Self { bandwidth, ..self }
+    pub fn with_bandwidth(self, bandwidth: impl Into<Option<f64>>) -> Self {
+        Self { bandwidth: bandwidth.into(), ..self }
     }
 
     /// The same device as a card with this name and UUID.
@@ -277,7 +277,7 @@ impl Device for ScriptedDevice<'_> {
         DeviceInfo {
             name: self.card.0.clone(),
             uuid: self.card.1.clone(),
-            bandwidth: Some(self.bandwidth),
+            bandwidth: self.bandwidth,
             cache_bytes: 0,
             ..DeviceInfo::default()
         }

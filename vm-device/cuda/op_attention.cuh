@@ -464,7 +464,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   }
 }
 
-// One warp: attends queries g0.. of the group to its tiles of the keys, the last of which is the step's own if `owns`. For few keys the last warp
+// One warp: attention of the query heads from g0 on over this warp's tiles of keys. With `owns` the last of them has the step's own key. For few keys the last warp
 // has no tile, and takes that key alone. The keys of the first tile are in registers before the queries arrive. Stages are passed only as far as
 // needed before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {

@@ -145,7 +145,7 @@ fn tasks_of(program: &Program, device: u32) -> impl Iterator<Item = &Task> {
     own.flat_map(|(worker, _)| &worker.tasks)
 }
 
-/// The key/value heads whose keys a device attends to.
+/// The key/value heads whose attention a device computes; it caches their keys and values.
 pub(crate) fn heads_of(program: &Program, device: u32) -> Range<u32> {
     if program.topology.devices == 1 {
         return 0..program.dims.kv_heads;

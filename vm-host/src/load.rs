@@ -159,7 +159,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Lays out one device's part, with room for so many records of selections.
+/// Lays out one device's part of a program. `selections_max` records of selected rows have room in it.
 fn image(
     program: &Program,
     part: Part<'_>,

@@ -73,7 +73,7 @@ pub(crate) struct RingHost<W = Mapped> {
 }
 
 impl RingHost {
-    /// Takes over zeroed blocks, for devices of so many workers.
+    /// Takes over zeroed blocks of host memory: one per device, each for `workers` workers.
     ///
     /// # Safety
     /// `base` points to `BYTES` bytes for each device, 128-byte aligned, that outlive the ring and that only the devices share.

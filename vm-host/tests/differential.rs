@@ -296,10 +296,8 @@ fn compile_kernels(info: &vm_host::DeviceInfo) {
     chosen().into_par_iter().for_each(|name| {
         let graph =
             model::import(&corpus().join(name)).unwrap_or_else(|e| panic!("{name}: {e}")).graph;
-        let kernel = |(_, text): &(_, &str)| config(text, &graph, &target).kernel;
-        let mut kernels: Vec<_> = SCHEDULES.iter().map(kernel).collect();
-        kernels.dedup();
-        for kernel in kernels {
+        for (_, text) in SCHEDULES {
+            let kernel = config(text, &graph, &target).kernel;
             let variant = kernel_variant(&kernel, &graph);
             // What cannot be compiled is said where it is launched.
             let _ = vm_host::compile(&variant, "sm_90a", cache.as_deref());

@@ -137,13 +137,7 @@ fn freeze(args: &FleetSubmitArgs, board: &mut Board, specs: &mut [Spec]) -> Resu
     for spec in specs {
         let target = Some(spec.target.clone());
         // Nothing runs here, and the target is the one named, whatever GPU this machine has.
-        let place = PlaceArgs {
-            target,
-            device: DeviceChoice::Cpu,
-            kv_capacity: None,
-            gpus: None,
-            emulate: None,
-        };
+        let place = PlaceArgs { target, device: DeviceChoice::Cpu, ..PlaceArgs::default() };
         let context = Context::load(&spec.model, &place)?;
         let kind = match spec.device {
             Device::Cpu => LatencyKind::Predicted,

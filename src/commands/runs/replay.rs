@@ -88,8 +88,7 @@ fn context(found: &Recorded, device: DeviceChoice) -> Result<Context, Failure> {
         target: Some(found.word("target").ok_or_else(|| missing("target"))?.to_owned()),
         device,
         kv_capacity: capacity.and_then(|tokens| u32::try_from(tokens).ok()),
-        gpus: None,
-        emulate: None,
+        ..PlaceArgs::default()
     };
     Context::load(found.word("model").ok_or_else(|| missing("model"))?, &place)
 }

@@ -177,13 +177,7 @@ mod tests {
     #[test]
     fn trials_at_other_contexts_are_not_learned_from() {
         let folder = tempfile::tempdir().unwrap();
-        let place = PlaceArgs {
-            target: None,
-            device: DeviceChoice::Cpu,
-            kv_capacity: None,
-            gpus: None,
-            emulate: None,
-        };
+        let place = PlaceArgs { device: DeviceChoice::Cpu, ..PlaceArgs::default() };
         let context = Context::load("toy", &place).unwrap_or_else(|f| panic!("{}", f.message));
         let at = folder.path().join("store.sqlite");
         let mut store = Store::open(&at).unwrap();

@@ -38,6 +38,11 @@ fn answer(dropped: &Rejection) -> Answer {
     Answer::Failed { outcome, why: dropped.to_string() }
 }
 
+/// The median of a point's blocks over the least of them beyond which the host or the card was interrupted while it was
+/// timed (quiet points of an H200 differ by 0.3%), and how often such a point is timed at most.
+const QUIET: f64 = 1.01;
+const TIMINGS: usize = 4;
+
 /// Measures the points of a grid one after another.
 pub struct Probe<'g, 'a> {
     gate: &'g Gate<'a>,
@@ -147,7 +152,7 @@ impl<'g, 'a> Probe<'g, 'a> {
             .map_err(|at| Rejection::Disagreed { by: "device", at })?;
         let contender = Contender::new(handle, &agreement);
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
-        let samples = device.time([contender; 2], &plan)?;
+        let samples = quiet(|| device.time([contender; 2], &plan))?;
         self.gate
             .timed(reference, &expected.logits[end - 1], &samples)
             .map_err(|(_, dropped)| dropped)?;
@@ -156,6 +161,27 @@ impl<'g, 'a> Probe<'g, 'a> {
         let _ = Latency::new(&agreement, &samples, Side::Candidate, bound, self.seed)?;
         Ok(measured(candidate, &samples, device.clocks().map(|clocks| clocks.sm_mhz)))
     }
+}
+
+/// Times until the samples are quiet. Interruptions only ever add time, so else the fastest ones are returned.
+fn quiet(mut time: impl FnMut() -> Result<Samples, DeviceError>) -> Result<Samples, DeviceError> {
+    let mut best = time()?;
+    for _ in 1..TIMINGS {
+        let (typical, least) = typical_and_least(&best);
+        if typical <= QUIET * least {
+            break;
+        }
+        let again = time()?;
+        if typical_and_least(&again).0 < typical {
+            best = again;
+        }
+    }
+    Ok(best)
+}
+
+fn typical_and_least(samples: &Samples) -> (f64, f64) {
+    let blocks: Vec<f64> = samples.rounds.iter().flatten().copied().collect();
+    (median(&blocks), blocks.iter().copied().fold(f64::INFINITY, f64::min))
 }
 
 /// Both sides of the samples are the same program.
@@ -168,5 +194,31 @@ fn measured(candidate: &Candidate, samples: &Samples, sm_mhz: Option<u32>) -> Me
         us: rounded(median(&blocks)),
         blocks_us: blocks,
         sm_mhz,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interrupted_points_are_timed_again() {
+        let (quiet_block, late) = (100.0, 180.0);
+        let of = |blocks: [f64; 4]| Samples { rounds: vec![blocks; 2], ..Samples::default() };
+        let mut answers = vec![
+            of([quiet_block; 4]),
+            of([quiet_block, late, quiet_block, late]),
+            of([late, late, late, quiet_block]),
+        ];
+        let samples = quiet(|| Ok(answers.pop().expect("timed again"))).unwrap();
+        assert_eq!(samples.rounds, [[quiet_block; 4]; 2]);
+
+        let mut timings = 0;
+        let never = quiet(|| {
+            timings += 1;
+            Ok(of(if timings == 2 { [100.0, 100.0, 140.0, 140.0] } else { [100.0, late, late, late] }))
+        });
+        assert_eq!(timings, TIMINGS);
+        assert_eq!(typical_and_least(&never.unwrap()).0, 120.0);
     }
 }

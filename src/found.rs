@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ir::program::Dims;
+use ir::program::{Dims, GraphShape};
 use ir::schedule::{ScheduleConfig, read_config};
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ const CONTEXT_RATIO_MAX: f64 = 4.0;
 pub(crate) struct Entry {
     pub(crate) schema: String,
     /// The shape that it was found for.
-    pub(crate) shape: Dims,
+    pub(crate) shape: GraphShape,
     /// The GPU's name in the target table.
     pub(crate) target: String,
     /// The GPU's full name.
@@ -53,7 +53,7 @@ impl Entry {
     ) -> Self {
         Self {
             schema: SCHEMA.to_owned(),
-            shape: Dims::from(context.graph()),
+            shape: GraphShape::from(context.graph()),
             target: context.target.name.clone(),
             card: card.to_owned(),
             context: tokens,
@@ -66,7 +66,8 @@ impl Entry {
 
     /// The file name, made of every field that distinguishes entries.
     fn file_name(&self) -> String {
-        let Dims { hidden, heads, kv_heads, head_dim, ffn, vocab, layers, dtype } = self.shape;
+        let Dims { hidden, heads, kv_heads, head_dim, ffn, vocab, layers, dtype } = self.shape.dims;
+        let dtype = self.shape.codes.unwrap_or(dtype);
         let shape = [hidden, layers, heads, kv_heads, head_dim, ffn, vocab].map(|n| n.to_string());
         let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' };
         let word = |text: &str| text.chars().map(plain).collect::<String>();
@@ -122,7 +123,7 @@ pub(crate) fn nearest_in(
     tokens: u32,
 ) -> (Option<(ScheduleConfig, Entry)>, Vec<String>) {
     let (mut found, mut notes) = (Vec::new(), Vec::new());
-    let shape = Dims::from(context.graph());
+    let shape = GraphShape::from(context.graph());
     for path in entries(folder) {
         let entry = match read(&path) {
             Ok(entry) => entry,

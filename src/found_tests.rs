@@ -48,6 +48,10 @@ fn what_is_kept_is_found_for_its_shape_gpu_and_context() {
     let mut other = toy("h200");
     other.model.graph.vocab += 8;
     assert_eq!(found(&folder, &other, 16), None, "another shape");
+    let mut codes = toy("h200");
+    let matrix = codes.model.graph.tensors.iter_mut().last().unwrap();
+    matrix.dtype = ir::DType::Int4G128;
+    assert_eq!(found(&folder, &codes, 16), None, "weights of another element type");
     let mut renamed = toy("h200");
     renamed.model.graph.name = "theirs".to_owned();
     assert_eq!(found(&folder, &renamed, 16), Some(short), "names mean nothing");

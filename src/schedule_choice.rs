@@ -1,7 +1,7 @@
 //! Which schedule a command runs, and why: the only place that chooses between a config, a schedule found here, a
 //! shipped one, and the rule-based default.
 
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::{
     ScheduleConfig, default_config_at, legal_values, read_config, split_keys, validate,
 };
@@ -164,7 +164,7 @@ fn neutral(context: &Context) -> Chosen {
 /// The best shipped schedule that is legal here.
 fn shipped(context: &Context, tokens: u32) -> Option<Chosen> {
     let (graph, target) = (context.graph(), &context.target);
-    let all = corpus::shipped(&Dims::from(graph), target, tokens);
+    let all = corpus::shipped(&GraphShape::from(graph), target, tokens);
     all.into_iter().find_map(|found| {
         let shipped = found.shipped;
         let mut config = *read_config(shipped.schedule, graph, target).ok()?;

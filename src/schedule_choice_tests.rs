@@ -66,7 +66,7 @@ fn a_folder_of_another_name_gets_the_schedule_of_its_shape() {
         (source.kind, source.shape, source.context),
         ("shipped", Some(ShapeMatch::Same), Some(128))
     );
-    let of = Dims::from(theirs.graph());
+    let of = GraphShape::from(theirs.graph());
     let shipped = corpus::all_shipped().iter().find(|shipped| shipped.shape == of);
     let bundle = shipped.and_then(|shipped| shipped.bundle).expect("its schedule has a bundle");
     let kernel = search::Bundle::read(bundle).expect("it holds").kernel_id;
@@ -127,7 +127,7 @@ fn shipped_schedules_are_legal_for_the_shapes_that_they_name() {
         let target = ir::Target::by_name(shipped.target).expect("a known target");
         let bundle = search::Bundle::read(shipped.bundle.expect("a bundle")).expect("it holds");
         let graph = model::preset(&bundle.model).expect("a preset").graph;
-        assert_eq!(Dims::from(&graph), shipped.shape, "{}", shipped.folder);
+        assert_eq!(GraphShape::from(&graph), shipped.shape, "{}", shipped.folder);
         let config = read_config(shipped.schedule, &graph, &target);
         assert!(config.is_ok(), "{shipped:?}: {config:?}");
     }
@@ -145,7 +145,7 @@ fn sequences_get_a_split_each() {
         ("smollm2-135m", 128, 8, 16),
     ] {
         let model = model::preset(model).expect("a preset");
-        let shape = ir::program::Dims::from(&model.graph);
+        let shape = ir::program::GraphShape::from(&model.graph);
         let shipped = corpus::shipped(&shape, &target, context)[0].shipped;
         let config = ir::schedule::read_config(shipped.schedule, &model.graph, &target);
         let config = *config.expect("a legal schedule");

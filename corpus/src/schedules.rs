@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use ir::Target;
-use ir::program::Dims;
+use ir::program::GraphShape;
 
 /// A schedule that is shipped for a shape on a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub struct Shipped {
     /// The folder's name, for people only: lookups do not use it.
     pub folder: &'static str,
     /// The shape of its graph.
-    pub shape: Dims,
+    pub shape: GraphShape,
     /// The context length at which it was found, in tokens.
     pub context: u32,
     /// The schedule as JSON. It may be used for another shape or GPU than its own, so it must be validated like any
@@ -47,7 +47,7 @@ const FILES: &[File] = include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 
 static SHIPPED: LazyLock<Vec<Shipped>> = LazyLock::new(|| {
     let read = |&(target, folder, shape, context, schedule, bundle): &File| {
-        let shape: Result<Dims, _> = serde_json::from_str(shape);
+        let shape: Result<GraphShape, _> = serde_json::from_str(shape);
         let shape = shape.unwrap_or_else(|e| panic!("schedules/{target}/{folder}/shape.json: {e}"));
         Shipped { target, folder, shape, context, schedule, bundle }
     };
@@ -64,12 +64,14 @@ pub fn all_shipped() -> &'static [Shipped] {
 }
 
 /// The distance between two shapes: the sum of `|ln ratio|` of hidden, ffn, layers, heads and key/value heads. `None`
-/// if formats differ.
+/// if the element types of operands or of codes differ.
 #[must_use]
-pub fn shape_distance(a: &Dims, b: &Dims) -> Option<f64> {
-    let sizes = |s: &Dims| [s.hidden, s.ffn, s.layers, s.heads, s.kv_heads];
+pub fn shape_distance(a: &GraphShape, b: &GraphShape) -> Option<f64> {
+    let sizes =
+        |GraphShape { dims: s, .. }: &GraphShape| [s.hidden, s.ffn, s.layers, s.heads, s.kv_heads];
     let pairs = sizes(a).into_iter().zip(sizes(b));
-    (a.dtype == b.dtype).then(|| pairs.map(|(a, b)| ratio(a.into(), b.into())).sum())
+    ((a.dims.dtype, a.codes) == (b.dims.dtype, b.codes))
+        .then(|| pairs.map(|(a, b)| ratio(a.into(), b.into())).sum())
 }
 
 /// The shipped schedules that are worth trying for a graph, best first: those of its own shape before those of similar
@@ -77,11 +79,16 @@ pub fn shape_distance(a: &Dims, b: &Dims) -> Option<f64> {
 /// smaller of two. The ratio is used because the important choice, the number of workers per head's keys, depends on
 /// the logarithm of the context.
 #[must_use]
-pub fn shipped(shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
+pub fn shipped(shape: &GraphShape, target: &Target, context: u32) -> Vec<Match> {
     matching(all_shipped(), shape, target, context)
 }
 
-fn matching(all: &'static [Shipped], shape: &Dims, target: &Target, context: u32) -> Vec<Match> {
+fn matching(
+    all: &'static [Shipped],
+    shape: &GraphShape,
+    target: &Target,
+    context: u32,
+) -> Vec<Match> {
     let rank = |shipped: &'static Shipped| {
         let distance = shape_distance(&shipped.shape, shape)?;
         let same_shape = shipped.shape == *shape;
@@ -111,6 +118,8 @@ fn ratio(a: f64, b: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use ir::program::Dims;
+
     use super::*;
 
     const DIMS: Dims = Dims {
@@ -124,13 +133,18 @@ mod tests {
         dtype: ir::DType::Bf16,
     };
 
-    const fn at(target: &'static str, shape: Dims, context: u32) -> Shipped {
+    const fn at(target: &'static str, dims: Dims, context: u32) -> Shipped {
+        of(target, GraphShape { dims, codes: None }, context)
+    }
+
+    const fn of(target: &'static str, shape: GraphShape, context: u32) -> Shipped {
         Shipped { target, folder: "f", shape, context, schedule: "{}", bundle: None }
     }
 
     const LONGER: Dims = Dims { layers: 20, ..DIMS };
     const TUNED: Dims = Dims { vocab: 128_264, ..DIMS };
     const HALF: Dims = Dims { dtype: ir::DType::F16, ..DIMS };
+    const CODES: GraphShape = GraphShape { dims: HALF, codes: Some(ir::DType::Int4G128) };
     const FAR: Dims = Dims { hidden: 8192, ffn: 28_672, ..DIMS };
 
     static ALL: &[Shipped] = &[
@@ -143,10 +157,19 @@ mod tests {
         at("h200", FAR, 512),
     ];
 
-    fn found(all: &'static [Shipped], shape: Dims, gpu: &str, context: u32) -> Vec<(u32, u32)> {
+    fn found(all: &'static [Shipped], dims: Dims, gpu: &str, context: u32) -> Vec<(u32, u32)> {
+        found_of(all, GraphShape { dims, codes: None }, gpu, context)
+    }
+
+    fn found_of(
+        all: &'static [Shipped],
+        shape: GraphShape,
+        gpu: &str,
+        context: u32,
+    ) -> Vec<(u32, u32)> {
         let target = Target::by_name(gpu).expect("a known target");
         let all = matching(all, &shape, &target, context);
-        all.iter().map(|m| (m.shipped.shape.layers, m.shipped.context)).collect()
+        all.iter().map(|m| (m.shipped.shape.dims.layers, m.shipped.context)).collect()
     }
 
     #[test]
@@ -191,6 +214,17 @@ mod tests {
     }
 
     #[test]
+    fn codes_take_schedules_of_their_own_element_type() {
+        const SHALLOW: GraphShape = GraphShape { dims: Dims { layers: 14, ..HALF }, ..CODES };
+        static WITH: &[Shipped] =
+            &[at("h200", HALF, 512), of("h200", CODES, 128), of("h200", SHALLOW, 64)];
+        assert_eq!(found_of(WITH, CODES, "h200", 512), [(16, 128), (14, 64)]);
+        assert_eq!(found(WITH, HALF, "h200", 512), [(16, 512)]);
+        let eight = GraphShape { codes: Some(ir::DType::E4m3), ..CODES };
+        assert_eq!(found_of(WITH, eight, "h200", 512), []);
+    }
+
+    #[test]
     fn the_gpu_of_the_name_is_before_another_one() {
         static TWO: &[Shipped] = &[at("h200", DIMS, 128), at("h100", DIMS, 4096)];
         assert_eq!(found(TWO, DIMS, "h100", 128), [(16, 4096), (16, 128)]);
@@ -200,7 +234,7 @@ mod tests {
     #[test]
     fn another_vocabulary_is_a_similar_shape() {
         let target = Target::by_name("h200").expect("a known target");
-        let best = matching(ALL, &TUNED, &target, 128)[0];
+        let best = matching(ALL, &GraphShape { dims: TUNED, codes: None }, &target, 128)[0];
         assert_eq!((best.same_shape, best.distance, best.shipped.context), (false, 0.0, 128));
     }
 }

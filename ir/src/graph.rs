@@ -162,6 +162,14 @@ impl Graph {
         self.kv_heads * self.head_dim
     }
 
+    /// Element type of the matrices that are codes, if some are: of several, the last in the table of element types.
+    #[must_use]
+    pub fn codes(&self) -> Option<DType> {
+        let codes =
+            self.tensors.iter().map(|tensor| tensor.dtype).filter(|dtype| dtype.is_scaled());
+        codes.max_by_key(|&dtype| dtype as u32)
+    }
+
     /// Query heads that share one key/value head.
     #[must_use]
     pub fn group(&self) -> u32 {

@@ -71,9 +71,7 @@ impl Gpu<'_> {
         let options = PrefillOptions::default();
         let (done, _) = self.prefill(handle, (session, position), tokens, false, &options)?;
         if done.clamped {
-            report::say(
-                "prompt: values of the hidden layer exceed the range of f16; its tokens run one by one",
-            );
+            report::say("prompt: values exceed the range of f16; its tokens run one by one");
             return Ok(false);
         }
         report::say(&format!(

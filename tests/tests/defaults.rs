@@ -1,6 +1,6 @@
 //! Tests the claims about the rule-based default and schedules of similar shapes.
 
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::{ScheduleConfig, default_config, neutral_config, read_config};
 use ir::{Graph, Target};
 use tests::measured_grid::{Found, MeasuredGrid};
@@ -55,7 +55,7 @@ fn a_similar_shape_is_predicted_no_worse_than_the_rule() {
     let mut taken = 0;
     for preset in model::PRESETS {
         let graph = preset.shape().graph();
-        let own = Dims::from(&graph);
+        let own = GraphShape::from(&graph);
         let others = corpus::shipped(&own, &h200, 128);
         let Some(other) = others.into_iter().find(|found| !found.same_shape) else { continue };
         // Where it does not fit, the rule is taken: experts of mixtral leave little room for a ring.

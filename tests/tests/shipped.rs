@@ -2,7 +2,7 @@
 
 use corpus::Shipped;
 use ir::Target;
-use ir::program::Dims;
+use ir::program::GraphShape;
 use search::{Bundle, Refusal};
 
 const RENEW: &str = "renew it on the card: amk bench --model MODEL --context CONTEXT --device cuda --peers none \
@@ -22,7 +22,7 @@ fn every_bundle_holds_and_is_of_the_schedule_beside_it() {
         let graph = model::preset(&bundle.model).expect("a preset").graph;
         let beside = ir::schedule::read_config(shipped.schedule, &graph, &target);
         assert_eq!(bundle.config, *beside.expect("it is legal"), "{name} is of another schedule");
-        let of = (bundle.target.as_str(), Dims::from(&graph), bundle.context);
+        let of = (bundle.target.as_str(), GraphShape::from(&graph), bundle.context);
         assert_eq!(of, (shipped.target, shipped.shape, shipped.context), "{name}");
         match bundle.rebuild(&graph, &target) {
             // Of an older program: a release measures it again (.ci/release), a build need not.

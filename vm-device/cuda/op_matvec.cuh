@@ -1,166 +1,14 @@
 // matvec: rows of a streamed matrix times a vector, with the norm or the attention merge before and the residual, activation or
 // argmax after. Same stages as reference-vm/src/ops/matvec.rs.
 //
-// A stage of the ring holds one or two whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
+// A stage of the ring holds up to eight whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
 // Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs only units w, w + 8, ... of the
 // vector: it waits for them, stages them and starts, and the warps first meet when all sums of the task are done.
 //
-// A warp fragment (Share) is what a warp loads from the ring into registers at once: UNITS units of a chunk, of one tile or of two. The
+// A warp fragment (Share) is what a warp loads from the ring into registers at once: up to UNITS units of a chunk, of one tile or of several. The
 // fragment sizes are compiled in (AMK_SHARES has bit n for fragments of n UNITS, and bit 0 if chunks have any length); tiles of any other
 // length are multiplied without fragments.
 #pragma once
-
-// Number of this warp's units among `units` consecutive ones: every 8th, starting at the warp's number.
-__device__ __forceinline__ uint32_t warp_share(Worker const& w, uint32_t units) {
-  uint32_t const warp = w.thread / 32;
-  return warp < units ? (units - warp + AMK_WARPS - 1) / AMK_WARPS : 0;
-}
-
-// The vector of a matvec, in units of operands: a warp stages those of its units of the matrix, in turns of 4 elements per lane.
-struct VectorUnits {
-  uint32_t log2; // units of operands in a unit of the matrix: base-two logarithm
-  uint32_t elements; // staged: whole units
-  uint32_t first; // the lane's first element; each turn is TURN_COLS further on
-};
-constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units that a warp loads at once
-constexpr uint32_t TURN_COLS = TURN_UNITS * UNIT_COLS * AMK_WARPS;
-
-__device__ __forceinline__ VectorUnits vector_units(Worker const& w, uint32_t units, uint32_t unpack) {
-  uint32_t const log2 = unpacked_log2(unpack), lane = w.thread % 32, mine = lane / UNIT_VEC4S;
-  uint32_t const unit = ((w.thread / 32 + (mine >> log2) * AMK_WARPS) << log2) + (mine & ((1u << log2) - 1));
-  return VectorUnits{log2, (units << log2) * UNIT_COLS, unit * UNIT_COLS + lane % UNIT_VEC4S * 4};
-}
-
-// Turns in which a warp stages a vector of `elements` elements; and how many of them at once if that may be `most`: an equal part.
-__device__ constexpr uint32_t turns_of(uint32_t elements) { return (elements + TURN_COLS - 1) / TURN_COLS; }
-__device__ constexpr uint32_t turns_at_once(uint32_t elements, uint32_t most) {
-  uint32_t const parts = (turns_of(elements) + most - 1) / most;
-  return (turns_of(elements) + parts - 1) / parts;
-}
-
-// One warp: stages its columns of the attention's result, merged from several splits, in the activation buffer.
-__device__ __forceinline__ void stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, VectorUnits const& u, uint32_t active) {
-  uint32_t const turns = ((warp_share(w, p.units) << u.log2) + TURN_UNITS - 1) / TURN_UNITS, end = SPARE_REGISTERS ? u.elements : turns * TURN_COLS;
-#pragma unroll 1
-  for (uint32_t first = 0; first < end; first += TURN_COLS) { // all lanes take every turn
-    uint32_t const e = first + u.first;
-    float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
-    if (e < u.elements) {
-      stage_x4(w, e, x);
-    }
-  }
-}
-
-// One warp: stages its columns of the token's embedding, times the norm; returns the lane's sum of squares.
-__device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p, VectorUnits const& u) {
-  float square = 0.f;
-#pragma unroll 1
-  for (uint32_t e = u.first; e < u.elements; e += TURN_COLS) { // padding is zero in the matrix
-    if (MIXED && e >= p.k_len) { // the units of the embedding are shorter
-      stage_x4(w, e, make_float4(0.f, 0.f, 0.f, 0.f));
-      continue;
-    }
-    float4 const x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
-    square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
-    stage_x4(w, e, make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w));
-  }
-  return square;
-}
-
-constexpr uint32_t TURN_BYTES = TURN_COLS / UNIT_COLS * X_BYTES; // of the activation buffer
-static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
-
-// One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
-// or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
-template <uint32_t WIDTH, uint32_t MOST, bool NORM>
-__device__ __forceinline__ float stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, VectorUnits const& u, uint32_t skip) {
-  constexpr uint32_t N = WIDTH == 0 ? 1 : turns_at_once(WIDTH, MOST);
-  constexpr bool ALL = SPARE_REGISTERS && N == turns_of(WIDTH);
-  uint32_t const length = WIDTH == 0 || !SPARE_REGISTERS ? p.k_len : WIDTH, whole = !SPARE_REGISTERS || WIDTH % UNIT_COLS != 0 || WIDTH == 0 ? u.elements : WIDTH;
-  uint32_t const at0 = u.first + (u.first / AMK_HEAD_DIM + 1) * skip, step = TURN_COLS + TURN_COLS / AMK_HEAD_DIM * skip;
-  char* const place = x4_place(w, u.first);
-  float square = 0.f;
-#pragma unroll 1
-  for (uint32_t first = 0; first < whole; first += N * TURN_COLS) { // once, if N is all turns
-    uint32_t at[N];
-    bool wanted[N];
-    float4 n[N];
-    uint4 v[N];
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const turn = first + i * TURN_COLS, e = turn + u.first;
-      wanted[i] = (ALL && (i + 1) * TURN_COLS <= WIDTH) || e < length;
-      at[i] = SPARE_REGISTERS ? at0 + (first / TURN_COLS + i) * step : e + (e / AMK_HEAD_DIM + 1) * skip;
-      n[i] = NORM && (norm != nullptr || (SPARE_REGISTERS && WIDTH != 0)) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
-    }
-    vec4s_wait(w, words, at, wanted, v);
-#pragma unroll
-    for (uint32_t i = 0; i < N; ++i) {
-      uint32_t const e = first + i * TURN_COLS + u.first;
-      float4 const x = vec4_value(words, v[i]);
-      if (NORM) {
-        square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
-      }
-      if ((ALL && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
-        float4 const product = make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w);
-        x4_store(SPARE_REGISTERS ? place + (first / TURN_COLS + i) * TURN_BYTES : x4_place(w, e), product);
-      }
-    }
-    if (ALL) {
-      break;
-    }
-  }
-  return square;
-}
-
-// A buffer of a task. In one load, which is before those of the fragments: otherwise it would have to wait for them.
-__device__ __forceinline__ ResolvedBuffer buffer_of(StagedTask const& st, uint32_t number) {
-  if constexpr (SPARE_REGISTERS) {
-    uint4 const v = stage_load(&st.buffer[number]);
-    return ResolvedBuffer{(uint64_t)v.y << 32 | v.x, v.z, v.w};
-  }
-  return st.buffer[number];
-}
-
-// A matvec's vector, and the weights that normalise it or null.
-struct Input {
-  ResolvedBuffer vector;
-  float const* norm;
-};
-__device__ __forceinline__ Input input_of(StagedTask const& st, amk_matvec_params const& p) {
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
-  return Input{buffer_of(st, 0), rms ? (float const*)buffer_of(st, 1).address : nullptr};
-}
-
-// One warp: stages its columns of the prologue's result in the activation buffer; returns the lane's sum of squares, if it is normalised.
-__device__ __forceinline__ float stage_input(Worker const& w, Input const& input, StagedTask const& st, amk_matvec_params const& p) {
-  ResolvedBuffer const& in = input.vector;
-  float const* const norm = input.norm;
-  VectorUnits const u = vector_units(w, p.units, st.task.unpack);
-  if (in.kind == AMK_BUFFER_EMBEDDING) {
-    return stage_embedding(w, in, norm, p, u);
-  }
-  Words const words = buffer_words(w, in);
-  uint32_t skip = 0;
-  if (p.prologue == AMK_PROLOGUE_MERGE) {
-    uint32_t const keys = attended(seq_position(w), p.window);
-    if (SPARE_REGISTERS ? p.splits > 1 && keys > p.kv_block : active_splits(keys, p.kv_block, p.splits) > 1) { // the same, and sooner known
-      stage_merged(w, words, p, u, active_splits(keys, p.kv_block, p.splits));
-      return 0.f;
-    }
-    skip = PARTIAL_HEAD; // with one split, the partials are the result
-  }
-  if (norm != nullptr && (!SPARE_REGISTERS || p.k_len == AMK_HIDDEN)) {
-    return stage_vector<AMK_HIDDEN, 4, true>(w, words, norm, p, u, 0); // the norm's weights take as many registers as the vector
-  }
-  if (norm == nullptr && (p.k_len == AMK_FFN || (!SPARE_REGISTERS && (p.k_len != AMK_Q_WIDTH || turns_at_once(AMK_Q_WIDTH, 8) == turns_at_once(AMK_FFN, 8))))) {
-    return stage_vector<AMK_FFN, 8, false>(w, words, norm, p, u, AMK_Q_WIDTH == AMK_FFN || !SPARE_REGISTERS ? skip : 0);
-  }
-  if (norm == nullptr && p.k_len == AMK_Q_WIDTH) {
-    return stage_vector<AMK_Q_WIDTH, 8, false>(w, words, norm, p, u, skip);
-  }
-  return stage_vector<0, 1, true>(w, words, norm, p, u, skip);
-}
 
 // A running best: greater value wins, then the smaller row.
 struct Best {
@@ -270,26 +118,43 @@ struct Tiles {
   uint32_t chunk;       // units of a chunk that is a fragment
   uint32_t last;        // units of a tile's last chunk
   uint32_t chunks;      // chunks per tile that are fragments
+  uint32_t parts;       // fragments of a stage
   uint32_t shares;      // fragments of the task
   bool held;            // they wait in registers, except one at most, and are multiplied in one pass
 };
-// Tiles per fragment.
-__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 2 * warp_units <= SHARE ? 2 : 1; }
+// Tiles per fragment. The host's stages have a multiple of it (ir/src/program/staging.rs).
+__device__ constexpr uint32_t share_tiles_log2(uint32_t warp_units) { return warp_units == 1 ? 2 : 2 * warp_units <= FRAGMENT ? 1 : 0; }
+__device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 1u << share_tiles_log2(warp_units); }
+// A fragment: its units of each tile, and its tiles. Where fragments are half as long as a stage (see Share), a stage has one or two of them: of all
+// units of a half of the tiles, or of a half of each warp's units.
+template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
+  static constexpr bool HALVES = UNITS > FRAGMENT;
+  static constexpr uint32_t EACH = HALVES ? (UNITS + 1) / 2 : UNITS, TILES = share_tiles(UNITS);
+  // Independent chains of a tile's products: enough of them that a product need not wait for the one before. Sums that are scaled need none.
+  static constexpr uint32_t CHAINS = has_scales(UNPACK) ? 1 : TILES == 1 ? 4 : 2;
+};
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
+// Whether a stage may be two fragments: in kernels of 16 and 8 bits only those of short tiles. And whether fragments may wait in registers without
+// the ifs of such stages.
+constexpr bool SPLIT = FRAGMENT < SHARE || has_share(1) || has_share(2), STRAIGHT = SPARE_REGISTERS && !SPLIT;
+__device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
+  return !SPLIT ? 1 : task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
+}
 
 // The task prefetcher: works out the fragments of a matvec.
 __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
   amk_task const& task = st.task;
   amk_matvec_params const& p = *(amk_matvec_params const*)task.params;
   MatvecPlan plan = {0, 1, false, false, false};
-  if (task.warp_units > SHARE / 2) { // fragments of one tile
+  if (task.warp_units > SHARE / 2) { // a stage has one tile, or a part of it
     plan.chunks = (p.units + task.stage_units - 1) / task.stage_units;
-    plan.shares = p.tiles * plan.chunks;
+    plan.shares = p.tiles * plan.chunks * stage_fragments(task);
   } else if (task.warp_units > 0) {
-    plan.shares = (p.tiles + 1) / 2;
+    uint32_t const log2 = SPLIT ? share_tiles_log2(task.warp_units) : 1;
+    plan.shares = (p.tiles + (1u << log2) - 1) >> log2;
   }
-  plan.held = plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  plan.held = FRAGMENT == SHARE && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
   plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
   plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && is_flag_in_data(st.buffer[3]);
   return plan;
@@ -297,7 +162,7 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
 __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_params const& p, MatvecPlan const& plan) {
   amk_task const& task = st.task;
   uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : SPARE_REGISTERS && plan.shares == 0 ? 0 : p.units;
-  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, plan.shares, plan.held};
+  return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, stage_fragments(task), plan.shares, plan.held};
 }
 
 // Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
@@ -315,45 +180,58 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
   return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
 }
 
-// Loads this warp's fragment of the current stage, which has arrived and holds chunk `chunk` of a tile, and steps to the next stage. Returns
-// the word that stage_read waits for before the stage is freed. The second tile of a pair may be missing at the end of a task: what is read
+// Loads this warp's fragment number PART of the current stage, which has arrived and holds chunk `chunk` of a tile; steps to the next stage after
+// the `last` one. Returns the word that stage_read waits for before the stage is freed. Tiles may be missing at the end of a task: what is read
 // then is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted = true) {
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART>
+__device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v, bool wanted = true) {
+  using F = Fragment<UNPACK, UNITS>;
+  constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH, LOADS = F::TILES * F::EACH, LAST = (F::TILES - 1) * F::EACH + EACH;
   uint32_t const units = chunk_units(k, chunk);
-  char const* const unit = cursor_place(w, c) + w.thread / 32 * unit_bytes(UNPACK);
+  char const* unit = cursor_place(w, c) + (w.thread / 32 + FIRST * AMK_WARPS) * unit_bytes(UNPACK);
+  if (!F::HALVES && PART != 0 && k.parts == 2) {
+    unit += F::TILES * k.chunk * unit_bytes(UNPACK);
+  }
   char const* const mine = wanted ? unit + w.thread % 32 * 16 : (char const*)w.shared;
-  constexpr uint32_t LOADS = share_tiles(UNITS) * UNITS;
 #pragma unroll
   for (uint32_t i = 0; i < LOADS; ++i) {
-    uint32_t const tile = i / UNITS, j = i % UNITS;
+    uint32_t const tile = i / F::EACH, j = i % F::EACH;
     char const* at = mine + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK);
-    v.weights[i] = share_has<UNITS>(w, units, j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
+    v.weights[i] = j < EACH && share_has<UNITS>(w, units, FIRST + j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
   }
-  uint32_t read = v.weights[LOADS - 1].x | v.weights[LOADS > 1 ? LOADS - 2 : 0].x; // the last may be absent
+  uint32_t read = v.weights[LAST - 1].x | v.weights[LAST > 1 ? LAST - 2 : 0].x; // the last may be absent
   if (RAGGED) { // and so may any of the others
 #pragma unroll
-    for (uint32_t i = 0; i + 2 < LOADS; ++i) {
+    for (uint32_t i = 0; i + 2 < LAST; ++i) {
       read |= v.weights[i].x;
     }
   }
   if constexpr (has_scales(UNPACK)) {
 #pragma unroll
     for (uint32_t i = 0; i < LOADS; ++i) {
+      uint32_t const tile = i / F::EACH, j = i % F::EACH;
       uint32_t* scales = v.scales + i * scale_words(UNPACK);
-      scales[0] = 0;
-      if (share_has<UNITS>(w, units, i % UNITS)) {
-        scales_load<UNPACK>(w, unit + (i / UNITS * k.chunk + i % UNITS * AMK_WARPS) * unit_bytes(UNPACK), scales);
+      scales[0] = 0, scales[scale_words(UNPACK) - 1] = 0;
+      if (j < EACH && share_has<UNITS>(w, units, FIRST + j)) {
+        scales_load<UNPACK>(w, unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
       }
-      read |= scales[0];
+      if (RAGGED || (i + 2 >= LAST && i < LAST)) {
+        read |= scales[0];
+      }
     }
   }
-  cursor_step(w, c);
+  if (last) {
+    cursor_step(w, c);
+  }
   return read;
 }
-template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
-  uint32_t const stage = c.stage;
-  stage_read(share_load<UNPACK, UNITS>(w, c, k, chunk, v), &w.shared->sink);
-  cursor_free(w, stage);
+// The same, and frees the stage after its last fragment.
+template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
+  uint32_t const stage = c.stage, read = share_load<UNPACK, UNITS, PART>(w, c, k, chunk, last, v);
+  if (last) {
+    stage_read(read, &w.shared->sink);
+    cursor_free(w, stage);
+  }
 }
 // Calls f<UNITS>() for the task's fragment size, which is one of those compiled in.
 template <uint32_t UNITS = 1, typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
@@ -394,156 +272,160 @@ template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack
     f(Number<AMK_UNPACK_NONE>());
   }
 }
-
-// Independent chains of a tile's products in a fragment's loop: enough of them that a product need not wait for the one before.
-__device__ constexpr uint32_t share_chains(uint32_t units) { return share_tiles(units) == 1 ? 4 : 2; }
-
-// This warp's part of the vector for a chunk, and its products with a fragment. In registers if the weights are operands; else it would take
-// two units of registers for one of weights, and is read from the activation buffer where it is multiplied.
+// This warp's part of the vector for a fragment, and its products with it: in registers, but for units of codes in whole stages. There it would take
+// two registers for one of weights, and is read from the activation buffer where it is multiplied.
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
-  char const* at;
-  uint32_t units; // of the chunk
-  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
-    units = chunk_units(k, chunk);
-    at = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
-  }
-  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
-    constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS), STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES, WORDS = scale_words(UNPACK);
-    using Unit = UnitProducts<UNPACK, CHAINS>;
-#pragma unroll
-    for (uint32_t j = 0; j < UNITS; j += 3 - TILES) {
-      if (!share_has<UNITS>(w, units, j)) {
-        continue;
-      }
-      VectorGroup<UNPACK> const x = group_load<UNPACK>(w, at + j * STEP);
-      Unit const one = {s[0], x, share.weights[j], share.scales + j * WORDS};
-      if constexpr (TILES == 2) {
-        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[1], x, share.weights[UNITS + j], share.scales + (UNITS + j) * WORDS}}, j);
-      } else if (j + 1 < UNITS && share_has<UNITS>(w, units, j + 1)) {
-        VectorGroup<UNPACK> const y = group_load<UNPACK>(w, at + (j + 1) * STEP);
-        groups_multiply<UNPACK, 2, CHAINS>({one, Unit{s[0], y, share.weights[(j + 1) % SHARE], share.scales + (j + 1) % SHARE * WORDS}}, j);
-      } else {
-        groups_multiply<UNPACK, 1, CHAINS>({one}, j);
-      }
-    }
-  }
-};
-template <uint32_t UNITS> struct VectorPart<AMK_UNPACK_NONE, UNITS> {
-  Vector frag[UNITS];
-  __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+  using F = Fragment<UNPACK, UNITS>;
+  static constexpr bool HELD = FRAGMENT < SHARE || UNPACK == AMK_UNPACK_NONE;
+  static constexpr uint32_t STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+  VectorGroup<UNPACK> x[HELD ? F::EACH : 1]; // or where it is, and the units of the chunk
+  char const* place;
+  uint32_t there;
+  template <uint32_t PART> __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
+    constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0;
     uint32_t const units = chunk_units(k, chunk);
+    char const* from = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
+    if constexpr (HELD) {
 #pragma unroll
-    for (uint32_t j = 0; j < UNITS; ++j) {
-      frag[j] = share_has<UNITS>(w, units, j) ? x_load(w, w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES) : Vector{};
+      for (uint32_t j = 0; j < F::EACH; ++j) {
+        char const* at = MIXED ? from + (FIRST + j) * STEP : w.x + (w.thread / 32 + chunk * k.chunk + j * AMK_WARPS) * X_BYTES;
+        x[j] = FIRST + j < UNITS && share_has<UNITS>(w, units, FIRST + j) ? group_load<UNPACK>(w, at) : VectorGroup<UNPACK>{};
+      }
+    } else {
+      place = from, there = units;
     }
   }
-  __device__ __forceinline__ void multiply(Worker const& w, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share) const {
-    multiply(w, s, share, [](uint32_t) {});
-  }
-  // The same; calls `after` with the number of each product. Numbers continue up to five.
-  template <typename F> __device__ __forceinline__ void multiply(Worker const&, Sums<share_chains(UNITS)> (&s)[share_tiles(UNITS)], Share const& share, F const& after) const {
+  __device__ __forceinline__ void multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
+    if constexpr (HELD) {
+      groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(s, x, share.weights, share.scales);
+    } else {
+      constexpr uint32_t ONCE = F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
 #pragma unroll
-    for (uint32_t i = 0; i < share_tiles(UNITS) * UNITS || i < 5; ++i) {
-      if (i < share_tiles(UNITS) * UNITS) {
-        unit_multiply(s[i / UNITS], i % UNITS, frag[i % UNITS], share.weights[i]);
+      for (uint32_t j = 0; j < F::EACH; j += ONCE) {
+        VectorGroup<UNPACK> once[ONCE];
+        uint4 weights[ONCE * F::TILES];
+#pragma unroll
+        for (uint32_t n = 0; n < ONCE * F::TILES; ++n) {
+          weights[n] = j + n % ONCE < F::EACH ? share.weights[n / ONCE * F::EACH + j + n % ONCE] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (uint32_t n = 0; n < ONCE; ++n) {
+          once[n] = j + n < F::EACH && share_has<UNITS>(w, there, j + n) ? group_load<UNPACK>(w, place + (j + n) * STEP) : VectorGroup<UNPACK>{};
+        }
+        groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(s, once, weights, share.scales);
+      }
+    }
+  }
+  // The same of operands; calls `after` with the number of each product. Numbers continue up to five.
+  template <typename A> __device__ __forceinline__ void multiply(Worker const&, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, A const& after) const {
+#pragma unroll
+    for (uint32_t i = 0; i < F::TILES * F::EACH || i < 5; ++i) {
+      if (i < F::TILES * F::EACH) {
+        unit_multiply(s[i / F::EACH], i % F::EACH, x[i % F::EACH].x[0], share.weights[i]);
       }
       after(i);
     }
   }
 };
-
-// Multiplies tiles `tile0`.. of a task whose stages are fragments: this warp's products of each. `v` holds the next two fragments, also on
-// return if the task has that many left.
+// Reduces the sums of a fragment's tiles into `part` and clears them: those of half a stage together, so that their steps overlap.
+template <uint32_t UNPACK, uint32_t TILES, uint32_t CHAINS> __device__ __forceinline__ void sums_finish(Worker const& w, Sums<CHAINS> (&s)[TILES], float* part) {
+  constexpr uint32_t N = FRAGMENT < SHARE ? TILES : 1;
+#pragma unroll
+  for (uint32_t i = 0; i < TILES; i += N) {
+    tiles_finish<UNPACK>(w, (Sums<CHAINS> const (&)[N])s[i], part + i * TILE_PARTS);
+#pragma unroll
+    for (uint32_t n = 0; n < N; ++n) {
+      s[i + n] = Sums<CHAINS>{};
+    }
+  }
+}
+// Multiplies tiles `tile0`.. of a task that is taken in fragments: this warp's products of each. `v` holds the next two fragments, also on
+// return if the task has that many left. With the first tiles it also sums `square` over the lanes, while loads and products are on their way.
 template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
-  uint32_t chunk = 0, left = k.shares - tile0 / TILES * k.chunks, next = k.chunks > TAKE ? TAKE : 0; // `next`: the chunk that is loaded next
+__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<UNPACK, UNITS>;
+  uint32_t const parts = F::HALVES ? 2 * k.chunks : k.chunks; // fragments of a tile
+  uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * parts; // of the vector; fragments
+  uint32_t next = k.chunks * k.parts > TAKE ? TAKE / k.parts : 0; // the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
-  x.load(w, k, 0);
-  Sums<CHAINS> s[TILES] = {};
-  auto stage = [&](Share& weights) {
-    note_near(w, left, 4);
+  x.template load<0>(w, k, 0);
+  if (FRAGMENT < SHARE && tile0 == 0) {
+    square = warp_sum(square);
+  }
+  Sums<F::CHAINS> s[F::TILES] = {};
+  auto stage = [&](Share& weights, auto which) {
+    constexpr uint32_t PART = decltype(which)::value;
+    note_near(w, left, 4 * k.parts);
     x.multiply(w, s, weights);
     if (left > TAKE) {
-      cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, next, weights);
-      if (RAGGED) {
+      bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage
+      if (first) {
+        cursor_land(w, c);
+      }
+      share_take<UNPACK, UNITS, PART>(w, c, k, next, last, weights);
+      if (RAGGED && last) {
         next = next + 1 == k.chunks ? 0 : next + 1;
       }
     }
     --left;
-    if (++chunk == k.chunks) {
-#pragma unroll
-      for (uint32_t i = 0; i < TILES; ++i) {
-        tile_finish(w, s[i], part + i * TILE_PARTS);
-        s[i] = Sums<CHAINS>{};
-      }
-      part += TILES * TILE_PARTS;
+    bool const whole = !F::HALVES || PART != 0; // a chunk is complete
+    if (whole && ++chunk == k.chunks) {
+      sums_finish<UNPACK>(w, s, part);
+      part += F::TILES * TILE_PARTS;
       chunk = 0;
     }
-    if (k.chunks > 1) {
-      x.load(w, k, chunk);
+    if (F::HALVES || (FRAGMENT == SHARE && k.chunks > 1)) {
+      x.template load<1 - PART>(w, k, chunk);
     }
   };
 #pragma unroll 1
-  for (uint32_t n = (tiles + TILES - 1) / TILES * k.chunks; n > 0; n -= 2) {
-    stage(v[0]);
+  for (uint32_t n = (tiles + F::TILES - 1) / F::TILES * parts; n > 0; n -= 2) {
+    stage(v[0], Number<0>());
     if (n == 1) {
       break;
     }
-    stage(v[TAKE - 1]);
+    stage(v[TAKE - 1], Number<1>());
   }
 }
 
-// The same in one pass, for a task whose fragments wait in registers, except one at most; it also sums `square` over the lanes. This is the
-// path between one hand-off and the next, so every instruction counts. Where registers are short, one fragment is finished after the other.
-template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
+// The same in one pass, for a task whose fragments are stages and wait in registers, except one at most; it also sums `square` over the lanes. This is
+// the path between one hand-off and the next, so every instruction counts. Where registers are short, one fragment is finished after the other.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_in_turn(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<UNPACK, UNITS>;
   VectorPart<UNPACK, UNITS> x;
-  Sums<CHAINS> s[TILES] = {};
-  auto const multiply = [&](Share const& share) { x.multiply(w, s, share); };
-  auto const finish = [&] {
-#pragma unroll
-    for (uint32_t i = 0; i < TILES; ++i) {
-      tile_finish(w, s[i], part + i * TILE_PARTS);
-    }
-  };
+  Sums<F::CHAINS> s[F::TILES] = {};
   auto const next = [&](uint32_t chunk) {
     if (k.chunks > 1) {
-      x.load(w, k, chunk);
+      x.template load<0>(w, k, chunk);
       return;
     }
-    finish();
-    part += TILES * TILE_PARTS;
-#pragma unroll
-    for (uint32_t i = 0; i < TILES; ++i) {
-      s[i] = Sums<CHAINS>{};
-    }
+    sums_finish<UNPACK>(w, s, part);
+    part += F::TILES * TILE_PARTS;
   };
-  x.load(w, k, 0);
-  multiply(v[0]);
+  x.template load<0>(w, k, 0);
+  x.multiply(w, s, v[0]);
   square = warp_sum(square);
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+      share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
     }
     next(1);
-    multiply(v[TAKE - 1]);
+    x.multiply(w, s, v[TAKE - 1]);
     if (k.shares > TAKE) {
       next(2);
-      multiply(v[0]);
+      x.multiply(w, s, v[0]);
     }
   }
-  finish();
+  sums_finish<UNPACK>(w, s, part);
 }
 // Two fragments are finished together: their last steps overlap, as those of the sum of squares do with the first products.
 template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
-  constexpr uint32_t TILES = share_tiles(UNITS), CHAINS = share_chains(UNITS);
+  using F = Fragment<UNPACK, UNITS>;
+  constexpr uint32_t TILES = F::TILES;
   VectorPart<UNPACK, UNITS> x;
-  Sums<CHAINS> s[2][TILES] = {};
-  x.load(w, k, 0);
+  Sums<F::CHAINS> s[2][TILES] = {};
+  x.template load<0>(w, k, 0);
   x.multiply(w, s[0], v[0], [&](uint32_t i) {
     if (i < 5) {
       square += __shfl_xor_sync(~0u, square, 16 >> i);
@@ -551,29 +433,29 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multi
   });
   if (k.shares > TAKE) {
     cursor_land(w, c);
-    share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
+    share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
   }
   if (TILES == 1 && k.chunks > 1) { // of one tile
-    x.load(w, k, 1);
+    x.template load<0>(w, k, 1);
     x.multiply(w, s[0], v[TAKE - 1]);
     if (k.shares > TAKE) {
-      x.load(w, k, 2);
+      x.template load<0>(w, k, 2);
       x.multiply(w, s[0], v[0]);
     }
   } else if (k.shares > 1) {
     x.multiply(w, s[1], v[TAKE - 1]);
-    tiles_finish(w, (Sums<CHAINS> const (&)[2 * TILES])s, part);
+    tiles_finish<UNPACK>(w, (Sums<F::CHAINS> const (&)[2 * TILES])s, part);
     if (k.shares <= TAKE) {
       return;
     }
     part += 2 * TILES * TILE_PARTS;
 #pragma unroll
     for (uint32_t i = 0; i < TILES; ++i) {
-      s[0][i] = Sums<CHAINS>{};
+      s[0][i] = Sums<F::CHAINS>{};
     }
     x.multiply(w, s[0], v[0]);
   }
-  tiles_finish(w, s[0], part);
+  tiles_finish<UNPACK>(w, s[0], part);
 }
 
 // The same for tiles of any length, without fragments.
@@ -594,7 +476,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
       }
     }
     in_stage = in_stage + 1 == k.per_stage ? 0 : in_stage + 1;
-    tile_finish(w, s, part + i * TILE_PARTS);
+    tiles_finish<UNPACK>(w, (Sums<4> const (&)[1])s, part + i * TILE_PARTS);
   }
 }
 
@@ -603,13 +485,13 @@ struct Ahead {
   uint32_t want, taken;
 };
 
-// Loads the current fragment, which holds chunk `chunk`, and steps to the next. Returns the word to wait for.
+// Loads the current fragment, a stage that holds chunk `chunk`, and steps to the next stage. Returns the word to wait for.
 __device__ __forceinline__ uint32_t share_of_task(Worker const& w, StagedTask const& st, Cursor& c, Tiles const& k, uint32_t chunk, Share& v, bool wanted) {
-  uint32_t last = 0;
+  uint32_t read = 0;
   with_units(st.task.unpack, [&](auto unpack) {
-    with_share(k, [&](auto units) { last = share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, v, wanted); });
+    with_share(k, [&](auto units) { read = share_load<decltype(unpack)::value, decltype(units)::value, 0>(w, c, k, chunk, true, v, wanted); });
   });
-  return last;
+  return read;
 }
 
 // Loads up to TAKE fragments without waiting, and the epilogue's addends. In a straight line: what has not arrived is loaded in vain.
@@ -674,19 +556,19 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
   uint32_t taken = 0;
 #pragma unroll 1
   for (bool late = false;; late = true) {
-    uint32_t const freed = taken;
+    uint32_t const before = taken;
     uint32_t stage = c.stage, last = 0;
-    auto const load = [&](uint32_t chunk, Share& share) {
+    auto const load = [&](uint32_t chunk, bool whole, Share& share, auto part) {
       with_units(st.task.unpack, [&](auto unpack) {
-        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value>(w, c, k, chunk, share); });
+        with_share(k, [&](auto units) { last |= share_load<decltype(unpack)::value, decltype(units)::value, decltype(part)::value>(w, c, k, chunk, whole, share); });
       });
     };
     if (taken == 0 && ahead > 0 && cursor_ready(w, c, late)) {
-      load(0, v[0]);
+      load(0, k.parts == 1 || ahead == 1, v[0], Number<0>());
       taken = 1;
     }
-    if (taken == 1 && ahead > 1 && cursor_ready(w, c, late)) {
-      load(k.chunks == 1 ? 0 : 1, v[TAKE - 1]);
+    if (taken == 1 && ahead > 1 && (k.parts == 2 || cursor_ready(w, c, late))) {
+      load(k.chunks == 1 || k.parts == 2 ? 0 : 1, true, v[TAKE - 1], Number<1>());
       taken = 2;
     }
     if (!late) {
@@ -695,7 +577,7 @@ __device__ __forceinline__ float take_in_turn(Worker& w, StagedTask const& st, a
     }
     stage_read(last, &w.shared->sink); // both; they overlap with the code in between
 #pragma unroll 1
-    for (uint32_t i = freed; i < taken; ++i) {
+    for (uint32_t i = before; i < taken; i += k.parts) {
       cursor_free(w, stage);
       stage = stage + 1 == w.stages ? 0 : stage + 1;
     }
@@ -723,7 +605,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   Words const out = buffer_words(w, written);
   Share v[TAKE];
   Addends add;
-  if (!SPARE_REGISTERS) { // else all are loaded in any case
+  if (!STRAIGHT) { // else all are loaded in any case
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
   float inverse = __fdividef(1.f, (float)p.k_len);
@@ -733,7 +615,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
+  float square = STRAIGHT ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -748,11 +630,12 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       epilogue(w, st, p, out, written.units, parts, row, (rms ? scale : 1.f) / VECTOR_FACTOR, add, plan.residual, best);
     }
   };
-  if (k.held) {
+  if (FRAGMENT == SHARE && k.held) {
     with_unpack(st.task.unpack, [&](auto unpack) {
       with_share(k, [&](auto units) {
         constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
-        if constexpr (SPARE_REGISTERS) {
+        if constexpr (FRAGMENT < SHARE) {
+        } else if constexpr (SPARE_REGISTERS) {
           multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         } else {
           held_in_turn<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
@@ -762,7 +645,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     rows_finish(w.parity);
     return;
   }
-  square = warp_sum(square);
+  if (FRAGMENT == SHARE || k.shares == 0) {
+    square = warp_sum(square);
+  }
 #pragma unroll 1
   for (uint32_t done = 0;;) {
     uint32_t const buffer = w.parity, nt = p.tiles - done < TILES_BUF ? p.tiles - done : TILES_BUF;
@@ -770,7 +655,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {
-        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part); });
+        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part, square); });
       } else {
         multiply_chunks<UNPACK>(w, c, k, done, nt, part);
       }

@@ -14,6 +14,7 @@ struct Gemm {
   char const* weights; // of `tiles` tiles of 8 rows
   char* out;           // f32 rows of `stride`, or for silu_mul vectors
   float const* bias;   // or null
+  float const* factors; // of the rows, or null: their scales, where the weights are codes
   uint32_t* clamped;   // set if an element of the hidden layer is out of range
   uint32_t units, tiles, tokens, stride, pitch;
   float scale; // of the products
@@ -156,6 +157,9 @@ AMK_GROUP_MULTIPLY(16, "128", AMK_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69",
 AMK_GROUP_MULTIPLY(32, "256", AMK_REGISTERS_128, "%128,%129,%130,%131", "%132", "%133", AMK_C8(0), AMK_C8(8), AMK_C8(16), AMK_C8(24))
 #undef AMK_GROUP_MULTIPLY
 
+// A row's products as they are meant.
+__device__ __forceinline__ float row_factor(Gemm const& g, uint32_t row) { return g.factors != nullptr ? g.factors[row] : 1.f; }
+
 __device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
 // Stores the hidden layer's elements of a tile of gate rows and one of up rows. Threads of neighbouring rows exchange one of two tokens, to
@@ -166,11 +170,12 @@ template <uint32_t TOKEN_TILES> __device__ __forceinline__ void finish_silu(Gemm
     return; // the whole warp
   }
   float const gate = g.bias != nullptr ? g.bias[row] : 0.f, up = g.bias != nullptr ? g.bias[row + AMK_UNIT_ROWS] : 0.f;
+  float const of_gate = row_factor(g, row), of_up = row_factor(g, row + AMK_UNIT_ROWS);
   char* const to = x_place(g.out, g.stride, token, tile / 2 * AMK_UNIT_ROWS + (i & 6));
   bool beyond = false;
 #pragma unroll
   for (uint32_t j = 0; j < TOKEN_TILES; ++j) {
-    float const v0 = silu_mul(c[j][0] + gate, c[j][2] + up) * g.scale, v1 = silu_mul(c[j][1] + gate, c[j][3] + up) * g.scale;
+    float const v0 = silu_mul(c[j][0] * of_gate + gate, c[j][2] * of_up + up) * g.scale, v1 = silu_mul(c[j][1] * of_gate + gate, c[j][3] * of_up + up) * g.scale;
     float const other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4), low = odd ? other : v0, high = odd ? v1 : other;
     if (token + j * 8 < g.tokens) {
       beyond |= !(fmaxf(fabsf(low), fabsf(high)) <= 65504.f);
@@ -190,6 +195,7 @@ template <Epilogue KIND, uint32_t TOKEN_TILES> __device__ __forceinline__ void f
     return;
   }
   float2 const bias = g.bias != nullptr ? *(float2 const*)(g.bias + row) : make_float2(0.f, 0.f);
+  float const first = g.scale * row_factor(g, row), second = g.scale * row_factor(g, row + 1);
   float* to = (float*)g.out + (uint64_t)token * g.stride + row;
   uint64_t const tile = 8 * g.stride;
 #pragma unroll
@@ -207,7 +213,7 @@ template <Epilogue KIND, uint32_t TOKEN_TILES> __device__ __forceinline__ void f
     for (uint32_t k = 0; k < BATCH; ++k) {
       float const a = c[(j0 + k) / 2][k % 2], b = c[(j0 + k) / 2][2 + k % 2];
       if (token + (j0 + k) / 2 * 8 + k % 2 < g.tokens) {
-        *(float2*)(to + k / 2 * tile + k % 2 * g.stride) = make_float2(fmaf(i & 1 ? b : a, g.scale, bias.x + before[k].x), fmaf(i & 1 ? a : b, g.scale, bias.y + before[k].y));
+        *(float2*)(to + k / 2 * tile + k % 2 * g.stride) = make_float2(fmaf(i & 1 ? b : a, first, bias.x + before[k].x), fmaf(i & 1 ? a : b, second, bias.y + before[k].y));
       }
     }
     to += BATCH / 2 * tile;
@@ -291,11 +297,18 @@ using WideShape = GemmShape<256, 2, 4>;
 using MiddleShape = GemmShape<128, 2, 6>;
 using SmallShape = GemmShape<64, 1, 4>; // for short prompts: more blocks, each of which reads less
 
+#if AMK_UNPACK != 1
+#define AMK_FACTORS_PARAMETER , float const* factors
+#define AMK_FACTORS factors
+#else
+#define AMK_FACTORS_PARAMETER
+#define AMK_FACTORS nullptr
+#endif
 #define AMK_PREFILL_GEMM(NAME, SHAPE, BLOCKS_SM, KIND)                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS_SM)                                                                                              \
       NAME(char* out, char const* x, char const* weights, float const* bias, uint32_t* clamped, uint32_t units, uint32_t tiles, uint32_t tokens, uint32_t stride,      \
-           uint32_t pitch, float scale) {                                                                                                                              \
-    gemm_block<SHAPE, KIND>(Gemm{x, weights, out, bias, clamped, units, tiles, tokens, stride, pitch, scale});                                                         \
+           uint32_t pitch, float scale AMK_FACTORS_PARAMETER) {                                                                                                                              \
+    gemm_block<SHAPE, KIND>(Gemm{x, weights, out, bias, AMK_FACTORS, clamped, units, tiles, tokens, stride, pitch, scale});                                                         \
   }
 #define AMK_PREFILL_GEMMS(SHAPE, NAME, BLOCKS_SM)                                                                                                                       \
   AMK_PREFILL_GEMM(amk_prefill_store_##NAME, SHAPE, BLOCKS_SM, EPILOGUE_STORE)                                                                                         \

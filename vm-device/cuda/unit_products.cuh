@@ -75,64 +75,74 @@ template <uint32_t CHAINS> __device__ __forceinline__ void unit_multiply(Sums<CH
 #endif
 }
 
-// A warp fragment: this warp's units of a stage, with their scales.
+// A warp fragment: this warp's units of a stage, with their scales. In a kernel of codes in groups, of half a stage: a unit of them makes two or four
+// of operands, and its part of the vector waits in registers beside the scales.
+constexpr uint32_t FRAGMENT = SCALED_UNITS ? SHARE / 2 : SHARE;
 struct Share {
-  uint4 weights[SHARE];
-  uint32_t scales[SCALE_WORDS == 0 ? 1 : SHARE * SCALE_WORDS];
+  uint4 weights[FRAGMENT];
+  uint32_t scales[SCALE_WORDS == 0 ? 1 : FRAGMENT * SCALE_WORDS];
 };
 
 // A thread's part of the vector for a unit of weights that are unpacked: of all units of operands that it makes.
 template <uint32_t UNPACK> struct VectorGroup {
-  Vector x[1 << unpacked_log2(UNPACK)];
+  static constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1;
+  Vector x[OPERANDS];
+  float sum[is_half(UNPACK) ? GROUPS : 1]; // of each group's elements that meet codes in lower halves, or in upper ones (see unit_multiply)
 };
 template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
-  VectorGroup<UNPACK> v;
+  VectorGroup<UNPACK> v = {};
 #pragma unroll
-  for (uint32_t i = 0; i < 1 << unpacked_log2(UNPACK); ++i) {
+  for (uint32_t i = 0; i < v.OPERANDS; ++i) {
     v.x[i] = x_load(w, x + i * X_BYTES);
+  }
+  if constexpr (is_half(UNPACK)) {
+    constexpr uint32_t EACH = v.OPERANDS / v.GROUPS;
+    uint4 const ones = make_uint4(0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u);
+#pragma unroll
+    for (uint32_t g = 0; g < v.GROUPS; ++g) {
+      float c[4] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < EACH; ++i) {
+        mma(c, c, ones, v.x[g * EACH + i].x, v.x[g * EACH + i].y);
+      }
+      v.sum[g] = (has_zeros(UNPACK) ? 1.f : 8.f) * (c[0] + c[1]);
+    }
   }
   return v;
 }
 
-// A thread's part of a unit of weights that are unpacked, and where its products are added.
-template <uint32_t UNPACK, uint32_t CHAINS> struct UnitProducts {
-  Sums<CHAINS>& sums;
-  VectorGroup<UNPACK> const& vector;
-  uint4 weights;
-  uint32_t const* scales;
-};
-
-// Multiplies the n-th units of N tiles, or N units. Where groups of columns have scales, the sums of each are scaled before they are added.
+// Multiplies N units by their parts of the vector, unit n into a chain of tile n / EACH. Where groups of columns have scales, the sums
+// of each are scaled before they are added: those of rows are c[0][0] and c[0][2], and c[0][1] is what codes of 4 bits are more than they mean.
 // The products of the units alternate, so that one need not wait for the one before.
-template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void groups_multiply(UnitProducts<UNPACK, CHAINS> const (&units)[N], uint32_t n) {
-  constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1, EACH = OPERANDS / GROUPS; // units of operands
-  Excess of[N];
+template <uint32_t UNPACK, uint32_t EACH, uint32_t N, uint32_t TILES, uint32_t CHAINS>
+__device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
+  using V = VectorGroup<UNPACK>;
+  constexpr uint32_t STEP = V::OPERANDS / V::GROUPS, WORDS = scale_words(UNPACK);
 #pragma unroll
-  for (uint32_t u = 0; u < N; ++u) {
-    of[u] = excess<UNPACK>(units[u].scales);
-  }
+  for (uint32_t g = 0; g < V::GROUPS; ++g) {
+    Sums<1> group[N] = {};
 #pragma unroll
-  for (uint32_t g = 0; g < GROUPS; ++g) {
-    Sums<2> group[N] = {};
+    for (uint32_t i = g * STEP; i < (g + 1) * STEP; ++i) {
 #pragma unroll
-    for (uint32_t i = g * EACH; i < (g + 1) * EACH; ++i) {
-#pragma unroll
-      for (uint32_t u = 0; u < N; ++u) {
-        uint4 const operand = unpack_operand<UNPACK>(units[u].weights, i, of[u]);
+      for (uint32_t n = 0; n < N; ++n) {
+        uint4 const operand = unpack_operand<UNPACK>(weights[n], i);
         if constexpr (has_scales(UNPACK)) {
-          unit_multiply(group[u], i, units[u].vector.x[i], operand);
+          unit_multiply(group[n], 0, vector[n % EACH].x[i], operand);
         } else {
-          unit_multiply(units[u].sums, OPERANDS * (n + u) + i, units[u].vector.x[i], operand);
+          unit_multiply(sums[n / EACH], V::OPERANDS * (n % EACH) + i, vector[n % EACH].x[i], operand);
         }
       }
     }
     if constexpr (has_scales(UNPACK)) {
 #pragma unroll
-      for (uint32_t u = 0; u < N; ++u) {
-        float(&sum)[4] = units[u].sums.c[(n + u) % CHAINS], (&c)[2][4] = group[u].c;
-        float const scale = group_scale<UNPACK>(units[u].scales, g);
-        sum[0] = fmaf(scale, EACH == 1 ? c[g % 2][0] + c[g % 2][1] : (c[0][0] + c[0][1]) + (c[1][0] + c[1][1]), sum[0]);
-        sum[2] = fmaf(scale, EACH == 1 ? c[g % 2][2] + c[g % 2][3] : (c[0][2] + c[0][3]) + (c[1][2] + c[1][3]), sum[2]);
+      for (uint32_t n = 0; n < N; ++n) {
+        float(&sum)[4] = sums[n / EACH].c[0], (&c)[4] = group[n].c[0];
+        float const scale = group_scale<UNPACK>(scales + n * WORDS, g);
+        sum[0] = fmaf(scale, c[0] + c[1], sum[0]);
+        sum[2] = fmaf(scale, c[2] + c[3], sum[2]);
+        if constexpr (is_half(UNPACK)) {
+          sum[1] = fmaf(scaled_excess<UNPACK>(scales + n * WORDS, scale), vector[n % EACH].sum[g], sum[1]);
+        }
       }
     }
   }
@@ -163,13 +173,14 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
       unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
     }
   } else {
-#pragma unroll 2
+#pragma unroll 1
     for (; j < mine; ++j) {
       constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
       uint32_t scales[2];
       scales_load<UNPACK>(w, unit + j * STEP, scales);
-      VectorGroup<UNPACK> const v = group_load<UNPACK>(w, x + j * X_STEP);
-      groups_multiply<UNPACK, 1, 4>({{s, v, stage_load(weights + j * STEP), scales}}, 0);
+      uint4 const operand = stage_load(weights + j * STEP);
+      VectorGroup<UNPACK> const v[1] = {group_load<UNPACK>(w, x + j * X_STEP)};
+      groups_multiply<UNPACK, 1, 1, 1, 4>((Sums<4>(&)[1])s, v, &operand, scales);
     }
   }
 }
@@ -185,15 +196,23 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 constexpr uint32_t ROW_PARTS = SPARE_REGISTERS ? AMK_WARPS : 1, TILE_PARTS = AMK_UNIT_ROWS * ROW_PARTS; // from a row's sums to the next
 // Reduces the sums of N tiles' 8 rows each over the lanes, into this warp's places at `part`.
-template <uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
+template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
   uint32_t const lane = w.thread % 32;
   float first[N], second[N]; // of the first eight rows of results, and of the others
 #pragma unroll
   for (uint32_t n = 0; n < N; ++n) {
-    first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];
+    if constexpr (has_scales(UNPACK)) {
+      float const(&c)[4] = s[n].c[0];
+      first[n] = c[0], second[n] = c[2];
+      if (is_half(UNPACK)) {
+        first[n] = fmaf(c[0], LOW_CODE, -c[1]), second[n] = fmaf(c[2], HIGH_CODE, -c[1]);
+      }
+    } else {
+      first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];
 #pragma unroll
-    for (uint32_t i = 1; i < CHAINS; ++i) {
-      first[n] += s[n].c[i][0] + s[n].c[i][1], second[n] += s[n].c[i][2] + s[n].c[i][3];
+      for (uint32_t i = 1; i < CHAINS; ++i) {
+        first[n] += s[n].c[i][0] + s[n].c[i][1], second[n] += s[n].c[i][2] + s[n].c[i][3];
+      }
     }
   }
 #pragma unroll
@@ -213,10 +232,6 @@ template <uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_fin
     }
   }
 }
-template <uint32_t CHAINS> __device__ __forceinline__ void tile_finish(Worker const& w, Sums<CHAINS> const& s, float* part) {
-  tiles_finish<1, CHAINS>(w, (Sums<CHAINS> const (&)[1])s, part);
-}
-
 // This warp's places for the sums of rows.
 __device__ __forceinline__ float* warp_parts(Worker const& w, uint32_t buffer) {
   uint32_t const warp = w.thread / 32;

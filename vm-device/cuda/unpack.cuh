@@ -52,6 +52,17 @@ template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t
   }
 }
 
+// What sums of codes in lower and in upper halves of bytes are multiplied with (see unpack8).
+constexpr float LOW_CODE = 16777216.f, HIGH_CODE = 1048576.f;
+// What the codes of a row are more than they mean, times their scale.
+template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32_t const* scales, float scale) {
+  if constexpr (has_zeros(UNPACK)) {
+    return scale * half_value(scales[0] >> 16);
+  } else {
+    return scale; // 8: see VectorGroup::sum
+  }
+}
+
 #if AMK_DTYPE == AMK_DTYPE_F16
 // Four elements as two pairs of f16. Exact. Zero is zero, as padding must be.
 template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) {
@@ -66,45 +77,23 @@ template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) 
   }
   return r;
 }
-// What halves of bytes are more than they mean, as f16 twice: with 1024 added, and with -64 subtracted.
-struct Excess {
-  uint32_t of_low, of_high;
-};
-// (v & mask) | bits in one instruction, which the compiler does not make of two constants by itself.
-__device__ __forceinline__ uint32_t masked_with(uint32_t v, uint32_t mask, uint32_t bits) {
-  uint32_t r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
-  return r;
-}
-// Eight elements of 4 bits as four pairs. 0x6400 | u is 1024 + u in f16, and 1024 + 16 u where the element is in the upper half of its byte.
-__device__ __forceinline__ uint4 unpack8(uint32_t v, Excess const& e) {
-  uint32_t const low = 0x000f000fu, high = 0x00f000f0u, thousand = 0x64006400u, sixteenth = 0x2c002c00u;
-  uint4 r;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(r.x) : "r"(masked_with(v, low, thousand)), "r"(e.of_low));
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r.y) : "r"(masked_with(v, high, thousand)), "r"(sixteenth), "r"(e.of_high));
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(r.z) : "r"(masked_with(v >> 8, low, thousand)), "r"(e.of_low));
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r.w) : "r"(masked_with(v >> 8, high, thousand)), "r"(sixteenth), "r"(e.of_high));
-  return r;
-}
-// The excess of a row's codes: 8, or the zero point in the upper half of its scales' word.
-template <uint32_t UNPACK> __device__ __forceinline__ Excess excess(uint32_t const* scales) {
-  if constexpr (has_zeros(UNPACK)) {
-    Excess e;
-    uint32_t const zero = __byte_perm(scales[0], 0, 0x3232);
-    asm("add.f16x2 %0, %1, %2;" : "=r"(e.of_low) : "r"(zero), "r"(0x64006400u));
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(e.of_high) : "r"(0xd400d400u), "r"(zero));
-    return e;
-  } else {
-    return Excess{0x64086408u, 0xd480d480u}; // 1032 and -72
-  }
+// Eight elements of 4 bits as four pairs. Codes are operands as they are: bits 0 to 3 of a half are a small (subnormal) f16, code * 2^-24, and
+// bits 4 to 7 are code * 2^-20. What a code is more than it means is subtracted from their sums (groups_multiply).
+__device__ __forceinline__ uint4 unpack8(uint32_t v) {
+  uint32_t const low = 0x000f000fu, high = 0x00f000f0u, above = v >> 8;
+  return make_uint4(v & low, v & high, above & low, above & high);
 }
 // A thread's 16 bytes of the i-th unit of operands, of its 16 bytes of a unit.
-template <uint32_t UNPACK> __device__ __forceinline__ uint4 unpack_operand(uint4 v, uint32_t i, Excess const& e) {
-  if constexpr (is_half(UNPACK)) {
-    return unpack8(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, e);
+template <uint32_t UNPACK> __device__ __forceinline__ uint4 unpack_operand(uint4 v, uint32_t i) {
+  if constexpr (UNPACK == AMK_UNPACK_NONE) {
+    return v;
+  } else if constexpr (is_half(UNPACK)) {
+    return unpack8(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
   } else {
     uint2 const a = unpack4<UNPACK>(i == 0 ? v.x : v.z), b = unpack4<UNPACK>(i == 0 ? v.y : v.w);
     return make_uint4(a.x, a.y, b.x, b.y);
   }
 }
+#else
+template <uint32_t> __device__ __forceinline__ uint4 unpack_operand(uint4 v, uint32_t) { return v; }
 #endif

@@ -43,6 +43,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/unpack.cuh",
     "cuda/unit_products.cuh",
     "cuda/route.cuh",
+    "cuda/matvec_input.cuh",
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",
@@ -60,8 +61,12 @@ pub const SOURCES: &[Source] = sources![
 
 /// The files of the kernels that run a prompt chunk by chunk. They follow the headers among [`SOURCES`], in a compilation unit of their
 /// own, so that the resident kernel does not change with them.
-pub const PREFILL_SOURCES: &[Source] =
-    sources!["cuda/prefill_vectors.cuh", "cuda/prefill_gemm.cuh", "cuda/prefill_attention.cuh",];
+pub const PREFILL_SOURCES: &[Source] = sources![
+    "cuda/prefill_vectors.cuh",
+    "cuda/prefill_unpack.cuh",
+    "cuda/prefill_gemm.cuh",
+    "cuda/prefill_attention.cuh",
+];
 
 /// What the kernel is compiled for. Every field becomes a macro, so two variants with different fields are different builds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -153,6 +158,8 @@ impl Variant {
 pub struct PrefillVariant {
     /// Element type of the matrices, of 16 bits.
     pub dtype: DType,
+    /// Bit n: some matrix of the model has the `Unpack` of number n.
+    pub unpack: u32,
     /// Elements of a head.
     pub head_dim: u32,
     /// Query heads per key/value head.
@@ -165,9 +172,10 @@ impl PrefillVariant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, head_dim, group, qk_norm } = *self;
+        let Self { dtype, unpack, head_dim, group, qk_norm } = *self;
         vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
+            format!("-DAMK_UNPACK={unpack}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),

@@ -15,6 +15,7 @@ use crate::error::HostError;
 use crate::load::{DeviceResidents, constant_key, constant_values, rope_table};
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::pages::{KvPool, PageLayout, PageTables, cached_layers, pool_pages};
+use crate::prefill::unpacked_bytes;
 use crate::region::region_bytes;
 use crate::sampling::SamplingMemory;
 use crate::weight_stream::Streaming;
@@ -174,7 +175,12 @@ fn check_memory(
     };
     let logits = logits_bytes(options, seqs, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
-    let needed = devices.map(of_each).sum::<u64>() + page + logits + sampling + (256 << 20);
+    let needed = devices.map(of_each).sum::<u64>()
+        + page
+        + logits
+        + sampling
+        + unpacked_bytes(&program.matrices)
+        + (256 << 20);
     let room = free.saturating_sub(needed) / page;
     let spare = SPARE_BYTES.div_ceil(page);
     match pool_pages(options.kv_pool, (sessions, program.kv_capacity), room, spare) {

@@ -104,7 +104,7 @@ fn product_tiles<'p>(graph: &'p Graph, packed: &'p PackedModel) -> impl Iterator
 }
 
 /// What the kernel does to the elements of the model's matrices. Bit n: the `Unpack` of number n.
-fn unpack_mask(packed: &PackedModel) -> u32 {
+pub(crate) fn unpack_mask(packed: &PackedModel) -> u32 {
     packed.matrices.iter().fold(0, |mask, matrix| mask | 1 << matrix.format.unpack() as u32)
 }
 

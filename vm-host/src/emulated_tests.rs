@@ -25,8 +25,8 @@ pub(crate) fn run(
     input: &str,
 ) -> String {
     let folder = tempfile::tempdir().expect("a folder");
-    let found = vm_device::SOURCES
-        .iter()
+    let all = vm_device::SOURCES.iter().chain(vm_device::PREFILL_SOURCES);
+    let found = all
         .filter(|source| sources.iter().any(|name| source.name.rsplit('/').next() == Some(name)));
     let mut text: String = found.map(|source| source.text).collect();
     if let Some((from, to)) = spoil {

@@ -6,7 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use abi::{ATTEND_KEYS, ATTEND_TOKENS, PREFILL_THREADS};
+use abi::{ATTEND_KEYS, ATTEND_TOKENS, PREFILL_THREADS, Unpack};
+use ir::program::PackedModel;
 use ir::{DType, Graph};
 use vm_device::PrefillVariant;
 
@@ -19,8 +20,11 @@ use crate::memory::{Copier, DeviceBuffer};
 
 mod cached;
 mod plan;
+#[cfg(test)]
+mod unpack_tests;
 
 pub(crate) use cached::unpacked;
+pub(crate) use plan::unpacked_bytes;
 use plan::{LayerPlan, Lookup, Packed, Plan};
 
 /// Tokens per chunk: more make the products no faster, and take more memory.
@@ -96,7 +100,8 @@ pub struct Prefilled {
     pub device_us: f64,
     /// Multiplications and additions that the model requires.
     pub flop: f64,
-    /// Elements of the hidden layer were out of range and were clamped: the results are not the model's. Run the tokens one by one.
+    /// Elements of the hidden layer were out of range and were clamped, or weights of codes were: the results are not the model's. Run the
+    /// tokens one by one.
     pub clamped: bool,
     /// By kernel, if they were timed.
     pub kernels: Vec<KernelTime>,
@@ -118,21 +123,17 @@ pub fn prefill_refused(graph: &Graph) -> Option<String> {
             graph.name
         ));
     }
-    let matrices = || graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2);
-    let what = if graph.dtype == DType::F32 {
-        "f32"
-    } else if matrices().any(|matrix| matrix.dtype.is_scaled()) {
-        "quantised"
-    } else {
-        return None;
-    };
-    Some(format!(
-        "{} has {what} weights: prompt chunks are multiplied by 16-bit weights only; its prompts run token by token",
-        graph.name
-    ))
+    (graph.dtype == DType::F32).then(|| {
+        format!(
+            "{} has f32 weights: prompt chunks are multiplied by 16-bit weights only; its prompts run token by token",
+            graph.name
+        )
+    })
 }
 
 struct Kernels {
+    /// For matrices of codes.
+    unpack: Option<Function>,
     embed: Function,
     norm: Function,
     heads: Function,
@@ -164,7 +165,9 @@ impl Kernels {
         };
         let attention = module.function(c"amk_prefill_attention")?;
         attention.allow_shared(attend_shared(variant.head_dim))?;
+        let codes = variant.unpack != 1 << Unpack::None as u32;
         Ok(Self {
+            unpack: codes.then(|| module.function(c"amk_prefill_unpack")).transpose()?,
             embed: module.function(c"amk_prefill_embed")?,
             norm: module.function(c"amk_prefill_norm")?,
             heads: module.function(c"amk_prefill_heads")?,
@@ -263,6 +266,8 @@ struct Buffers {
     queries: DeviceBuffer,
     attended: DeviceBuffer,
     hidden: DeviceBuffer,
+    /// A matrix of codes in 16 bits, right before its products.
+    unpacked: DeviceBuffer,
     clamped: DeviceBuffer,
 }
 
@@ -327,6 +332,7 @@ impl Prefill {
             queries: rows(graph.q_width() / 2)?, // of 16 bits
             attended: vectors(graph.q_width())?,
             hidden: vectors(graph.ffn)?,
+            unpacked: DeviceBuffer::zeroed(unpacked_bytes(&residents.matrix_table))?,
             clamped: DeviceBuffer::zeroed(4)?,
         };
         Ok(Self {
@@ -410,6 +416,7 @@ pub fn prefill_kernel_id(graph: &Graph, arch: &str) -> String {
 fn variant(graph: &Graph) -> PrefillVariant {
     PrefillVariant {
         dtype: graph.dtype,
+        unpack: compile::unpack_mask(&PackedModel::new(graph)),
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.attention.body.q_norm.is_some()),
@@ -552,6 +559,37 @@ impl Run<'_> {
         self.launch("norm", 0.0, &kernels.norm, (rows.count, PREFILL_THREADS, 0), &mut values)
     }
 
+    /// Address of some tiles of a matrix in 16 bits: of codes they are unpacked, `scaled` by the factors of their rows or not.
+    fn unpack(
+        &mut self,
+        matrix: &Packed,
+        first: u32,
+        tiles: u32,
+        scaled: bool,
+    ) -> Result<u64, HostError> {
+        let Prefill { kernels, buffers, .. } = self.prefill;
+        let (Some(codes), Some(kernel)) = (&matrix.codes, &kernels.unpack) else {
+            return Ok(matrix.address + u64::from(first) * matrix.tile_bytes());
+        };
+        let skipped = u64::from(first) * u64::from(codes.units) * u64::from(codes.unit_bytes);
+        let row = first * abi::UNIT_ROWS;
+        let mut values = [
+            buffers.unpacked.address,
+            codes.address + skipped,
+            if scaled { codes.factors + u64::from(row) * 4 } else { 0 },
+            buffers.clamped.address,
+            codes.unpack as u64,
+            codes.units.into(),
+            matrix.units.into(),
+            tiles.into(),
+            (matrix.rows - row).into(),
+        ];
+        let warps = u64::from(tiles) * u64::from(codes.units);
+        let grid = warps.div_ceil(u64::from(PREFILL_THREADS / 32)) as u32;
+        self.launch("unpack", 0.0, kernel, (grid, PREFILL_THREADS, 0), &mut values)?;
+        Ok(buffers.unpacked.address)
+    }
+
     /// Multiplies the vectors of `x` by a matrix, into rows or, for the hidden layer, vectors.
     fn gemm(
         &mut self,
@@ -562,6 +600,7 @@ impl Run<'_> {
         out: u64,
         rows: Rows,
     ) -> Result<(), HostError> {
+        let address = self.unpack(matrix, 0, matrix.tiles, matrix.factors() == 0)?;
         let Prefill { kernels, buffers, chunk, sms, .. } = self.prefill;
         let shape = choose(self.shape, rows.count, matrix.tiles, *sms);
         let block = gemm_block(shape);
@@ -584,7 +623,7 @@ impl Run<'_> {
         let mut values = [
             out,
             Self::vector(x, rows.first),
-            matrix.address,
+            address,
             matrix.bias,
             buffers.clamped.address,
             matrix.units.into(),
@@ -593,6 +632,7 @@ impl Run<'_> {
             stride.into(),
             (*chunk).into(),
             scale.to_bits().into(),
+            matrix.factors(), // a parameter of the kernels for codes only, so it is the last
         ];
         let flop = 2.0 * f64::from(rows.count) * f64::from(matrix.rows) * f64::from(matrix.cols);
         let blocks = block.count(rows.count, matrix.tiles).min(block.beside() * sms);
@@ -648,23 +688,35 @@ impl Run<'_> {
         self.launch("attention", flop, &kernels.attention, place, &mut values)
     }
 
-    /// Logits of the last token of `rows`.
+    /// Logits of the last token of `rows`: of codes part by part, as many rows as there is room for.
     fn logits(&mut self, rows: Rows) -> Result<(), HostError> {
         let Prefill { kernels, buffers, chunk, plan, vocab, hidden, sms, .. } = self.prefill;
         self.norm(plan.final_norm, rows)?;
-        let token = rows.first + rows.count - 1;
-        let mut values = [
-            plan.logits,
-            plan.lm_head.address,
-            buffers.normed.address,
-            (*chunk).into(),
-            token.into(),
-            plan.lm_head.units.into(),
-            (*vocab).into(),
-        ];
-        let flop = 2.0 * f64::from(*vocab) * f64::from(*hidden);
-        let place = (sms * 8, PREFILL_THREADS, 0);
-        self.launch("logits", flop, &kernels.logits, place, &mut values)
+        let (token, matrix) = (rows.first + rows.count - 1, &plan.lm_head);
+        let room = match matrix.codes {
+            Some(_) => {
+                (buffers.unpacked.bytes / matrix.tile_bytes()).min(u64::from(matrix.tiles)) as u32
+            }
+            None => matrix.tiles,
+        };
+        for first in (0..matrix.tiles).step_by(room as usize) {
+            let weights = self.unpack(matrix, first, room.min(matrix.tiles - first), true)?;
+            let row = first * abi::UNIT_ROWS;
+            let count = (vocab - row).min(room * abi::UNIT_ROWS);
+            let mut values = [
+                plan.logits + u64::from(row) * 4,
+                weights,
+                buffers.normed.address,
+                (*chunk).into(),
+                token.into(),
+                matrix.units.into(),
+                count.into(),
+            ];
+            let flop = 2.0 * f64::from(count) * f64::from(*hidden);
+            let place = (sms * 8, PREFILL_THREADS, 0);
+            self.launch("logits", flop, &kernels.logits, place, &mut values)?;
+        }
+        Ok(())
     }
 }
 

@@ -21,12 +21,13 @@ use device::device;
 
 /// Folders of the corpus. Those of codes, those that multiply the residual stream without a norm (olmo), and those with experts do not run in
 /// a kernel of several sequences.
-const GOLDEN: [&str; 31] = [
+const GOLDEN: [&str; 34] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
     "golden/qwen2-bias-bf16",
     "golden/qwen3-qknorm-bf16",
+    "quantised/awq-g128-qwen2",
     "quantised/ct-fp8-dynamic-llama",
     "quantised/ct-fp8-static-qwen3",
     "quantised/ct-int8-llama",
@@ -34,6 +35,8 @@ const GOLDEN: [&str; 31] = [
     "quantised/ct-w4a16-g128-llama",
     "quantised/ct-w4a16-g32-qwen3",
     "quantised/fp8-block-llama",
+    "quantised/gptq-asym-g128-qwen2",
+    "quantised/gptq-sym-g128-llama",
     "families/gemma2-bf16",
     "families/gemma3-256-bf16",
     "families/gemma3-bf16",

@@ -1,10 +1,10 @@
 //! Prompts in chunks against the same prompts token by token, on a real device: logits, keys, values, the tokens generated next, and times.
 //!
-//! Without a device the tests that need one print `skipped` and pass; with `AMK_REQUIRE_DEVICE=1` that is a failure. Presets with real shapes
-//! run if `AMK_PREFILL_PRESETS` names them (separated by commas). `AMK_PREFILL_EVAL` sets the longest prompt for which the graph is evaluated
+//! Without a device the tests that need one print `skipped` and pass; with `AMK_REQUIRE_DEVICE=1` that is a failure. Presets with real shapes,
+//! and folders such as those of `amk quantize`, run if `AMK_PREFILL_PRESETS` names them (separated by commas). `AMK_PREFILL_EVAL` sets the longest prompt for which the graph is evaluated
 //! too, `AMK_TEST_DEADLINE_S` how long a worker of the resident kernel may wait. Every problem is collected, so that one run shows all.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ir::program::{Program, Verified};
@@ -18,8 +18,20 @@ use vm_host::{BootOptions, GemmShape, HostError, Idle, PrefillOptions, Resident}
 mod device;
 use device::device;
 
-const GOLDEN: [&str; 5] =
-    ["llama-tied-f32", "llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+const GOLDEN: [&str; 12] = [
+    "golden/llama-tied-f32",
+    "golden/llama3-rope-bf16",
+    "golden/mistral-f16",
+    "golden/qwen2-bias-bf16",
+    "golden/qwen3-qknorm-bf16",
+    "quantised/ct-fp8-dynamic-llama",
+    "quantised/ct-fp8-static-qwen3",
+    "quantised/ct-int8-llama",
+    "quantised/ct-w4a16-asym-g128-qwen2",
+    "quantised/ct-w4a16-g128-llama",
+    "quantised/ct-w4a16-g32-qwen3",
+    "quantised/fp8-block-llama",
+];
 /// Lengths of prompts: within a tile, across tiles and blocks, more than a chunk of 128.
 const SHORT: [usize; 8] = [1, 2, 7, 48, 64, 65, 129, 200];
 const LONG: [usize; 8] = [1, 2, 7, 64, 129, 500, 1000, 2048];
@@ -34,11 +46,11 @@ const SHAPES: [GemmShape; 3] = [GemmShape::Wide, GemmShape::Middle, GemmShape::S
 const FOLLOW: u32 = 24;
 
 fn golden(name: &str) -> Model {
-    let here = PathBuf::from("corpus/golden");
+    let here = PathBuf::from("corpus");
     let dir = if here.is_dir() {
         here
     } else {
-        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden"))
+        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus"))
     };
     model::import(&dir.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
@@ -351,7 +363,9 @@ fn chunks_of_golden_models_are_as_good_as_steps() {
 fn chunks_alone() {
     let Some(info) = device() else { return };
     let mut problems = Vec::new();
-    for name in ["llama3-rope-bf16", "qwen3-qknorm-bf16", "mistral-f16"] {
+    let with_codes = ["quantised/ct-w4a16-asym-g128-qwen2", "quantised/fp8-block-llama"];
+    let plain = ["golden/llama3-rope-bf16", "golden/qwen3-qknorm-bf16", "golden/mistral-f16"];
+    for name in plain.into_iter().chain(with_codes) {
         let bench = Bench::new(golden(name), &[150], info.sms);
         let mut idle = bench.boot();
         let graph = bench.evaluated(usize::MAX);
@@ -407,7 +421,7 @@ impl Weights for Scaled {
 #[test]
 fn a_hidden_layer_out_of_range_is_reported() {
     let Some(info) = device() else { return };
-    let model = golden("llama3-rope-bf16");
+    let model = golden("golden/llama3-rope-bf16");
     let norm = model.graph.layers[0].mlp.norm.expect("a norm");
     let bench = Bench::new(scaled(model, norm), &[150], info.sms);
     let mut idle = bench.boot();
@@ -429,7 +443,8 @@ fn chunks_of_presets() {
     let mut problems = Vec::new();
     for name in names.split(',') {
         let began = Instant::now();
-        let model = model::preset(name).unwrap_or_else(|| panic!("{name}: no such preset"));
+        let folder = || model::import(Path::new(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let model = model::preset(name).unwrap_or_else(folder);
         let mut bench = Bench::new(model, &LONG, info.sms);
         let idle = bench.boot();
         bench.say(false, &format!("booted after {:.1} s", began.elapsed().as_secs_f64()));

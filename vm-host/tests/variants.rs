@@ -53,13 +53,13 @@ const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
 ];
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
-/// Number of kernels for prompt chunks.
+/// Number of kernels for prompt chunks; one more for codes.
 const PREFILL_KERNELS: usize = 14;
 /// Kernels of more than two devices: the poller's (12 bytes stored and 12 loaded with four devices).
 const DEVICES_SPILLS: u32 = 32;
 const WIDE_SPILLS: u32 = 192;
-/// Kernels of codes in groups, whose scales wait in registers beside the codes while the vector is staged: 132 to 680 bytes, stores and loads together. The cost was not measured.
-const GROUP_SPILLS: u32 = 700;
+/// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged. The cost was not measured.
+const FOUR_SCALES_SPILLS: u32 = 160;
 const GEMMA_SPILLS: u32 = 480;
 /// Kernels with routes: the loader spills 60 bytes, once per load that a route decides. The rest is that of the same shapes without routes:
 /// 380 bytes with 8 wide, normed heads of a group (qwen3-30b-a3b), 124 with the widths of gpt-oss-20b. The cost was not measured.
@@ -162,8 +162,9 @@ fn spills_allowed(variant: &Variant) -> u32 {
     if variant.seqs > 1 {
         return BATCH_SPILLS;
     }
-    if variant.unpack >> Unpack::E4m3G64 as u32 != 0 {
-        return GROUP_SPILLS;
+    if variant.unpack != 1 << Unpack::None as u32 {
+        let four = variant.unpack >> Unpack::Int4G32 as u32 != 0;
+        return if four { FOUR_SCALES_SPILLS } else { 0 };
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills).max(of_route)
@@ -304,17 +305,27 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     check(&variants);
 }
 
-/// The kernels for prompt chunks: narrow heads, normalised wide ones, and those of llama-3.2-1b.
+/// The kernels for prompt chunks: narrow heads, normalised wide ones, those of llama-3.2-1b, and those of all codes.
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
         return;
     }
-    let of = |dtype, head_dim, group, qk_norm| PrefillVariant { dtype, head_dim, group, qk_norm };
+    let of = |dtype, head_dim, group, qk_norm| PrefillVariant {
+        dtype,
+        unpack: 1 << Unpack::None as u32,
+        head_dim,
+        group,
+        qk_norm,
+    };
     let variants = [
         of(DType::F16, 16, 2, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
+        PrefillVariant {
+            unpack: (2 << Unpack::Int4G32 as u32) - 1,
+            ..of(DType::F16, 128, 4, false)
+        },
     ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {
@@ -324,7 +335,9 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         for (variant, cubin) in built.map(|thread| thread.join().expect("it does not panic")) {
             let cubin = cubin.unwrap_or_else(|error| panic!("{variant:?}: {error}"));
             let kernels = vm_host::resources(&cubin.log);
-            assert_eq!(kernels.len(), PREFILL_KERNELS, "{variant:?}: {kernels:?}");
+            let unpacks = variant.unpack != 1 << Unpack::None as u32;
+            let count = PREFILL_KERNELS + usize::from(unpacks);
+            assert_eq!(kernels.len(), count, "{variant:?}: {kernels:?}");
             let bad = |kernel: &&Resources| kernel.spills > 0 || kernel.stack > 0;
             problems.extend(kernels.iter().filter(bad).map(|k| format!("{variant:?}: {k:?}")));
             // The assembler's message about warpgroup products (wgmma) that it serialised.

@@ -148,7 +148,8 @@ tables! {
         head_dim Integer At("/shape/head_dim"), "elements of a head";
         ffn Integer At("/shape/ffn"), "width of the MLP";
         vocab Integer At("/shape/vocab"), "rows of the logits";
-        dtype Text At("/shape/dtype"), "element type of the weights";
+        dtype Text At("/shape/dtype"), "element type of the tensor cores' operands";
+        codes Text At("/shape/codes"), "element type of the matrices that are codes; null: none are";
     }
     MACHINES "machines" rows Rows::Header, key "machine", indexes [],
     "Where searches ran. What was only predicted ran on the machine `cpu`, of which nothing else is known." {
@@ -245,7 +246,7 @@ tables! {
 
 /// The kept tables that each version of the schema added; a version that only changed derived tables added none. A
 /// file's `user_version` is the number of steps taken.
-pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[], &[]];
+pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[], &[], &[]];
 
 /// The version that this build writes.
 pub const VERSION: i64 = STEPS.len() as i64;

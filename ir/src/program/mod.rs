@@ -310,6 +310,23 @@ impl From<&Graph> for Dims {
     }
 }
 
+/// What schedules are looked up by: the dimensions of a graph, and the element type of its codes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GraphShape {
+    /// The dimensions.
+    #[serde(flatten)]
+    pub dims: Dims,
+    /// Element type of the matrices that are codes, if some are ([`Graph::codes`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub codes: Option<DType>,
+}
+
+impl From<&Graph> for GraphShape {
+    fn from(graph: &Graph) -> Self {
+        Self { dims: Dims::from(graph), codes: graph.codes() }
+    }
+}
+
 /// The default topology in postcard: one device, no replicated buffer.
 const ONE_DEVICE: [u8; 2] = [1, 0];
 

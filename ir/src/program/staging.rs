@@ -56,16 +56,14 @@ impl Staging {
     fn in_registers(tile_units: u32, stage_units: u32) -> Option<Self> {
         let part = part_units(tile_units);
         let warp_units = part.div_ceil(CONSUMER_WARPS);
-        let stage_tiles = if 2 * warp_units <= WARP_UNITS_MAX { 2 } else { 1 };
+        // As many tiles as a warp can hold, or half of them where a stage is that short. The device takes up to four units at once, of
+        // as many tiles (`share_tiles` in op_matvec.cuh).
+        let most = (WARP_UNITS_MAX / warp_units).max(1);
+        let tiles = if warp_units <= 2 { [most, most / 2] } else { [most, most] };
+        let stage_tiles = tiles.into_iter().find(|tiles| tiles * part <= stage_units)?;
         let full = stage_tiles * part;
         let period = if part == tile_units { full } else { tile_units };
-        (full <= stage_units).then_some(Self {
-            stage_units: full,
-            stage_tiles,
-            period,
-            warp_units,
-            tile_parts: 1,
-        })
+        Some(Self { stage_units: full, stage_tiles, period, warp_units, tile_parts: 1 })
     }
 
     fn unit_by_unit(tile_units: u32, stage_units: u32) -> Self {
@@ -102,9 +100,12 @@ mod tests {
         assert_eq!(of(256, 64), (64, 1, 256, 8), "four parts");
         assert_eq!(of(32, 64), (64, 2, 64, 4), "two tiles in a stage");
         assert_eq!(of(18, 64), (36, 2, 36, 3));
+        assert_eq!(of(16, 64), (64, 4, 64, 2), "four tiles in a stage");
+        assert_eq!(of(16, 32), (32, 2, 32, 2), "two in a shorter one");
+        assert_eq!(of(8, 64), (64, 8, 64, 1));
         assert_eq!(of(48, 64), (48, 1, 48, 6));
         assert_eq!(of(96, 64), (48, 1, 96, 6), "two equal parts");
-        assert_eq!(of(1, 64), (2, 2, 2, 1));
+        assert_eq!(of(1, 64), (8, 8, 8, 1));
         assert_eq!(of(60, 64), (60, 1, 60, 8), "the last warps have a unit less");
         assert_eq!(of(304, 64), (64, 1, 304, 8), "four parts of 64, and 48");
         assert_eq!(of(152, 64), (56, 1, 152, 7), "two parts of 56, and 40");
@@ -180,11 +181,18 @@ mod tests {
                 assert!(s.stage_units.div_ceil(s.stage_tiles) <= 8 * s.warp_units, "{tile}: {s:?}");
                 let held = s.warp_units * s.stage_tiles;
                 assert!(held <= WARP_UNITS_MAX, "{tile} in {stage}: {s:?}");
-                // The device assumes pairs of tiles where a warp has at most half of what it can hold, and one tile
-                // elsewhere.
-                let pairs = 2 * s.warp_units <= WARP_UNITS_MAX;
-                assert_eq!(pairs, s.stage_tiles == 2, "{tile} in {stage}: {s:?}");
-                assert!(!pairs || s.period == s.stage_units, "{tile} in {stage}: {s:?}");
+                // What the device takes at once divides the tiles of a stage, and those divide the tiles of an epilogue.
+                let at_once = match s.warp_units {
+                    1 => 4,
+                    2..=4 => 2,
+                    _ => 1,
+                };
+                assert!(s.stage_tiles.is_multiple_of(at_once), "{tile} in {stage}: {s:?}");
+                assert!(16_u32.is_multiple_of(s.stage_tiles), "{tile} in {stage}: {s:?}");
+                assert!(
+                    s.stage_tiles == 1 || s.period == s.stage_units,
+                    "{tile} in {stage}: {s:?}"
+                );
             }
         }
     }

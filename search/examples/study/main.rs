@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ::tests::measured_grid::{Found, MeasuredGrid};
 use ir::Target;
-use ir::program::Dims;
+use ir::program::GraphShape;
 use rayon::prelude::*;
 use search::strategy::{CostModel, Known, KnownRun, StrategyName, strategy, weight};
 
@@ -51,7 +51,7 @@ type Paths = Vec<Vec<Ended>>;
 /// A measured grid with the cost model of its graph.
 struct Land {
     grid: MeasuredGrid,
-    dims: Dims,
+    dims: GraphShape,
     model: Arc<CostModel>,
 }
 
@@ -124,7 +124,7 @@ fn read(path: &Path) -> Land {
     let file: lower::RateFile =
         serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", rates.display()));
     let model = CostModel::new(&graph, &target, terms.kv_capacity, &[terms.context], &file.rates);
-    Land { grid, dims: Dims::from(&graph), model: Arc::new(model) }
+    Land { grid, dims: GraphShape::from(&graph), model: Arc::new(model) }
 }
 
 fn ended(land: &MeasuredGrid, played: &Played) -> Ended {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::{Domain, Knob, ScheduleConfig, Value};
 use ir::{Graph, Target};
 use lower::Rates;
@@ -53,7 +53,7 @@ pub trait Predictions: fmt::Debug + Send + Sync {
 /// shapes always differ. A discount for the distance between shapes found less (docs/lab/2026-11-25-all-knobs.md):
 /// the prediction carries what differs between shapes.
 #[must_use]
-pub fn weight(same_kernel: bool, here: &Dims, there: &Dims) -> f64 {
+pub fn weight(same_kernel: bool, here: &GraphShape, there: &GraphShape) -> f64 {
     match corpus::shape_distance(here, there) {
         None => 0.0,
         Some(_) if here == there && !same_kernel => 1.0 / OTHER_KERNEL,

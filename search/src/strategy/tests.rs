@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use ir::program::Dims;
+use ir::program::{Dims, GraphShape};
 
 use super::*;
 use crate::propose::{TrialRecord, changes};
@@ -210,15 +210,18 @@ fn an_error_of_the_cost_model_is_learned_from_the_trials_and_from_another_search
 
 #[test]
 fn a_trial_of_another_kernel_or_format_counts_for_less() {
-    let shape = |layers, dtype| Dims {
-        hidden: 1024,
-        heads: 16,
-        kv_heads: 8,
-        head_dim: 64,
-        ffn: 3072,
-        vocab: 1000,
-        layers,
-        dtype,
+    let shape = |layers, dtype| {
+        let dims = Dims {
+            hidden: 1024,
+            heads: 16,
+            kv_heads: 8,
+            head_dim: 64,
+            ffn: 3072,
+            vocab: 1000,
+            layers,
+            dtype,
+        };
+        GraphShape { dims, codes: None }
     };
     let here = shape(8, ir::DType::Bf16);
     let counts = |same_kernel, there| weight(same_kernel, &here, &there);

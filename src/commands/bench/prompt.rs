@@ -39,7 +39,7 @@ pub(super) fn measure(row: &Row<'_>, tokens: u32) -> Result<Measured, Failure> {
     let (last, chunks) = device.prefill(handle, (1, 0), &prompt, true, &profiled)?;
     if last.clamped {
         return Err(Failure::refused(
-            "values of the hidden layer exceed the range of f16: this model's prompts run token by token",
+            "values exceed the range of f16: this model's prompts run token by token",
         ));
     }
     // The first token launches the kernel, which is not part of the prompt's time.

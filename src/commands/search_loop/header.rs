@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum as _;
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{KnownRun, StrategyName};
 use search::{Budget, Conditions, DeviceInfo, LatencyKind, TIMED_TOKENS};
@@ -347,7 +347,7 @@ impl Header {
         }
         self.graph.clone_from(&context.graph().name);
         self.graph_id = Some(context.graph().id());
-        self.shape = json!(Dims::from(context.graph()));
+        self.shape = json!(GraphShape::from(context.graph()));
         self.target.clone_from(&context.target.name);
         self.kv_capacity = Some(context.kv_capacity);
         if self.min_gain.is_nan() {

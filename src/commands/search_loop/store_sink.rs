@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use corpus::{CorpusError, Link, Store};
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::ScheduleConfig;
 use search::Search;
 use search::strategy::{KnownRun, KnownTrial, weight};
@@ -81,7 +81,7 @@ impl StoreSink {
 /// The trials of the searches for a target that were judged at the same contexts, the newest search first.
 const MEASURED: &str = "SELECT t.run, t.config, t.latency_us, t.predicted_us, t.kernel_id, r.graph_id, \
     json_object('hidden', r.hidden, 'layers', r.layers, 'heads', r.heads, 'kv_heads', r.kv_heads, \
-    'head_dim', r.head_dim, 'ffn', r.ffn, 'vocab', r.vocab, 'dtype', r.dtype) AS shape \
+    'head_dim', r.head_dim, 'ffn', r.ffn, 'vocab', r.vocab, 'dtype', r.dtype, 'codes', r.codes) AS shape \
     FROM trials t JOIN runs r ON r.run = t.run WHERE r.latency_kind = ?1 AND r.target = ?2 \
     AND t.latency_us IS NOT NULL AND t.predicted_us IS NOT NULL AND r.hidden IS NOT NULL \
     AND coalesce(r.contexts, '[]') = ?3 \
@@ -113,7 +113,7 @@ pub(in crate::commands) fn known_in(
 ) -> Result<Vec<KnownRun>, CorpusError> {
     let contexts = json!(contexts).to_string();
     let rows = Store::existing(path)?.query(MEASURED, &[kind, &context.target.name, &contexts])?;
-    let here = Dims::from(context.graph());
+    let here = GraphShape::from(context.graph());
     let mut runs: Vec<(String, KnownRun)> = Vec::new();
     for row in rows.iter().take(KNOWN_MAX) {
         let text = |name: &str| row.get(name).and_then(Value::as_str).unwrap_or_default();
@@ -123,7 +123,7 @@ pub(in crate::commands) fn known_in(
         else {
             continue; // of a version with other knobs
         };
-        let (config, shape): (ScheduleConfig, Dims) = (config, shape);
+        let (config, shape): (ScheduleConfig, GraphShape) = (config, shape);
         let (Some(measured), Some(predicted)) = (us("latency_us"), us("predicted_us")) else {
             continue;
         };
@@ -184,7 +184,7 @@ mod tests {
         for (run, contexts) in [("plain", json!([])), ("long", json!([2048]))] {
             let header = json!({
                 "run": run, "graph_id": run, "target": "h200", "latency_kind": "measured-gpu",
-                "contexts": contexts, "shape": Dims::from(context.graph()),
+                "contexts": contexts, "shape": GraphShape::from(context.graph()),
             });
             let trial = json!({
                 "kind": "trial", "trial": 0, "outcome": "baseline", "predicted_us": 10.0,

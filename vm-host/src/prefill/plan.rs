@@ -1,16 +1,32 @@
 //! Device addresses of a model's matrices, constants and caches: matrices by id, constants by the tensors that they are made of.
 
-use ir::program::{PackedLayer, PackedMatrix, PackedModel, RowMap};
+use abi::{UNIT_ROW_BYTES, Unpack};
+use ir::program::{Matrix, PackedLayer, PackedMatrix, PackedModel, RowMap};
 use ir::{Graph, TensorId};
 
 use crate::error::HostError;
 use crate::load::{Residents, constant_key};
 
+/// The codes of a matrix on the device.
+#[derive(Clone, Copy)]
+pub(super) struct Codes {
+    pub(super) address: u64,
+    /// The factors of its rows.
+    pub(super) factors: u64,
+    pub(super) unpack: Unpack,
+    /// Per tile.
+    pub(super) units: u32,
+    pub(super) unit_bytes: u32,
+}
+
 /// A matrix on the device.
 #[derive(Clone, Copy)]
 pub(super) struct Packed {
+    /// Zero if it is of codes.
     pub(super) address: u64,
+    pub(super) codes: Option<Codes>,
     pub(super) bias: u64,
+    /// Per tile, in 16 bits.
     pub(super) units: u32,
     pub(super) tiles: u32,
     pub(super) rows: u32,
@@ -68,14 +84,29 @@ impl Lookup<'_> {
 
     fn matrix(&self, packed: &PackedMatrix) -> Result<Packed, HostError> {
         let matrix = &self.residents.matrix_table[packed.id.index()];
-        Ok(Packed {
-            address: self.residents.devices[0].matrices[packed.id.index()].address,
-            bias: packed.constants.as_ref().map_or(Ok(0), |map| self.constant(map))?,
+        let address = self.residents.devices[0].matrices[packed.id.index()].address;
+        let constants = packed.constants.as_ref().map_or(Ok(0), |map| self.constant(map))?;
+        let rows = matrix.rows();
+        let codes = matrix.format.is_scaled().then(|| Codes {
+            address,
+            factors: constants,
+            unpack: matrix.format.unpack(),
             units: matrix.units_per_tile(),
-            tiles: matrix.tiles(),
-            rows: matrix.rows(),
-            cols: matrix.cols,
-        })
+            unit_bytes: matrix.format.unit_bytes(),
+        });
+        // The biases lie behind the factors.
+        let biased = packed.constants.as_ref().is_some_and(|map| map.rows() > rows);
+        let bias = match codes {
+            Some(_) if !biased => 0,
+            Some(_) => constants + u64::from(rows) * 4,
+            None => constants,
+        };
+        let (address, units) = match codes {
+            Some(_) => (0, units_of_16_bits(matrix)),
+            None => (address, matrix.units_per_tile()),
+        };
+        let tiles = matrix.tiles();
+        Ok(Packed { address, codes, bias, units, tiles, rows, cols: matrix.cols })
     }
 
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
@@ -116,4 +147,33 @@ impl Lookup<'_> {
             capacity: self.residents.kv_capacity,
         })
     }
+}
+
+impl Packed {
+    /// The factors of its rows' products: of codes whose groups have no scales, which are exact without one.
+    pub(super) fn factors(&self) -> u64 {
+        let exact = |codes: &Codes| matches!(codes.unpack, Unpack::E4m3 | Unpack::Int8);
+        self.codes.filter(exact).map_or(0, |codes| codes.factors)
+    }
+
+    /// Bytes of a tile in 16 bits.
+    pub(super) fn tile_bytes(&self) -> u64 {
+        u64::from(self.units) * u64::from(abi::UNIT_BYTES)
+    }
+}
+
+/// Units of a tile whose elements have 16 bits.
+fn units_of_16_bits(matrix: &Matrix) -> u32 {
+    matrix.cols.div_ceil(UNIT_ROW_BYTES / 2)
+}
+
+/// Bytes of the memory in which codes become 16 bits: the largest matrix of a layer. `lm_head` goes through it part by part.
+pub(crate) fn unpacked_bytes(matrices: &[Matrix]) -> u64 {
+    const OF_LOGITS: u64 = 64 << 20;
+    let bytes = |matrix: &Matrix| {
+        let tiles = u64::from(units_of_16_bits(matrix)) * u64::from(matrix.tiles());
+        let all = tiles * u64::from(abi::UNIT_BYTES);
+        if matrix.name == "lm_head" { all.min(OF_LOGITS) } else { all }
+    };
+    matrices.iter().filter(|matrix| matrix.format.is_scaled()).map(bytes).max().unwrap_or(0)
 }

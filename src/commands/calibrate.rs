@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use ir::Target;
-use ir::program::Dims;
+use ir::program::GraphShape;
 use ir::schedule::read_config;
 use lower::{RateFile, Rates};
 use search::calibrate::{Calibration, Case, Changes, Point, fit, points, split};
@@ -140,7 +140,7 @@ fn read(path: &Path, count: usize, checks: &[Check]) -> Result<Read, Failure> {
     let space = terms.grid.space(&neutral).map_err(|error| at(error.to_string()))?;
     let cases = search::calibrate::cases(&file, &space, count, &graph, &target)
         .map_err(|(point, dropped)| at(format!("point {point}: {dropped}")))?;
-    let shipped = corpus::shipped(&Dims::from(&graph), &target, terms.context);
+    let shipped = corpus::shipped(&GraphShape::from(&graph), &target, terms.context);
     let shipped = shipped.into_iter().find(|found| found.same_shape && !checks.is_empty());
     let changes = match shipped {
         Some(found) => {

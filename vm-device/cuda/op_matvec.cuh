@@ -123,7 +123,7 @@ struct Tiles {
   bool held;            // they wait in registers, except one at most, and are multiplied in one pass
 };
 // Tiles per fragment. The host's stages have a multiple of it (ir/src/program/staging.rs).
-__device__ constexpr uint32_t share_tiles_log2(uint32_t warp_units) { return warp_units == 1 ? 2 : 2 * warp_units <= FRAGMENT ? 1 : 0; }
+__device__ constexpr uint32_t share_tiles_log2(uint32_t warp_units) { return SCALED_UNITS && warp_units == 1 ? 2 : 2 * warp_units <= FRAGMENT ? 1 : 0; }
 __device__ constexpr uint32_t share_tiles(uint32_t warp_units) { return 1u << share_tiles_log2(warp_units); }
 // A fragment: its units of each tile, and its tiles. Where fragments are half as long as a stage (see Share), a stage has one or two of them: of all
 // units of a half of the tiles, or of a half of each warp's units.
@@ -135,9 +135,7 @@ template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
 };
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
-// Whether a stage may be two fragments: in kernels of 16 and 8 bits only those of short tiles. And whether fragments may wait in registers without
-// the ifs of such stages.
-constexpr bool SPLIT = FRAGMENT < SHARE || has_share(1) || has_share(2), STRAIGHT = SPARE_REGISTERS && !SPLIT;
+constexpr bool SPLIT = FRAGMENT < SHARE; // whether a stage may be two fragments
 __device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
   return !SPLIT ? 1 : task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
 }
@@ -302,19 +300,30 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
       constexpr uint32_t ONCE = F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
 #pragma unroll
       for (uint32_t j = 0; j < F::EACH; j += ONCE) {
-        VectorGroup<UNPACK> once[ONCE];
-        uint4 weights[ONCE * F::TILES];
-#pragma unroll
-        for (uint32_t n = 0; n < ONCE * F::TILES; ++n) {
-          weights[n] = j + n % ONCE < F::EACH ? share.weights[n / ONCE * F::EACH + j + n % ONCE] : make_uint4(0, 0, 0, 0);
+        if (!share_has<UNITS>(w, there, j)) {
+          continue;
         }
-#pragma unroll
-        for (uint32_t n = 0; n < ONCE; ++n) {
-          once[n] = j + n < F::EACH && share_has<UNITS>(w, there, j + n) ? group_load<UNPACK>(w, place + (j + n) * STEP) : VectorGroup<UNPACK>{};
+        if (ONCE == 2 && (j + 1 == F::EACH || !share_has<UNITS>(w, there, j + 1))) {
+          units_multiply<1>(w, s, share, j);
+        } else {
+          units_multiply<ONCE>(w, s, share, j);
         }
-        groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(s, once, weights, share.scales);
       }
     }
+  }
+  // Units j.. of each tile, so many of them.
+  template <uint32_t ONCE> __device__ __forceinline__ void units_multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, uint32_t j) const {
+    VectorGroup<UNPACK> once[ONCE];
+    uint4 weights[ONCE * F::TILES];
+#pragma unroll
+    for (uint32_t n = 0; n < ONCE * F::TILES; ++n) {
+      weights[n] = share.weights[n / ONCE * F::EACH + j + n % ONCE];
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < ONCE; ++n) {
+      once[n] = group_load<UNPACK>(w, place + (j + n) * STEP);
+    }
+    groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(s, once, weights, share.scales);
   }
   // The same of operands; calls `after` with the number of each product. Numbers continue up to five.
   template <typename A> __device__ __forceinline__ void multiply(Worker const&, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, A const& after) const {
@@ -605,7 +614,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   Words const out = buffer_words(w, written);
   Share v[TAKE];
   Addends add;
-  if (!STRAIGHT) { // else all are loaded in any case
+  if (!SPARE_REGISTERS) { // else all are loaded in any case
     v[0] = v[TAKE - 1] = Share{}, add = Addends{};
   }
   float inverse = __fdividef(1.f, (float)p.k_len);
@@ -615,7 +624,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   bool const rms = p.prologue == AMK_PROLOGUE_RMS;
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
-  float square = STRAIGHT ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
+  float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {

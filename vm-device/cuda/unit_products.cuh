@@ -173,7 +173,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
       unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
     }
   } else {
-#pragma unroll 1
+#pragma unroll(SCALED_UNITS ? 1 : 2)
     for (; j < mine; ++j) {
       constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
       uint32_t scales[2];

@@ -112,8 +112,9 @@ pub(crate) fn unpack_mask(packed: &PackedModel) -> u32 {
 /// shorter fragment than the loop for its size assumes elsewhere. Loops for other sizes are not compiled; the widths of the model's vectors
 /// are those of its matrices.
 fn share_mask(graph: &Graph, packed: &PackedModel) -> u32 {
+    let scaled = packed.matrices.iter().any(|matrix| matrix.format.unit_bytes() > abi::UNIT_BYTES);
     product_tiles(graph, packed)
-        .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX)))
+        .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX, scaled)))
         .filter(|(_, staging)| staging.warp_units > 0)
         .fold(0, |mask, (tile, staging)| {
             let full = staging.warp_units == WARP_UNITS_MAX;

@@ -23,11 +23,12 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// The layout of tiles of `tile_units` units in stages of at most `stage_units`.
+    /// The layout of tiles of `tile_units` units in stages of at most `stage_units`, in a kernel in which some units have
+    /// scales behind them or none has.
     #[must_use]
-    pub fn new(tile_units: u32, stage_units: u32) -> Self {
+    pub fn new(tile_units: u32, stage_units: u32, scaled: bool) -> Self {
         let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
-        Self::in_registers(tile_units, stage_units)
+        Self::in_registers(tile_units, stage_units, scaled)
             .unwrap_or_else(|| Self::unit_by_unit(tile_units, stage_units))
     }
 
@@ -53,13 +54,18 @@ impl Staging {
     }
 
     /// The layout in which the warps load whole stages into registers.
-    fn in_registers(tile_units: u32, stage_units: u32) -> Option<Self> {
+    fn in_registers(tile_units: u32, stage_units: u32, scaled: bool) -> Option<Self> {
         let part = part_units(tile_units);
         let warp_units = part.div_ceil(CONSUMER_WARPS);
-        // As many tiles as a warp can hold, or half of them where a stage is that short. The device takes up to four units at once, of
-        // as many tiles (`share_tiles` in op_matvec.cuh).
         let most = (WARP_UNITS_MAX / warp_units).max(1);
-        let tiles = if warp_units <= 2 { [most, most / 2] } else { [most, most] };
+        // What a warp loads at once (`share_tiles` in op_matvec.cuh): a whole stage, of two tiles at most; or, in a kernel
+        // of units with scales, up to four units. There a stage has as many tiles as the warps can hold, or half of them
+        // where it is that short.
+        let tiles = match scaled {
+            false => [most.min(2); 2],
+            true if warp_units <= 2 => [most, most / 2],
+            true => [most; 2],
+        };
         let stage_tiles = tiles.into_iter().find(|tiles| tiles * part <= stage_units)?;
         let full = stage_tiles * part;
         let period = if part == tile_units { full } else { tile_units };
@@ -90,7 +96,7 @@ mod tests {
     use super::*;
 
     fn of(tile_units: u32, stage_units: u32) -> (u32, u32, u32, u32) {
-        let s = Staging::new(tile_units, stage_units);
+        let s = Staging::new(tile_units, stage_units, false);
         (s.stage_units, s.stage_tiles, s.period, s.warp_units)
     }
 
@@ -100,16 +106,27 @@ mod tests {
         assert_eq!(of(256, 64), (64, 1, 256, 8), "four parts");
         assert_eq!(of(32, 64), (64, 2, 64, 4), "two tiles in a stage");
         assert_eq!(of(18, 64), (36, 2, 36, 3));
-        assert_eq!(of(16, 64), (64, 4, 64, 2), "four tiles in a stage");
-        assert_eq!(of(16, 32), (32, 2, 32, 2), "two in a shorter one");
-        assert_eq!(of(8, 64), (64, 8, 64, 1));
         assert_eq!(of(48, 64), (48, 1, 48, 6));
         assert_eq!(of(96, 64), (48, 1, 96, 6), "two equal parts");
-        assert_eq!(of(1, 64), (8, 8, 8, 1));
+        assert_eq!(of(1, 64), (2, 2, 2, 1));
         assert_eq!(of(60, 64), (60, 1, 60, 8), "the last warps have a unit less");
         assert_eq!(of(304, 64), (64, 1, 304, 8), "four parts of 64, and 48");
         assert_eq!(of(152, 64), (56, 1, 152, 7), "two parts of 56, and 40");
         assert_eq!(of(67, 64), (40, 1, 67, 5), "40 and 27");
+    }
+
+    #[test]
+    fn more_tiles_share_a_stage_where_units_have_scales() {
+        let of = |tile_units, stage_units| {
+            let s = Staging::new(tile_units, stage_units, true);
+            (s.stage_units, s.stage_tiles, s.period, s.warp_units)
+        };
+        assert_eq!(of(64, 64), (64, 1, 64, 8));
+        assert_eq!(of(32, 64), (64, 2, 64, 4));
+        assert_eq!(of(16, 64), (64, 4, 64, 2), "four tiles in a stage");
+        assert_eq!(of(16, 32), (32, 2, 32, 2), "two in a shorter one");
+        assert_eq!(of(8, 64), (64, 8, 64, 1));
+        assert_eq!(of(1, 64), (8, 8, 8, 1));
     }
 
     #[test]
@@ -124,7 +141,7 @@ mod tests {
             ("gemma3-12b hidden", 3840, 2),
         ] {
             let tile = columns / 32;
-            let staging = Staging::new(tile, 64);
+            let staging = Staging::new(tile, 64, false);
             assert!(staging.warp_units > 0, "{model}: {staging:?}");
             assert_eq!(tile.div_ceil(staging.stage_units), parts, "{model}: {staging:?}");
         }
@@ -165,9 +182,10 @@ mod tests {
 
     #[test]
     fn a_warp_multiplies_by_the_columns_that_it_has_staged() {
+        let stages = [8, 16, 32, 64].into_iter().flat_map(|stage| [(stage, false), (stage, true)]);
         for tile in 1..1000 {
-            for stage in [8, 16, 32, 64] {
-                let s = Staging::new(tile, stage);
+            for (stage, scaled) in stages.clone() {
+                let s = Staging::new(tile, stage, scaled);
                 assert!(
                     s.stage_units <= stage && s.period.is_multiple_of(tile),
                     "{tile} in {stage}: {s:?}"
@@ -183,7 +201,8 @@ mod tests {
                 assert!(held <= WARP_UNITS_MAX, "{tile} in {stage}: {s:?}");
                 // What the device takes at once divides the tiles of a stage, and those divide the tiles of an epilogue.
                 let at_once = match s.warp_units {
-                    1 => 4,
+                    1 if scaled => 4,
+                    1 => 2,
                     2..=4 => 2,
                     _ => 1,
                 };

@@ -99,7 +99,7 @@ impl Program {
     #[must_use]
     pub fn staging_of(&self, tile_units: u32, sequences: u32) -> Staging {
         match sequences {
-            1 => Staging::new(tile_units, self.pipeline.stage_units),
+            1 => Staging::new(tile_units, self.pipeline.stage_units, self.has_scaled_units()),
             _ => Staging::seqs(tile_units, self.pipeline.stage_units),
         }
     }
@@ -122,6 +122,12 @@ impl Program {
     pub fn stage_bytes(&self) -> u32 {
         let longest = self.matrices.iter().map(|matrix| matrix.format.unit_bytes()).max();
         self.pipeline.stage_units * longest.unwrap_or(abi::UNIT_BYTES)
+    }
+
+    /// Whether units of some matrix have scales behind them.
+    #[must_use]
+    pub fn has_scaled_units(&self) -> bool {
+        self.matrices.iter().any(|matrix| matrix.format.unit_bytes() > abi::UNIT_BYTES)
     }
 
     /// The layout of a matrix's tiles in the stages of the ring, in a kernel with this many sequences.

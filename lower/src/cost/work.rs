@@ -151,8 +151,7 @@ struct Stages {
 }
 
 impl Stages {
-    fn new(tile: u32, stage: u32) -> Self {
-        let staging = Staging::new(tile, stage);
+    fn new(tile: u32, staging: Staging) -> Self {
         let even = staging.warp_units > 0;
         let units = match tile > staging.stage_units {
             true => f64::from(tile) / f64::from(tile.div_ceil(staging.stage_units)),
@@ -244,10 +243,14 @@ impl<'a> Builder<'a> {
         self.program.buffers[region.buffer.index()].kind == BufferKind::FlagInData
     }
 
+    /// The stages of tiles of this many units.
+    fn stages(&self, units: u32) -> Stages {
+        Stages::new(units.max(1), self.program.staging_of(units, 1))
+    }
+
     /// The flow of tasks of this many tiles and bytes, whose tiles have this many units.
     fn flow(&mut self, units: u32, tiles: u32, bytes: u64) -> u32 {
-        let pipeline = self.program.pipeline;
-        let staging = Stages::new(units.max(1), pipeline.stage_units.max(1));
+        let staging = self.stages(units);
         let needed = staging.of(tiles);
         let full = staging.units * f64::from(abi::UNIT_BYTES);
         let payload = if needed > 0.0 { bytes as f64 / needed } else { full };
@@ -350,9 +353,7 @@ impl<'a> Builder<'a> {
         match task.opcode {
             Opcode::Matvec => {
                 let p: MatvecParams = task.params();
-                let stage_units = self.program.pipeline.stage_units.max(1);
-                let staging = Stages::new(p.units.max(1), stage_units);
-                let stages = staging.of(p.tiles);
+                let stages = self.stages(p.units).of(p.tiles);
                 let merges = p.prologue == Prologue::Merge as u32;
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
                 let bytes =

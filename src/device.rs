@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ir::program::{Buffer, Program, Together, Verified};
@@ -110,6 +111,8 @@ pub(crate) struct Gpu<'a> {
     arrival: Arrival,
     /// The least number of tokens for which a prompt is run in chunks.
     chunks_from: Option<usize>,
+    /// Compiles the kernels for that.
+    compiling_prompts: Option<JoinHandle<Result<(), HostError>>>,
     /// The most sessions that a command runs at once.
     seqs: u32,
 }
@@ -137,6 +140,7 @@ impl<'a> Gpu<'a> {
             deadline: DEADLINE,
             arrival: Arrival::default(),
             chunks_from: None,
+            compiling_prompts: None,
             seqs: 1,
         })
     }

@@ -27,7 +27,21 @@ impl Gpu<'_> {
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };
+        if self.chunks_from.is_some() {
+            let compile = vm_host::compile_prompts(self.context.graph(), &self.info);
+            self.compiling_prompts = Some(std::thread::spawn(compile));
+        }
         Ok(())
+    }
+
+    /// Waits until the kernels for chunks have been compiled, so that no prompt has to. A failure comes again with the first
+    /// prompt.
+    pub(crate) fn await_prompt_kernels(&mut self) {
+        if let Some(compiling) = self.compiling_prompts.take()
+            && let Ok(Err(error)) = compiling.join()
+        {
+            report::say(&format!("note: no kernels for prompts in chunks: {error}"));
+        }
     }
 
     /// Whether this many tokens of a prompt are run in chunks.
@@ -45,6 +59,7 @@ impl Gpu<'_> {
         logits: bool,
         options: &PrefillOptions,
     ) -> Result<(Prefilled, Vec<f32>), DeviceError> {
+        self.await_prompt_kernels();
         let prepared = self.prepared(handle)?;
         let (variant, program) = (prepared.variant, prepared.program.clone());
         let mut idle = self.idle(&program, &variant)?;

@@ -308,6 +308,7 @@ fn engine<'a>(
             gpu.set_seqs(*seqs);
             let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
                 .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
+            gpu.await_prompt_kernels();
             let engine = Megakernel::new(gpu, handle, places).switching(lone);
             Box::new(if shares(args) { engine.sharing() } else { engine })
         }

@@ -55,6 +55,7 @@ pub use nvml::{
 };
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{
-    GemmShape, KernelTime, PrefillOptions, Prefilled, prefill_kernel_id, prefill_refused,
+    GemmShape, KernelTime, PrefillOptions, Prefilled, compile_prompts, prefill_kernel_id,
+    prefill_refused,
 };
 pub use weight_stream::{LoadReport, ReadBy, Streaming};

@@ -131,6 +131,20 @@ pub fn prefill_refused(graph: &Graph) -> Option<String> {
     })
 }
 
+/// Compiles the kernels that run this model's prompts in chunks into the cache, if it has such and there is a cache. It uses
+/// no GPU, so a thread of its own may do it while weights are loaded.
+pub fn compile_prompts(
+    graph: &Graph,
+    info: &DeviceInfo,
+) -> impl FnOnce() -> Result<(), HostError> + Send + 'static {
+    let needed = prefill_refused(graph).is_none();
+    let (variant, arch) = (variant(graph), arch(info).map(|arch| arch.name));
+    move || match default_cache() {
+        Some(cache) if needed => compile_prefill(&variant, arch?, Some(&cache)).map(|_| ()),
+        _ => Ok(()),
+    }
+}
+
 struct Kernels {
     /// For matrices of codes.
     unpack: Option<Function>,

@@ -216,7 +216,11 @@ mod tests {
         let mut timings = 0;
         let never = quiet(|| {
             timings += 1;
-            Ok(of(if timings == 2 { [100.0, 100.0, 140.0, 140.0] } else { [100.0, late, late, late] }))
+            Ok(of(if timings == 2 {
+                [100.0, 100.0, 140.0, 140.0]
+            } else {
+                [100.0, late, late, late]
+            }))
         });
         assert_eq!(timings, TIMINGS);
         assert_eq!(typical_and_least(&never.unwrap()).0, 120.0);

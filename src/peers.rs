@@ -34,6 +34,8 @@ pub(crate) struct Ask<'a> {
     /// Tokens before the measured ones.
     pub(crate) context: u32,
     pub(crate) tokens: u32,
+    /// GPUs that run a step together.
+    pub(crate) gpus: u32,
     /// The time limit of each peer, its start included.
     pub(crate) timeout: Duration,
     /// The model for llama.cpp.
@@ -190,6 +192,7 @@ fn shapes(peer: PeerChoice, ask: &Ask<'_>) -> Value {
         "attn_scale": graph.attn_scale,
         "context": ask.context,
         "tokens": ask.tokens,
+        "gpus": ask.gpus,
         "blocks": BLOCKS,
         "warmup": WARMUP,
         "seconds": ask.timeout.as_secs(),

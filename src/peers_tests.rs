@@ -1,7 +1,6 @@
 //! `amk bench` with other engines, which are scripts written here: their answers, and every way in which they fail.
 
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -153,19 +152,19 @@ fn an_interpreter_that_is_missing_is_named() {
 #[test]
 fn the_step_in_pytorch_runs() {
     let python = std::env::var("AMK_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/peers/torch_step.py");
-    for (peer, tied, bias, norm) in
-        [("torch-graph", true, false, true), ("torch-graph", false, true, false)]
+    let script = include_str!("peers/torch_step.py");
+    for (gpus, tied, bias, norm) in
+        [(1, true, false, true), (1, false, true, false), (2, true, false, true)]
     {
         let ask = serde_json::json!({
-            "peer": peer, "device": "cpu", "dtype": "bf16", "hidden": 64, "layers": 2, "heads": 4,
+            "peer": "torch-graph", "gpus": gpus, "device": "cpu", "dtype": "bf16", "hidden": 64, "layers": 2, "heads": 4,
             "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 300, "tied": tied,
             "attention_bias": bias, "qk_norm": norm, "norm_eps": 1e-5, "attn_scale": 0.25,
             "inv_freq": [1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.001], "context": 20, "tokens": 4,
             "blocks": 5, "warmup": 1, "seconds": 60
         });
         let mut child = Command::new(&python)
-            .arg(&script)
+            .args(["-c", script])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

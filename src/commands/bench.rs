@@ -196,6 +196,7 @@ impl<'a> Row<'a> {
             graph: self.context.graph(),
             context: args.context,
             tokens: TIMED_TOKENS,
+            gpus: self.context.cards.len() as u32,
             timeout: Duration::from_secs(args.peer_timeout),
             gguf: args.gguf.clone(),
         };

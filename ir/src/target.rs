@@ -172,10 +172,17 @@ impl Target {
     /// This many GPUs of this kind, which run one step together.
     #[must_use]
     pub fn times(self, devices: u32) -> Self {
-        let of = self.name.rsplit_once('x').filter(|_| self.devices > 1);
-        let one = of.map_or(self.name.as_str(), |(one, _)| one);
+        let one = self.of_one();
         let name = if devices == 1 { one.to_owned() } else { format!("{one}x{devices}") };
         Self { name, devices, ..self }
+    }
+
+    /// The name of one of its GPUs.
+    #[must_use]
+    pub fn of_one(&self) -> &str {
+        let mark = if self.emulated { '/' } else { 'x' };
+        let split = self.name.rsplit_once(mark).filter(|_| self.devices > 1);
+        split.map_or(self.name.as_str(), |(one, _)| one)
     }
 
     /// This GPU, in as many parts, each as a GPU of its own: what tests of several devices run on. Multiprocessors that are left over idle.
@@ -267,11 +274,12 @@ mod tests {
         assert_eq!((two.devices, two.sms, two.bandwidth), (2, one.sms, one.bandwidth));
         assert_eq!(two.total_bandwidth(), 2 * one.bandwidth);
         assert_eq!((one.clone().times(2), two.clone().times(1)), (two.clone(), one));
-        assert_eq!(two.times(4).name, "rtx4090x4");
+        assert_eq!(two.clone().times(4).name, "rtx4090x4");
         let halves = Target::by_name("h200/2").unwrap();
         assert_eq!((halves.sms, halves.devices, halves.cards()), (66, 2, 1));
         assert_eq!(halves.total_bandwidth(), Target::by_name("h200").unwrap().bandwidth);
         assert_eq!(Target::by_name("h200").unwrap().like(&halves), halves);
+        assert_eq!([&two.times(2), &halves].map(Target::of_one), ["rtx4090", "h200"]);
         for name in [
             "h200/1", "h200/9", "h200/2/2", "h200x2/2", "/2", "h200x1", "h200x9", "h200x", "x2",
             "h200x2x2", "h200x-2",

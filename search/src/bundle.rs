@@ -283,7 +283,7 @@ impl Bundle {
     fn fits(&self, target: &Target, program: &Program) -> Result<(), Refusal> {
         let tampered = |what: String| Err(Refusal::Tampered(what));
         let card = self.conditions.card.to_lowercase().replace(' ', "");
-        if !card.contains(&target.name) {
+        if !card.contains(target.of_one()) {
             return Err(Refusal::Unproven(format!(
                 "it was measured on another card ({}) than its target {}",
                 self.conditions.card, target.name
@@ -306,8 +306,8 @@ impl Bundle {
             ));
         }
         // Bytes that the cache holds from one step to the next need not be read again.
-        let bound =
-            bytes.saturating_sub(target.l2_bytes) as f64 / self.bandwidth * 1e6 * BOUND_SLACK;
+        let cached = target.l2_bytes * u64::from(target.cards());
+        let bound = bytes.saturating_sub(cached) as f64 / self.bandwidth * 1e6 * BOUND_SLACK;
         if self.median_us < bound {
             return tampered(format!(
                 "its median of {} us is below the bound of {bound} us",
@@ -392,6 +392,33 @@ mod tests {
     fn a_bundle_of_the_schema_before_is_read() {
         let older = Bundle { schema: OLDER_SCHEMA.to_owned(), ..bundle() };
         assert_eq!(Bundle::read(&older.to_text()).expect("it is whole"), older);
+    }
+
+    #[test]
+    fn a_bundle_of_two_gpus_is_rebuilt_on_two() {
+        let model = model::preset("smollm2-135m").expect("a preset");
+        let target = Target::by_name("h200x2").expect("a target");
+        let config = ir::schedule::default_config(&model.graph, &target);
+        let valid = ir::schedule::validate(config, &model.graph, &target).expect("legal");
+        let options = lower::Options { kv_capacity: 64 };
+        let program = lower::lower(&valid, &model.graph, &target, options).expect("it lowers");
+        let bytes = program.stream_bytes() + program.kv_bytes(32);
+        let of_two = Bundle {
+            target: target.name.clone(),
+            model: "smollm2-135m".to_owned(),
+            config,
+            schedule_id: config.id(),
+            program_id: program.id(),
+            bytes_per_token: bytes,
+            bandwidth: 9e12,
+            bound_us: bytes as f64 / 9e12 * 1e6,
+            ..bundle()
+        };
+        let read = Bundle::read(&of_two.to_text()).expect("it is whole");
+        read.rebuild(&model.graph, &target).expect("the same program");
+        let other = Bundle { target: "h100x2".to_owned(), ..of_two };
+        let h100 = Target::by_name("h100x2").expect("a target");
+        assert!(matches!(other.rebuild(&model.graph, &h100), Err(Refusal::Unproven(_))));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use clap::ValueEnum;
+use ir::program::DEVICES_MAX;
 use search::stability::{Limits, Process, Requirements, Stable};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -129,8 +130,11 @@ impl RowSpec {
         if known || self.name.is_empty() || !self.name.chars().all(plain) {
             problems.push("a name is of letters, digits, - _ . and its own".to_owned());
         }
-        if self.gpus != 1 {
-            problems.push(format!("gpus is {}; legal: 1", self.gpus));
+        if !(1..=DEVICES_MAX).contains(&self.gpus) {
+            problems.push(format!("gpus is {}; legal: 1 to {DEVICES_MAX}", self.gpus));
+        }
+        if self.gpus > 1 && (self.batch != 1 || self.prompt.is_some()) {
+            problems.push("several GPUs decode one sequence, step by step".to_owned());
         }
         if !WIDTHS.contains(&self.batch) {
             problems.push(format!("batch is {}; legal: {WIDTHS:?}", self.batch));
@@ -165,6 +169,7 @@ impl RowSpec {
             ("--rounds", number(Some(rounds))),
             ("--context", number(self.context)),
             ("--batch", number((self.batch > 1).then_some(self.batch))),
+            ("--gpus", number((self.gpus > 1).then_some(self.gpus))),
             ("--prefill", number(self.prompt)),
             ("--kv-capacity", number(self.kv_capacity)),
             ("--peers", step.then(|| "none".to_owned())),

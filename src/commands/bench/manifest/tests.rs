@@ -28,7 +28,8 @@ fn everything_that_is_wrong_with_a_manifest_is_said_at_once() {
         manifest["repeats"] = json!(3);
         manifest["processes"] = json!(1);
         manifest["timeout_s"] = json!(0);
-        manifest["rows"][0]["gpus"] = json!(2);
+        manifest["rows"][0]["gpus"] = json!(9);
+        manifest["rows"][1]["gpus"] = json!(2);
         manifest["rows"][1]["batch"] = json!(3);
         manifest["rows"][1]["name"] = manifest["rows"][0]["name"].clone();
         manifest["rows"][2]["context"] = json!(128);
@@ -39,7 +40,8 @@ fn everything_that_is_wrong_with_a_manifest_is_said_at_once() {
         "repeats is 3",
         "processes is 1",
         "timeout_s",
-        "gpus is 2",
+        "gpus is 9",
+        "several GPUs decode one sequence",
         "its own",
         "batch is 3",
         "no batch and no context",

@@ -57,7 +57,8 @@ fn a_manifest_that_cannot_be_measured_is_refused() {
     let model = json!({"name": "a", "model": "no-such-model", "format": "bf16"});
     bench(&json!([model])).fails(2, &["row \"a\", process 1", "no-such-model"]);
     let two = json!({"name": "a b", "model": "toy", "format": "bf16", "gpus": 2, "batch": 3});
-    bench(&json!([two])).fails(2, &["several GPUs decode one", "batch is 3", "a name is of letters"]);
+    bench(&json!([two]))
+        .fails(2, &["several GPUs decode one", "batch is 3", "a name is of letters"]);
     let alone = super::amk(&["bench", "--manifest", "x.json", "--model", "toy"]);
     assert_eq!(alone.code, 2, "{}", alone.stderr);
     super::amk(&["bench", "--manifest", "x.json"]).fails(2, &["x.json"]);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use abi::{Activation, BufferDesc, Epilogue, Feature, NONE, Params, ProgramHeader, Queue};
-use ir::program::staging::Staging;
+use ir::program::staging::Stagings;
 use ir::program::{
     Buffer, BufferSource, Load, Program, RowMap, Selection, Task, Verified, check_seqs, smem,
 };
@@ -128,7 +128,7 @@ pub(crate) fn images(
 ) -> Result<Vec<Image>, HostError> {
     check_fits(program, residents)?;
     let devices = 0..residents.devices.len() as u32;
-    let tables = devices.map(|device| tables(program, Part::new(residents, device)));
+    let tables = devices.map(|device| tables(program, Part::new(residents, program, device)));
     let mut tables = tables.collect::<Result<Vec<_>, _>>()?;
     let longest = |of: fn(&Tables) -> usize| tables.iter().map(of).max().unwrap_or(0);
     let (tasks, loads) = (longest(|t| t.tasks.len()), longest(|t| t.loads.len()));
@@ -139,7 +139,13 @@ pub(crate) fn images(
     }
     let parts = tables.into_iter().zip(bases).zip(0..);
     let of = |((tables, &base), device)| {
-        image(program, Part::new(residents, device), tables, selections, (shared_bytes, base))
+        image(
+            program,
+            Part::new(residents, program, device),
+            tables,
+            selections,
+            (shared_bytes, base),
+        )
     };
     parts.map(of).collect()
 }
@@ -151,11 +157,13 @@ struct Part<'a> {
     /// Those of the device.
     own: &'a DeviceResidents,
     device: u32,
+    stagings: Stagings,
 }
 
 impl<'a> Part<'a> {
-    fn new(residents: &'a Residents, device: u32) -> Self {
-        Self { residents, own: &residents.devices[device as usize], device }
+    fn new(residents: &'a Residents, program: &Program, device: u32) -> Self {
+        let stagings = program.stagings(residents.seqs);
+        Self { residents, own: &residents.devices[device as usize], device, stagings }
     }
 }
 
@@ -374,7 +382,6 @@ struct Tables {
 }
 
 fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
-    let seqs = part.residents.seqs;
     let (mut tasks, mut loads, mut queues) = (Vec::new(), Vec::new(), Vec::new());
     let mut selections = Vec::new();
     let each = program.workers_per_device().max(1);
@@ -394,7 +401,7 @@ fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
             load0: load0 as u32,
             loads: (loads.len() - load0) as u32,
         });
-        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, seqs)));
+        tasks.extend(worker.tasks.iter().map(|task| wire_task(program, task, part.stagings)));
     }
     tasks.push(abi::Task { signal: NONE, ..abi::Task::default() }); // sentinel: the prefetcher reads one task past the end
     Ok(Tables { tasks, loads, queues, selections })
@@ -451,7 +458,7 @@ fn wire_load(
     Ok(match load {
         Load::Weights { matrix, unit0, units, selection } => {
             let index = matrix.index();
-            let staging = product_staging(program, task, residents.seqs);
+            let staging = part.stagings.of(task.params::<abi::MatvecParams>().units);
             let matrix = &program.matrices[index];
             let (unit_bytes, tile) = (matrix.format.unit_bytes(), matrix.units_per_tile());
             let first = (unit0 / u64::from(tile)) as u32;
@@ -490,11 +497,6 @@ fn wire_load(
     })
 }
 
-/// The layout of a product's tiles in the ring.
-fn product_staging(program: &Program, task: &Task, seqs: u32) -> Staging {
-    program.staging_of(task.params::<abi::MatvecParams>().units, seqs)
-}
-
 /// The layer of a cache.
 fn layer_of(program: &Program, buffer: BufferId) -> u32 {
     let BufferSource::KvCache { layer } = program.buffers[buffer.index()].source else {
@@ -503,7 +505,7 @@ fn layer_of(program: &Program, buffer: BufferId) -> u32 {
     layer
 }
 
-fn wire_task(program: &Program, task: &Task, seqs: u32) -> abi::Task {
+fn wire_task(program: &Program, task: &Task, stagings: Stagings) -> abi::Task {
     let mut wire = abi::Task {
         opcode: task.opcode as u16,
         layer: task.layer,
@@ -516,8 +518,8 @@ fn wire_task(program: &Program, task: &Task, seqs: u32) -> abi::Task {
         ..abi::Task::default()
     };
     if task.opcode == abi::Opcode::Matvec {
-        let matrix = task.params::<abi::MatvecParams>().matrix as usize;
-        let s = product_staging(program, task, seqs);
+        let p = task.params::<abi::MatvecParams>();
+        let (matrix, s) = (p.matrix as usize, stagings.of(p.units));
         (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
         (wire.warp_units, wire.tile_parts) = (s.warp_units as u8, s.tile_parts as u16);
         wire.unpack = program.matrices[matrix].format.unpack() as u16;

@@ -22,6 +22,26 @@ pub struct Staging {
     pub tile_parts: u32,
 }
 
+/// The layouts of a program's tiles, by their length.
+#[derive(Clone, Copy, Debug)]
+pub struct Stagings {
+    pub(super) stage_units: u32,
+    /// Whether units of some matrix have scales behind them.
+    pub(super) scaled: bool,
+    pub(super) sequences: u32,
+}
+
+impl Stagings {
+    /// The layout of tiles of this many units.
+    #[must_use]
+    pub fn of(self, tile_units: u32) -> Staging {
+        match self.sequences {
+            1 => Staging::new(tile_units, self.stage_units, self.scaled),
+            _ => Staging::seqs(tile_units, self.stage_units),
+        }
+    }
+}
+
 impl Staging {
     /// The layout of tiles of `tile_units` units in stages of at most `stage_units`, in a kernel in which some units have
     /// scales behind them or none has.

@@ -5,7 +5,7 @@
 
 use abi::{AttentionParams, Epilogue, MatvecParams, Params};
 
-use super::staging::Staging;
+use super::staging::{Staging, Stagings};
 use super::{Program, Task, Worker};
 use crate::id::{BufferId, MatrixId};
 
@@ -95,13 +95,11 @@ impl Program {
         worker.tasks.iter().filter_map(|task| self.load(task))
     }
 
-    /// The layout of tiles of this many units in the stages of the ring, in a kernel with this many sequences.
+    /// How tiles lie in the stages of the ring, in a kernel with this many sequences.
     #[must_use]
-    pub fn staging_of(&self, tile_units: u32, sequences: u32) -> Staging {
-        match sequences {
-            1 => Staging::new(tile_units, self.pipeline.stage_units, self.has_scaled_units()),
-            _ => Staging::seqs(tile_units, self.pipeline.stage_units),
-        }
+    pub fn stagings(&self, sequences: u32) -> Stagings {
+        let scaled = self.matrices.iter().any(|m| m.format.unit_bytes() > abi::UNIT_BYTES);
+        Stagings { stage_units: self.pipeline.stage_units, scaled, sequences }
     }
 }
 
@@ -123,28 +121,13 @@ impl Program {
         let longest = self.matrices.iter().map(|matrix| matrix.format.unit_bytes()).max();
         self.pipeline.stage_units * longest.unwrap_or(abi::UNIT_BYTES)
     }
-
-    /// Whether units of some matrix have scales behind them.
-    #[must_use]
-    pub fn has_scaled_units(&self) -> bool {
-        self.matrices.iter().any(|matrix| matrix.format.unit_bytes() > abi::UNIT_BYTES)
-    }
-
-    /// The layout of a matrix's tiles in the stages of the ring, in a kernel with this many sequences.
-    #[must_use]
-    pub fn staging(&self, matrix: MatrixId, sequences: u32) -> Staging {
-        self.staging_of(self.matrices[matrix.index()].units_per_tile(), sequences)
-    }
 }
 
-/// The reason why the device cannot count the stages of a matrix in a kernel with this many sequences, if it cannot.
-pub(super) fn uncountable(program: &Program, matrix: MatrixId, sequences: u32) -> Option<String> {
-    uncountable_tiles(program, program.matrices[matrix.index()].units_per_tile(), sequences)
-}
-
-/// The same for tiles of this many units.
-pub(super) fn uncountable_tiles(program: &Program, tile: u32, sequences: u32) -> Option<String> {
-    let Staging { period, stage_units, .. } = program.staging_of(tile, sequences);
+/// The reason why the device cannot count the stages of tiles of this many units, if it cannot.
+pub(super) fn uncountable(program: &Program, tile: u32, sequences: u32) -> Option<String> {
+    // Scales behind units change layouts of small tiles only, which it can count.
+    let stagings = Stagings { stage_units: program.pipeline.stage_units, scaled: false, sequences };
+    let Staging { period, stage_units, .. } = stagings.of(tile);
     let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);
     (!fits).then(|| {
         format!(

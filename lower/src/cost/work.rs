@@ -5,7 +5,7 @@ use std::ops::Range;
 use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Params, Prologue,
 };
-use ir::program::staging::Staging;
+use ir::program::staging::{Staging, Stagings};
 use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
 use ir::{BufferId, CounterId, WorkerId};
 use rustc_hash::FxHashMap;
@@ -183,6 +183,7 @@ fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
 /// Computes the cost of tasks one by one, and numbers flows, phases and flag-in-data buffers on the way.
 struct Builder<'a> {
     program: &'a Program,
+    stagings: Stagings,
     position: u32,
     flag_in_data: Vec<Vec<(u32, u32)>>,
     /// By device, the first for all devices if the buffer is replicated.
@@ -200,6 +201,7 @@ impl<'a> Builder<'a> {
     fn new(program: &'a Program, position: u32) -> Self {
         let mut builder = Self {
             program,
+            stagings: program.stagings(1),
             position,
             flag_in_data: Vec::new(),
             flag_in_data_ids: FxHashMap::default(),
@@ -245,7 +247,7 @@ impl<'a> Builder<'a> {
 
     /// The stages of tiles of this many units.
     fn stages(&self, units: u32) -> Stages {
-        Stages::new(units.max(1), self.program.staging_of(units, 1))
+        Stages::new(units.max(1), self.stagings.of(units))
     }
 
     /// The flow of tasks of this many tiles and bytes, whose tiles have this many units.

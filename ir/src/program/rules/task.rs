@@ -9,7 +9,7 @@ use abi::{
 };
 
 use crate::id::BufferId;
-use crate::program::stream::uncountable_tiles;
+use crate::program::stream::uncountable;
 use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses};
 use crate::violation::{At, Rule, Violations};
 
@@ -225,7 +225,7 @@ impl<'a> Op<'a> {
         if p.tiles == 0 || end > u64::from(tiles) {
             self.shape(format!("tiles {}..+{} of {}, which has {tiles}", p.tile0, p.tiles, m.name));
         }
-        if let Some(detail) = uncountable_tiles(self.program, p.units, 1) {
+        if let Some(detail) = uncountable(self.program, p.units, 1) {
             self.wrong(Rule::PLimit, detail);
         }
     }

@@ -91,9 +91,9 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
             let detail = format!("{} has experts: run one sequence", matrix.name);
             found.push(Rule::PShape, At::Whole, detail);
         }
-        for matrix in (0..program.matrices.len() as u32).map(MatrixId) {
-            if let Some(detail) = uncountable(program, matrix, seqs) {
-                found.push(Rule::PLimit, At::Matrix(matrix), detail);
+        for (matrix, id) in program.matrices.iter().zip(0..) {
+            if let Some(detail) = uncountable(program, matrix.units_per_tile(), seqs) {
+                found.push(Rule::PLimit, At::Matrix(MatrixId(id)), detail);
             }
         }
         one_form(program, &mut found);

@@ -89,8 +89,8 @@ rates! {
     queue_share: [0.9, 1.1],
     /// The same for the delay by the bytes in flight beyond 32 KiB, which a wait sees only until they have arrived.
     queue_more_share: [0.0, 1.5],
-    /// Fraction of the delay by bytes in flight that remains where no other worker loads: the table was measured with all
-    /// of them loading.
+    /// Fraction of the delay by bytes in flight that remains where no other worker loads. The table was measured with all
+    /// of them loading; in between the delay grows with the square of the bandwidth that the step uses.
     queue_alone_share: [0.0, 1.0],
     /// Cost of a counter hand-off beyond four trips.
     counter_us: [0.0, 3.0],
@@ -119,8 +119,8 @@ rates! {
     refill_us: [0.0, 1.0],
     /// Additional time of a copy to arrive, per KiB beyond 16.
     copy_kib_us: [0.0, 0.03],
-    /// Fraction of the unused bandwidth that the workers that load get: of those that have less to do in a phase, and of
-    /// those whose rings are full.
+    /// Fraction of the unused bandwidth that the workers that load get: inside a phase that of workers with less to do in
+    /// it, before a wait that of workers whose rings are full.
     idle_share: [0.0, 1.0],
     /// Fixed part of attention if there are keys.
     attention_us: [0.2, 6.0],
@@ -230,7 +230,7 @@ pub(super) struct Speeds {
     evict: f64,
     /// Average delay of a hand-off by sleeps between polls.
     pub(super) poll: f64,
-    /// Fraction of the bandwidth that the step uses, as far as is known.
+    /// Fraction of the bandwidth that the step before used; the first one takes all of it.
     busy: f64,
 }
 
@@ -301,7 +301,7 @@ impl Speeds {
         let little = interpolate(QUEUE, in_flight.min(QUEUE_KNEE));
         let more = interpolate(QUEUE, in_flight) - little;
         let alone = self.rates.queue_alone_share;
-        let seen = alone + (1.0 - alone) * self.busy;
+        let seen = alone + (1.0 - alone) * self.busy.powi(2);
         seen * (self.rates.queue_share * little + self.rates.queue_more_share * more)
     }
 
@@ -321,12 +321,12 @@ impl Speeds {
     /// Stages per microsecond of a worker before a wait.
     pub(super) fn stream_before_wait(&self, flow: &Flow) -> f64 {
         let least = flow.stream_before_wait;
-        (least * self.left(1.0)).min(flow.alone_before_wait.max(least))
+        (least * self.left(self.busy)).min(flow.alone_before_wait.max(least))
     }
 
-    /// How many times its part of the bandwidth a worker gets, where at most the fraction `used` of all is used.
+    /// How many times its part of the bandwidth a worker gets, where the fraction `used` of all is used.
     fn left(&self, used: f64) -> f64 {
-        let used = used.min(self.busy).max(f64::MIN_POSITIVE);
+        let used = used.clamp(f64::MIN_POSITIVE, 1.0);
         1.0 + self.rates.idle_share * (1.0 / used - 1.0)
     }
 }

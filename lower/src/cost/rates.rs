@@ -89,6 +89,9 @@ rates! {
     queue_share: [0.9, 1.1],
     /// The same for the delay by the bytes in flight beyond 32 KiB, which a wait sees only until they have arrived.
     queue_more_share: [0.0, 1.5],
+    /// Fraction of the delay by bytes in flight that remains where no other worker loads. The table was measured with all
+    /// of them loading; in between the delay grows with the square of the bandwidth that the step uses.
+    queue_alone_share: [0.0, 1.0],
     /// Cost of a counter hand-off beyond four trips.
     counter_us: [0.0, 3.0],
     /// Average delay of a hand-off whose poller sleeps between two looks. It does not grow with
@@ -100,12 +103,10 @@ rates! {
     vector_us: [0.1, 0.3],
     /// Taking a stage out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
-    /// Multiplying 1 KiB of weights that have arrived, where each warp loads its fragment of a stage into registers at
-    /// once.
+    /// Multiplying 1 KiB of weights that have arrived.
     kib_us: [0.0, 0.03],
-    /// The same where the warps read the stage unit by unit.
-    odd_kib_us: [0.0, 0.06],
-    /// Cost per stage there, beyond its bytes.
+    /// Cost per stage beyond its bytes where the warps read it unit by unit, instead of each loading its fragment into
+    /// registers at once.
     odd_stage_us: [0.0, 1.0],
     /// Cost per tile there, beyond its bytes.
     odd_tile_us: [0.0, 1.5],
@@ -118,7 +119,8 @@ rates! {
     refill_us: [0.0, 1.0],
     /// Additional time of a copy to arrive, per KiB beyond 16.
     copy_kib_us: [0.0, 0.03],
-    /// Fraction of idle workers' bandwidth that the busy ones get, where a phase is assigned unevenly.
+    /// Fraction of the unused bandwidth that the workers that load get: inside a phase that of workers with less to do in
+    /// it, before a wait that of workers whose rings are full.
     idle_share: [0.0, 1.0],
     /// Fixed part of attention if there are keys.
     attention_us: [0.2, 6.0],
@@ -186,6 +188,7 @@ pub(super) struct Flow {
     pub(super) stream_before_wait: f64,
     /// Stages per microsecond that the bytes in flight allow if no other worker streams.
     pub(super) alone: f64,
+    pub(super) alone_before_wait: f64,
     /// Multiplying one byte, and the additional cost per stage and per tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
@@ -227,6 +230,8 @@ pub(super) struct Speeds {
     evict: f64,
     /// Average delay of a hand-off by sleeps between polls.
     pub(super) poll: f64,
+    /// Fraction of the bandwidth that the step before used; the first one takes all of it.
+    busy: f64,
 }
 
 impl Speeds {
@@ -250,13 +255,13 @@ impl Speeds {
             clock: f64::from(target.clock_mhz) / H200_CLOCK_MHZ,
             evict,
             poll: if kernel.poll_sleep_ns > 0 { rates.poll_us } else { 0.0 },
+            busy: 1.0,
         }
     }
 
     pub(super) fn flow(&self, shape: &Shape) -> Flow {
         let rates = &self.rates;
-        let kib = if shape.even { rates.kib_us } else { rates.odd_kib_us };
-        let byte = kib / KIB / self.clock;
+        let byte = rates.kib_us / KIB / self.clock;
         let stage = if shape.even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
         let held = HELD_STAGES[usize::from(shape.even)];
         let free = shape.stages.saturating_sub(held).max(1);
@@ -274,6 +279,7 @@ impl Speeds {
             stream: self.stream(in_flight, memory) / shape.payload,
             stream_before_wait: self.stream(before_wait, memory) / shape.payload,
             alone: refill / shape.payload,
+            alone_before_wait: before_wait / memory / shape.payload,
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
@@ -282,12 +288,21 @@ impl Speeds {
         }
     }
 
+    /// Notes how much of the bandwidth of all workers a step uses that streams so many bytes in so many microseconds, for
+    /// the steps that follow.
+    pub(super) fn note_step(&mut self, bytes: f64, us: f64, workers: usize) {
+        let used = bytes / (us * self.per_worker * workers as f64);
+        self.busy = used.clamp(f64::MIN_POSITIVE, 1.0);
+    }
+
     /// Delay of a trip by this many bytes in flight to its worker.
     pub(super) fn queue(&self, in_flight: f64) -> f64 {
         let in_flight = in_flight / self.scale;
         let little = interpolate(QUEUE, in_flight.min(QUEUE_KNEE));
         let more = interpolate(QUEUE, in_flight) - little;
-        self.rates.queue_share * little + self.rates.queue_more_share * more
+        let alone = self.rates.queue_alone_share;
+        let seen = alone + (1.0 - alone) * self.busy.powi(2);
+        seen * (self.rates.queue_share * little + self.rates.queue_more_share * more)
     }
 
     /// Bytes per microsecond with this many in flight that take `memory` microseconds, while every worker streams.
@@ -297,12 +312,22 @@ impl Speeds {
         (share.min(1.0) * self.per_worker).min(in_flight / memory)
     }
 
-    /// Bytes per microsecond of a worker that streams `bytes` in a phase, where workers stream `mean` on average:
-    /// workers that finish early leave it their bandwidth.
-    pub(super) fn stream_of(&self, flow: &Flow, bytes: f64, mean: f64) -> f64 {
-        let crowd = (mean / bytes).clamp(f64::MIN_POSITIVE, 1.0);
-        (flow.stream * (1.0 + self.rates.idle_share * (1.0 / crowd - 1.0)))
-            .min(flow.alone.max(flow.stream))
+    /// Stages per microsecond of a worker in a phase whose workers stream on average `mean` times what it streams: those
+    /// that finish early leave it their bandwidth.
+    pub(super) fn stream_of(&self, flow: &Flow, mean: f64) -> f64 {
+        (flow.stream * self.left(mean)).min(flow.alone.max(flow.stream))
+    }
+
+    /// Stages per microsecond of a worker before a wait.
+    pub(super) fn stream_before_wait(&self, flow: &Flow) -> f64 {
+        let least = flow.stream_before_wait;
+        (least * self.left(self.busy)).min(flow.alone_before_wait.max(least))
+    }
+
+    /// How many times its part of the bandwidth a worker gets, where the fraction `used` of all is used.
+    fn left(&self, used: f64) -> f64 {
+        let used = used.clamp(f64::MIN_POSITIVE, 1.0);
+        1.0 + self.rates.idle_share * (1.0 / used - 1.0)
     }
 }
 

@@ -106,6 +106,7 @@ impl<'a> Simulation<'a> {
                 stream: ENDLESS,
                 stream_before_wait: ENDLESS,
                 alone: ENDLESS,
+                alone_before_wait: ENDLESS,
                 before_wait: 0.0,
                 refill: 0.0,
                 ..*flow
@@ -152,7 +153,8 @@ impl<'a> Simulation<'a> {
         for worker in 0..self.states.len() {
             let first = self.plan.workers[worker].first();
             let flow = self.flows[first.map_or(0, |task| task.flow as usize)];
-            advance(&mut self.states[worker], &flow, flow.ring, start);
+            let stream = self.speeds.stream_before_wait(&flow);
+            advance(&mut self.states[worker], stream, flow.ring, start);
             self.states[worker].next = 0;
         }
         let mut progress = true;
@@ -168,7 +170,9 @@ impl<'a> Simulation<'a> {
         let end = self.ends.iter().copied().fold(start, f64::max);
         // The devices exchange their best tokens.
         let exchange = if self.plan.devices > 1 { LINK_US } else { 0.0 };
-        end + self.speeds.rates.step_us + exchange
+        let end = end + self.speeds.rates.step_us + exchange;
+        self.speeds.note_step(self.plan.bytes as f64, end - start, self.states.len());
+        end
     }
 
     /// Completion times of the inputs of the worker's next task; `None` if some are not complete, or there is no task.
@@ -204,12 +208,12 @@ impl<'a> Simulation<'a> {
         // A warp that stores rows takes the marks, so that no task begins in them before the one before has ended.
         let begin = state.time.max(state.ended).min(ready);
         let mut times = TaskTimes { begin, ready, ..TaskTimes::default() };
-        let room = room(task, &flow);
-        advance(state, &flow, room, ready);
+        let (room, waiting) = (room(task, &flow), self.speeds.stream_before_wait(&flow));
+        advance(state, waiting, room, ready);
         let mut aside = self.speeds.aside(&task.work);
         aside.after += delay.output;
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
-        advance(state, &flow, room, ready + aside.before);
+        advance(state, waiting, room, ready + aside.before);
         times.staged = state.time;
         times.arrived[0] = state.arrived * flow.payload;
         let attends = matches!(task.work, Work::Attention { .. });
@@ -217,7 +221,8 @@ impl<'a> Simulation<'a> {
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
             let phase = &self.plan.phases[task.phase as usize];
             let all = (phase.stream_bytes + phase.kv_bytes) as f64;
-            let stream = self.speeds.stream_of(&flow, bytes, all / self.plan.workers.len() as f64);
+            let mean = all / self.plan.workers.len() as f64;
+            let stream = self.speeds.stream_of(&flow, mean / bytes);
             let needed = bytes / flow.payload;
             let missing = (needed - state.arrived).max(0.0);
             // The last stage is used after it has arrived.
@@ -237,7 +242,7 @@ impl<'a> Simulation<'a> {
         // A product's rows are reduced and stored by the first warps while the others begin the next task.
         let end = times.multiplied + aside.after;
         if !matches!(task.work, Work::Product { .. }) {
-            advance(state, &flow, flow.ring, end);
+            advance(state, waiting, flow.ring, end);
         }
         state.next += 1;
         times.end = end;
@@ -270,7 +275,8 @@ impl<'a> Simulation<'a> {
         let from = latest.max(state.time);
         let room = room(task, flow);
         let idle = from - state.streamed;
-        let arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
+        let stream = self.speeds.stream_before_wait(flow);
+        let arrived = (state.arrived + idle * stream).min(room);
         let takes = if room > flow.ring { state.streamed + flow.refill } else { 0.0 };
         let fill = state.quiet.max(takes) - from;
         let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
@@ -319,10 +325,11 @@ fn room(task: &Cost, flow: &Flow) -> f64 {
     flow.ring + if matches!(task.work, Work::Product { .. }) { flow.taken } else { 0.0 }
 }
 
-/// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
-fn advance(state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
+/// Continues the stream of a worker that multiplies nothing, of `stream` stages per microsecond, until `time` and up to
+/// `room` stages.
+fn advance(state: &mut WorkerState, stream: f64, room: f64, time: f64) {
     let idle = (time - state.streamed).max(0.0);
-    state.arrived = (state.arrived + idle * flow.stream_before_wait).min(room);
+    state.arrived = (state.arrived + idle * stream).min(room);
     state.time = state.time.max(time);
     state.streamed = state.time;
 }
@@ -378,7 +385,7 @@ impl Speeds {
     /// trips take their unloaded time.
     fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
-        let fill = quiet.max(free / flow.stream_before_wait);
+        let fill = quiet.max(free / self.stream_before_wait(flow));
         if fill <= 0.0 {
             return idle;
         }

@@ -90,6 +90,8 @@ pub(super) struct Plan {
     pub(super) phases: Vec<Phase>,
     pub(super) names: Vec<String>,
     pub(super) kv_bytes: u64,
+    /// Bytes that go through the rings: weights, keys and values.
+    pub(super) bytes: u64,
 }
 
 impl Plan {
@@ -124,6 +126,7 @@ impl Plan {
         buffers.sort_unstable();
         buffers.dedup();
         let handoffs = (signalled + buffers.len()) as u32;
+        let bytes = workers.iter().flatten().map(|task: &Cost| task.work.bytes()).sum();
         Self {
             workers,
             counters,
@@ -135,6 +138,7 @@ impl Plan {
             phases,
             names,
             kv_bytes,
+            bytes,
         }
     }
 }

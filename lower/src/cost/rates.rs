@@ -188,7 +188,8 @@ pub(super) struct Flow {
     pub(super) stream_before_wait: f64,
     /// Stages per microsecond that the bytes in flight allow if no other worker streams.
     pub(super) alone: f64,
-    pub(super) alone_before_wait: f64,
+    /// From a request to the next one in its place, where nothing but the bytes in flight limits the stream.
+    pub(super) round: f64,
     /// Multiplying one byte, and the additional cost per stage and per tile.
     pub(super) byte: f64,
     pub(super) stage: f64,
@@ -279,7 +280,7 @@ impl Speeds {
             stream: self.stream(in_flight, memory) / shape.payload,
             stream_before_wait: self.stream(before_wait, memory) / shape.payload,
             alone: refill / shape.payload,
-            alone_before_wait: before_wait / memory / shape.payload,
+            round: memory,
             byte,
             stage,
             tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
@@ -318,10 +319,10 @@ impl Speeds {
         (flow.stream * self.left(mean)).min(flow.alone.max(flow.stream))
     }
 
-    /// Stages per microsecond of a worker before a wait.
-    pub(super) fn stream_before_wait(&self, flow: &Flow) -> f64 {
-        let least = flow.stream_before_wait;
-        (least * self.left(self.busy)).min(flow.alone_before_wait.max(least))
+    /// Stages per microsecond of a worker before a wait, into a ring with `free` stages free: no more are in flight.
+    pub(super) fn stream_before_wait(&self, flow: &Flow, free: f64) -> f64 {
+        let in_flight = free.min(flow.before_wait).max(1.0);
+        (flow.stream_before_wait * self.left(self.busy)).min(in_flight / flow.round)
     }
 
     /// How many times its part of the bandwidth a worker gets, where the fraction `used` of all is used.

@@ -106,7 +106,7 @@ impl<'a> Simulation<'a> {
                 stream: ENDLESS,
                 stream_before_wait: ENDLESS,
                 alone: ENDLESS,
-                alone_before_wait: ENDLESS,
+                round: 1.0 / ENDLESS,
                 before_wait: 0.0,
                 refill: 0.0,
                 ..*flow
@@ -153,8 +153,7 @@ impl<'a> Simulation<'a> {
         for worker in 0..self.states.len() {
             let first = self.plan.workers[worker].first();
             let flow = self.flows[first.map_or(0, |task| task.flow as usize)];
-            let stream = self.speeds.stream_before_wait(&flow);
-            advance(&mut self.states[worker], stream, flow.ring, start);
+            self.speeds.advance(&mut self.states[worker], &flow, flow.ring, start);
             self.states[worker].next = 0;
         }
         let mut progress = true;
@@ -208,12 +207,12 @@ impl<'a> Simulation<'a> {
         // A warp that stores rows takes the marks, so that no task begins in them before the one before has ended.
         let begin = state.time.max(state.ended).min(ready);
         let mut times = TaskTimes { begin, ready, ..TaskTimes::default() };
-        let (room, waiting) = (room(task, &flow), self.speeds.stream_before_wait(&flow));
-        advance(state, waiting, room, ready);
+        let room = room(task, &flow);
+        self.speeds.advance(state, &flow, room, ready);
         let mut aside = self.speeds.aside(&task.work);
         aside.after += delay.output;
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
-        advance(state, waiting, room, ready + aside.before);
+        self.speeds.advance(state, &flow, room, ready + aside.before);
         times.staged = state.time;
         times.arrived[0] = state.arrived * flow.payload;
         let attends = matches!(task.work, Work::Attention { .. });
@@ -242,7 +241,7 @@ impl<'a> Simulation<'a> {
         // A product's rows are reduced and stored by the first warps while the others begin the next task.
         let end = times.multiplied + aside.after;
         if !matches!(task.work, Work::Product { .. }) {
-            advance(state, waiting, flow.ring, end);
+            self.speeds.advance(state, &flow, flow.ring, end);
         }
         state.next += 1;
         times.end = end;
@@ -275,7 +274,7 @@ impl<'a> Simulation<'a> {
         let from = latest.max(state.time);
         let room = room(task, flow);
         let idle = from - state.streamed;
-        let stream = self.speeds.stream_before_wait(flow);
+        let stream = self.speeds.stream_before_wait(flow, room - state.arrived);
         let arrived = (state.arrived + idle * stream).min(room);
         let takes = if room > flow.ring { state.streamed + flow.refill } else { 0.0 };
         let fill = state.quiet.max(takes) - from;
@@ -325,15 +324,6 @@ fn room(task: &Cost, flow: &Flow) -> f64 {
     flow.ring + if matches!(task.work, Work::Product { .. }) { flow.taken } else { 0.0 }
 }
 
-/// Continues the stream of a worker that multiplies nothing, of `stream` stages per microsecond, until `time` and up to
-/// `room` stages.
-fn advance(state: &mut WorkerState, stream: f64, room: f64, time: f64) {
-    let idle = (time - state.streamed).max(0.0);
-    state.arrived = (state.arrived + idle * stream).min(room);
-    state.time = state.time.max(time);
-    state.streamed = state.time;
-}
-
 /// Time of a task outside its products: before them, and after.
 struct Aside {
     before: f64,
@@ -341,6 +331,15 @@ struct Aside {
 }
 
 impl Speeds {
+    /// Continues the stream of a worker that multiplies nothing until `time`, up to `room` stages.
+    fn advance(&self, state: &mut WorkerState, flow: &Flow, room: f64, time: f64) {
+        let idle = (time - state.streamed).max(0.0);
+        let stream = self.stream_before_wait(flow, room - state.arrived);
+        state.arrived = (state.arrived + idle * stream).min(room);
+        state.time = state.time.max(time);
+        state.streamed = state.time;
+    }
+
     fn aside(&self, work: &Work) -> Aside {
         let rates = &self.rates;
         let merge = |merged: u32, split_us: f64| match merged {
@@ -385,7 +384,7 @@ impl Speeds {
     /// trips take their unloaded time.
     fn trips(&self, trips: f64, flow: &Flow, free: f64, quiet: f64) -> f64 {
         let idle = trips * self.rates.trip_us;
-        let fill = quiet.max(free / self.stream_before_wait(flow));
+        let fill = quiet.max(free / self.stream_before_wait(flow, free));
         if fill <= 0.0 {
             return idle;
         }

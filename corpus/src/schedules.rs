@@ -64,13 +64,13 @@ pub fn all_shipped() -> &'static [Shipped] {
 }
 
 /// The distance between two shapes: the sum of `|ln ratio|` of hidden, ffn, layers, heads and key/value heads. `None`
-/// if the element types of operands or of codes differ.
+/// if the element types of operands or of codes differ, or only one has experts.
 #[must_use]
 pub fn shape_distance(a: &GraphShape, b: &GraphShape) -> Option<f64> {
     let sizes =
         |GraphShape { dims: s, .. }: &GraphShape| [s.hidden, s.ffn, s.layers, s.heads, s.kv_heads];
     let pairs = sizes(a).into_iter().zip(sizes(b));
-    ((a.dims.dtype, a.codes) == (b.dims.dtype, b.codes))
+    ((a.dims.dtype, a.codes, a.experts) == (b.dims.dtype, b.codes, b.experts))
         .then(|| pairs.map(|(a, b)| ratio(a.into(), b.into())).sum())
 }
 
@@ -134,7 +134,7 @@ mod tests {
     };
 
     const fn at(target: &'static str, dims: Dims, context: u32) -> Shipped {
-        of(target, GraphShape { dims, codes: None }, context)
+        of(target, GraphShape { dims, codes: None, experts: false }, context)
     }
 
     const fn of(target: &'static str, shape: GraphShape, context: u32) -> Shipped {
@@ -144,7 +144,8 @@ mod tests {
     const LONGER: Dims = Dims { layers: 20, ..DIMS };
     const TUNED: Dims = Dims { vocab: 128_264, ..DIMS };
     const HALF: Dims = Dims { dtype: ir::DType::F16, ..DIMS };
-    const CODES: GraphShape = GraphShape { dims: HALF, codes: Some(ir::DType::Int4G128) };
+    const CODES: GraphShape =
+        GraphShape { dims: HALF, codes: Some(ir::DType::Int4G128), experts: false };
     const FAR: Dims = Dims { hidden: 8192, ffn: 28_672, ..DIMS };
 
     static ALL: &[Shipped] = &[
@@ -158,7 +159,7 @@ mod tests {
     ];
 
     fn found(all: &'static [Shipped], dims: Dims, gpu: &str, context: u32) -> Vec<(u32, u32)> {
-        found_of(all, GraphShape { dims, codes: None }, gpu, context)
+        found_of(all, GraphShape { dims, codes: None, experts: false }, gpu, context)
     }
 
     fn found_of(
@@ -234,7 +235,9 @@ mod tests {
     #[test]
     fn another_vocabulary_is_a_similar_shape() {
         let target = Target::by_name("h200").expect("a known target");
-        let best = matching(ALL, &GraphShape { dims: TUNED, codes: None }, &target, 128)[0];
+        let best =
+            matching(ALL, &GraphShape { dims: TUNED, codes: None, experts: false }, &target, 128)
+                [0];
         assert_eq!((best.same_shape, best.distance, best.shipped.context), (false, 0.0, 128));
     }
 }

@@ -25,6 +25,8 @@ const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.inspect_kernel.v
 const NOT_WRITTEN: [&str; 4] =
     ["amk.bundle.v1", "amk.landscape.v1", "amk.ledger.v2", "amk.verdict.v1"];
 
+/// A search from the neutral schedule, so that trials are kept and reverted.
+const SEARCH: &str = "loop --schedule neutral --budget 4 --strategy hill-climb --out runs/a";
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
@@ -70,18 +72,7 @@ fn documents() -> BTreeMap<String, Fields> {
         with_toy(&["propose"]),
         with_toy(&["evaluate", "--config", "a.json"]),
         with_toy(&["evaluate", "--config", "bad.json"]),
-        // From the neutral schedule, so that trials are kept and reverted.
-        with_toy(&[
-            "loop",
-            "--schedule",
-            "neutral",
-            "--budget",
-            "4",
-            "--strategy",
-            "hill-climb",
-            "--out",
-            "runs/a",
-        ]),
+        with_toy(&SEARCH.split(' ').collect::<Vec<_>>()),
         with_toy(&["loop", "--budget", "3", "--seed", "4", "--out", "runs/b"]),
         plain("runs list runs"),
         plain("runs verify runs"),

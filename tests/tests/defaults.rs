@@ -58,11 +58,7 @@ fn a_similar_shape_is_predicted_no_worse_than_the_rule() {
         let own = GraphShape::from(&graph);
         let others = corpus::shipped(&own, &h200, 128);
         let Some(other) = others.into_iter().find(|found| !found.same_shape) else { continue };
-        // Where it does not fit, the rule is taken: experts of mixtral leave little room for a ring.
-        let Ok(config) = read_config(other.shipped.schedule, &graph, &h200) else {
-            assert_eq!(preset.name, "mixtral-8x7b");
-            continue;
-        };
+        let config = read_config(other.shipped.schedule, &graph, &h200).expect("it fits");
         let rule = predicted(&default_config(&graph, &h200), &graph, &h200);
         let similar = predicted(&config, &graph, &h200);
         println!(
@@ -72,5 +68,5 @@ fn a_similar_shape_is_predicted_no_worse_than_the_rule() {
         assert!(similar <= 1.001 * rule, "{}: {similar} us, the rule {rule}", preset.name);
         taken += 1;
     }
-    assert_eq!(taken, 8, "shapes with a neighbour");
+    assert_eq!(taken, 7, "dense shapes with a neighbour");
 }

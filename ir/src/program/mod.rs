@@ -310,7 +310,7 @@ impl From<&Graph> for Dims {
     }
 }
 
-/// What schedules are looked up by: the dimensions of a graph, and the element type of its codes.
+/// What schedules are looked up by: the dimensions of a graph, the element type of its codes, and whether it has experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GraphShape {
     /// The dimensions.
@@ -319,11 +319,15 @@ pub struct GraphShape {
     /// Element type of the matrices that are codes, if some are ([`Graph::codes`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub codes: Option<DType>,
+    /// Whether layers have experts.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub experts: bool,
 }
 
 impl From<&Graph> for GraphShape {
     fn from(graph: &Graph) -> Self {
-        Self { dims: Dims::from(graph), codes: graph.codes() }
+        let experts = graph.layers.iter().any(|layer| layer.gated().is_none());
+        Self { dims: Dims::from(graph), codes: graph.codes(), experts }
     }
 }
 

@@ -218,9 +218,7 @@ impl<'a> Simulation<'a> {
         let attends = matches!(task.work, Work::Attention { .. });
         let mut multiply = 0.0;
         if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
-            let phase = &self.plan.phases[task.phase as usize];
-            let all = (phase.stream_bytes + phase.kv_bytes) as f64;
-            let mean = all / self.plan.workers.len() as f64;
+            let mean = self.plan.mean_bytes(task.phase);
             let stream = self.speeds.stream_of(&flow, mean / bytes);
             let needed = bytes / flow.payload;
             let missing = (needed - state.arrived).max(0.0);

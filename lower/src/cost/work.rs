@@ -143,6 +143,14 @@ impl Plan {
     }
 }
 
+impl Plan {
+    /// Bytes of a phase, of an average worker.
+    pub(super) fn mean_bytes(&self, phase: u32) -> f64 {
+        let phase = &self.phases[phase as usize];
+        (phase.stream_bytes + phase.kv_bytes) as f64 / self.workers.len() as f64
+    }
+}
+
 /// Average number of stages, by the rule that the device loads by.
 struct Stages {
     units: f64,

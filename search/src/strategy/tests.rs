@@ -221,7 +221,7 @@ fn a_trial_of_another_kernel_or_format_counts_for_less() {
             layers,
             dtype,
         };
-        GraphShape { dims, codes: None }
+        GraphShape { dims, codes: None, experts: false }
     };
     let here = shape(8, ir::DType::Bf16);
     let counts = |same_kernel, there| weight(same_kernel, &here, &there);

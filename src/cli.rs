@@ -481,14 +481,14 @@ pub(crate) struct LoopArgs {
     #[serde(default, deserialize_with = "gpu::cards")]
     #[schemars(extend("items" = gpu::card_schema()))]
     pub(crate) devices: Vec<u32>,
-    /// Where the search begins: auto (the schedule shipped for this shape, else default), found, shipped, default (rule-based) or neutral
-    /// (a slow start of studies). Default: auto, or the resumed search's.
+    /// Where the search begins: auto (shipped for this shape, else default), found, shipped, default (rule-based) or neutral (a slow
+    /// start). Default: auto, or the resumed search's.
     #[arg(long, value_enum, value_name = "NAME", hide_possible_values = true)]
     #[serde(default)]
     #[schemars(with = "Option<String>", extend("enum" = ["auto", "found", "shipped", "default", "neutral"], "type" = "string"))]
     pub(crate) schedule: Option<ScheduleChoice>,
-    /// Tokens of context that schedules are judged at, such as 2048 or 128,2048,8192: of several, the geometric mean of the times per
-    /// token. Default: about 128, or the resumed search's.
+    /// Tokens of context to judge schedules at, such as 128,2048: of several, by the geometric mean of their times. Default: about 128,
+    /// or the resumed search's.
     #[arg(long, value_delimiter = ',', value_name = "TOKENS")]
     #[serde(default)]
     pub(crate) context: Vec<u32>,
@@ -508,9 +508,17 @@ pub(crate) struct LoopArgs {
     #[serde(skip)]
     pub(crate) proposer: Option<String>,
     /// The least gain worth keeping, in percent. Default: 1 when measured, 0.1 when predicted.
-    #[arg(long, value_name = "PERCENT")]
+    #[arg(long, value_name = "PERCENT", value_parser = text::percent)]
     #[schemars(range(min = 0), extend("exclusiveMaximum" = 100))]
     pub(crate) min_gain: Option<f64>,
+    /// End when the kept trials save this percentage of the first schedule's time.
+    #[arg(long, value_name = "PERCENT", value_parser = text::percent)]
+    #[schemars(extend("exclusiveMinimum" = 0, "exclusiveMaximum" = 100))]
+    pub(crate) goal: Option<f64>,
+    /// End when the time is within this percentage of its bound, bytes or hand-offs.
+    #[arg(long, value_name = "PERCENT", value_parser = text::percent)]
+    #[schemars(range(min = 0))]
+    pub(crate) stop_within: Option<f64>,
     /// Continue the search in --out (default: the latest one in runs/).
     #[arg(long)]
     #[serde(default)]

@@ -10,6 +10,8 @@ use serde_json::Value;
 mod chat;
 #[path = "cli_tests/compatibility.rs"]
 mod compatibility;
+#[path = "cli_tests/enough.rs"]
+mod enough;
 #[path = "cli_tests/feedback.rs"]
 mod feedback;
 #[path = "cli_tests/gpus.rs"]

@@ -636,9 +636,18 @@ pub(crate) fn checks() -> Vec<Check> {
             Err(error) => error.to_string(),
         };
         checks.push(Check::new("bandwidth", bandwidth.is_ok(), found));
+        checks.extend(info.ok().and_then(|info| vm_host::gpu_state(&info.uuid)).map(state));
         checks.extend(links());
     }
     checks
+}
+
+/// What the driver tells of the GPU. Held down right after the bandwidth was measured, it would be so in every measurement.
+fn state(gpu: abi::GpuState) -> Check {
+    let well = gpu.throttled.is_empty() && gpu.ecc_errors.unwrap_or(0) == 0;
+    Check::new("state", well, gpu.line()).or(
+        "nvidia-smi -q says more: a power cap or heat slows every measurement down, memory errors ask for a reset of the GPU",
+    )
 }
 
 /// The links between the GPUs, if there are several.

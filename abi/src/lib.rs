@@ -6,6 +6,7 @@
 //!
 //! **Promises.** Little-endian, `repr(C)`, no padding, reserved words are zero. This crate holds layout, never policy.
 
+mod gpu;
 mod header;
 mod layout;
 mod limits;
@@ -16,6 +17,7 @@ mod task;
 mod telemetry;
 mod transition;
 
+pub use gpu::GpuState;
 pub use header::{abi_hash, c_field_asserts, c_header, program_hash};
 pub use layout::{Field, StructLayout, WireType, structs};
 pub use limits::*;
@@ -35,6 +37,6 @@ pub use task::{
 };
 pub use telemetry::{
     Activity, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,
-    WorkerHeartbeat, WorkerWords, telemetry_structs,
+    ThrottleReason, WorkerHeartbeat, WorkerWords, telemetry_structs,
 };
 pub use transition::{CHANGES, Change, Side, Transition, transition};

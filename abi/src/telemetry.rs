@@ -73,6 +73,24 @@ wire_enum! {
     }
 }
 
+wire_enum! {
+    /// Why a GPU's clocks are held down. An idle GPU and clocks that were set on purpose are not among the reasons.
+    ThrottleReason {
+        /// The driver keeps to the power limit.
+        PowerCap = 0 "power cap",
+        /// The hardware slows down, for any of its reasons.
+        Hardware = 1 "hardware slowdown",
+        /// It keeps to the clocks of the group that it boosts with.
+        SyncBoost = 2 "sync boost",
+        /// The driver slows a hot GPU down.
+        DriverThermal = 3 "thermal slowdown by the driver",
+        /// The hardware slows a hot GPU down.
+        HardwareThermal = 4 "thermal slowdown by the hardware",
+        /// The power supply asks for less.
+        PowerBrake = 5 "power brake",
+    }
+}
+
 wire_struct! {
     /// Head of the page: its process, what it has done, and how long it took.
     amk_telemetry align(64) size(1792)
@@ -197,8 +215,27 @@ wire_struct! {
         pub batches: u64,
         /// Turns of sequences in these commands.
         pub batched: u64,
+        /// The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones
+        /// stand for what the GPU cannot tell.
+        pub gpu_sm_mhz: u32,
+        /// Clock of its memory in megahertz.
+        pub gpu_memory_mhz: u32,
+        /// Power that it draws, in milliwatts.
+        pub gpu_power_mw: u32,
+        /// Power that it may draw, in milliwatts.
+        pub gpu_power_limit_mw: u32,
+        /// Temperature of the chip in degrees Celsius.
+        pub gpu_temperature_c: u32,
+        /// Percent of the driver's last sampling period in which a kernel ran; a resident kernel that waits counts.
+        pub gpu_busy_percent: u32,
+        /// Memory errors since the driver was loaded that were not corrected.
+        pub gpu_ecc_errors: u32,
+        /// NVLinks that are up.
+        pub gpu_links: u32,
+        /// Why the clocks are held down: a bit for each `ThrottleReason`.
+        pub gpu_throttled: u32,
         /// Zero.
-        pub reserved_words: [u64; 5],
+        pub gpu_reserved: u32,
     }
 }
 
@@ -265,7 +302,7 @@ wire_struct! {
 /// First bytes of a page.
 pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
-pub const TELEMETRY_VERSION: u32 = 2;
+pub const TELEMETRY_VERSION: u32 = 3;
 
 /// The parts of the page, for its documentation. They are host-only: the device's header has only the heartbeat.
 #[must_use]

@@ -64,7 +64,16 @@ struct amk_telemetry {
   uint32_t reserved;                   /* 1732: Zero. */
   uint64_t batches;                    /* 1736: Commands that ran several sequences at once. */
   uint64_t batched;                    /* 1744: Turns of sequences in these commands. */
-  uint64_t reserved_words[5];          /* 1752: Zero. */
+  uint32_t gpu_sm_mhz;                 /* 1752: The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones */
+  uint32_t gpu_memory_mhz;             /* 1756: Clock of its memory in megahertz. */
+  uint32_t gpu_power_mw;               /* 1760: Power that it draws, in milliwatts. */
+  uint32_t gpu_power_limit_mw;         /* 1764: Power that it may draw, in milliwatts. */
+  uint32_t gpu_temperature_c;          /* 1768: Temperature of the chip in degrees Celsius. */
+  uint32_t gpu_busy_percent;           /* 1772: Percent of the driver's last sampling period in which a kernel ran; a resident kernel that waits counts. */
+  uint32_t gpu_ecc_errors;             /* 1776: Memory errors since the driver was loaded that were not corrected. */
+  uint32_t gpu_links;                  /* 1780: NVLinks that are up. */
+  uint32_t gpu_throttled;              /* 1784: Why the clocks are held down: a bit for each `ThrottleReason`. */
+  uint32_t gpu_reserved;               /* 1788: Zero. */
 };
 
 /* 64 bytes. */

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 /// Relative difference up to which two readings of the SM clock count as equal: two of its steps of 15 MHz.
 const SAME: f64 = 0.016;
 
-/// Clock readings at one moment.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Clock readings at one moment, with what sets them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Clocks {
     /// SM clock, in megahertz.
     pub sm_mhz: u32,
@@ -17,10 +17,16 @@ pub struct Clocks {
     pub memory_mhz: u32,
     /// Reasons of throttling, in words.
     pub throttled: Vec<String>,
+    /// Power that the card draws, in watts.
+    #[serde(default)]
+    pub power_w: Option<f64>,
+    /// Temperature of the chip, in degrees Celsius.
+    #[serde(default)]
+    pub temperature_c: Option<u32>,
 }
 
 /// The readings before and after each run of timed blocks.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ClockReadings {
     /// In the order in which they were taken.
     pub all: Vec<Clocks>,
@@ -56,6 +62,12 @@ impl ClockReadings {
             "clocks: SM {} MHz before and {} MHz after, memory {} MHz",
             first.sm_mhz, last.sm_mhz, last.memory_mhz
         )];
+        if let (Some(before), Some(after)) = (first.power_w, last.power_w) {
+            notes.push(format!("power: {before:.0} W before and {after:.0} W after"));
+        }
+        if let (Some(before), Some(after)) = (first.temperature_c, last.temperature_c) {
+            notes.push(format!("temperature: {before} C before and {after} C after"));
+        }
         if let Some((low, high)) = self.changed() {
             notes.push(format!("clocks changed while timed: SM {low} to {high} MHz"));
         }
@@ -73,7 +85,7 @@ mod tests {
 
     fn reading(sm_mhz: u32, throttled: &[&str]) -> Clocks {
         let throttled = throttled.iter().map(|&reason| reason.to_owned()).collect();
-        Clocks { sm_mhz, memory_mhz: 3201, throttled }
+        Clocks { sm_mhz, memory_mhz: 3201, throttled, ..Clocks::default() }
     }
 
     #[test]
@@ -86,5 +98,11 @@ mod tests {
         assert_eq!(back.len(), 3, "{back:?}");
         assert_eq!(back[1], "clocks changed while timed: SM 1755 to 1980 MHz");
         assert_eq!(back[2], "throttled while timed: power cap");
+        let hot = Clocks { power_w: Some(699.6), temperature_c: Some(71), ..reading(1980, &[]) };
+        let hot = notes(&[hot.clone(), Clocks { temperature_c: Some(73), ..hot }]);
+        assert_eq!(
+            hot[1..],
+            ["power: 700 W before and 700 W after", "temperature: 71 C before and 73 C after"]
+        );
     }
 }

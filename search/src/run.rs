@@ -16,6 +16,7 @@ use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Device, DeviceError};
 use crate::device_worker::{Job, LastJob, Lead, Noise};
+use crate::enough::Enough;
 use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
@@ -41,6 +42,10 @@ pub enum StoppedBy {
     Time,
     /// No new schedule was found.
     Exhausted,
+    /// The goal of [`Enough`] is reached.
+    Goal,
+    /// The incumbent is as near to its bound as [`Enough`] asks.
+    Bound,
     /// The caller stopped it.
     Interrupted,
 }
@@ -84,6 +89,9 @@ pub struct Search<'a> {
     /// The devices.
     fleet: Fleet<'a>,
     settings: Arc<Settings>,
+    enough: Enough,
+    /// Whether that is reached, and which of the two. The race at the end does not change it.
+    reached: Option<StoppedBy>,
     strategy: Arc<dyn Strategy>,
     /// The trials so far, with the checks for those of a ledger.
     rows: Audit,
@@ -130,6 +138,8 @@ impl<'a> Search<'a> {
             fleet: Fleet::new(pool),
             strategy: strategy(StrategyName::HillClimb, search_space, Known::default()),
             settings: Arc::new(settings),
+            enough: Enough::default(),
+            reached: None,
             rows: Audit::new(terms),
             history: History::new(default),
             programs: BTreeSet::new(),
@@ -144,6 +154,12 @@ impl<'a> Search<'a> {
     #[must_use]
     pub fn with_strategy(self, strategy: Arc<dyn Strategy>) -> Self {
         Self { strategy, ..self }
+    }
+
+    /// Ends the search before its budget is spent, as soon as this is reached. The race at its end takes place all the same.
+    #[must_use]
+    pub fn until(self, enough: Enough) -> Self {
+        Self { enough, ..self }
     }
 
     /// Records what trials spend their time on, by this clock. The times decide nothing.
@@ -234,16 +250,21 @@ impl<'a> Search<'a> {
     pub fn step(&mut self, elapsed: Duration) -> Result<Step, SearchError> {
         let budget = self.settings.budget;
         let spent = budget.is_spent(self.trials().len() as u64, elapsed);
-        let trial = if spent { None } else { self.next_trial(Phase::Search, elapsed)? };
+        let trial = if spent || self.reached.is_some() {
+            None
+        } else {
+            self.next_trial(Phase::Search, elapsed)?
+        };
         let trial = match trial {
             Some(trial) => Some(trial),
             None => self.next_trial(Phase::Finals, elapsed)?,
         };
         let Some(trial) = trial else {
-            return Ok(Step::Done(match budget {
-                Budget::Trials(_) if spent => StoppedBy::Trials,
-                Budget::Time(_) if spent => StoppedBy::Time,
-                Budget::Trials(_) | Budget::Time(_) => StoppedBy::Exhausted,
+            return Ok(Step::Done(match (self.reached, budget) {
+                (Some(enough), _) => enough,
+                (None, Budget::Trials(_)) if spent => StoppedBy::Trials,
+                (None, Budget::Time(_)) if spent => StoppedBy::Time,
+                (None, Budget::Trials(_) | Budget::Time(_)) => StoppedBy::Exhausted,
             }));
         };
         let trial = Trial { left_out: self.fleet.take_left_out(), ..trial };
@@ -340,6 +361,9 @@ impl<'a> Search<'a> {
         self.programs.extend(trial.verdict.program_id.clone());
         self.rejected += trial.skipped.rejected;
         self.rows.push(trial);
+        if self.reached.is_none() {
+            self.reached = self.enough.reached(self.trials(), self.champion());
+        }
     }
 
     /// Runs the champion again, on longer and fresh tokens and, if there is a device, against the baseline. `None` if

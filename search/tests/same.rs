@@ -132,7 +132,7 @@ impl Device for Biased<'_> {
 
     fn clocks(&mut self) -> Option<Clocks> {
         let sm_mhz = (self.sm_mhz)();
-        Some(Clocks { sm_mhz, memory_mhz: 3201, throttled: Vec::new() })
+        Some(Clocks { sm_mhz, memory_mhz: 3201, throttled: Vec::new(), ..Clocks::default() })
     }
 
     fn time(&mut self, pair: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {

@@ -8,6 +8,14 @@ use clap::builder::TypedValueParser;
 
 use super::{ConfigArgs, ModelArgs, PrefillArgs, ReadByChoice, SamplingArgs, gpu};
 
+/// Parses `20` or `20%`.
+pub(super) fn percent(text: &str) -> Result<f64, String> {
+    let number = text.trim().trim_end_matches('%').trim_end().parse::<f64>().ok();
+    number
+        .filter(|number| number.is_finite())
+        .ok_or_else(|| format!("{text:?} is no percentage: give a number, such as 20 or 20%"))
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]

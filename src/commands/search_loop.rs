@@ -124,7 +124,7 @@ pub(crate) fn answer_on(
                 settings,
             ),
         };
-        let search = search.with_strategy(strategy).with_clock(spent::clock);
+        let search = search.with_strategy(strategy).with_clock(spent::clock).until(header.enough);
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.trials.iter().map(|trial| trial.ended_s).fold(0.0, f64::max);
         let lines: Vec<Vec<String>> = past.trials.iter().map(cells).collect();

@@ -43,9 +43,14 @@ pub(crate) fn open_process<'a>(
 
 /// The current clocks of the card. NVML works here too: it needs no context.
 pub(crate) fn clocks(uuid: &str) -> Option<Clocks> {
-    let clocks = vm_host::card_clocks(uuid)?;
-    let throttled = clocks.throttled.into_iter().map(str::to_owned).collect();
-    Some(Clocks { sm_mhz: clocks.sm_mhz, memory_mhz: clocks.memory_mhz, throttled })
+    let state = vm_host::gpu_state(uuid)?;
+    Some(Clocks {
+        sm_mhz: state.sm_mhz,
+        memory_mhz: state.memory_mhz,
+        throttled: state.held_down().map(str::to_owned).collect(),
+        power_w: state.power_w,
+        temperature_c: state.temperature_c,
+    })
 }
 
 /// The command `amk device-child ..`, which runs [`serve`]. A GPU that is made visible alone is number 0 there.
@@ -84,7 +89,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
     let watch = Kernel::new(monitor.clone(), page.clone());
     let open = |board: &Board| {
         let mut gpu = Gpu::open(&context, Some(board), true).map_err(unopened)?;
-        gpu.observed(&monitor, &page);
+        let _ = gpu.observed(&monitor, &page); // the parent reads the card's state with each measurement
         Ok(gpu)
     };
     remote::serve(watch, open).map_err(|error| Failure::usage(error.to_string()))?;

@@ -7,14 +7,15 @@ use super::Gpu;
 use crate::observe::SharedMonitor;
 
 impl Gpu<'_> {
-    /// Registers the monitor for its later kernels, and the page for transfers to the device.
-    pub(crate) fn observed(&mut self, monitor: &SharedMonitor, page: &Publisher) {
+    /// Registers the monitor for its later kernels, and the page for transfers to the device. Returns the driver's id of the card.
+    pub(crate) fn observed(&mut self, monitor: &SharedMonitor, page: &Publisher) -> &str {
         page.edit(|edit| {
             edit.device(&self.info.name);
             let known = self.bandwidth.unwrap_or(self.context.target.total_bandwidth() as f64);
             edit.head().bandwidth = known as u64;
         });
         (self.monitor, self.page) = (monitor.clone(), Some(page.clone()));
+        &self.info.uuid
     }
 
     /// Records a launch: of a newly booted machine, or of one that had its weights already.

@@ -358,7 +358,7 @@ impl Engine {
         let Some(mut device) = self.context.open_here(false)? else {
             return Err(Failure::missing("capability missing: no CUDA device"));
         };
-        device.observed(observer.monitor(), observer.publisher());
+        observer.observe(&mut device);
         device.set_prefill(self.prefill.prefill)?;
         if let Some(streaming) = self.streaming {
             device.stream_weights(streaming);

@@ -1,13 +1,14 @@
 //! The telemetry page of this process, and the thread that keeps it fresh: it publishes a heartbeat, polls the kernel
 //! if there is one, and writes the metrics file.
 
+mod gpu;
 mod kernel;
 mod sequences;
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,11 @@ use abi::Activity;
 use telemetry::{Page, Publisher, Reader, now_ns};
 
 use crate::context::Context;
+use crate::device::Gpu;
 use crate::failure::Failure;
 use crate::report;
 
+use gpu::GpuWatch;
 pub(crate) use kernel::KernelWatch;
 pub(crate) use sequences::Sequences;
 
@@ -38,6 +41,8 @@ pub(crate) struct Observer {
     publisher: Publisher,
     /// The kernel that the thread polls, once there is one.
     monitor: SharedMonitor,
+    /// The driver's id of the GPU, once there is one.
+    gpu: Arc<OnceLock<String>>,
     over: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -57,12 +62,15 @@ impl Observer {
         }
         let (over, ended) = channel();
         let monitor = SharedMonitor::default();
-        let (page, looked) = (publisher.clone(), monitor.clone());
+        let gpu = Arc::<OnceLock<String>>::default();
+        let (page, looked, read) = (publisher.clone(), monitor.clone(), gpu.clone());
         let run = move || {
             let mut watch = KernelWatch::default();
             let mut written = Instant::now();
+            let mut gpu = GpuWatch::new(read);
             while ended.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
                 look(&page, &looked, &mut watch);
+                gpu.look(&page);
                 if let Some(file) = file.as_ref().filter(|file| written.elapsed() >= file.every) {
                     written = Instant::now();
                     let _ = write_metrics(&file.path, &reader); // it was possible at the start
@@ -75,16 +83,17 @@ impl Observer {
         };
         let thread = std::thread::Builder::new().name("telemetry".to_owned()).spawn(run);
         let thread = thread.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        Ok(Self { publisher, monitor, over: Some(over), thread: Some(thread) })
+        Ok(Self { publisher, monitor, gpu, over: Some(over), thread: Some(thread) })
     }
 
     pub(crate) fn publisher(&self) -> &Publisher {
         &self.publisher
     }
 
-    /// The place where a machine publishes its monitor handle.
-    pub(crate) fn monitor(&self) -> &SharedMonitor {
-        &self.monitor
+    /// Observes the kernels that a device runs from now on, and its GPU.
+    pub(crate) fn observe(&self, device: &mut Gpu<'_>) {
+        let gpu = device.observed(&self.monitor, &self.publisher);
+        let _ = self.gpu.set(gpu.to_owned()); // a process has one
     }
 }
 

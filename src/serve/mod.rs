@@ -252,7 +252,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let every = Duration::from_secs(u64::from(args.metrics_every));
     let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
     let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
-    gpu.iter_mut().for_each(|gpu| gpu.observed(observer.monitor(), observer.publisher()));
+    gpu.iter_mut().for_each(|gpu| observer.observe(gpu));
     let said = Sequences::new(observer.publisher(), gpu.is_none());
     if let Some(lowered) = &lowered {
         let bytes = lowered.program.stream_bytes();

@@ -108,6 +108,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "resident": head.resident_bytes, "weights": head.weights_bytes, "arrived": head.arrived_bytes,
             "streamed": head.streamed_bytes, "uploaded": head.uploaded_bytes, "avoided": head.avoided_bytes,
         },
+        "gpu": head.gpu(),
         "kv_pages": {"all": head.kv_pages, "held": head.kv_held, "promised": head.kv_promised},
         "telemetry": {
             "writes": head.writes,

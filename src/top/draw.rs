@@ -156,6 +156,9 @@ fn figures(sheet: &mut Sheet, view: &View<'_>) {
     };
     let how = if rates.counted { "counted" } else { "weights times positions" };
     sheet.row("reads", format!("{}B/s{of} while running ({how})", short(rates.bytes)));
+    if let Some(gpu) = head.gpu() {
+        sheet.row("gpu", gpu.line());
+    }
     let shares = rates.shares;
     sheet.row(
         "time",

@@ -41,6 +41,16 @@ fn served(at_ns: u64, tokens: u64) -> Look {
         (2_470_000_000, 2_470_000_000, 2_470_000_000);
     (head.kv_pages, head.kv_held, head.kv_promised) = (255, 9, 24);
     (head.batches, head.batched) = (tokens / 4, tokens);
+    head.set_gpu(&abi::GpuState {
+        sm_mhz: 1755,
+        memory_mhz: 3201,
+        power_w: Some(699.25),
+        power_limit_w: Some(700.0),
+        temperature_c: Some(71),
+        busy_percent: Some(100),
+        throttled: vec![abi::ThrottleReason::PowerCap],
+        ..abi::GpuState::default()
+    });
     head.streamed_bytes = tokens * 2_480_000_000;
     (head.writes, head.write_ns) = (tokens, tokens * 900);
     for (place, (priority, state)) in

@@ -2,7 +2,7 @@
 
 use std::fmt::{Error, Write as _};
 
-use abi::{Activity, EntryState, SequenceEnd, Telemetry};
+use abi::{Activity, EntryState, SequenceEnd, Telemetry, ThrottleReason};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
@@ -139,6 +139,71 @@ impl Snapshot {
         ]
     }
 
+    /// The GPU, once it was read; what it cannot tell is left out.
+    fn gpu(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
+        use MetricType::{Counter, Gauge};
+        let Some(gpu) = self.0.head.gpu() else { return Ok(()) };
+        let other = |unit: &str| Some(Unit::Other(unit.to_owned()));
+        let hertz = |mhz: u32| Some(f64::from(mhz) * 1e6);
+        let rows = [
+            (
+                "gpu_sm_clock",
+                other("hertz"),
+                Gauge,
+                "Clock of the multiprocessors.",
+                hertz(gpu.sm_mhz),
+            ),
+            (
+                "gpu_memory_clock",
+                other("hertz"),
+                Gauge,
+                "Clock of the memory.",
+                hertz(gpu.memory_mhz),
+            ),
+            ("gpu_power", other("watts"), Gauge, "Power that the GPU draws.", gpu.power_w),
+            (
+                "gpu_power_limit",
+                other("watts"),
+                Gauge,
+                "Power that it may draw.",
+                gpu.power_limit_w,
+            ),
+            (
+                "gpu_temperature",
+                Some(Unit::Celsius),
+                Gauge,
+                "Temperature of the chip.",
+                gpu.temperature_c.map(f64::from),
+            ),
+            (
+                "gpu_busy",
+                Some(Unit::Ratios),
+                Gauge,
+                "Share of the driver's last sampling period in which a kernel ran.",
+                gpu.busy_percent.map(|percent| f64::from(percent) / 100.0),
+            ),
+            (
+                "gpu_ecc_errors",
+                None,
+                Counter,
+                "Memory errors since the driver was loaded that were not corrected.",
+                gpu.ecc_errors.map(f64::from),
+            ),
+            ("gpu_links", None, Gauge, "NVLinks that are up.", gpu.links.map(f64::from)),
+        ];
+        for (name, unit, kind, help, value) in rows {
+            let Some(value) = value else { continue };
+            number(encoder.encode_descriptor(name, help, unit.as_ref(), kind)?, kind, value)?;
+        }
+        let help = "Whether the clocks are held down, by reason.";
+        let mut family = encoder.encode_descriptor("gpu_throttled", help, None, Gauge)?;
+        for why in ThrottleReason::ALL {
+            let holds = f64::from(u8::from(gpu.throttled.contains(why)));
+            number(family.encode_family(&[("reason", why.name())])?, Gauge, holds)?;
+        }
+        Ok(())
+    }
+
     fn steps(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), Error> {
         let head = &self.0.head;
         let about = "Steps of the machine, one position each.";
@@ -205,6 +270,7 @@ impl Collector for Snapshot {
                 number(family.encode_family(&[(label, of)])?, kind, value)?;
             }
         }
+        self.gpu(&mut encoder)?;
         self.steps(&mut encoder)
     }
 }
@@ -267,6 +333,8 @@ fn encoded(collector: Box<dyn Collector>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use abi::GpuState;
+
     use super::*;
 
     /// The value of a name with its labels.
@@ -288,8 +356,24 @@ mod tests {
         page.head.steps[BUCKETS - 1] = 1;
         page.head.steps_ns = 2_000_000_000;
         (page.sessions[3].serial, page.sessions[3].positions) = (9, 12);
+        assert!(!openmetrics(page.clone()).contains("amk_gpu"), "no GPU was read");
+        page.head.set_gpu(&GpuState {
+            sm_mhz: 1755,
+            power_w: Some(699.5),
+            ecc_errors: Some(2),
+            busy_percent: Some(97),
+            throttled: vec![ThrottleReason::PowerCap],
+            ..GpuState::default()
+        });
         let text = openmetrics(page);
         assert!(text.ends_with("# EOF\n"), "{text}");
+        assert!((value(&text, "amk_gpu_sm_clock_hertz") - 1.755e9).abs() < 1e-9);
+        assert!((value(&text, "amk_gpu_power_watts") - 699.5).abs() < 1e-9);
+        assert!((value(&text, "amk_gpu_busy_ratios") - 0.97).abs() < 1e-9);
+        assert!((value(&text, "amk_gpu_ecc_errors_total") - 2.0).abs() < 1e-9);
+        assert!((value(&text, "amk_gpu_throttled{reason=\"power cap\"}") - 1.0).abs() < 1e-9);
+        assert!(value(&text, "amk_gpu_throttled{reason=\"power brake\"}").abs() < 1e-9);
+        assert!(!text.contains("amk_gpu_temperature"), "what the GPU cannot tell is left out");
         assert!(text.contains("model=\"a\\\"b\\\\c\""), "{text}");
         assert!((value(&text, "amk_sequences_ended_total{outcome=\"stop\"}") - 3.0).abs() < 1e-9);
         assert!((value(&text, "amk_occupancy{state=\"claimed\"}") - 1.0).abs() < 1e-9);

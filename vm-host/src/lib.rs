@@ -50,9 +50,7 @@ pub use machine::{
     Sequence, TensorCheck, WeightStreamReport,
 };
 pub use monitor::Monitor;
-pub use nvml::{
-    CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,
-};
+pub use nvml::{compute_processes, driver_version, gpu_state, max_clocks, visible_name};
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{
     GemmShape, KernelTime, PrefillOptions, Prefilled, compile_prompts, prefill_kernel_id,

@@ -1,34 +1,27 @@
-//! NVML queries for a card: the processes on it, its clocks and its driver. The library comes with the driver and is loaded at run time. Where
+//! NVML queries for a card: the processes on it, its state and its driver. The library comes with the driver and is loaded at run time. Where
 //! it is missing, or a container hides what is outside, nothing is known.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+use abi::{GpuState, ThrottleReason};
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
-use nvml_wrapper::enum_wrappers::device::Clock;
+use nvml_wrapper::enum_wrappers::device::{Clock, EccCounter, MemoryError, TemperatureSensor};
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
-/// Clock throttle reasons that slow a measurement down. An idle card and clocks that were set on purpose are not among them.
-const REASONS: [(ThrottleReasons, &str); 6] = [
-    (ThrottleReasons::SW_POWER_CAP, "power cap"),
-    (ThrottleReasons::HW_SLOWDOWN, "hardware slowdown"),
-    (ThrottleReasons::SYNC_BOOST, "sync boost"),
-    (ThrottleReasons::SW_THERMAL_SLOWDOWN, "thermal slowdown by the driver"),
-    (ThrottleReasons::HW_THERMAL_SLOWDOWN, "thermal slowdown by the hardware"),
-    (ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN, "power brake"),
+/// Clock throttle reasons that slow a measurement down, by NVML's bit.
+const REASONS: [(ThrottleReasons, ThrottleReason); 6] = [
+    (ThrottleReasons::SW_POWER_CAP, ThrottleReason::PowerCap),
+    (ThrottleReasons::HW_SLOWDOWN, ThrottleReason::Hardware),
+    (ThrottleReasons::SYNC_BOOST, ThrottleReason::SyncBoost),
+    (ThrottleReasons::SW_THERMAL_SLOWDOWN, ThrottleReason::DriverThermal),
+    (ThrottleReasons::HW_THERMAL_SLOWDOWN, ThrottleReason::HardwareThermal),
+    (ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN, ThrottleReason::PowerBrake),
 ];
 
-/// Clocks at a moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CardClocks {
-    /// Of the multiprocessors, in megahertz.
-    pub sm_mhz: u32,
-    /// Of the memory.
-    pub memory_mhz: u32,
-    /// Throttle reasons, as text.
-    pub throttled: Vec<&'static str>,
-}
+/// The most links of a card that are asked for; a Hopper card has 18.
+const LINKS_MAX: u32 = 18;
 
 /// NVML, which stays initialised until the process ends.
 fn nvml() -> Option<&'static Nvml> {
@@ -60,16 +53,38 @@ pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
     Some(processes?.into_iter().map(|process| process.pid).collect())
 }
 
-/// The clocks of the device with this id; `None` if NVML cannot tell.
+/// The state of the device with this id; `None` if NVML cannot tell its clocks.
 #[must_use]
-pub fn card_clocks(uuid: &str) -> Option<CardClocks> {
+pub fn gpu_state(uuid: &str) -> Option<GpuState> {
+    let watts = |milliwatts: u32| f64::from(milliwatts) / 1000.0;
+    let few = |errors: u64| u32::try_from(errors).unwrap_or(u32::MAX - 1);
+    let uncorrected = (MemoryError::Uncorrected, EccCounter::Volatile);
     ask(uuid, |device| {
-        Ok(CardClocks {
+        Ok(GpuState {
             sm_mhz: device.clock_info(Clock::SM)?,
             memory_mhz: device.clock_info(Clock::Memory)?,
-            throttled: words(device.current_throttle_reasons()?),
+            power_w: device.power_usage().ok().map(watts),
+            power_limit_w: device.enforced_power_limit().ok().map(watts),
+            temperature_c: device.temperature(TemperatureSensor::Gpu).ok(),
+            busy_percent: device.utilization_rates().ok().map(|rates| rates.gpu),
+            ecc_errors: device.total_ecc_errors(uncorrected.0, uncorrected.1).ok().map(few),
+            links: links_up(device),
+            throttled: reasons(device.current_throttle_reasons()?),
         })
     })
+}
+
+fn links_up(device: &Device<'_>) -> Option<u32> {
+    let mut up = 0;
+    for link in 0..LINKS_MAX {
+        match device.link_wrapper_for(link).is_active() {
+            Ok(active) => up += u32::from(active),
+            // Links are numbered without a gap; a card without them does not support the call.
+            Err(NvmlError::InvalidArg | NvmlError::NotSupported) => break,
+            Err(_) => return None,
+        }
+    }
+    Some(up)
 }
 
 /// The highest clocks of the device with this id, of its multiprocessors and its memory, in megahertz; `None` if NVML cannot tell.
@@ -86,8 +101,8 @@ pub fn driver_version() -> Option<String> {
     nvml()?.sys_driver_version().ok()
 }
 
-fn words(reasons: ThrottleReasons) -> Vec<&'static str> {
-    REASONS.iter().filter(|(reason, _)| reasons.contains(*reason)).map(|&(_, word)| word).collect()
+fn reasons(found: ThrottleReasons) -> Vec<ThrottleReason> {
+    REASONS.iter().filter(|(bit, _)| found.contains(*bit)).map(|&(_, reason)| reason).collect()
 }
 
 /// The device with this id as NVML and `CUDA_VISIBLE_DEVICES` name it: `GPU-` and five groups; `None` if it is no id.
@@ -117,18 +132,20 @@ mod tests {
     #[test]
     fn an_idle_card_and_set_clocks_are_no_reasons() {
         // The bits of nvml.h.
-        let said = |bits| words(ThrottleReasons::from_bits_truncate(bits));
-        assert_eq!(said(0x1 | 0x2 | 0x100), Vec::<&str>::new());
-        assert_eq!(said(0x4 | 0x40), ["power cap", "thermal slowdown by the hardware"]);
-        let others =
-            ["hardware slowdown", "sync boost", "thermal slowdown by the driver", "power brake"];
+        use ThrottleReason::{
+            DriverThermal, Hardware, HardwareThermal, PowerBrake, PowerCap, SyncBoost,
+        };
+        let said = |bits| reasons(ThrottleReasons::from_bits_truncate(bits));
+        assert_eq!(said(0x1 | 0x2 | 0x100), []);
+        assert_eq!(said(0x4 | 0x40), [PowerCap, HardwareThermal]);
+        let others = [Hardware, SyncBoost, DriverThermal, PowerBrake];
         assert_eq!(said(0x8 | 0x10 | 0x20 | 0x80), others);
     }
 
     #[test]
     fn of_a_device_that_is_not_here_nothing_is_known() {
         assert_eq!(compute_processes(NOT_HERE), None);
-        assert_eq!(card_clocks(NOT_HERE), None);
+        assert_eq!(gpu_state(NOT_HERE), None);
         assert_eq!(max_clocks(NOT_HERE), None);
     }
 }

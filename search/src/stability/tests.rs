@@ -19,7 +19,8 @@ fn required() -> Requirements {
 fn process(us: f64, noise: f64, seed: u64) -> Process {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed);
     let mut one = || us * (1.0 + noise * (rng.random::<f64>() - 0.5));
-    let reading = Clocks { sm_mhz: 1980, memory_mhz: 3201, throttled: Vec::new() };
+    let reading =
+        Clocks { sm_mhz: 1980, memory_mhz: 3201, throttled: Vec::new(), ..Clocks::default() };
     Process {
         correct: true,
         rejected_reason: None,
@@ -150,7 +151,12 @@ fn a_wide_interval_is_refused_and_a_narrow_one_is_not() {
 #[test]
 fn all_reasons_are_given_and_what_is_not_required_is_none() {
     let mut row = row();
-    row[0].clocks[1] = Clocks { sm_mhz: 900, memory_mhz: 1, throttled: vec!["heat".to_owned()] };
+    row[0].clocks[1] = Clocks {
+        sm_mhz: 900,
+        memory_mhz: 1,
+        throttled: vec!["heat".to_owned()],
+        ..Clocks::default()
+    };
     row[0].conditions = None;
     row[2].correct = false;
     assert!(judged(&row).expect_err("much is wrong").len() >= 6);

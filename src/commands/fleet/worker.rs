@@ -386,6 +386,8 @@ fn terms(args: &FleetWorkerArgs, leased: &Leased, folder: PathBuf) -> Result<Loo
         strategy: Some(spec.strategy.parse().map_err(|e| unread(format!("{e}")))?),
         proposer: None,
         min_gain: None,
+        goal: None,
+        stop_within: None,
         resume: false,
         out: Some(folder),
         store: Some("none".into()),

@@ -35,7 +35,7 @@ pub struct Found {
     pub ledger: PathBuf,
     /// The store that also holds its rows. None if there is none, or if it could not be kept up to date.
     pub store: Option<PathBuf>,
-    /// trials, time, exhausted or interrupted.
+    /// trials, time, exhausted, goal, bound or interrupted.
     pub stopped_by: String,
     /// The best schedule as a file for `--config`.
     pub best_config_file: Option<PathBuf>,

@@ -7,7 +7,7 @@ use clap::ValueEnum as _;
 use ir::program::GraphShape;
 use ir::schedule::ScheduleConfig;
 use search::strategy::{KnownRun, StrategyName};
-use search::{Budget, Conditions, DeviceInfo, LatencyKind, TIMED_TOKENS};
+use search::{Budget, Conditions, DeviceInfo, Enough, LatencyKind, TIMED_TOKENS};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -55,6 +55,8 @@ pub(super) struct Header {
     pub(super) device: String,
     pub(super) seed: u64,
     pub(super) budget: Budget,
+    #[serde(flatten)]
+    pub(super) enough: Enough,
     pub(super) explore: u64,
     #[serde(default = "hill_climb")]
     pub(super) strategy: StrategyName,
@@ -131,6 +133,7 @@ impl Header {
             device: String::new(),
             seed: args.seed.unwrap_or(0),
             budget,
+            enough: enough(args)?,
             explore: budget.explore(),
             strategy: args.strategy.unwrap_or_default(),
             known: Vec::new(),
@@ -162,6 +165,9 @@ impl Header {
         if let Some(budget) = args.budget {
             found.budget = budget;
         }
+        let given = enough(args)?;
+        found.enough.goal = given.goal.or(found.enough.goal);
+        found.enough.stop_within = given.stop_within.or(found.enough.stop_within);
         Ok(found)
     }
 
@@ -362,6 +368,25 @@ impl Header {
 
 pub(super) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// When a search ends before its budget is spent, in fractions.
+fn enough(args: &LoopArgs) -> Result<Enough, Failure> {
+    let goal = args.goal.map(|percent| percent / 100.0);
+    if let Some(goal) = goal.filter(|goal| !(*goal > 0.0 && *goal < 1.0)) {
+        let percent = 100.0 * goal;
+        return Err(Failure::usage(format!(
+            "--goal {percent} is out of range: above 0 and below 100 per cent of the time"
+        )));
+    }
+    let stop_within = args.stop_within.map(|percent| percent / 100.0);
+    if let Some(within) = stop_within.filter(|within| !(*within >= 0.0 && within.is_finite())) {
+        let percent = 100.0 * within;
+        return Err(Failure::usage(format!(
+            "--stop-within {percent} is out of range: at least 0 per cent above the bound"
+        )));
+    }
+    Ok(Enough { goal, stop_within })
 }
 
 /// The least gain as a fraction.

@@ -288,6 +288,14 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: InspectCommand,
     },
+    /// Runs a program on the GPU under compute-sanitizer: memcheck, synccheck, racecheck.
+    #[command(
+        after_help = "Examples:\n  amk sanitize --model toy\n  amk sanitize --tool memcheck --out reports --model llama-3.2-1b --config best.json\n  \
+        amk sanitize --tool racecheck -- target/release/deps/differential logits_and_tokens\n\n\
+        racecheck does not follow every way in which the kernel orders accesses: those are counted by kind, with what orders them, and any other pair is a race. \
+        Exit code 1: an error, a race, a tool that did not reach its end, or a program that failed."
+    )]
+    Sanitize(SanitizeArgs),
     /// Searches decisions, notebooks and ledgers for a question: what was tried, and what came of it. Failures come first.
     #[command(
         after_help = "Examples:\n  amk notes \"does prefetching into L2 help\"\n  amk notes \"attention kv_split at 16384\" --in runs --in docs/lab\n\n\

@@ -31,6 +31,8 @@ mod prefill;
 mod quantised;
 #[path = "cli_tests/refusals.rs"]
 mod refusals;
+#[path = "cli_tests/sanitize.rs"]
+mod sanitize;
 #[path = "cli_tests/schemas.rs"]
 mod schemas;
 #[path = "cli_tests/batch.rs"]

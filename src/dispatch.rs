@@ -10,7 +10,7 @@ use crate::cli::{
 use crate::commands::{
     bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export, fleet,
     generate, inspect, levers, measured_grid, migrate, notes, program, propose, provenance,
-    quantize, rerun, runs, search_loop, trace,
+    quantize, rerun, runs, sanitize, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -58,6 +58,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Migrate(args) => migrate::run(&args),
         Command::Levers(args) => levers::run(&args),
         Command::Inspect { command: InspectCommand::Kernel(args) } => inspect::kernel(&args),
+        Command::Sanitize(args) => sanitize::run(&args),
         Command::Notes(args) => notes::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),
         Command::Diff(args) => diff::answer(&args)?.print(),
@@ -77,13 +78,15 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::DeviceChild(args) => crate::device::serve(&args),
         Command::TemplateChild => template(),
         Command::Man { out } => man(out.as_deref()),
-        Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut crate::cli::command(), "amk", &mut script);
-            report::text(&String::from_utf8_lossy(&script))?;
-            Ok(Exit::Yes)
-        }
+        Command::Completions { shell } => completions(shell),
     }
+}
+
+fn completions(shell: clap_complete::Shell) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut crate::cli::command(), "amk", &mut script);
+    report::text(&String::from_utf8_lossy(&script))?;
+    Ok(Exit::Yes)
 }
 
 /// Renders a chat template for the process that started this one.

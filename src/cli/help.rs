@@ -26,6 +26,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
             "rerun",
             "provenance",
             "inspect",
+            "sanitize",
         ],
     ),
     ("Develop amk", &["grid", "calibrate", "migrate", "man", "completions"]),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use super::{ConfigArgs, ModelArgs};
 
@@ -35,4 +35,49 @@ pub(crate) struct InspectKernelArgs {
     /// The source lines with most instructions to list for each op.
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub(crate) lines: usize,
+}
+
+/// A tool of compute-sanitizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SanitizerTool {
+    /// Accesses out of bounds, misaligned or to memory that is gone.
+    Memcheck,
+    /// Barriers that not every thread reaches.
+    Synccheck,
+    /// Accesses to shared memory without an order.
+    Racecheck,
+}
+
+impl SanitizerTool {
+    pub(crate) const ALL: &[Self] = &[Self::Memcheck, Self::Synccheck, Self::Racecheck];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Memcheck => "memcheck",
+            Self::Synccheck => "synccheck",
+            Self::Racecheck => "racecheck",
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SanitizeArgs {
+    /// A Hugging Face folder, a model of the Hub or a preset that decodes 5 tokens. Default: toy.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", conflicts_with = "program")]
+    pub(crate) model: Option<String>,
+    /// Its schedule: a file with a config, or any subset of one.
+    #[arg(long, value_name = "FILE", conflicts_with = "program")]
+    pub(crate) config: Option<PathBuf>,
+    /// The tools, separated by commas. Default: all three.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAMES")]
+    pub(crate) tool: Vec<SanitizerTool>,
+    /// Write the whole reports into this folder.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: Option<PathBuf>,
+    /// Seconds after which a tool is stopped.
+    #[arg(long, default_value_t = 900, value_name = "SECONDS")]
+    pub(crate) limit: u64,
+    /// Another program and its arguments, after --.
+    #[arg(last = true, value_name = "PROGRAM")]
+    pub(crate) program: Vec<String>,
 }

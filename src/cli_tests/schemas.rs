@@ -19,7 +19,8 @@ pub(super) mod fields;
 use fields::{Fields, broken, fields_of, known, settle};
 
 /// Documents that need a card or nvdisasm: unit tests inside the binary and `inspect.rs` check them against the record.
-const ON_A_CARD: [&str; 3] = ["amk.aa.v1", "amk.found.v1", "amk.inspect_kernel.v1"];
+const ON_A_CARD: [&str; 4] =
+    ["amk.aa.v1", "amk.found.v1", "amk.inspect_kernel.v1", "amk.sanitize.v1"];
 
 /// Ids that are no longer written, and are refused or read by name.
 const NOT_WRITTEN: [&str; 4] =

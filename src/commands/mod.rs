@@ -25,6 +25,7 @@ pub(crate) mod provenance;
 pub(crate) mod quantize;
 pub(crate) mod rerun;
 pub(crate) mod runs;
+pub(crate) mod sanitize;
 pub(crate) mod search_loop;
 pub(crate) mod trace;
 

@@ -12,7 +12,6 @@ mod generate;
 mod growth;
 mod operands;
 mod race;
-mod sanitizer;
 mod shipped;
 mod tidy;
 

@@ -112,6 +112,30 @@ fn experts(count: u32, top_k: u32, ffn: u32) -> Options {
     Options { experts: Some(experts), ..Options::default() }
 }
 
+/// All in 16 bits: the experts of the published models are MXFP4 on disk.
+fn gpt_oss(layers: u32, count: u32) -> Shape {
+    let (factor, original) = (32.0_f64, 4096);
+    let amplitude = 0.1 * factor.ln() + 1.0;
+    let (fast, slow, truncate) = (32.0, 1.0, false);
+    let scaling = Scaling::Yarn { factor, original, fast, slow, truncate, amplitude };
+    Shape {
+        family: Family::GptOss,
+        hidden: 2880,
+        layers,
+        heads: 64,
+        kv_heads: 8,
+        head_dim: 64,
+        ffn: 2880,
+        vocab: 201_088,
+        max_positions: 131_072,
+        attention_bias: true,
+        rope: Rope { theta: 150_000.0, scaling },
+        window: Window::Layers { window: 128, sliding: (0..layers).map(|n| n % 2 == 0).collect() },
+        options: experts(count, 4, 2880),
+        ..Shape::default()
+    }
+}
+
 /// Without the divisors of its frequencies, which cost no time.
 fn phi4_mini() -> Shape {
     Shape {
@@ -212,6 +236,11 @@ pub const PRESETS: &[Preset] = &[
         },
     },
     Preset {
+        name: "gpt-oss-20b",
+        about: "GPT-OSS 20B: 24 layers of 2880, 4 of 32 experts, attention sinks, in bf16",
+        shape: || gpt_oss(24, 32),
+    },
+    Preset {
         name: "qwen3-30b-a3b",
         about: "Qwen3 30B A3B: 48 layers of 2048, 8 of 128 experts",
         shape: || Shape {
@@ -255,6 +284,11 @@ pub const PRESETS: &[Preset] = &[
         name: "llama-3.1-70b",
         about: "Llama 3.1 70B: 80 layers of 8192",
         shape: || Shape { hidden: 8192, layers: 80, heads: 64, ffn: 28_672, ..llama() },
+    },
+    Preset {
+        name: "gpt-oss-120b",
+        about: "GPT-OSS 120B: 36 layers of 2880, 4 of 128 experts, attention sinks, in bf16",
+        shape: || gpt_oss(36, 128),
     },
 ];
 

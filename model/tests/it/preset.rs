@@ -4,7 +4,7 @@ use ir::{DType, TensorId, decode};
 use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};
 
 /// Parameters of the published models, in the table's order; the toys' are sums by hand.
-const PARAMETERS: [(&str, usize); 16] = [
+const PARAMETERS: [(&str, usize); 18] = [
     ("toy", 69_824),
     ("toy-2l", 106_816),
     ("smollm2-135m", 134_515_008),
@@ -17,10 +17,12 @@ const PARAMETERS: [(&str, usize); 16] = [
     ("phi-4-mini", 3_836_021_760),
     ("llama-3.1-8b", 8_030_261_248),
     ("qwen3-8b", 8_190_735_360),
+    ("gpt-oss-20b", 20_914_757_184),
     ("qwen3-30b-a3b", 30_532_122_624),
     ("mixtral-8x7b", 46_702_792_704),
     ("qwen3-32b", 32_762_123_264),
     ("llama-3.1-70b", 70_553_706_496),
+    ("gpt-oss-120b", 116_829_156_672),
 ];
 
 fn values(model: &Model, name: &str) -> Vec<f32> {

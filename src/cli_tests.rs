@@ -25,6 +25,8 @@ mod inspect;
 mod manifest;
 #[path = "cli_tests/memory.rs"]
 mod memory;
+#[path = "cli_tests/predecessors.rs"]
+mod predecessors;
 #[path = "cli_tests/prefill.rs"]
 mod prefill;
 #[path = "cli_tests/quantised.rs"]

@@ -1,8 +1,9 @@
-//! `amk explain`: what a word means here. Everything comes from the declaring tables: knobs, rules, traps, exit codes, the glossary.
+//! `amk explain`: what a word means here. Everything comes from the declaring tables: knobs, rules, traps, exit codes, states, the
+//! glossary.
 
 use std::collections::BTreeMap;
 
-use abi::Trap;
+use abi::{Activity, EntryState, SequenceEnd, ThrottleReason, Trap};
 use ir::Rule;
 use ir::schedule::Knob;
 use schemars::JsonSchema;
@@ -25,7 +26,7 @@ const NEAR_MAX: usize = 8;
 /// A word with what it means.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 struct Entry {
-    /// knob, rule, trap, exit or term.
+    /// knob, rule, trap, exit, state or term.
     kind: &'static str,
     name: String,
     meaning: String,
@@ -84,7 +85,17 @@ fn entries() -> Vec<Entry> {
     let exits = Exit::VARIANTS.iter().map(|exit| {
         Entry::new("exit", exit.code().to_string(), exit.sentence()).with("error", exit.name())
     });
-    knobs.chain(rules).chain(traps).chain(exits).chain(terms()).collect()
+    knobs.chain(rules).chain(traps).chain(exits).chain(states()).chain(terms()).collect()
+}
+
+/// What `amk top` and the metrics call the states of a command, a process, a sequence that ended, a GPU that is held down.
+fn states() -> impl Iterator<Item = Entry> {
+    let state = |name: &str, sentence: &str| Entry::new("state", name, sentence);
+    let commands = EntryState::ALL.iter().map(move |of| state(of.name(), of.sentence()));
+    let processes = Activity::ALL.iter().map(move |of| state(of.name(), of.sentence()));
+    let endings = SequenceEnd::ALL.iter().map(move |of| state(of.name(), of.sentence()));
+    let reasons = ThrottleReason::ALL.iter().map(move |of| state(of.name(), of.sentence()));
+    commands.chain(processes).chain(endings).chain(reasons)
 }
 
 /// The rows of the glossary's table: a word, its meaning, the words not to use.

@@ -59,11 +59,12 @@ impl Context {
 
     /// The same; a cache without a given size gets room for `tokens`, limited by the model's positions.
     pub(crate) fn with_room(name: &str, place: &PlaceArgs, tokens: u32) -> Result<Self, Failure> {
-        let model = if place.device == DeviceChoice::Cpu {
+        let mut model = if place.device == DeviceChoice::Cpu {
             models::load_shape(name)?
         } else {
             (models::load(name)?, false)
         };
+        model.0.reach(place.kv_capacity.unwrap_or(tokens));
         let mut context = Self::of(model, name, place)?;
         context.say_notes();
         if place.kv_capacity.is_none() {
@@ -92,7 +93,7 @@ impl Context {
     }
 
     fn of(
-        (model, shape_only): (Model, bool),
+        (mut model, shape_only): (Model, bool),
         name: &str,
         place: &PlaceArgs,
     ) -> Result<Self, Failure> {
@@ -104,6 +105,7 @@ impl Context {
             target = target.name,
             "model opened"
         );
+        model.reach(place.kv_capacity.unwrap_or(0));
         let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
         let device = place.device;

@@ -75,13 +75,14 @@ pub(crate) fn hub_folder(name: &str) -> Result<Option<PathBuf>, Failure> {
 }
 
 /// The graph of a folder without a look at its weights, and whether they are made in memory.
-fn described(path: &Path) -> Result<(Graph, bool), Failure> {
+fn described(path: &Path, positions: u32) -> Result<(Graph, bool), Failure> {
     let (shape, quantised) = model::import_shape(path)?;
-    Ok((shape.graph(), quantised))
+    Ok((shape.reaching(positions).graph(), quantised))
 }
 
-/// The graph of a name, and whether its weights are made in memory: random or dequantised. Nothing is downloaded.
-pub(crate) fn graph(name: &str) -> Result<(Graph, bool), Failure> {
+/// The graph of a name for sequences of so many positions, and whether its weights are made in memory: random or
+/// dequantised. Nothing is downloaded.
+pub(crate) fn graph(name: &str, positions: u32) -> Result<(Graph, bool), Failure> {
     if let Some(model) = model::preset(name) {
         return Ok((model.graph, true));
     }
@@ -96,11 +97,13 @@ pub(crate) fn graph(name: &str) -> Result<(Graph, bool), Failure> {
             ))
         };
         let dir = hub.described(&id).ok_or_else(missing)?;
-        return described(&dir);
+        return described(&dir, positions);
     }
     // An unknown name gets the error that lists the presets.
     match std::fs::exists(name) {
-        Ok(true) if !name.is_empty() && !name.ends_with(".gguf") => described(Path::new(name)),
+        Ok(true) if !name.is_empty() && !name.ends_with(".gguf") => {
+            described(Path::new(name), positions)
+        }
         _ => Ok((model::load(name)?.graph, true)),
     }
 }

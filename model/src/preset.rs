@@ -5,7 +5,7 @@ use ir::Activation;
 use crate::family::ExpertShape;
 use crate::model::Model;
 use crate::rope::{Rope, Scaling};
-use crate::shape::{Family, Options, Shape, Window};
+use crate::shape::{Family, Longer, Options, Shape, Window};
 
 /// Seed of the presets' weights.
 const SEED: u64 = 0x616d_6b00;
@@ -149,7 +149,12 @@ fn phi4_mini() -> Shape {
         vocab: 200_064,
         tied: true,
         max_positions: 4096,
-        options: Options { rotated: 0.75, rotary_factor: 1.190_238, ..Options::default() },
+        options: Options {
+            rotated: 0.75,
+            rotary_factor: 1.190_238,
+            longer: Some(Longer { max_positions: 131_072, divisors: Vec::new() }),
+            ..Options::default()
+        },
         ..Shape::default()
     }
 }

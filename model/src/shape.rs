@@ -58,6 +58,15 @@ impl Window {
     }
 }
 
+/// How sequences beyond [`Shape::max_positions`] are rotated.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Longer {
+    /// Positions of such a sequence, at most.
+    pub max_positions: u32,
+    /// Divisors of the rotary frequencies, of all its positions.
+    pub divisors: Vec<f32>,
+}
+
 /// What few families need. [`Options::default`] is a llama's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
@@ -81,6 +90,8 @@ pub struct Options {
     pub rotary_factor: f64,
     /// Divisors of the rotary frequencies; empty for none.
     pub rotary_divisors: Vec<f32>,
+    /// Other divisors for sequences beyond `max_positions`, if there are such.
+    pub longer: Option<Longer>,
     /// Rotary embedding of layers with a sliding window, if it is another.
     pub sliding_rope: Option<Rope>,
     /// Layers that do not rotate: `true` for each of them; empty for none.
@@ -104,6 +115,7 @@ impl Default for Options {
             rotated: 1.0,
             rotary_factor: 1.0,
             rotary_divisors: Vec::new(),
+            longer: None,
             sliding_rope: None,
             unrotated: Vec::new(),
             experts: None,
@@ -242,6 +254,24 @@ impl Shape {
             bos: self.bos,
         };
         (graph, tensors.pieces)
+    }
+
+    /// The most positions of a sequence, with the frequencies for longer ones if there are such.
+    #[must_use]
+    pub fn farthest(&self) -> u32 {
+        self.options.longer.as_ref().map_or(self.max_positions, |longer| longer.max_positions)
+    }
+
+    /// The same model for sequences of up to so many positions: all of them rotate as the longest one does.
+    #[must_use]
+    pub fn reaching(self, positions: u32) -> Self {
+        match self.options.longer {
+            Some(Longer { max_positions, divisors }) if positions > self.max_positions => {
+                let options = Options { rotary_divisors: divisors, longer: None, ..self.options };
+                Self { max_positions, options, ..self }
+            }
+            longer => Self { options: Options { longer, ..self.options }, ..self },
+        }
     }
 
     /// Elements of a head that are rotated.

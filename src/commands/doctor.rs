@@ -52,7 +52,7 @@ fn free_memory() -> Check {
 
 /// What a model needs on the host and on the GPU, beside what is free.
 fn needed(name: &str, capacity: Option<u32>) -> Result<[Check; 2], Failure> {
-    let (graph, made) = models::graph(name)?;
+    let (graph, made) = models::graph(name, capacity.unwrap_or(0))?;
     let capacity = kv_capacity(capacity, &graph)?;
     let of = Use::Host { sequences: 1, positions: capacity.into() };
     let weights = graph.weight_bytes() as u64;

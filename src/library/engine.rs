@@ -297,7 +297,7 @@ impl Engine {
                 "a prompt of {} tokens and {new} new ones need {needed} positions, and the key/value cache holds {capacity}; \
                  shorten the prompt, lower --max-new-tokens or raise --kv-capacity (at most {})",
                 prompt.len(),
-                context.graph().max_positions
+                context.model.shape.farthest()
             )));
         }
         let problems = request.sampling.problems(vocab);

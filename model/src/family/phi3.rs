@@ -2,7 +2,7 @@
 
 use super::{Bias, Row, WindowRule, llama};
 use crate::fields::Fields;
-use crate::shape::Shape;
+use crate::shape::{Longer, Shape};
 
 pub(super) const PHI3: Row = Row {
     model_type: "phi3",
@@ -22,7 +22,7 @@ pub(super) const PHI3: Row = Row {
 };
 
 /// Longrope has frequencies for sequences up to the original length and others for longer ones. A program's positions
-/// have one set: the short one, so that longer sequences are refused.
+/// have one set, which its capacity decides ([`Shape::reaching`]).
 fn longrope(fields: &mut Fields<'_>, shape: &mut Shape) {
     let inside = fields.object("rope_scaling").or_else(|| fields.object("rope_parameters"));
     let Some(object) = inside else { return };
@@ -33,12 +33,15 @@ fn longrope(fields: &mut Fields<'_>, shape: &mut Shape) {
     }
     let inner = scaling.whole("original_max_position_embeddings");
     let original = fields.whole("original_max_position_embeddings").or(inner).unwrap_or(4096);
-    let divisors = scaling.numbers("short_factor");
     let pairs = shape.rotated_dims() as usize / 2;
-    if divisors.len() != pairs {
-        let reason = format!("has {} numbers; {pairs} are rotated", divisors.len());
-        scaling.complain("short_factor", reason);
-    }
+    let [short, long] = ["short_factor", "long_factor"].map(|name| {
+        let divisors = scaling.numbers(name);
+        if divisors.len() != pairs {
+            let reason = format!("has {} numbers; {pairs} are rotated", divisors.len());
+            scaling.complain(name, reason);
+        }
+        divisors.into_iter().map(|n| n as f32).collect::<Vec<f32>>()
+    });
     let longer = f64::from(shape.max_positions) / f64::from(original.max(1));
     let given = scaling.number("attention_factor");
     let factor = scaling.number("factor").unwrap_or(longer);
@@ -47,11 +50,13 @@ fn longrope(fields: &mut Fields<'_>, shape: &mut Shape) {
         false => 1.0,
     };
     shape.options.rotary_factor = given.unwrap_or_else(default);
-    shape.options.rotary_divisors = divisors.into_iter().map(|n| n as f32).collect();
+    shape.options.rotary_divisors = short;
     if shape.max_positions > original {
+        let max_positions = shape.max_positions;
+        shape.options.longer = Some(Longer { max_positions, divisors: long });
         shape.max_positions = original;
         shape.options.notes.push(format!(
-            "longrope: up to {original} positions; longer sequences have other frequencies and are not supported"
+            "longrope: a capacity beyond {original} positions, up to {max_positions}, rotates all of them with the frequencies for longer sequences"
         ));
     }
     fields.adopt(scaling.into_problems());

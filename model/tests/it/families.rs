@@ -94,11 +94,37 @@ fn longrope_is_that_of_the_original_length() {
     assert!(graph.inv_freq[16..28].iter().all(|&f| f == factor));
     assert_eq!(graph.inv_freq[28..], [1.0; 4]);
     let notes = model("phi4-longrope-bf16").notes;
-    assert!(notes.iter().any(|note| note.contains("up to 128 positions")), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("beyond 128 positions")), "{notes:?}");
     let short =
         json!({ "rope_scaling": { "type": "longrope", "short_factor": [1.0], "long_factor": [] } });
     let text = refused("phi4-longrope-bf16", short);
     assert!(text.contains("\"rope_scaling.short_factor\" has 1 numbers; 12 are rotated"), "{text}");
+    assert!(text.contains("\"rope_scaling.long_factor\" has 0 numbers; 12 are rotated"), "{text}");
+}
+
+#[test]
+fn longrope_beyond_the_original_length_has_the_long_factors() {
+    let mut reached = model("phi4-longrope-bf16");
+    assert_eq!((reached.shape.max_positions, reached.shape.farthest()), (128, 512));
+    let short = reached.graph.clone();
+    reached.reach(128);
+    assert_eq!(reached.graph, short, "the original length is not beyond it");
+    reached.reach(129);
+    let long = &reached.graph;
+    assert_eq!((long.max_positions, reached.shape.farthest()), (512, 512));
+    // The folder's factors: 1.0, 1.1 and so on, and 2.0, 2.5 and so on.
+    for pair in 0..12_u16 {
+        let [before, after] = [1.0 + 0.1 * f32::from(pair), 2.0 + 0.5 * f32::from(pair)];
+        let ratio = short.inv_freq[usize::from(pair)] / long.inv_freq[usize::from(pair)];
+        assert!((ratio - after / before).abs() < 1e-5, "{pair}: {ratio}");
+    }
+    assert_eq!(long.inv_freq[12..], short.inv_freq[12..], "no rotation, and the factors");
+    let (tensors, layers) = (&long.tensors, &long.layers);
+    assert_eq!((tensors, layers), (&short.tensors, &short.layers));
+    let mut plain = model("phi3-bf16");
+    let before = plain.graph.clone();
+    plain.reach(u32::MAX);
+    assert_eq!(plain.graph, before);
 }
 
 #[test]

@@ -107,7 +107,7 @@ fn legs(args: &FleetSubmitArgs) -> Result<Vec<Spec>, Failure> {
 
 /// A model's name, checked; a path is made absolute, since workers run in other folders.
 fn named(model: &str) -> Result<String, Failure> {
-    models::graph(model)?;
+    models::graph(model, 0)?;
     if model::preset(model).is_some() || !Path::new(model).exists() {
         return Ok(model.to_owned());
     }

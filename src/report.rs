@@ -52,22 +52,29 @@ pub(crate) fn document(value: &impl Serialize) -> Result<(), Failure> {
         serde_json::to_string(value)
     };
     let text = text.map_err(|e| Failure::usage(format!("cannot write the answer as JSON: {e}")))?;
-    if out.is_terminal() {
-        return text_to(&mut out, &harmless_json(&text));
-    }
+    let text = if out.is_terminal() { harmless_json(&text) } else { text };
+    text_to(&mut out, &text).map(|_| ())
+}
+
+/// Prints one of many documents, on a line of its own. `false` if nobody reads them any more.
+pub(crate) fn line(value: &impl Serialize) -> Result<bool, Failure> {
+    let text = serde_json::to_string(value);
+    let text = text.map_err(|e| Failure::usage(format!("cannot write the answer as JSON: {e}")))?;
+    let mut out = std::io::stdout().lock();
+    let text = if out.is_terminal() { harmless_json(&text) } else { text };
     text_to(&mut out, &text)
 }
 
 /// Prints text instead of a document, for the commands whose answer is text.
 pub(crate) fn text(text: &str) -> Result<(), Failure> {
-    text_to(&mut std::io::stdout().lock(), text)
+    text_to(&mut std::io::stdout().lock(), text).map(|_| ())
 }
 
-fn text_to(out: &mut impl Write, text: &str) -> Result<(), Failure> {
+/// `false` if the reader has closed the pipe.
+fn text_to(out: &mut impl Write, text: &str) -> Result<bool, Failure> {
     match writeln!(out, "{}", text.trim_end_matches('\n')).and_then(|()| out.flush()) {
-        Ok(()) => Ok(()),
-        // The reader closed the pipe.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
         Err(error) => Err(Failure::usage(format!("cannot write to standard output: {error}"))),
     }
 }

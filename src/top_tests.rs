@@ -55,7 +55,7 @@ fn who_is_not_there_is_told_what_to_do() {
     let home = folder();
     top(home.path(), &["--once"]).fails(3, &["no running amk", "amk serve", "XDG_RUNTIME_DIR"]);
     top(home.path(), &["--once", "--pid", "1"]).fails(3, &["process 1 has no page", "none"]);
-    top(home.path(), &["--json"]).fails(2, &[]);
+    top(home.path(), &["--json"]).fails(3, &["no running amk"]);
 }
 
 #[test]
@@ -181,4 +181,40 @@ fn cancelled(server: &Server, runtime: &Path, tokens: u64) {
     let seen = until(runtime, "it has left", |seen| seen["endings"]["cancelled"] == 1);
     assert_eq!(seen["sessions"], json!([]));
     assert!(seen["totals"]["tokens"].as_u64().unwrap() > tokens);
+}
+
+#[test]
+fn a_line_per_look_until_the_process_ends_or_nobody_reads() {
+    let home = folder();
+    let runtime = home.path();
+    let toy = ["--model", "toy", "--device", "eval"];
+    let server = Server::start_in(&toy, Some(runtime));
+    let watch = |every: &str| {
+        let mut command = command(runtime, &["top", "--json", "--every", every]);
+        command.env("XDG_RUNTIME_DIR", runtime).stdout(std::process::Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let ends = |mut child: std::process::Child| {
+        let began = Instant::now();
+        loop {
+            match child.try_wait().unwrap() {
+                Some(status) => return status,
+                None if began.elapsed() > PATIENCE => panic!("it goes on"),
+                None => std::thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    };
+    let mut unread = watch("50");
+    drop(unread.stdout.take());
+    assert!(ends(unread).success(), "nobody reads");
+    let mut child = watch("50");
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    let mut look = || -> Value { serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap() };
+    let (first, second) = (look(), look());
+    assert_eq!((&first["schema"], &first["pid"]), (&json!("amk.top.v2"), &second["pid"]));
+    assert!(first["uptime_s"].as_f64() < second["uptime_s"].as_f64(), "{first} {second}");
+    drop(server);
+    let last = lines.by_ref().map(Result::unwrap).last().unwrap();
+    assert!(serde_json::from_str::<Value>(&last).is_ok(), "{last}");
+    assert!(ends(child).success(), "the process has ended");
 }

@@ -153,8 +153,8 @@ pub(crate) struct TopArgs {
     /// Take two samples, a moment apart, print one document and end.
     #[arg(long)]
     pub(crate) once: bool,
-    /// Print JSON; only with --once, which prints a table otherwise.
-    #[arg(long, requires = "once")]
+    /// Print JSON: with --once one document, else one per look, on a line each, until the process ends.
+    #[arg(long)]
     pub(crate) json: bool,
     /// Milliseconds between two samples.
     #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]

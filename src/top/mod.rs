@@ -6,6 +6,7 @@ mod draw;
 mod tests;
 
 use std::io::IsTerminal;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ratatui::DefaultTerminal;
@@ -27,6 +28,18 @@ pub(crate) struct Look {
     at_ns: u64,
 }
 
+impl Look {
+    /// Whether the process says that it has ended.
+    fn is_last(&self) -> bool {
+        self.page.head.activity == abi::Activity::Ended as u32
+    }
+
+    /// Whether it was ended without a chance to say so.
+    fn is_gone(&self) -> bool {
+        !Path::new("/proc").join(self.page.head.pid.to_string()).exists()
+    }
+}
+
 /// What is shown: the last snapshot, and the changes since the one before.
 pub(crate) struct View<'a> {
     now: &'a Look,
@@ -46,7 +59,7 @@ impl<'a> View<'a> {
     /// Why the page may be out of date.
     fn silent(&self) -> Option<String> {
         let silent = self.now.at_ns.saturating_sub(self.now.page.head.beat_ns);
-        if self.now.page.head.activity == abi::Activity::Ended as u32 {
+        if self.now.is_last() {
             return Some("the process has ended".to_owned());
         }
         (silent > SILENT_NS)
@@ -74,9 +87,12 @@ pub(crate) fn run(args: &TopArgs) -> Outcome {
     if args.once {
         return once(&subject, args);
     }
+    if args.json {
+        return lines(&subject, args);
+    }
     if !std::io::stdout().is_terminal() {
         return Err(Failure::usage(
-            "standard output is no terminal; `amk top --once` prints one look, with --json for programs",
+            "standard output is no terminal; `amk top --once` prints one look, `--json` a document per look",
         ));
     }
     let terminal = ratatui::try_init();
@@ -147,6 +163,21 @@ fn once(subject: &Subject, args: &TopArgs) -> Outcome {
         report::text(&draw::text(&view))?;
     }
     Ok(Exit::Yes)
+}
+
+/// A document per look, each on a line, until the process has ended or nobody reads them.
+fn lines(subject: &Subject, args: &TopArgs) -> Outcome {
+    let mut before = subject.look()?;
+    loop {
+        std::thread::sleep(Duration::from_millis(args.every));
+        let now = subject.look()?;
+        let read =
+            report::line(&document::document(&View::new(&before, &now, subject.others, false)))?;
+        if !read || now.is_last() || now.is_gone() {
+            return Ok(Exit::Yes);
+        }
+        before = now;
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

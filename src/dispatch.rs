@@ -57,7 +57,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Quantize(args) => quantize::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Levers(args) => levers::run(&args),
-        Command::Inspect { command: InspectCommand::Kernel(args) } => inspect::kernel(&args),
+        Command::Inspect { command } => inspect(command),
         Command::Notes(args) => notes::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),
         Command::Diff(args) => diff::answer(&args)?.print(),
@@ -83,6 +83,14 @@ pub(crate) fn run(command: Command) -> Outcome {
             report::text(&String::from_utf8_lossy(&script))?;
             Ok(Exit::Yes)
         }
+    }
+}
+
+fn inspect(command: InspectCommand) -> Outcome {
+    match command {
+        InspectCommand::Kernel(args) => inspect::kernel(&args),
+        InspectCommand::Ring(args) => inspect::live::ring(&args),
+        InspectCommand::Evidence(args) => inspect::live::evidence(&args),
     }
 }
 

@@ -51,7 +51,8 @@ pub use machine::{
 };
 pub use monitor::Monitor;
 pub use nvml::{
-    CardClocks, card_clocks, compute_processes, driver_version, max_clocks, visible_name,
+    CardClocks, card_clocks, compute_processes, driver_version, max_clocks, process_memory,
+    visible_name,
 };
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{

@@ -4,10 +4,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use ir::schedule::ScheduleConfig;
 use schemars::JsonSchema;
 use search::Budget;
-use search::strategy::{KnownRun, StrategyName};
+use search::strategy::StrategyName;
 use serde::Deserialize;
 
 use crate::config_source::ConfigSource;
@@ -206,9 +205,11 @@ pub(crate) enum Command {
         evidence was altered; the right figure is shown. Exit code 5: the evidence is of another build (stale), or there is none."
     )]
     Provenance(ProvenanceArgs),
-    /// Breaks down the time of a step: by op, waiting, input, products and output.
+    /// Breaks down the time of a step: by op, waiting, input, products and output; or captures what a running amk does.
     #[command(
-        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md"
+        after_help = "Examples:\n  amk trace --model llama-3.2-1b --context 128\n  amk trace --model llama-3.2-1b --config a.json --config b.json\n  amk trace --model llama-3.2-1b --device cpu --perfetto step.json --digest step.md\n  \
+        amk trace --pid 4711 --seconds 2 --perfetto live.json\n\n\
+        With --pid: what a running amk did, by client, turn, command and device. Exit code 3: nothing happened (`empty_trace`)."
     )]
     Trace(TraceArgs),
     /// Measures every point of a grid of schedules: strategies are compared on it without a GPU, and the cost model is fitted to it.
@@ -281,8 +282,10 @@ pub(crate) enum Command {
         On a GPU a prediction has the range in which four of five past ones on this card ended (--check). Exit code 5: fewer than 20 of them."
     )]
     Levers(LeversArgs),
-    /// Looks into what was compiled.
-    #[command(after_help = "Examples:\n  amk inspect kernel --model toy")]
+    /// Looks into what was compiled, and into a running `amk`.
+    #[command(
+        after_help = "Examples:\n  amk inspect kernel --model toy\n  amk inspect ring\n  amk inspect evidence"
+    )]
     Inspect {
         /// The subcommand.
         #[command(subcommand)]
@@ -541,15 +544,6 @@ pub(crate) struct LoopArgs {
     #[arg(skip)]
     #[serde(skip)]
     pub(crate) fixed: Option<FixedTerms>,
-}
-
-/// What a job of a fleet fixes instead of the store and the rules of this machine.
-#[derive(Clone, Debug)]
-pub(crate) struct FixedTerms {
-    /// The snapshot of earlier searches to propose from.
-    pub(crate) known: Vec<KnownRun>,
-    /// Of a race: where it begins, and its only candidate.
-    pub(crate) race: Option<[ScheduleConfig; 2]>,
 }
 
 #[derive(Debug, Args)]

@@ -115,6 +115,8 @@ pub(crate) struct Gpu<'a> {
     compiling_prompts: Option<JoinHandle<Result<(), HostError>>>,
     /// The most sessions that a command runs at once.
     seqs: u32,
+    /// Passes of the resident kernel's program that were not taken yet.
+    passes: u64,
 }
 
 impl<'a> Gpu<'a> {
@@ -142,6 +144,7 @@ impl<'a> Gpu<'a> {
             chunks_from: None,
             compiling_prompts: None,
             seqs: 1,
+            passes: 0,
         })
     }
 
@@ -238,7 +241,7 @@ impl Gpu<'_> {
             Machine::Absent => {
                 self.enter(Phase::Booting);
                 let options = (self.deadline, self.sessions, self.kv_pool);
-                boot(self.context, program, variant, options, self.arrival.streaming)
+                boot(self.context, program, variant, options, &mut self.arrival)
             }
             Machine::Idle(idle) => Ok(*idle),
             Machine::Running(running) => self.stop(*running),

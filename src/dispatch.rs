@@ -57,7 +57,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Quantize(args) => quantize::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Levers(args) => levers::run(&args),
-        Command::Inspect { command: InspectCommand::Kernel(args) } => inspect::kernel(&args),
+        Command::Inspect { command } => inspect(command),
         Command::Sanitize(args) => sanitize::run(&args),
         Command::Notes(args) => notes::run(&args),
         Command::Explain(args) => explain::answer(&args)?.print(),
@@ -87,6 +87,14 @@ fn completions(shell: clap_complete::Shell) -> Outcome {
     clap_complete::generate(shell, &mut crate::cli::command(), "amk", &mut script);
     report::text(&String::from_utf8_lossy(&script))?;
     Ok(Exit::Yes)
+}
+
+fn inspect(command: InspectCommand) -> Outcome {
+    match command {
+        InspectCommand::Kernel(args) => inspect::kernel(&args),
+        InspectCommand::Ring(args) => inspect::live::ring(&args),
+        InspectCommand::Evidence(args) => inspect::live::evidence(&args),
+    }
 }
 
 /// Renders a chat template for the process that started this one.

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use abi::Ending;
+use abi::{Ending, TELEMETRY_PROGRAMS};
 use ir::program::{Program, Verified};
 use ir::sampling::Sampling;
 use reference_vm::Order;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
 use search::Handle;
+use telemetry::now_ns;
 
 use vm_host::{Batch, Request, Sequence};
 
@@ -35,6 +36,27 @@ pub(crate) enum Broken {
     Sequence(String),
     /// Every sequence is lost. New ones can begin.
     All(String),
+}
+
+/// What an engine's commands took so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Account {
+    /// Passes of each kernel's program, by the kernel's index.
+    pub(crate) passes: [u64; TELEMETRY_PROGRAMS],
+    /// When the last command began and ended on the machine; `None` if the machine itself reports it.
+    pub(crate) last: Option<[u64; 2]>,
+}
+
+/// Where the weights of the next command are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum WeightsAt {
+    /// On the machine.
+    #[default]
+    Here,
+    /// On their way there.
+    Coming,
+    /// They will not arrive, with the reason.
+    Lost(String),
 }
 
 /// Several sequences of one model.
@@ -104,6 +126,16 @@ pub(crate) trait Engine {
         0
     }
 
+    /// What its commands took so far.
+    fn account(&self) -> Account {
+        Account::default()
+    }
+
+    /// Where the weights of the next command are.
+    fn weights(&self) -> WeightsAt {
+        WeightsAt::Here
+    }
+
     /// The batch size of the machine where it samples.
     fn seqs(&self) -> usize {
         1
@@ -142,6 +174,13 @@ struct Hosted<S, B, R> {
     run: R,
     sequences: BTreeMap<usize, (S, Vec<u32>)>,
     shared: Option<SharedPages>,
+    account: Account,
+}
+
+impl<S, B, R> Hosted<S, B, R> {
+    fn new(begin: B, run: R, shared: Option<SharedPages>) -> Self {
+        Self { begin, run, sequences: BTreeMap::new(), shared, account: Account::default() }
+    }
 }
 
 /// The graph, with no schedule: `--device eval`.
@@ -154,7 +193,7 @@ pub(crate) fn graph(context: &Context, shared: Option<SharedPages>) -> impl Engi
     let run = |evaluator: &mut Evaluator<'_>, tokens: &[u32], logits: Logits| {
         evaluator.run(tokens, logits).map_err(|error| error.to_string())
     };
-    Hosted { begin, run, sequences: BTreeMap::new(), shared }
+    Hosted::new(begin, run, shared)
 }
 
 /// The lowered program on the reference VM: `--device cpu`.
@@ -174,7 +213,7 @@ pub(crate) fn reference<'a>(
             Err(search::Rejection::Halted(halted).to_string())
         }
     };
-    Hosted { begin, run, sequences: BTreeMap::new(), shared }
+    Hosted::new(begin, run, shared)
 }
 
 fn unknown(place: usize) -> Broken {
@@ -202,7 +241,10 @@ where
         logits: Logits,
     ) -> Result<Vec<Vec<f32>>, Broken> {
         let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        let began = now_ns();
         let rows = (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)?;
+        self.account.last = Some([began, now_ns()]);
+        self.account.passes[0] += tokens.len() as u64;
         if let Some(shared) = &mut self.shared {
             fed.extend(tokens);
             shared.ran(place, sequence, fed).map_err(refused)?;
@@ -256,6 +298,10 @@ where
         self.run(place, tokens, Logits::All)
     }
 
+    fn account(&self) -> Account {
+        self.account
+    }
+
     fn end(&mut self, place: usize) {
         self.sequences.remove(&place);
         self.shared.iter_mut().for_each(|shared| shared.end(place));
@@ -273,6 +319,7 @@ pub(crate) struct Megakernel<'a> {
     places: Vec<Place>,
     /// Whether sequences with equal beginnings share pages.
     shares: bool,
+    account: Account,
 }
 
 #[derive(Clone, Default)]
@@ -314,7 +361,8 @@ impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
         let (choice, ran_on) = (KernelChoice::default(), Kernel::Batch);
         let places = vec![Place::default(); places];
-        Self { gpu, program, lone: None, choice, ran_on, places, shares: false }
+        let account = Account::default();
+        Self { gpu, program, lone: None, choice, ran_on, places, shares: false, account }
     }
 
     /// Runs a lone sequence with this program, whose kernel is for one sequence.
@@ -348,6 +396,11 @@ impl<'a> Megakernel<'a> {
     /// Lets sequences with equal beginnings share pages of the cache.
     pub(crate) fn sharing(self) -> Self {
         Self { shares: true, ..self }
+    }
+
+    /// Counts the passes of the command that has just run.
+    fn passed(&mut self) {
+        self.account.passes[self.ran_on as usize] += self.gpu.take_passes();
     }
 
     /// Notes that a place has run tokens, of which `steps` positions were run; others may have the pages that are full.
@@ -401,6 +454,7 @@ impl Engine for Megakernel<'_> {
         let (session, first) = (place as u32, held.position);
         let program = self.pick(place);
         let row = self.gpu.feed(program, session, first, tokens, read)?;
+        self.passed();
         self.ran(place, tokens.iter().copied(), tokens.len() as u32);
         Ok(row)
     }
@@ -453,6 +507,7 @@ impl Engine for Megakernel<'_> {
             sampled: held.sampled && generate > 0,
         };
         let done = self.gpu.command(program, &request, preempt)?;
+        self.passed();
         let ran = tokens.iter().chain(&done.tokens).copied();
         self.ran(place, ran, done.steps);
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
@@ -461,6 +516,14 @@ impl Engine for Megakernel<'_> {
 
     fn kernel(&self) -> usize {
         self.ran_on as usize
+    }
+
+    fn account(&self) -> Account {
+        self.account
+    }
+
+    fn weights(&self) -> WeightsAt {
+        self.gpu.weights()
     }
 
     fn seqs(&self) -> usize {
@@ -488,6 +551,7 @@ impl Engine for Megakernel<'_> {
         let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };
         let done = self.gpu.batch(self.program, &batch, preempt)?;
         self.ran_on = Kernel::Batch;
+        self.passed();
         let ran = done.steps as usize;
         Ok(done
             .seqs

@@ -38,6 +38,7 @@ mod models;
 mod observe;
 mod out_of_memory;
 mod peers;
+mod process;
 mod report;
 mod schedule_choice;
 mod sequence;

@@ -177,12 +177,12 @@ impl Server {
     }
 
     /// The number of positions run so far.
-    fn positions(&self) -> u64 {
+    pub(super) fn positions(&self) -> u64 {
         self.sum("amk_positions_total{priority=\"normal\"} ")
     }
 
     /// The value of a metric.
-    fn sum(&self, name: &str) -> u64 {
+    pub(super) fn sum(&self, name: &str) -> u64 {
         let url = self.document["metrics"].as_str().unwrap();
         let address = url.trim_start_matches("http://").trim_end_matches("/metrics");
         let text = self.at(address, "GET /metrics HTTP/1.0").body;

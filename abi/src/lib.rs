@@ -36,7 +36,8 @@ pub use task::{
     Unpack, WeightStream,
 };
 pub use telemetry::{
-    Activity, SequenceEnd, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry,
-    ThrottleReason, WorkerHeartbeat, WorkerWords, telemetry_structs,
+    Activity, EventTrack, EventWords, Evidence, EvidenceFamily, ProgramWords, SequenceEnd,
+    SessionWords, TELEMETRY_EVENTS, TELEMETRY_MAGIC, TELEMETRY_OPS, TELEMETRY_PROGRAMS,
+    TELEMETRY_VERSION, Telemetry, ThrottleReason, WorkerHeartbeat, WorkerWords, telemetry_structs,
 };
 pub use transition::{CHANGES, Change, Side, Transition, transition};

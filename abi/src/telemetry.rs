@@ -93,7 +93,7 @@ wire_enum! {
 
 wire_struct! {
     /// Head of the page: its process, what it has done, and how long it took.
-    amk_telemetry align(64) size(1792)
+    amk_telemetry align(64) size(1856)
     pub struct Telemetry {
         /// `AMKTELEM`, the file's magic.
         pub magic: [u8; 8],
@@ -137,16 +137,9 @@ wire_struct! {
         pub drained: u64,
         /// Completed commands that the monitor missed between two samples: their positions and times are not counted.
         pub unseen: u64,
-        /// Turns given to sequences.
-        pub turns: u64,
-        /// Turns after which a sequence yielded.
-        pub yields: u64,
-        /// Times that a sequence was queued again.
-        pub requeues: u64,
-        /// Turns whose weights had not arrived.
-        pub io_waits: u64,
-        /// Times that a sequence's command failed.
-        pub faults: u64,
+        /// Times that a sequence's command entered each state, by `EntryState`. Claimed: a turn; wait_io: a turn whose weights
+        /// had not arrived.
+        pub entered: [u64; 8],
         /// Commands of a kernel that trapped.
         pub traps: u64,
         /// Sequences that were opened.
@@ -215,6 +208,12 @@ wire_struct! {
         pub batches: u64,
         /// Turns of sequences in these commands.
         pub batched: u64,
+        /// Events of the trace ring, since the start; the last `TELEMETRY_EVENTS` of them are in it.
+        pub events: u64,
+        /// How each family of figures is known, an `Evidence` by `EvidenceFamily`.
+        pub evidence: [u32; 4],
+        /// Memory of the card that this process uses, as the driver's library reports it; zero if it does not.
+        pub device_used_bytes: u64,
         /// The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones
         /// stand for what the GPU cannot tell.
         pub gpu_sm_mhz: u32,
@@ -235,7 +234,7 @@ wire_struct! {
         /// Why the clocks are held down: a bit for each `ThrottleReason`.
         pub gpu_throttled: u32,
         /// Zero.
-        pub gpu_reserved: u32,
+        pub gpu_reserved: [u32; 3],
     }
 }
 
@@ -259,8 +258,98 @@ wire_struct! {
         pub opened_ns: u64,
         /// When it last had a turn.
         pub turn_ns: u64,
+        /// When its client was last sent tokens; before the first ones, when its request arrived.
+        pub told_ns: u64,
+    }
+}
+
+wire_struct! {
+    /// A program that the machine runs: how often, and the tasks of each op in one pass of its queues.
+    amk_telemetry_program align(64) size(8320)
+    pub struct ProgramWords {
+        /// The beginning of its id, as text.
+        pub id: [u8; 16],
+        /// Passes of its queues: positions of a sequence or of a batch.
+        pub passes: u64,
+        /// Its workers.
+        pub workers: u32,
         /// Zero.
-        pub reserved: u64,
+        pub reserved: u32,
+        /// Tasks of one pass by opcode, of all workers.
+        pub all: [u64; 8],
+        /// Tasks of one pass by worker and opcode, eight words per worker.
+        pub tasks: [u32; 2048],
+        /// Zero.
+        pub reserved_words: [u64; 4],
+    }
+}
+
+wire_enum! {
+    /// The track of an event: what its time was spent on.
+    EventTrack {
+        /// A client waited: from its request, or its last tokens, until it was sent tokens.
+        Client = 0 "client",
+        /// A sequence had its turn.
+        Turn = 1 "turn",
+        /// A command was under way: from publishing it until its completion was read.
+        Command = 2 "command",
+        /// The machine ran a command, by its own clock.
+        Device = 3 "device",
+    }
+}
+
+wire_struct! {
+    /// An entry of the trace ring. Its sequence word guards it, as the page's guards the page.
+    amk_telemetry_event align(64) size(64)
+    pub struct EventWords {
+        /// Odd during a write; twice the number of events that this entry has held.
+        pub sequence: u64,
+        /// When it began.
+        pub begin_ns: u64,
+        /// When it ended; later than its begin.
+        pub end_ns: u64,
+        /// Number of the sequence (client, turn) or of the command (command, device), from one.
+        pub number: u64,
+        /// Of a turn: positions of all sequences until then, its own included.
+        pub total: u64,
+        /// An `EventTrack`.
+        pub track: u32,
+        /// Place of the sequence, or of the first one of a command.
+        pub place: u32,
+        /// Its first position.
+        pub first: u32,
+        /// Positions run; of a batch, those of each sequence.
+        pub positions: u32,
+        /// Tokens chosen or sent.
+        pub tokens: u32,
+        /// Sequences of the command.
+        pub sequences: u32,
+    }
+}
+
+wire_enum! {
+    /// How a figure is known.
+    Evidence {
+        /// There is no source for it.
+        Missing = 0 "missing",
+        /// Computed from other figures.
+        Derived = 1 "derived",
+        /// Counted or timed where it happens.
+        Measured = 2 "measured",
+    }
+}
+
+wire_enum! {
+    /// What a runtime must show of itself.
+    EvidenceFamily {
+        /// States of the ring's entries, and commands published and completed.
+        Ring = 0 "ring",
+        /// What the process and its machine are doing.
+        Control = 1 "control",
+        /// Bytes copied to the device.
+        Copy = 2 "copy",
+        /// Bytes resident on the device.
+        Residency = 3 "residency",
     }
 }
 
@@ -303,9 +392,24 @@ wire_struct! {
 pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
 pub const TELEMETRY_VERSION: u32 = 3;
+/// Programs of the page: the one for batches, and the one for a lone sequence.
+pub const TELEMETRY_PROGRAMS: usize = 2;
+/// Opcodes that the page counts.
+pub const TELEMETRY_OPS: usize = 8;
+/// Entries of the trace ring, which follows the page.
+pub const TELEMETRY_EVENTS: usize = 4096;
+
+const _: () = assert!(crate::Opcode::ALL.len() <= TELEMETRY_OPS);
+const _: () = assert!(crate::WORKERS_MAX as usize * TELEMETRY_OPS == 2048);
 
 /// The parts of the page, for its documentation. They are host-only: the device's header has only the heartbeat.
 #[must_use]
 pub fn telemetry_structs() -> Vec<StructLayout> {
-    vec![Telemetry::LAYOUT, SessionWords::LAYOUT, WorkerWords::LAYOUT]
+    vec![
+        Telemetry::LAYOUT,
+        SessionWords::LAYOUT,
+        WorkerWords::LAYOUT,
+        ProgramWords::LAYOUT,
+        EventWords::LAYOUT,
+    ]
 }

@@ -2,7 +2,7 @@
 (BLESS=1 cargo test -p tests docs). Each field's comment begins with its offset. */
 #include <stdint.h>
 
-/* 1792 bytes. */
+/* 1856 bytes. */
 struct amk_telemetry {
   uint8_t magic[8];                    /* 0: `AMKTELEM`, the file's magic. */
   uint32_t version;                    /* 8: Version of the layout. */
@@ -25,55 +25,54 @@ struct amk_telemetry {
   uint64_t published;                  /* 272: Commands published to the machine: entries of its ring. */
   uint64_t drained;                    /* 280: Commands that it has completed. */
   uint64_t unseen;                     /* 288: Completed commands that the monitor missed between two samples: their positions and times are not counted. */
-  uint64_t turns;                      /* 296: Turns given to sequences. */
-  uint64_t yields;                     /* 304: Turns after which a sequence yielded. */
-  uint64_t requeues;                   /* 312: Times that a sequence was queued again. */
-  uint64_t io_waits;                   /* 320: Turns whose weights had not arrived. */
-  uint64_t faults;                     /* 328: Times that a sequence's command failed. */
-  uint64_t traps;                      /* 336: Commands of a kernel that trapped. */
-  uint64_t opened;                     /* 344: Sequences that were opened. */
-  uint64_t endings[8];                 /* 352: Sequences that ended, by `SequenceEnd`. */
-  uint64_t positions;                  /* 416: Positions run. */
-  uint64_t tokens;                     /* 424: Tokens chosen. */
-  uint64_t priority_positions[4];      /* 432: Positions run, by priority: low, normal, high. */
-  uint64_t priority_tokens[4];         /* 464: Tokens chosen, by priority. */
-  uint64_t activity_ns;                /* 496: When its current activity began. */
-  uint64_t spent_ns[8];                /* 504: Time spent so far, by `Activity`, without the current one. */
-  uint32_t command_positions;          /* 568: The current command: positions, at most. */
-  uint32_t command_first;              /* 572: Its first position. */
-  uint64_t device_running_ns;          /* 576: Time from starting a command to completing it, by the device's clock. */
-  uint64_t device_idle_ns;             /* 584: Time from completing a command to starting the next one, by the device's clock. */
-  uint64_t steps[128];                 /* 592: Histogram of step times: eight buckets per octave from 16.4 microseconds on; the last one has no end. */
-  uint64_t steps_ns;                   /* 1616: Sum of the times of these steps. */
-  uint64_t step_bytes;                 /* 1624: Bytes of weights that a step reads. */
-  uint64_t bandwidth;                  /* 1632: Measured bandwidth of the card in bytes per second; zero if it was not measured. */
-  uint64_t resident_bytes;             /* 1640: Bytes of weights and caches on the device. */
-  uint64_t weights_bytes;              /* 1648: Bytes of weights that must arrive. */
-  uint64_t arrived_bytes;              /* 1656: Bytes of weights that have arrived. */
-  uint64_t streamed_bytes;             /* 1664: Bytes that loaders requested: weights, keys and values. */
-  uint64_t uploaded_bytes;             /* 1672: Bytes copied to the device. */
-  uint64_t avoided_bytes;              /* 1680: Bytes not copied because they were on the device already. */
-  uint64_t launches;                   /* 1688: Times that a kernel was launched. */
-  uint64_t loads;                      /* 1696: Programs loaded. */
-  uint32_t suspected;                  /* 1704: Workers that are suspected now: no progress for longer than the limit while a step is running. */
-  uint32_t suspect;                    /* 1708: The first of them. */
-  uint64_t suspicions;                 /* 1712: Times that a worker became suspected. */
-  uint32_t kv_pages;                   /* 1720: Pages of keys and values on the device. */
-  uint32_t kv_held;                    /* 1724: Pages of these that sequences have. */
-  uint32_t kv_promised;                /* 1728: Pages that sequences have or were promised. */
-  uint32_t reserved;                   /* 1732: Zero. */
-  uint64_t batches;                    /* 1736: Commands that ran several sequences at once. */
-  uint64_t batched;                    /* 1744: Turns of sequences in these commands. */
-  uint32_t gpu_sm_mhz;                 /* 1752: The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones */
-  uint32_t gpu_memory_mhz;             /* 1756: Clock of its memory in megahertz. */
-  uint32_t gpu_power_mw;               /* 1760: Power that it draws, in milliwatts. */
-  uint32_t gpu_power_limit_mw;         /* 1764: Power that it may draw, in milliwatts. */
-  uint32_t gpu_temperature_c;          /* 1768: Temperature of the chip in degrees Celsius. */
-  uint32_t gpu_busy_percent;           /* 1772: Percent of the driver's last sampling period in which a kernel ran; a resident kernel that waits counts. */
-  uint32_t gpu_ecc_errors;             /* 1776: Memory errors since the driver was loaded that were not corrected. */
-  uint32_t gpu_links;                  /* 1780: NVLinks that are up. */
-  uint32_t gpu_throttled;              /* 1784: Why the clocks are held down: a bit for each `ThrottleReason`. */
-  uint32_t gpu_reserved;               /* 1788: Zero. */
+  uint64_t entered[8];                 /* 296: Times that a sequence's command entered each state, by `EntryState`. Claimed: a turn; wait_io: a turn whose weights */
+  uint64_t traps;                      /* 360: Commands of a kernel that trapped. */
+  uint64_t opened;                     /* 368: Sequences that were opened. */
+  uint64_t endings[8];                 /* 376: Sequences that ended, by `SequenceEnd`. */
+  uint64_t positions;                  /* 440: Positions run. */
+  uint64_t tokens;                     /* 448: Tokens chosen. */
+  uint64_t priority_positions[4];      /* 456: Positions run, by priority: low, normal, high. */
+  uint64_t priority_tokens[4];         /* 488: Tokens chosen, by priority. */
+  uint64_t activity_ns;                /* 520: When its current activity began. */
+  uint64_t spent_ns[8];                /* 528: Time spent so far, by `Activity`, without the current one. */
+  uint32_t command_positions;          /* 592: The current command: positions, at most. */
+  uint32_t command_first;              /* 596: Its first position. */
+  uint64_t device_running_ns;          /* 600: Time from starting a command to completing it, by the device's clock. */
+  uint64_t device_idle_ns;             /* 608: Time from completing a command to starting the next one, by the device's clock. */
+  uint64_t steps[128];                 /* 616: Histogram of step times: eight buckets per octave from 16.4 microseconds on; the last one has no end. */
+  uint64_t steps_ns;                   /* 1640: Sum of the times of these steps. */
+  uint64_t step_bytes;                 /* 1648: Bytes of weights that a step reads. */
+  uint64_t bandwidth;                  /* 1656: Measured bandwidth of the card in bytes per second; zero if it was not measured. */
+  uint64_t resident_bytes;             /* 1664: Bytes of weights and caches on the device. */
+  uint64_t weights_bytes;              /* 1672: Bytes of weights that must arrive. */
+  uint64_t arrived_bytes;              /* 1680: Bytes of weights that have arrived. */
+  uint64_t streamed_bytes;             /* 1688: Bytes that loaders requested: weights, keys and values. */
+  uint64_t uploaded_bytes;             /* 1696: Bytes copied to the device. */
+  uint64_t avoided_bytes;              /* 1704: Bytes not copied because they were on the device already. */
+  uint64_t launches;                   /* 1712: Times that a kernel was launched. */
+  uint64_t loads;                      /* 1720: Programs loaded. */
+  uint32_t suspected;                  /* 1728: Workers that are suspected now: no progress for longer than the limit while a step is running. */
+  uint32_t suspect;                    /* 1732: The first of them. */
+  uint64_t suspicions;                 /* 1736: Times that a worker became suspected. */
+  uint32_t kv_pages;                   /* 1744: Pages of keys and values on the device. */
+  uint32_t kv_held;                    /* 1748: Pages of these that sequences have. */
+  uint32_t kv_promised;                /* 1752: Pages that sequences have or were promised. */
+  uint32_t reserved;                   /* 1756: Zero. */
+  uint64_t batches;                    /* 1760: Commands that ran several sequences at once. */
+  uint64_t batched;                    /* 1768: Turns of sequences in these commands. */
+  uint64_t events;                     /* 1776: Events of the trace ring, since the start; the last `TELEMETRY_EVENTS` of them are in it. */
+  uint32_t evidence[4];                /* 1784: How each family of figures is known, an `Evidence` by `EvidenceFamily`. */
+  uint64_t device_used_bytes;          /* 1800: Memory of the card that this process uses, as the driver's library reports it; zero if it does not. */
+  uint32_t gpu_sm_mhz;                 /* 1808: The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones */
+  uint32_t gpu_memory_mhz;             /* 1812: Clock of its memory in megahertz. */
+  uint32_t gpu_power_mw;               /* 1816: Power that it draws, in milliwatts. */
+  uint32_t gpu_power_limit_mw;         /* 1820: Power that it may draw, in milliwatts. */
+  uint32_t gpu_temperature_c;          /* 1824: Temperature of the chip in degrees Celsius. */
+  uint32_t gpu_busy_percent;           /* 1828: Percent of the driver's last sampling period in which a kernel ran; a resident kernel that waits counts. */
+  uint32_t gpu_ecc_errors;             /* 1832: Memory errors since the driver was loaded that were not corrected. */
+  uint32_t gpu_links;                  /* 1836: NVLinks that are up. */
+  uint32_t gpu_throttled;              /* 1840: Why the clocks are held down: a bit for each `ThrottleReason`. */
+  uint32_t gpu_reserved[3];            /* 1844: Zero. */
 };
 
 /* 64 bytes. */
@@ -86,7 +85,7 @@ struct amk_telemetry_session {
   uint64_t tokens;                     /* 32: Tokens chosen. */
   uint64_t opened_ns;                  /* 40: When it was opened. */
   uint64_t turn_ns;                    /* 48: When it last had a turn. */
-  uint64_t reserved;                   /* 56: Zero. */
+  uint64_t told_ns;                    /* 56: When its client was last sent tokens; before the first ones, when its request arrived. */
 };
 
 /* 64 bytes. */
@@ -105,4 +104,30 @@ struct amk_telemetry_worker {
   uint32_t suspected;                  /* 44: Nonzero while it is suspected. */
   uint64_t moved_ns;                   /* 48: When its progress was last seen to change, or its step to have ended. */
   uint64_t beat_ns;                    /* 56: When its heartbeat was last seen to change. */
+};
+
+/* 8320 bytes. */
+struct amk_telemetry_program {
+  uint8_t id[16];                      /* 0: The beginning of its id, as text. */
+  uint64_t passes;                     /* 16: Passes of its queues: positions of a sequence or of a batch. */
+  uint32_t workers;                    /* 24: Its workers. */
+  uint32_t reserved;                   /* 28: Zero. */
+  uint64_t all[8];                     /* 32: Tasks of one pass by opcode, of all workers. */
+  uint32_t tasks[2048];                /* 96: Tasks of one pass by worker and opcode, eight words per worker. */
+  uint64_t reserved_words[4];          /* 8288: Zero. */
+};
+
+/* 64 bytes. */
+struct amk_telemetry_event {
+  uint64_t sequence;                   /* 0: Odd during a write; twice the number of events that this entry has held. */
+  uint64_t begin_ns;                   /* 8: When it began. */
+  uint64_t end_ns;                     /* 16: When it ended; later than its begin. */
+  uint64_t number;                     /* 24: Number of the sequence (client, turn) or of the command (command, device), from one. */
+  uint64_t total;                      /* 32: Of a turn: positions of all sequences until then, its own included. */
+  uint32_t track;                      /* 40: An `EventTrack`. */
+  uint32_t place;                      /* 44: Place of the sequence, or of the first one of a command. */
+  uint32_t first;                      /* 48: Its first position. */
+  uint32_t positions;                  /* 52: Positions run; of a batch, those of each sequence. */
+  uint32_t tokens;                     /* 56: Tokens chosen or sent. */
+  uint32_t sequences;                  /* 60: Sequences of the command. */
 };

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use ir::schedule::ScheduleConfig;
 use search::Budget;
-use search::strategy::StrategyName;
+use search::strategy::{KnownRun, StrategyName};
 
 use super::{DeviceChoice, SharingArgs};
 
@@ -159,4 +160,13 @@ pub(crate) struct FleetDrainArgs {
     /// Workers, as `status` names them. Default: all.
     #[arg(value_name = "WORKER")]
     pub(crate) workers: Vec<String>,
+}
+
+/// What a job of a fleet fixes instead of the store and the rules of this machine.
+#[derive(Clone, Debug)]
+pub(crate) struct FixedTerms {
+    /// The snapshot of earlier searches to propose from.
+    pub(crate) known: Vec<KnownRun>,
+    /// Of a race: where it begins, and its only candidate.
+    pub(crate) race: Option<[ScheduleConfig; 2]>,
 }

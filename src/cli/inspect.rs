@@ -14,7 +14,25 @@ pub(crate) enum InspectCommand {
         after_help = "Examples:\n  amk inspect kernel --model toy\n  amk inspect kernel --model llama-3.2-1b --sass k.sass --ptx k.ptx --cubin k.cubin\n\n\
         Needs NVRTC and no GPU. nvdisasm is looked for in PATH, in /usr/local/cuda/bin and beside NVRTC (pip install nvidia-cuda-nvdisasm)."
     )]
-    Kernel(InspectKernelArgs),
+    Kernel(Box<InspectKernelArgs>),
+    /// The ring of a running `amk`: the states of its 64 entries, and its last commands.
+    #[command(
+        after_help = "Examples:\n  amk inspect ring\n  amk inspect ring --pid 4711 | jq '.entries[] | select(.state != \"empty\")'"
+    )]
+    Ring(InspectProcessArgs),
+    /// How a running `amk` knows its figures: ring, control, copy, residency; each measured, derived or missing.
+    #[command(
+        after_help = "Examples:\n  amk inspect evidence --pid 4711\n\nExit code 5: not all four are measured; `missing` and `derived` name the others."
+    )]
+    Evidence(InspectProcessArgs),
+}
+
+/// A running process.
+#[derive(Debug, Args)]
+pub(crate) struct InspectProcessArgs {
+    /// The process. Default: the one that started last.
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
 }
 
 #[derive(Debug, Args)]

@@ -2,9 +2,11 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use clap::builder::TypedValueParser;
+use vm_host::{ReadBy, Streaming};
 
 use super::{ConfigArgs, ModelArgs, PrefillArgs, ReadByChoice, SamplingArgs, gpu};
 
@@ -53,15 +55,8 @@ pub(crate) struct GenerateArgs {
     /// Write the logits of every executed position: a safetensors file with `logits`, [positions, vocab] f32.
     #[arg(long, value_name = "FILE")]
     pub(crate) logits: Option<PathBuf>,
-    /// Launch the kernel before the weights are loaded: each layer runs as soon as its weights have arrived.
-    #[arg(long)]
-    pub(crate) stream_weights: bool,
-    /// How streamed weights are read.
-    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
-    pub(crate) read_weights_by: ReadByChoice,
-    /// Seconds without a byte after which streaming fails.
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
-    pub(crate) weights_deadline: u64,
+    #[command(flatten)]
+    pub(crate) stream: StreamArgs,
     /// Compare every tensor on the GPU with its file at the end.
     #[arg(long)]
     pub(crate) check_weights: bool,
@@ -83,6 +78,34 @@ pub(crate) struct ChatArgs {
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
+}
+
+/// Whether and how weights are loaded while the kernel is already resident.
+#[derive(Debug, Args)]
+pub(crate) struct StreamArgs {
+    /// Launch the kernel before the weights are loaded. Of `generate`, each layer runs as soon as its weights have arrived;
+    /// a server takes requests at once, which wait for the weights (`wait_io`).
+    #[arg(long)]
+    pub(crate) stream_weights: bool,
+    /// How streamed weights are read.
+    #[arg(long, value_enum, default_value = "auto", requires = "stream_weights")]
+    pub(crate) read_weights_by: ReadByChoice,
+    /// Seconds without a byte after which streaming fails.
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", requires = "stream_weights")]
+    pub(crate) weights_deadline: u64,
+}
+
+impl StreamArgs {
+    /// How weights are streamed, if they are.
+    pub(crate) fn streaming(&self) -> Option<Streaming> {
+        let read_by = match self.read_weights_by {
+            ReadByChoice::Auto => ReadBy::Auto,
+            ReadByChoice::IoUring => ReadBy::IoUring,
+            ReadByChoice::Pread => ReadBy::Pread,
+        };
+        let limit = Duration::from_secs(self.weights_deadline.max(1));
+        self.stream_weights.then_some(Streaming { read_by, limit })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -138,6 +161,8 @@ pub(crate) struct ServeArgs {
     pub(crate) metrics_every: u32,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
+    #[command(flatten)]
+    pub(crate) stream: StreamArgs,
     /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8
     /// where the weights have 16 bits, but no more than --sessions; while there is one sequence alone, the kernel for one
     /// runs, which is faster with one. With a number, its kernel always runs.

@@ -4,12 +4,17 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{ConfigArgs, ConfigSource, ModelArgs, ScheduleChoice, SharingArgs};
+use super::{ConfigArgs, ConfigSource, ModelArgs, PlaceArgs, ScheduleChoice, SharingArgs};
 
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
+    /// The model to trace a step of: a Hugging Face folder, a GGUF file, a model of the Hugging Face Hub (ORG/NAME), or a preset.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "pid")]
+    pub(crate) model: Option<String>,
     #[command(flatten)]
-    pub(crate) model: ModelArgs,
+    pub(crate) place: PlaceArgs,
+    #[command(flatten)]
+    pub(crate) live: LiveArgs,
     /// Schedules (JSON files) to time and to trace, one after the other. Default: see --schedule.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Vec<ConfigSource>,
@@ -53,6 +58,25 @@ pub(crate) struct TraceArgs {
     /// Tokens before the measured ones.
     #[arg(long, default_value_t = 128, value_name = "TOKENS")]
     pub(crate) context: u32,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "What a running amk does")]
+pub(crate) struct LiveArgs {
+    /// Capture what this process (serve, generate) does, in place of one step of a model; see `amk top` for its number.
+    #[arg(long, value_name = "PID", conflicts_with_all = ["model", "config", "schedule", "residuals", "html", "what_if", "plant", "plants", "kernel", "context"])]
+    pub(crate) pid: Option<u32>,
+    /// Seconds to capture.
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS", requires = "pid", conflicts_with = "model", value_parser = seconds)]
+    pub(crate) seconds: f64,
+    /// End after this many events.
+    #[arg(long, default_value_t = 100_000, value_name = "N", requires = "pid", conflicts_with = "model", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) max_events: u32,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let seconds: Option<f64> = text.parse().ok().filter(|s| (0.01..=3600.0).contains(s));
+    seconds.ok_or_else(|| format!("{text:?} is no time: 0.01 to 3600 seconds"))
 }
 
 #[derive(Debug, Args)]

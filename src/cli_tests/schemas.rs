@@ -239,8 +239,8 @@ fn status() -> Value {
     answer["result"]["structuredContent"].clone()
 }
 
-/// The document of a server that listens, and the one of `top` for it.
-fn served() -> [Value; 3] {
+/// The document of a server that listens, and those of commands that look into it.
+fn served() -> Vec<Value> {
     let mut child = Command::new(env!("CARGO_BIN_EXE_amk"))
         .args(["serve", "--model", "toy", "--device", "eval", "--addr", "127.0.0.1:0"])
         .stdin(Stdio::null())
@@ -259,10 +259,17 @@ fn served() -> [Value; 3] {
     assert_eq!(bench.code, 0, "{}", bench.stderr);
     assert!(std::fs::read_to_string(dir.path().join("load.svg")).unwrap().starts_with("<svg"));
     let pid = child.id().to_string();
-    let top = amk_in(&std::env::temp_dir(), &["top", "--once", "--json", "--pid", &pid]);
+    let looks: [&[&str]; 4] = [
+        &["top", "--once", "--json"],
+        &["trace", "--seconds", "0.05"],
+        &["inspect", "ring"],
+        &["inspect", "evidence"],
+    ];
+    let look = |args: &[&str]| amk_in(&std::env::temp_dir(), &[args, &["--pid", &pid]].concat());
+    let looks: Vec<Value> = looks.iter().map(|args| look(args).json()).collect();
     child.kill().unwrap();
     child.wait().unwrap();
-    [server, top.json(), bench.json()]
+    [vec![server, bench.json()], looks].concat()
 }
 
 #[test]

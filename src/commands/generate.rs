@@ -3,13 +3,11 @@
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::time::Duration;
 
 use model::Message;
 use safetensors::tensor::{Dtype, TensorView};
-use vm_host::{ReadBy, Streaming};
 
-use crate::cli::{GenerateArgs, ReadByChoice};
+use crate::cli::GenerateArgs;
 use crate::config_source::ConfigSource;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::library::{Engine, Prompt, Request};
@@ -23,7 +21,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     let mut engine = Engine::of(&args.model)?;
     engine.config.clone_from(&args.config);
     engine.prefill = args.prefill;
-    engine.streaming = args.stream_weights.then(|| streaming(args));
+    engine.streaming = args.stream.streaming();
     engine.check_weights = args.check_weights;
     let graph = engine.context().graph();
     let request = Request {
@@ -79,15 +77,6 @@ fn prompt_from_stdin(args: &GenerateArgs) -> Result<String, Failure> {
     let input = std::io::stdin().lock();
     let text = files::read_input(input, &"the prompt on standard input", PROMPT_BYTES_MAX)?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
-}
-
-fn streaming(args: &GenerateArgs) -> Streaming {
-    let read_by = match args.read_weights_by {
-        ReadByChoice::Auto => ReadBy::Auto,
-        ReadByChoice::IoUring => ReadBy::IoUring,
-        ReadByChoice::Pread => ReadBy::Pread,
-    };
-    Streaming { read_by, limit: Duration::from_secs(args.weights_deadline.max(1)) }
 }
 
 fn write_logits(path: &Path, rows: &[Vec<f32>], vocab: usize) -> Result<(), Failure> {

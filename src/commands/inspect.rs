@@ -1,4 +1,4 @@
-//! `amk inspect kernel`: what the compiler made of a schedule's kernel, on a machine without a GPU.
+//! `amk inspect kernel`: what the compiler made of a schedule's kernel, on a machine without a GPU. What runs: `live`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,6 +14,7 @@ use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::spinner::Spinner;
 use crate::{files, report};
 
+pub(crate) mod live;
 mod sass;
 
 /// How long nvdisasm may take; some seconds for the largest kernel.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
 
 use abi::{LoaderRecord, TaskRecord};
 use ir::program::{Program, Verified};
@@ -21,13 +22,14 @@ use vm_device::Trace;
 use vm_host::{BootOptions, HostError, Idle, Resident};
 
 use super::bench::rounds;
-use crate::cli::{ConfigArgs, TraceArgs};
+use crate::cli::{ConfigArgs, ModelArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::spinner::Spinner;
 use crate::{files, report};
 
+mod live;
 mod page;
 
 const TIMED_TOKENS: u32 = 32;
@@ -39,7 +41,11 @@ const EXPECTED_RUNS: usize = 8;
 const TRACED_STEPS: u32 = 24;
 
 pub(crate) fn run(args: &TraceArgs) -> Outcome {
-    let context = Context::of_shape_on_cpu(&args.model)?;
+    if let Some(pid) = args.live.pid {
+        return live::run(args, pid);
+    }
+    let model = args.model.clone().unwrap_or_default();
+    let context = Context::of_shape_on_cpu(&ModelArgs { model, place: args.place.clone() })?;
     if args.context.saturating_add(TIMED_TOKENS) > context.kv_capacity {
         return Err(Failure::usage(format!(
             "--context {} is out of range: the key/value cache holds {}; raise --kv-capacity",
@@ -173,15 +179,7 @@ impl Traced {
             (&args.residuals, &|out| writeln!(out, "{:#}", residuals.as_ref().unwrap_or_default())),
             (&args.html, &|out| out.write_all(page.as_deref().unwrap_or_default().as_bytes())),
         ];
-        for (path, fill) in files {
-            if let Some(path) = path {
-                files::write_with(path, |file| {
-                    let mut out = BufWriter::new(file);
-                    fill(&mut out)?;
-                    out.flush()
-                })?;
-            }
-        }
+        write_files(&files)?;
         if !args.what_if.is_empty() {
             self.document["what_if"] = what_if(timeline, &args.what_if)?;
         }
@@ -190,6 +188,20 @@ impl Traced {
         }
         Ok(self.document)
     }
+}
+
+/// Writes the files that were asked for.
+fn write_files(files: &[(&Option<PathBuf>, &Fill<'_>)]) -> Result<(), Failure> {
+    for (path, fill) in files {
+        if let Some(path) = path {
+            files::write_with(path, |file| {
+                let mut out = BufWriter::new(file);
+                fill(&mut out)?;
+                out.flush()
+            })?;
+        }
+    }
+    Ok(())
 }
 
 type Fill<'a> = dyn Fn(&mut BufWriter<&mut File>) -> io::Result<()> + 'a;

@@ -1,5 +1,6 @@
 //! Telemetry written by the driver of a card. The state of the kernel is read from its ring by a separate thread.
 
+use abi::{Evidence, EvidenceFamily};
 use ir::program::Program;
 use telemetry::Publisher;
 
@@ -23,10 +24,19 @@ impl Gpu<'_> {
         let Some(page) = &self.page else { return };
         let bytes = program.matrices.iter().map(|matrix| matrix.bytes()).sum::<u64>();
         let pages = self.pages().map_or(0, |pages| u64::from(pages.pages) + 1); // and page zero
+        let used = vm_host::process_memory(&self.info.uuid, std::process::id());
         page.edit(|edit| {
+            let copied =
+                if self.arrival.copied.is_some() { Evidence::Measured } else { Evidence::Derived };
+            edit.known(EvidenceFamily::Copy, copied);
+            let resident = if used.is_some() { Evidence::Measured } else { Evidence::Derived };
+            edit.known(EvidenceFamily::Residency, resident);
             let head = edit.head();
-            let copied = if booted { &mut head.uploaded_bytes } else { &mut head.avoided_bytes };
-            *copied += bytes;
+            head.device_used_bytes = used.unwrap_or(0);
+            match booted {
+                true => head.uploaded_bytes += self.arrival.copied.unwrap_or(bytes),
+                false => head.avoided_bytes += bytes,
+            }
             head.launches += 1;
             head.step_bytes = program.stream_bytes();
             head.weights_bytes = bytes; // the observing thread reads how many have arrived

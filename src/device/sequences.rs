@@ -7,7 +7,7 @@ use search::{DeviceError, Handle};
 use vm_host::{Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident};
 
 use super::{Gpu, Machine, device_error};
-use crate::engine::Broken;
+use crate::engine::{Broken, WeightsAt};
 use crate::report;
 
 impl Gpu<'_> {
@@ -43,7 +43,9 @@ impl Gpu<'_> {
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<BatchDecoded, Broken> {
         self.sequences.fill(None); // those of searches
-        self.undone(handle, |running| running.run_together(batch, preempt))
+        let done = self.undone(handle, |running| running.run_together(batch, preempt))?;
+        self.passes += u64::from(done.steps);
+        Ok(done)
     }
 
     /// Logits of each sequence of the last batch that kept them.
@@ -190,6 +192,7 @@ impl Gpu<'_> {
             return Ok(Decoded { tokens, chosen, steps, ending, host_us, device_us });
         }
         let done = self.undone(handle, |running| running.run(request, preempt))?;
+        self.passes += u64::from(done.steps);
         if !done.tokens.is_empty() {
             self.arrival.tokens();
         }
@@ -224,7 +227,7 @@ impl Gpu<'_> {
         self.sequences.fill(None);
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
         let chunked = self.in_chunks(handle, (session, position), head)?;
-        self.undone(handle, |running| {
+        let row = self.undone(handle, |running| {
             if !head.is_empty() && !chunked {
                 running.decode(session, position, head, 1, &[], false)?;
             }
@@ -234,7 +237,28 @@ impl Gpu<'_> {
             let position = position + head.len() as u32;
             running.decode(session, position, last, 1, &[], true)?;
             Ok(running.logits(1)?.into_iter().next().unwrap_or_default())
-        })
+        })?;
+        self.passes += (tokens.len() - if chunked { head.len() } else { 0 }) as u64;
+        Ok(row)
+    }
+
+    /// Passes of the resident kernel's program since the last call: prompts in chunks run without it.
+    pub(crate) fn take_passes(&mut self) -> u64 {
+        std::mem::take(&mut self.passes)
+    }
+
+    /// Where the weights are, if they are loaded while the kernel is already resident.
+    pub(crate) fn weights(&self) -> WeightsAt {
+        let arriving = match &self.machine {
+            Machine::Absent => return WeightsAt::Here,
+            Machine::Idle(idle) => idle.arriving(),
+            Machine::Running(running) => running.arriving(),
+        };
+        match arriving {
+            Ok(true) => WeightsAt::Coming,
+            Ok(false) => WeightsAt::Here,
+            Err(error) => WeightsAt::Lost(error.to_string()),
+        }
     }
 
     /// Runs `act` on the resident kernel. A failure ends the kernel; a refused request leaves it as it is.

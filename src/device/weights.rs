@@ -19,6 +19,8 @@ pub(super) struct Arrival {
     pub(super) streaming: Option<Streaming>,
     resident_at: Option<Instant>,
     first_token_at: Option<Instant>,
+    /// Bytes that were copied to the device before a launch, counted with each copy.
+    pub(super) copied: Option<u64>,
 }
 
 impl Arrival {
@@ -39,8 +41,9 @@ pub(super) fn boot(
     program: &Verified<Program>,
     variant: &Variant,
     (deadline, sessions, kv_pool): (Duration, u32, KvPool),
-    streaming: Option<Streaming>,
+    arrival: &mut Arrival,
 ) -> Result<Idle, DeviceError> {
+    let streaming = arrival.streaming;
     let options = BootOptions {
         cards: context.cards.iter().map(|&card| vm_host::Card::new(card)).collect(),
         sessions,
@@ -56,6 +59,7 @@ pub(super) fn boot(
         return Ok(idle);
     }
     let load = idle.load_report();
+    arrival.copied = Some(load.packed_bytes);
     report::say(&format!(
         "weights: {:.2} GB from {} to the device in {:.2} s ({:.2} GB/s){}",
         load.bytes as f64 / 1e9,

@@ -20,7 +20,7 @@ use crate::engine::{self, Engine as Machine, Megakernel};
 use crate::failure::Failure;
 use crate::host_rules::HostRules;
 use crate::memory::{self, Use};
-use crate::observe::{Observer, Sequences};
+use crate::observe::{Command, Observer, Sequences, TurnEnd};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Told, Work};
 
@@ -314,14 +314,14 @@ impl Engine {
         let context = &self.context;
         // A kernel counts its own commands.
         let on_gpu = self.on_gpu();
-        let said = Sequences::new(observer.publisher(), !on_gpu);
+        let mut said = Sequences::new(observer.publisher(), !on_gpu);
         said.sole(work.positions());
         self.prefill.check(on_gpu)?;
         let host = Use::Host { sequences: 1, positions: work.positions() };
         memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
         if context.device == DeviceChoice::Eval {
             let mut graph = engine::graph(context, None);
-            return continued(&mut graph, context, (work, keep), (&said, on_token));
+            return continued(&mut graph, context, (work, keep), (&mut said, on_token));
         }
         // For the end of the generation, where steps are slowest.
         let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
@@ -331,10 +331,12 @@ impl Engine {
         }
         let Chosen { config, source } = choose(context, &self.config, tokens, Auto::Fastest)?;
         let program = Arc::new(context.lowered(&config)?);
+        said.program(0, &program);
         let generated = if on_gpu {
             let prompt = work.prompt.len();
             let mut kernel = self.kernel((&program, &config), (prompt, keep), observer)?;
-            let mut generated = continued(&mut kernel, context, (work, keep), (&said, on_token))?;
+            let mut generated =
+                continued(&mut kernel, context, (work, keep), (&mut said, on_token))?;
             generated.weights = kernel.gpu().weights_report(self.began)?;
             if self.check_weights {
                 generated.weights_check = kernel.gpu().check_weights()?;
@@ -342,7 +344,7 @@ impl Engine {
             generated
         } else {
             let mut machine = engine::reference(context, &program, None);
-            continued(&mut machine, context, (work, keep), (&said, on_token))?
+            continued(&mut machine, context, (work, keep), (&mut said, on_token))?
         };
         Ok(Generated { schedule: Some(source), ..generated })
     }
@@ -377,7 +379,7 @@ fn continued(
     machine: &mut dyn Machine,
     context: &Context,
     (work, keep): (Work, bool),
-    (said, on_token): (&Sequences, OnToken<'_>),
+    (said, on_token): (&mut Sequences, OnToken<'_>),
 ) -> Result<Generated, Failure> {
     let scored = work.logprobs.is_some();
     let mut sequence = Sequence::new(work);
@@ -392,8 +394,9 @@ fn continued(
             0 => sequence.work.prompt.len() - sequence.fed,
             _ => SLICE,
         };
-        said.begin(0, sequence.fed, sequence.next(most as u64).len());
-        let (began, before) = (Instant::now(), sequence.chosen.len());
+        let (first, before) = (sequence.fed, sequence.chosen.len());
+        said.begin(&[(0, first)], sequence.next(most as u64).len());
+        let began = Instant::now();
         let mut tell = |told| match told {
             Told::Token(token, logprobs) => {
                 scores.extend(logprobs);
@@ -408,8 +411,10 @@ fn continued(
             Some(why) => Failure::missing(why),
             None => Failure::from(broken),
         })?;
-        said.ran(0, ran, began.elapsed());
-        said.chosen(0, (sequence.chosen.len() - before) as u64);
+        let (took, tokens) = (began.elapsed(), sequence.chosen.len() - before);
+        let command = Command { place: 0, first, sequences: 1, positions: ran, tokens, took };
+        said.ran(&command, &machine.account());
+        said.chosen(&TurnEnd { place: 0, first, positions: ran, tokens });
         finish = ended;
     }
     Ok(Generated {

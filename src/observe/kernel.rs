@@ -1,7 +1,7 @@
 //! Observes the kernel from a separate thread, without driver calls: commands, steps, worker heartbeats, stall
 //! suspicion. All of it is read from memory that the device writes, at no cost to the thread that drives the machine.
 
-use abi::{RING_ENTRIES, UNIT_BYTES, WORKERS_MAX};
+use abi::{EventTrack, EventWords, RING_ENTRIES, UNIT_BYTES, WORKERS_MAX};
 use telemetry::{Edit, Stalls, Suspect, bucket};
 use vm_host::Monitor;
 
@@ -9,12 +9,17 @@ use vm_host::Monitor;
 /// kernel itself gives up after seconds.
 const STILL_NS: u64 = 250_000_000;
 
+/// How much two clocks may drift apart between two looks.
+const DRIFT_NS: i64 = 1_000;
+
 pub(crate) struct KernelWatch {
     launch: u64,
     /// Commands counted so far.
     seen: u32,
     /// The end of the last of them, by the device's clock.
     ended_ns: u64,
+    /// The host's clock less the device's, at most: the shortest time from a command's end to a look at it is in it.
+    ahead_ns: i64,
     /// Units that each loader has requested so far.
     issued: [u32; WORKERS_MAX as usize],
     stalls: Stalls,
@@ -27,6 +32,7 @@ impl Default for KernelWatch {
             launch: 0,
             seen: 0,
             ended_ns: 0,
+            ahead_ns: i64::MAX,
             issued: [0; WORKERS_MAX as usize],
             stalls: Stalls::new(STILL_NS),
             suspected: 0,
@@ -46,7 +52,7 @@ impl KernelWatch {
             *self = Self { launch: monitor.launch(), ..Self::default() };
         }
         let (answered, outstanding) = (monitor.answered(), monitor.outstanding());
-        self.commands(monitor, edit, answered);
+        self.commands(monitor, edit, answered, now_ns);
         let head = edit.head();
         head.published = head.drained + u64::from(outstanding);
         head.arrived_bytes = monitor.arrived_bytes().unwrap_or(head.weights_bytes);
@@ -54,11 +60,13 @@ impl KernelWatch {
         self.workers(monitor, edit, outstanding > 0, now_ns)
     }
 
-    fn commands(&mut self, monitor: &Monitor, edit: &mut Edit<'_>, answered: u32) {
-        let head = edit.head();
+    fn commands(&mut self, monitor: &Monitor, edit: &mut Edit<'_>, answered: u32, now_ns: u64) {
         let new = answered.wrapping_sub(self.seen);
-        head.drained += u64::from(new);
+        edit.head().drained += u64::from(new);
+        // The clocks may drift apart.
+        self.ahead_ns = self.ahead_ns.saturating_add(DRIFT_NS);
         for index in (0..new.min(RING_ENTRIES)).rev().map(|back| answered.wrapping_sub(back + 1)) {
+            let head = edit.head();
             let Some(done) = monitor.completion(index) else {
                 head.unseen += 1;
                 continue;
@@ -78,8 +86,23 @@ impl KernelWatch {
                 head.steps[bucket(step)] += u64::from(done.steps);
                 head.steps_ns += took;
             }
+            self.event(edit, index, &done, now_ns);
         }
-        head.unseen += u64::from(new.saturating_sub(RING_ENTRIES));
+        edit.head().unseen += u64::from(new.saturating_sub(RING_ENTRIES));
+    }
+
+    /// The device's part of a command, by the host's clock.
+    fn event(&mut self, edit: &mut Edit<'_>, index: u32, done: &abi::Completion, now_ns: u64) {
+        self.ahead_ns = self.ahead_ns.min(now_ns.wrapping_sub(done.end_ns).cast_signed());
+        let at = |device_ns: u64| device_ns.wrapping_add_signed(self.ahead_ns);
+        edit.event(EventWords {
+            begin_ns: at(done.start_ns),
+            end_ns: at(done.end_ns),
+            number: u64::from(index) + 1,
+            track: EventTrack::Device as u32,
+            positions: done.steps,
+            ..EventWords::default()
+        });
     }
 
     fn workers(

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use abi::Activity;
+use abi::{Activity, Evidence, EvidenceFamily};
 use telemetry::{Page, Publisher, Reader, now_ns};
 
 use crate::context::Context;
@@ -22,7 +22,7 @@ use crate::report;
 
 use gpu::GpuWatch;
 pub(crate) use kernel::KernelWatch;
-pub(crate) use sequences::Sequences;
+pub(crate) use sequences::{Command, Sequences, TurnEnd};
 
 /// How often the thread polls. The ring holds 64 answers, so even commands of one step each are all seen.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -117,6 +117,7 @@ pub(crate) fn publisher(
     let made = Publisher::new(&telemetry::folder(), |edit| {
         edit.command(command, &graph.name);
         edit.device(device);
+        edit.known(EvidenceFamily::Control, Evidence::Measured);
         let head = edit.head();
         (head.places, head.capacity, head.weights_bytes) = (places, context.kv_capacity, bytes);
     });

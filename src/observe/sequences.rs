@@ -2,17 +2,47 @@
 
 use std::time::Duration;
 
-use abi::{Activity, EntryState, SequenceEnd, SessionWords};
+use abi::{
+    Activity, EntryState, EventTrack, EventWords, Evidence, EvidenceFamily, ProgramWords,
+    SequenceEnd, SessionWords, TELEMETRY_OPS,
+};
+use ir::program::Program;
 use sessions::{Priority, Ring};
 use telemetry::{Edit, Publisher, bucket, now_ns};
 
 use super::enter_at;
+use crate::engine::Account;
+
+/// A command that has completed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Command {
+    /// Place of its first sequence, and the first position there.
+    pub(crate) place: usize,
+    pub(crate) first: usize,
+    pub(crate) sequences: usize,
+    /// Positions of each sequence, and tokens of all.
+    pub(crate) positions: usize,
+    pub(crate) tokens: usize,
+    pub(crate) took: Duration,
+}
+
+/// A turn that has ended: what a sequence ran and sampled in it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TurnEnd {
+    pub(crate) place: usize,
+    pub(crate) first: usize,
+    pub(crate) positions: usize,
+    pub(crate) tokens: usize,
+}
 
 /// Publishes the state of sequences on a page. Without a page it does nothing.
 #[derive(Clone, Default)]
 pub(crate) struct Sequences {
     page: Option<Publisher>,
     opened: u64,
+    commands: u64,
+    /// When the current command began.
+    began_ns: u64,
     /// Whether commands and steps are counted here: a kernel counts its own.
     counts: bool,
 }
@@ -20,7 +50,8 @@ pub(crate) struct Sequences {
 impl Sequences {
     /// With `counts`, steps are counted by turns; otherwise another thread counts them.
     pub(crate) fn new(page: &Publisher, counts: bool) -> Self {
-        Self { page: Some(page.clone()), opened: 0, counts }
+        page.edit(|edit| edit.known(EvidenceFamily::Ring, Evidence::Measured));
+        Self { page: Some(page.clone()), opened: 0, commands: 0, began_ns: 0, counts }
     }
 
     fn edit(&self, change: impl FnOnce(&mut Edit<'_>)) {
@@ -39,12 +70,29 @@ impl Sequences {
         self.edit(|edit| edit.head().waiting = u32::try_from(requests).unwrap_or(u32::MAX));
     }
 
-    /// A sequence got a place; it may run at most `goal` positions.
-    pub(crate) fn open(&mut self, place: usize, priority: Priority, goal: u64, ring: &Ring) {
+    /// A program that the machine runs, by its kernel's index.
+    pub(crate) fn program(&self, number: usize, program: &Program) {
+        self.edit(|edit| {
+            if number == 0 {
+                edit.head().step_bytes = program.stream_bytes();
+            }
+            tasks(edit.program(number), program);
+        });
+    }
+
+    /// A sequence got a place; it may run at most `goal` positions. Its request arrived at `arrived_ns`.
+    pub(crate) fn open(
+        &mut self,
+        place: usize,
+        (priority, goal): (Priority, u64),
+        arrived_ns: u64,
+        ring: &Ring,
+    ) {
         self.opened += 1;
         self.edit(|edit| {
             let state = ring.state(place) as u32;
-            *edit.session(place) = opened(self.opened, priority, state, goal);
+            let session = opened(self.opened, priority, state, goal);
+            *edit.session(place) = SessionWords { told_ns: arrived_ns, ..session };
             edit.head().opened = self.opened;
             states(edit.head(), ring);
         });
@@ -53,71 +101,88 @@ impl Sequences {
     /// The only sequence, which takes no turns.
     pub(crate) fn sole(&self, goal: u64) {
         self.edit(|edit| {
-            *edit.session(0) = opened(1, Priority::Normal, EntryState::Claimed as u32, goal);
+            let session = opened(1, Priority::Normal, EntryState::Claimed as u32, goal);
+            *edit.session(0) = session;
             edit.head().opened = 1;
             edit.head().occupancy[EntryState::Claimed as usize] = 1;
+            if self.counts {
+                edit.known(EvidenceFamily::Ring, Evidence::Derived);
+            }
         });
     }
 
-    /// A command ran this many sequences at once. Each publishes its own turn.
-    pub(crate) fn batch(&self, turns: usize) {
+    /// The machine begins a command of sequences in these places, each from its first position on.
+    pub(crate) fn begin(&mut self, sequences: &[(usize, usize)], positions: usize) {
+        let now = now_ns();
+        self.began_ns = now;
         self.edit(|edit| {
+            for (place, _) in sequences {
+                let session = edit.session(*place);
+                (session.state, session.turn_ns) = (EntryState::Claimed as u32, now);
+            }
             let head = edit.head();
-            head.batches += 1;
-            head.batched += turns as u64;
-        });
-    }
-
-    /// The machine begins to run positions of a place.
-    pub(crate) fn begin(&self, place: usize, first: usize, positions: usize) {
-        self.edit(|edit| {
-            let now = now_ns();
-            let session = edit.session(place);
-            (session.state, session.turn_ns) = (EntryState::Claimed as u32, now);
-            let head = edit.head();
-            head.command_first = u32::try_from(first).unwrap_or(u32::MAX);
-            head.command_positions = u32::try_from(positions).unwrap_or(u32::MAX);
+            head.command_first = clamped(sequences.first().map_or(0, |(_, first)| *first));
+            head.command_positions = clamped(positions);
             head.published += u64::from(self.counts);
-            head.occupancy[EntryState::Claimed as usize] = 1;
+            head.occupancy[EntryState::Claimed as usize] = clamped(sequences.len());
             enter_at(head, Activity::Running, now);
         });
     }
 
-    /// It ran this many positions in this time.
-    pub(crate) fn ran(&self, place: usize, positions: usize, took: Duration) {
+    /// The command has completed.
+    pub(crate) fn ran(&mut self, command: &Command, account: &Account) {
+        self.commands += 1;
+        let Command { place, first, sequences, positions, tokens, took } = *command;
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.edit(|edit| {
-            let session = edit.session(place);
-            session.positions += positions as u64;
-            let priority = session.priority as usize;
+            let now = now_ns();
+            edit.passes(account.passes);
             let head = edit.head();
-            if let Some(sum) = head.priority_positions.get_mut(priority) {
-                *sum += positions as u64;
+            if sequences > 1 && positions > 0 {
+                head.batches += 1;
+                head.batched += sequences as u64;
             }
             if self.counts {
-                let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
                 head.drained += 1;
-                head.positions += positions as u64;
+                head.positions += (positions * sequences) as u64;
                 if let Some(step) = ns.checked_div(positions as u64) {
                     head.steps[bucket(step)] += positions as u64;
                     head.steps_ns += ns;
                 }
             }
-            enter_at(head, Activity::Between, now_ns());
+            enter_at(head, Activity::Between, now);
+            let event = EventWords {
+                begin_ns: self.began_ns,
+                end_ns: now,
+                number: self.commands,
+                track: EventTrack::Command as u32,
+                place: clamped(place),
+                first: clamped(first),
+                positions: clamped(positions),
+                tokens: clamped(tokens),
+                sequences: clamped(sequences),
+                ..EventWords::default()
+            };
+            edit.event(event);
+            if let Some([begin_ns, end_ns]) = account.last.filter(|_| positions > 0) {
+                let track = EventTrack::Device as u32;
+                edit.event(EventWords { begin_ns, end_ns, track, ..event });
+            }
         });
     }
 
-    /// A turn has ended, in which `tokens` tokens were sampled.
-    pub(crate) fn turn(&self, place: usize, tokens: u64, ring: &Ring) {
+    /// A turn has ended.
+    pub(crate) fn turn(&self, turn: &TurnEnd, ring: &Ring) {
         self.edit(|edit| {
-            add_tokens(edit, place, tokens);
-            edit.session(place).state = ring.state(place) as u32;
+            add(edit, turn);
+            edit.session(turn.place).state = ring.state(turn.place) as u32;
             states(edit.head(), ring);
         });
     }
 
-    /// Tokens were sampled by the only sequence.
-    pub(crate) fn chosen(&self, place: usize, tokens: u64) {
-        self.edit(|edit| add_tokens(edit, place, tokens));
+    /// The only sequence has run a command.
+    pub(crate) fn chosen(&self, turn: &TurnEnd) {
+        self.edit(|edit| add(edit, turn));
     }
 
     /// A sequence has ended and left its place.
@@ -135,15 +200,69 @@ impl Sequences {
     }
 }
 
-fn add_tokens(edit: &mut Edit<'_>, place: usize, tokens: u64) {
-    let session = edit.session(place);
-    session.tokens += tokens;
-    let priority = session.priority as usize;
-    let head = edit.head();
-    head.tokens += tokens;
-    if let Some(sum) = head.priority_tokens.get_mut(priority) {
-        *sum += tokens;
+/// Adds what a sequence has run and sampled in a turn, and the turn's events, if it had the machine.
+fn add(edit: &mut Edit<'_>, turn: &TurnEnd) {
+    let (now, session) = (now_ns(), edit.session(turn.place));
+    let had_the_machine = session.state == EntryState::Claimed as u32;
+    session.positions += turn.positions as u64;
+    session.tokens += turn.tokens as u64;
+    let told_ns = session.told_ns;
+    if turn.tokens > 0 {
+        session.told_ns = now;
     }
+    let SessionWords { serial, turn_ns, priority, .. } = *session;
+    let head = edit.head();
+    head.tokens += turn.tokens as u64;
+    if let Some(sum) = head.priority_positions.get_mut(priority as usize) {
+        *sum += turn.positions as u64;
+    }
+    if let Some(sum) = head.priority_tokens.get_mut(priority as usize) {
+        *sum += turn.tokens as u64;
+    }
+    if !had_the_machine {
+        return;
+    }
+    let event = EventWords {
+        begin_ns: turn_ns,
+        end_ns: now,
+        number: serial,
+        total: head.priority_positions.iter().sum(),
+        track: EventTrack::Turn as u32,
+        place: clamped(turn.place),
+        first: clamped(turn.first),
+        positions: clamped(turn.positions),
+        tokens: clamped(turn.tokens),
+        sequences: 1,
+        ..EventWords::default()
+    };
+    edit.event(event);
+    if turn.tokens > 0 {
+        let track = EventTrack::Client as u32;
+        edit.event(EventWords { begin_ns: told_ns, track, positions: 0, total: 0, ..event });
+    }
+}
+
+/// Counts the tasks of one pass of a program.
+fn tasks(words: &mut ProgramWords, program: &Program) {
+    *words = ProgramWords { workers: clamped(program.workers.len()), ..ProgramWords::default() };
+    let id = program.id();
+    for (to, from) in words.id.iter_mut().zip(id.bytes()) {
+        *to = from;
+    }
+    for (worker, queue) in program.workers.iter().enumerate() {
+        for task in &queue.tasks {
+            words.all[task.opcode as usize] += 1;
+            // Workers beyond those of the page count in the sums.
+            if let Some(count) = words.tasks.get_mut(worker * TELEMETRY_OPS + task.opcode as usize)
+            {
+                *count += 1;
+            }
+        }
+    }
+}
+
+fn clamped(value: usize) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
 }
 
 fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWords {
@@ -153,17 +272,13 @@ fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWord
         Priority::High => 2,
     };
     let now = now_ns();
-    let (opened_ns, turn_ns) = (now, now);
-    SessionWords { serial, priority, state, goal, opened_ns, turn_ns, ..SessionWords::default() }
+    let (positions, tokens) = (0, 0);
+    let (opened_ns, turn_ns, told_ns) = (now, now, now);
+    SessionWords { serial, priority, state, positions, goal, tokens, opened_ns, turn_ns, told_ns }
 }
 
 /// The states of all commands, and the number of times each was entered.
 fn states(head: &mut abi::Telemetry, ring: &Ring) {
     head.occupancy = ring.occupancy();
-    let entered = ring.entered();
-    head.turns = entered[EntryState::Claimed as usize];
-    head.yields = entered[EntryState::Yield as usize];
-    head.requeues = entered[EntryState::Requeue as usize];
-    head.io_waits = entered[EntryState::WaitIo as usize];
-    head.faults = entered[EntryState::Fault as usize];
+    head.entered = ring.entered();
 }

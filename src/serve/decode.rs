@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use abi::{Activity, SequenceEnd};
 use ir::sampling::Logprobs;
@@ -12,7 +12,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::engine::{Broken, Engine};
-use crate::observe::Sequences;
+use crate::observe::{Command, Sequences, TurnEnd};
 pub(super) use crate::sequence::{Finish, Work};
 use crate::sequence::{Sequence, Told};
 
@@ -25,6 +25,8 @@ pub(super) struct Job {
     pub(super) to: UnboundedSender<Event>,
     /// Shared by the choices of one request.
     pub(super) admitted: Arc<OwnedSemaphorePermit>,
+    /// When the request arrived, in nanoseconds since 1970.
+    pub(super) arrived_ns: u64,
 }
 
 /// The events that a request receives.
@@ -70,6 +72,9 @@ impl Admission {
     }
 }
 
+/// How often a loop whose sequences all wait for weights looks for them.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
 struct Running {
     sequence: Sequence,
     tenant: Tenant,
@@ -80,7 +85,7 @@ struct Running {
 }
 
 impl Running {
-    fn new(Job { work, tenant, to, admitted }: Job) -> Self {
+    fn new(Job { work, tenant, to, admitted, .. }: Job) -> Self {
         let paid = work.positions();
         Self { sequence: Sequence::new(work), tenant, paid, to, admitted }
     }
@@ -127,13 +132,15 @@ pub(super) struct EngineLoop<'e> {
     /// Requests without a session yet.
     waiting: Fair<Job>,
     said: Sequences,
+    /// Whether weights may still be on their way.
+    streams: bool,
 }
 
 impl<'e> EngineLoop<'e> {
     pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
         let (running, waiting) = (BTreeMap::new(), Fair::default());
-        Self { engine, scheduler, running, waiting, said }
+        Self { engine, scheduler, running, waiting, said, streams: true }
     }
 
     /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].
@@ -161,9 +168,18 @@ impl<'e> EngineLoop<'e> {
                 }
             }
             self.admit();
-            if let Some(turn) = self.scheduler.next(self.engine.prompt_slice()) {
-                let turns = self.joined(turn);
-                self.turns(turns);
+            self.weights();
+            match self.scheduler.next(self.engine.prompt_slice()) {
+                Some(turn) if self.streams => self.wait_io(turn),
+                Some(turn) => {
+                    let turns = self.joined(turn);
+                    self.turns(turns);
+                }
+                // All wait for weights, or have left.
+                None if self.running.is_empty() => {}
+                None => {
+                    inbox.recv_timeout(LOOK_EVERY).into_iter().for_each(|job| self.arrived(job))
+                }
             }
             if let Some(why) = self.engine.lost() {
                 self.leave(&Finish::Failed(why.clone()));
@@ -206,6 +222,7 @@ impl<'e> EngineLoop<'e> {
             }
             let Ok(session) = self.scheduler.open(priority, quota) else { return };
             let Some((_, job)) = self.waiting.admit(quota) else { return };
+            let arrived_ns = job.arrived_ns;
             let mut running = Running::new(job);
             let started = running.sequence.begin(&mut *self.engine, session.place());
             let started = started.and_then(|()| {
@@ -214,7 +231,8 @@ impl<'e> EngineLoop<'e> {
             });
             running.reused(running.sequence.fed);
             self.running.insert(session, running);
-            self.said.open(session.place(), priority, quota, self.scheduler.ring());
+            let ring = self.scheduler.ring();
+            self.said.open(session.place(), (priority, quota), arrived_ns, ring);
             match started {
                 Ok(()) => {}
                 Err(Broken::Sequence(why)) => self.end(session, Finish::Failed(why)),
@@ -245,14 +263,16 @@ impl<'e> EngineLoop<'e> {
         }
         let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;
-        let chosen = sequence.chosen.len();
-        self.said.begin(place, sequence.fed, sequence.next(turn.tokens()).len());
+        let (first, chosen) = (sequence.fed, sequence.chosen.len());
+        self.said.begin(&[(place, first)], sequence.next(turn.tokens()).len());
         let began = Instant::now();
         let done = running.turn(&mut *self.engine, place, turn.tokens());
-        let ran = done.as_ref().map_or(0, |(ran, _)| *ran);
-        self.said.ran(place, ran, began.elapsed());
-        let chosen = (running.sequence.chosen.len() - chosen) as u64;
-        self.settle(turn, ran, chosen, done.map(|(_, finish)| finish));
+        let took = began.elapsed();
+        let positions = done.as_ref().map_or(0, |(ran, _)| *ran);
+        let tokens = running.sequence.chosen.len() - chosen;
+        let command = Command { place, first, sequences: 1, positions, tokens, took };
+        self.said.ran(&command, &self.engine.account());
+        self.settle(turn, positions, tokens, done.map(|(_, finish)| finish));
     }
 
     /// Cancels a session whose client has disconnected; the session has the turn.
@@ -268,10 +288,17 @@ impl<'e> EngineLoop<'e> {
         &mut self,
         turn: Turn,
         ran: usize,
-        chosen: u64,
+        chosen: usize,
         done: Result<Option<Finish>, Broken>,
     ) {
         let session = turn.session();
+        let fed = self.running.get(&session).map_or(0, |running| running.sequence.fed);
+        let end = TurnEnd {
+            place: session.place(),
+            first: fed.saturating_sub(ran),
+            positions: ran,
+            tokens: chosen,
+        };
         let (all, finish) = match done {
             Ok(finish) => (false, finish),
             Err(Broken::Sequence(why)) => (false, Some(Finish::Failed(why))),
@@ -283,7 +310,7 @@ impl<'e> EngineLoop<'e> {
             Some(Finish::Failed(_) | Finish::Leaving) => Outcome::Fault,
         };
         let report = self.scheduler.give_back(turn, ran as u64, outcome);
-        self.said.turn(session.place(), chosen, self.scheduler.ring());
+        self.said.turn(&end, self.scheduler.ring());
         match (report, finish) {
             (Ok(Report::Ready), _) => {}
             (Ok(Report::Finished | Report::Failed(_)), Some(finish)) => {
@@ -329,6 +356,8 @@ impl<'e> EngineLoop<'e> {
 mod alike;
 #[path = "together.rs"]
 mod together;
+#[path = "weights.rs"]
+mod weights;
 
 #[cfg(test)]
 #[path = "device_tests.rs"]

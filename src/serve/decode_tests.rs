@@ -8,7 +8,7 @@ use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::engine::{Advanced, How, PROMPT_SLICE};
+use crate::engine::{Advanced, How, PROMPT_SLICE, WeightsAt};
 use crate::host_rules::HostRules;
 
 /// Tokens of the scripted model.
@@ -39,6 +39,8 @@ struct Scripted {
     /// Whether that failure is permanent, and its reason.
     fatal: bool,
     lost: Option<String>,
+    /// Where its weights are.
+    weights_at: Arc<Mutex<WeightsAt>>,
 }
 
 /// A call in which the machine fails.
@@ -153,6 +155,10 @@ impl Engine for Scripted {
         Ok(Advanced { chosen, ran, stopped: false })
     }
 
+    fn weights(&self) -> WeightsAt {
+        self.weights_at.lock().unwrap().clone()
+    }
+
     fn seqs(&self) -> usize {
         self.width.max(1)
     }
@@ -203,6 +209,8 @@ impl Engine for Scripted {
 
 #[path = "together_tests.rs"]
 mod together;
+#[path = "weights_tests.rs"]
+mod weights;
 
 /// A greedy request for `limit` tokens.
 fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedReceiver<Event>) {
@@ -217,7 +225,8 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
         logprobs: None,
         priority: Priority::Normal,
     };
-    (Job { work, tenant: Tenant::default(), to, admitted: admission.enter().unwrap() }, events)
+    let (tenant, admitted) = (Tenant::default(), admission.enter().unwrap());
+    (Job { work, tenant, to, admitted, arrived_ns: telemetry::now_ns() }, events)
 }
 
 /// All tokens that a request receives, and its ending.

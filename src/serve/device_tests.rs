@@ -81,7 +81,7 @@ fn heard(
             for Wanted { work, goes } in wanted {
                 let (to, events) = unbounded_channel();
                 let admitted = admission.enter().expect("a place in the queue");
-                jobs.send(Job { work, tenant: Tenant::default(), to, admitted })
+                jobs.send(Job { work, tenant: Tenant::default(), to, admitted, arrived_ns: 0 })
                     .expect("the desk is there");
                 let client = std::thread::spawn(move || listen(events, goes));
                 if !together {
@@ -183,8 +183,14 @@ fn a_lone_sequence_and_a_batch_have_kernels_of_their_own() {
                     wanted.limit = 200;
                     let (to, events) = unbounded_channel();
                     let admitted = admission.enter().expect("a place in the queue");
-                    jobs.send(Job { work: wanted, tenant: Tenant::default(), to, admitted })
-                        .expect("the loop is there");
+                    jobs.send(Job {
+                        work: wanted,
+                        tenant: Tenant::default(),
+                        to,
+                        admitted,
+                        arrived_ns: 0,
+                    })
+                    .expect("the loop is there");
                     events
                 });
                 for mut events in asked.collect::<Vec<_>>() {

@@ -167,7 +167,7 @@ async fn answer(
     served.figures.prompt(request.prompt_tokens);
     let heading = served.heading(api, &request);
     caller.used(request.prompt_tokens);
-    let counted = (caller, place);
+    let (counted, arrived_ns) = ((caller, place), record.arrived_ns());
     let mut answering = Answering::new(served.clone(), record, counted, request.prompt_tokens);
     for asked in request.choices {
         let (to, events) = unbounded_channel(); // bounded by the tokens of the choice
@@ -176,7 +176,7 @@ async fn answer(
             served.figures.queried(asked.work.reusable().len());
         }
         let (tenant, admitted) = (request.tenant.clone(), admitted.clone());
-        let job = Job { work: asked.work, tenant, to, admitted };
+        let job = Job { work: asked.work, tenant, to, admitted, arrived_ns };
         served.jobs.send(job).map_err(|_| Refusal::leaving())?;
     }
     // From here on the jobs hold the place in the queue.

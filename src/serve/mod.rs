@@ -228,10 +228,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     };
     gpu.as_ref().map_or(Ok(()), |_| context.one_gpu("a server"))?;
     args.prefill.check(gpu.is_some())?;
-    if gpu.is_none() && args.seqs.is_some_and(|seqs| seqs > 1) {
-        let message = "--batch is for --device cuda: on the CPU sequences take turns; leave it out";
-        return Err(Failure::usage(message));
-    }
+    gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
     let kv_pool = kv_pool(args, device)?;
     let most = abi::SESSIONS_MAX as usize;
     let places = args.sessions.unwrap_or(8);
@@ -252,16 +249,16 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let every = Duration::from_secs(u64::from(args.metrics_every));
     let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
     let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
-    gpu.iter_mut().for_each(|gpu| observer.observe(gpu));
-    let said = Sequences::new(observer.publisher(), gpu.is_none());
-    if let Some(lowered) = &lowered {
-        let bytes = lowered.program.stream_bytes();
-        observer.publisher().edit(|edit| edit.head().step_bytes = bytes);
+    if let Some(gpu) = &mut gpu {
+        observer.observe(gpu);
+        args.stream.streaming().into_iter().for_each(|streaming| gpu.stream_weights(streaming));
     }
+    let said = Sequences::new(observer.publisher(), gpu.is_none());
+    let all = lowered.iter().chain(lowered.iter().filter_map(|lowered| lowered.lone.as_deref()));
+    all.clone().enumerate().for_each(|(number, of)| said.program(number, &of.program));
+    let kernels: Vec<String> = all.map(Lowered::name).collect();
     let (jobs, inbox) = mpsc::channel();
     let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
-    let all = lowered.iter().chain(lowered.iter().filter_map(|lowered| lowered.lone.as_deref()));
-    let kernels: Vec<String> = all.map(Lowered::name).collect();
     let page = observer.publisher().reader();
     let (loaded, loading) = watch::channel(false);
     let (tenants, keys) = access(args)?;
@@ -285,6 +282,18 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
         worked.and(listened)
     })
+}
+
+/// Refuses what only a GPU can do.
+fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
+    if args.stream.stream_weights {
+        return Err(Failure::usage("--stream-weights is about the GPU; add --device cuda"));
+    }
+    if args.seqs.is_some_and(|seqs| seqs > 1) {
+        let message = "--batch is for --device cuda: on the CPU sequences take turns; leave it out";
+        return Err(Failure::usage(message));
+    }
+    Ok(())
 }
 
 /// Loads the model.

@@ -28,6 +28,7 @@ pub(super) struct Record {
     method: Method,
     path: String,
     began: Instant,
+    arrived_ns: u64,
     status: AtomicU16,
     prompt: AtomicUsize,
     cached: AtomicUsize,
@@ -44,6 +45,7 @@ impl Record {
             method: request.method().clone(),
             path: path.chars().take(PATH_MAX).collect(),
             began: Instant::now(),
+            arrived_ns: telemetry::now_ns(),
             status: AtomicU16::new(0),
             prompt: AtomicUsize::new(0),
             cached: AtomicUsize::new(0),
@@ -70,6 +72,11 @@ impl Record {
             self.first_us.store(us, Ordering::Relaxed);
         }
         first.then_some(took)
+    }
+
+    /// When it arrived, in nanoseconds since 1970.
+    pub(super) fn arrived_ns(&self) -> u64 {
+        self.arrived_ns
     }
 
     pub(super) fn elapsed(&self) -> Duration {

@@ -6,6 +6,7 @@ use sessions::{SessionId, Turn};
 
 use super::{Broken, EngineLoop, Running, free, say};
 use crate::engine::Advanced;
+use crate::observe::Command;
 use crate::sequence::SLICE;
 
 impl Running {
@@ -67,9 +68,9 @@ impl EngineLoop<'_> {
             running.allowed(turn.tokens())
         };
         let generate = seqs.iter().zip(&turns).map(allowed).min().unwrap_or(1).max(1);
-        for (place, _, running) in &seqs {
-            self.said.begin(*place, running.sequence.fed, generate);
-        }
+        let firsts: Vec<(usize, usize)> =
+            seqs.iter().map(|(place, _, running)| (*place, running.sequence.fed)).collect();
+        self.said.begin(&firsts, generate);
         let admitted = &seqs[0].2.admitted;
         let before = free(admitted);
         let mut preempt = || {
@@ -80,9 +81,14 @@ impl EngineLoop<'_> {
         let began = Instant::now();
         let done = self.engine.together(&fed, generate as u32, &mut preempt);
         let (took, kernel) = (began.elapsed(), self.engine.kernel());
-        if done.is_ok() {
-            self.said.batch(turns.len());
+        let (place, first) = firsts[0];
+        let mut command =
+            Command { place, first, sequences: turns.len(), positions: 0, tokens: 0, took };
+        for seq in done.iter().flatten().flatten() {
+            command.positions = command.positions.max(seq.ran);
+            command.tokens += seq.chosen.len();
         }
+        self.said.ran(&command, &self.engine.account());
         let mut outcomes = outcomes(done, turns.len()).into_iter();
         for turn in turns {
             let session = turn.session();
@@ -92,14 +98,13 @@ impl EngineLoop<'_> {
             let outcome = outcomes.next().unwrap_or_else(|| Err(Broken::All("no answer".into())));
             let (ran, chosen, finish) = match outcome {
                 Ok(seq) => {
-                    let (ran, chosen) = (seq.ran, seq.chosen.len() as u64);
+                    let (ran, chosen) = (seq.ran, seq.chosen.len());
                     let mut tell = |told| say(&running.to, told);
                     running.sequence.ran_on(kernel, &mut tell);
                     (ran, chosen, Ok(running.sequence.took(seq, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),
             };
-            self.said.ran(session.place(), ran, took);
             self.settle(turn, ran, chosen, finish);
         }
     }

@@ -1,16 +1,13 @@
 //! The document of `amk top --once --json`.
 
+use std::collections::BTreeMap;
+
 use abi::{Activity, EntryState, SequenceEnd};
-use serde_json::{Map, Value, json};
-use telemetry::{Rates, Stalls, text};
+use serde_json::{Value, json};
+use telemetry::{Rates, Stalls, ops, text};
 
 use super::View;
-
-/// Names by number, with their values.
-fn by_name<'a, V: Into<Value> + Copy>(names: impl Iterator<Item = &'a str>, values: &[V]) -> Value {
-    let pairs = names.zip(values).map(|(name, value)| (name.to_owned(), (*value).into()));
-    Value::Object(pairs.collect::<Map<String, Value>>())
-}
+use crate::process::{self, by_name};
 
 fn rates(rates: &Rates) -> Value {
     json!({
@@ -32,19 +29,8 @@ fn rates(rates: &Rates) -> Value {
 }
 
 fn sessions(view: &View<'_>) -> Value {
-    let open = view.now.page.open().map(|(place, session)| {
-        json!({
-            "place": place,
-            "serial": session.serial,
-            "priority": super::draw::priority(session.priority),
-            "state": EntryState::new(session.state).map_or("unknown", EntryState::name),
-            "positions": session.positions,
-            "positions_max": session.goal,
-            "tokens": session.tokens,
-            "age_s": view.now.at_ns.saturating_sub(session.opened_ns) as f64 / 1e9,
-        })
-    });
-    open.collect()
+    let open = view.now.page.open();
+    open.map(|(place, session)| process::session(place, session, view.now.at_ns)).collect()
 }
 
 fn workers(view: &View<'_>) -> Value {
@@ -73,7 +59,8 @@ fn workers(view: &View<'_>) -> Value {
 pub(super) fn document(view: &View<'_>) -> Value {
     let head = &view.now.page.head;
     let since = Rates::since_start(&view.now.page, view.now.at_ns);
-    let priorities = || [0, 1, 2].into_iter().map(super::draw::priority);
+    let entered = |state: EntryState| head.entered[state as usize];
+    let priorities = || [0, 1, 2].into_iter().map(process::priority);
     json!({
         "schema": "amk.top.v2",
         "pid": head.pid,
@@ -96,8 +83,9 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "published": head.published, "drained": head.drained, "unseen": head.unseen, "traps": head.traps,
         },
         "totals": {
-            "opened": head.opened, "turns": head.turns, "yields": head.yields, "requeues": head.requeues,
-            "io_waits": head.io_waits, "faults": head.faults, "positions": head.positions, "tokens": head.tokens,
+            "opened": head.opened, "turns": entered(EntryState::Claimed), "yields": entered(EntryState::Yield),
+            "requeues": entered(EntryState::Requeue), "io_waits": entered(EntryState::WaitIo),
+            "faults": entered(EntryState::Fault), "positions": head.positions, "tokens": head.tokens,
             "launches": head.launches, "loads": head.loads, "suspicions": head.suspicions, "batches": head.batches, "batched": head.batched,
             "steps": view.now.page.step_count(),
         },
@@ -114,6 +102,11 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "writes": head.writes,
             "write_ns": head.write_ns,
             "ns_per_write": head.write_ns.checked_div(head.writes.saturating_sub(1)),
+        },
+        "ops": {
+            "source": "derived",
+            "programs": process::programs(None, &view.now.page),
+            "tasks": ops::named(&ops::tasks(&view.now.page)).collect::<BTreeMap<_, _>>(),
         },
         "sessions": sessions(view),
         "workers": workers(view),

@@ -7,9 +7,10 @@ use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::Paragraph;
-use telemetry::{Stalls, text as words};
+use telemetry::{Stalls, ops, text as words};
 
 use super::View;
+use crate::process::priority;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Colours(pub(super) bool);
@@ -27,10 +28,6 @@ impl Colours {
 
 /// The width of `--once`'s text, and the most lines.
 const TEXT_SIZE: (u16, u16) = (100, 64);
-
-pub(super) fn priority(number: u32) -> &'static str {
-    ["low", "normal", "high"].get(number as usize).copied().unwrap_or("unknown")
-}
 
 /// A number with an SI letter for thousands, five characters or less.
 pub(super) fn short(value: f64) -> String {
@@ -175,6 +172,7 @@ fn figures(sheet: &mut Sheet, view: &View<'_>) {
 
 fn ring(sheet: &mut Sheet, view: &View<'_>) {
     let head = &view.now.page.head;
+    let entered = |state: EntryState| head.entered[state as usize] as f64;
     let states = EntryState::ALL.iter().zip(head.occupancy);
     let states: Vec<String> = states
         .filter(|(_, count)| *count > 0)
@@ -189,9 +187,9 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
             "{} given, {} drained; {} turns, {} requeued, {} io waits",
             short(head.published as f64),
             short(head.drained as f64),
-            short(head.turns as f64),
-            short(head.requeues as f64),
-            short(head.io_waits as f64)
+            short(entered(EntryState::Claimed)),
+            short(entered(EntryState::Requeue)),
+            short(entered(EntryState::WaitIo))
         ),
     );
     let endings = SequenceEnd::ALL.iter().zip(head.endings).filter(|(_, count)| *count > 0);
@@ -199,7 +197,10 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
         endings.map(|(ending, count)| format!("{} {}", short(count as f64), ending.name()));
     let endings = endings.collect::<Vec<String>>().join(", ");
     let endings = if endings.is_empty() { "none yet".to_owned() } else { endings };
-    sheet.row("ended", format!("{endings}; {} faults, {} traps", head.faults, head.traps));
+    sheet.row(
+        "ended",
+        format!("{endings}; {} faults, {} traps", entered(EntryState::Fault), head.traps),
+    );
     let bytes = |bytes: u64| format!("{}B", short(bytes as f64));
     if head.arrived_bytes > 0 {
         let watermark = head.arrived_bytes as f64 / head.weights_bytes as f64;
@@ -223,6 +224,7 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
         let (all, held, promised) = (head.kv_pages, head.kv_held, head.kv_promised);
         sheet.row("kv pages", format!("{held} held, {promised} promised of {all}{batches}"));
     }
+    tasks(sheet, view);
     let per_write = head.write_ns.checked_div(head.writes.saturating_sub(1));
     sheet.row(
         "this page",
@@ -233,6 +235,16 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
             view.rates.telemetry * 100.0
         ),
     );
+}
+
+/// Tasks by op, if a program is known.
+fn tasks(sheet: &mut Sheet, view: &View<'_>) {
+    let tasks = ops::tasks(&view.now.page);
+    let of = |(op, tasks): (&str, u64)| format!("{op} {}", short(tasks as f64));
+    let mix: Vec<String> = ops::named(&tasks).map(of).collect();
+    if !mix.is_empty() {
+        sheet.row("tasks", format!("{} (derived)", mix.join(", ")));
+    }
 }
 
 fn sequences(sheet: &mut Sheet, view: &View<'_>, rows: usize) {

@@ -6,39 +6,21 @@ mod draw;
 mod tests;
 
 use std::io::IsTerminal;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use telemetry::{Folder, Found, Page, Rates, Reader, Unreadable, now_ns};
+use telemetry::Rates;
 
 use crate::cli::TopArgs;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::process::{Look, Process};
 use crate::report;
 
 /// The longest delay until a key is handled.
 const KEYS_EVERY: Duration = Duration::from_millis(50);
 /// A process without a heartbeat for this long counts as silent.
 const SILENT_NS: u64 = 2_000_000_000;
-
-/// A snapshot of the page at some moment.
-pub(crate) struct Look {
-    page: Box<Page>,
-    at_ns: u64,
-}
-
-impl Look {
-    /// Whether the process says that it has ended.
-    fn is_last(&self) -> bool {
-        self.page.head.activity == abi::Activity::Ended as u32
-    }
-
-    /// Whether it was ended without a chance to say so.
-    fn is_gone(&self) -> bool {
-        !Path::new("/proc").join(self.page.head.pid.to_string()).exists()
-    }
-}
 
 /// What is shown: the last snapshot, and the changes since the one before.
 pub(crate) struct View<'a> {
@@ -67,23 +49,9 @@ impl<'a> View<'a> {
     }
 }
 
-struct Subject {
-    reader: Reader,
-    others: usize,
-}
-
-impl Subject {
-    fn look(&self) -> Result<Look, Failure> {
-        let mut page = Page::boxed();
-        let read = self.reader.read(&mut page);
-        read.map_err(|error| Failure::refused(format!("the page cannot be read: {error}")))?;
-        Ok(Look { page, at_ns: now_ns() })
-    }
-}
-
 /// Shows a process until the user quits.
 pub(crate) fn run(args: &TopArgs) -> Outcome {
-    let subject = find(&telemetry::folder(), args.pid)?;
+    let subject = Process::find(&telemetry::folder(), args.pid)?;
     if args.once {
         return once(&subject, args);
     }
@@ -105,54 +73,7 @@ pub(crate) fn run(args: &TopArgs) -> Outcome {
     Ok(shown)
 }
 
-/// The process with this id, or the one that started last.
-fn find(folder: &Folder, pid: Option<u32>) -> Result<Subject, Failure> {
-    let living = folder.living();
-    let named = |found: &&Found| pid.is_none_or(|pid| found.pid == pid);
-    let mut open: Vec<(u64, Reader)> = Vec::new();
-    let mut unreadable = None;
-    for found in living.iter().filter(named) {
-        let looked = Reader::open(&found.path).and_then(|reader| {
-            let mut page = Page::boxed();
-            reader.read(&mut page).map(|()| (page.head.started_ns, reader))
-        });
-        match looked {
-            Ok(looked) => open.push(looked),
-            Err(error) => unreadable = Some((found, error)),
-        }
-    }
-    open.sort_by_key(|(started, _)| *started);
-    let others = open.len().saturating_sub(1);
-    match (open.pop(), unreadable) {
-        (Some((_, reader)), _) => Ok(Subject { reader, others }),
-        (None, Some((found, error))) => Err(unread(found, &error)),
-        (None, None) => Err(nobody(folder, &living, pid)),
-    }
-}
-
-fn unread(found: &Found, error: &Unreadable) -> Failure {
-    let path = found.path.display();
-    Failure::missing(format!(
-        "process {} cannot be looked at: {path}: {error}; use the `amk` that it was started with",
-        found.pid
-    ))
-}
-
-fn nobody(folder: &Folder, living: &[Found], pid: Option<u32>) -> Failure {
-    let place = folder.path().display();
-    let Some(pid) = pid else {
-        return Failure::missing(format!(
-            "no running amk was found in {place}; start one, for example `amk serve --model smollm2-135m`, as the same user and with the same XDG_RUNTIME_DIR, then look again"
-        ));
-    };
-    let there: Vec<String> = living.iter().map(|found| found.pid.to_string()).collect();
-    let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
-    Failure::missing(format!(
-        "process {pid} has no page in {place}; processes that have one: {there}"
-    ))
-}
-
-fn once(subject: &Subject, args: &TopArgs) -> Outcome {
+fn once(subject: &Process, args: &TopArgs) -> Outcome {
     let before = subject.look()?;
     std::thread::sleep(Duration::from_millis(args.every));
     let now = subject.look()?;
@@ -166,7 +87,7 @@ fn once(subject: &Subject, args: &TopArgs) -> Outcome {
 }
 
 /// A document per look, each on a line, until the process has ended or nobody reads them.
-fn lines(subject: &Subject, args: &TopArgs) -> Outcome {
+fn lines(subject: &Process, args: &TopArgs) -> Outcome {
     let mut before = subject.look()?;
     loop {
         std::thread::sleep(Duration::from_millis(args.every));
@@ -205,7 +126,7 @@ fn wish(event: &Event) -> Wish {
     }
 }
 
-fn live(terminal: &mut DefaultTerminal, subject: &Subject, args: &TopArgs) -> Outcome {
+fn live(terminal: &mut DefaultTerminal, subject: &Process, args: &TopArgs) -> Outcome {
     let failed = |error: std::io::Error| Failure::usage(format!("the terminal failed: {error}"));
     let every = Duration::from_millis(args.every);
     let colours = draw::Colours::of_environment();

@@ -2,7 +2,7 @@
 
 use abi::{Activity, EntryState, SequenceEnd, Trap};
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyModifiers};
-use telemetry::bucket;
+use telemetry::{Page, bucket};
 
 use super::draw::{mark, short, text};
 use super::*;
@@ -29,8 +29,9 @@ fn served(at_ns: u64, tokens: u64) -> Look {
     head.spent_ns[Activity::Between as usize] = (at_ns - START) / 10;
     head.spent_ns[Activity::Idle as usize] = (at_ns - START) / 10;
     head.occupancy = [1, 0, 1, 0, 0, 0, 2, 0];
-    (head.published, head.drained, head.turns, head.requeues) =
-        (tokens + 1, tokens, tokens, tokens - 9);
+    (head.published, head.drained) = (tokens + 1, tokens);
+    head.entered[EntryState::Claimed as usize] = tokens;
+    head.entered[EntryState::Requeue as usize] = tokens - 9;
     head.endings[SequenceEnd::Stop as usize] = 7;
     head.endings[SequenceEnd::Cancelled as usize] = 1;
     (head.tokens, head.positions) = (tokens, tokens + 100);

@@ -8,6 +8,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::ops;
 use crate::page::{Page, now_ns, text};
 use crate::rates::spent_ns;
 use crate::steps::{BUCKETS, upper_ns};
@@ -40,6 +41,10 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
+fn entered(head: &Telemetry, state: EntryState) -> f64 {
+    head.entered[state as usize] as f64
+}
+
 plain! {
     Gauge "start_time" SECONDS, "When the process made its page, since 1970.", |h| seconds(h.started_ns);
     Gauge "last_write_time" SECONDS, "When the page was last written, since 1970.", |h| seconds(h.beat_ns);
@@ -49,11 +54,11 @@ plain! {
     Counter "commands_published" None, "Commands published to the machine.", |h| h.published as f64;
     Counter "commands_drained" None, "Commands that it has completed.", |h| h.drained as f64;
     Counter "commands_unseen" None, "Of these, commands whose positions and times are not counted.", |h| h.unseen as f64;
-    Counter "turns" None, "Turns given to sequences.", |h| h.turns as f64;
-    Counter "yields" None, "Turns after which a sequence yielded.", |h| h.yields as f64;
-    Counter "requeues" None, "Times that a sequence was queued again.", |h| h.requeues as f64;
-    Counter "io_waits" None, "Turns whose weights had not arrived.", |h| h.io_waits as f64;
-    Counter "faults" None, "Times that a sequence's command failed.", |h| h.faults as f64;
+    Counter "turns" None, "Turns given to sequences.", |h| entered(h, EntryState::Claimed);
+    Counter "yields" None, "Turns after which a sequence yielded.", |h| entered(h, EntryState::Yield);
+    Counter "requeues" None, "Times that a sequence was queued again.", |h| entered(h, EntryState::Requeue);
+    Counter "io_waits" None, "Turns whose weights had not arrived.", |h| entered(h, EntryState::WaitIo);
+    Counter "faults" None, "Times that a sequence's command failed.", |h| entered(h, EntryState::Fault);
     Counter "traps" None, "Commands of a kernel that trapped.", |h| h.traps as f64;
     Counter "sequences_opened" None, "Sequences that were opened.", |h| h.opened as f64;
     Counter "device_running" SECONDS, "Time from taking a command up to completing it, by the device's clock.", |h| seconds(h.device_running_ns);
@@ -90,7 +95,7 @@ type Family =
     (&'static str, &'static str, &'static str, Option<Unit>, MetricType, Vec<(String, f64)>);
 
 impl Snapshot {
-    fn families(&self) -> [Family; 7] {
+    fn families(&self) -> [Family; 8] {
         use MetricType::{Counter, Gauge};
         let (head, now) = (&self.0.head, now_ns());
         let by_state = |state: &EntryState| {
@@ -119,6 +124,16 @@ impl Snapshot {
             ("sequences_ended", "outcome", "Sequences ended, by outcome.", None, Counter, endings),
             ("positions", "priority", "Positions run, by priority.", None, Counter, positions),
             ("tokens", "priority", "Tokens chosen, by priority.", None, Counter, tokens),
+            (
+                "tasks",
+                "op",
+                "Tasks run by op: those of a pass of the program times its passes.",
+                None,
+                Counter,
+                ops::named(&ops::tasks(&self.0))
+                    .map(|(op, tasks)| (op.to_owned(), tasks as f64))
+                    .collect(),
+            ),
             ("activity", "activity", "Time spent, by activity.", SECONDS, Counter, spent.collect()),
             (
                 "place_positions",

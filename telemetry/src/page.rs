@@ -6,10 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use abi::{Activity, SessionWords, TELEMETRY_MAGIC, TELEMETRY_VERSION, Telemetry, WorkerWords};
+use abi::{
+    Activity, EventWords, Evidence, EvidenceFamily, ProgramWords, SessionWords, TELEMETRY_MAGIC,
+    TELEMETRY_PROGRAMS, TELEMETRY_VERSION, Telemetry, WorkerWords,
+};
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
+use crate::events::{self, RING_WORDS};
 use crate::find::{Folder, open};
 use crate::sequence::{self, Mapped, Words};
 
@@ -30,17 +34,31 @@ pub struct Page {
     pub sessions: [SessionWords; SESSIONS],
     /// Workers by number.
     pub workers: [WorkerWords; WORKERS],
+    /// Programs by the number of their kernel.
+    pub programs: [ProgramWords; TELEMETRY_PROGRAMS],
 }
 
 const WORD_BYTES: usize = size_of::<u64>();
 const HEAD_WORDS: usize = size_of::<Telemetry>() / WORD_BYTES;
 const SESSION_WORDS: usize = size_of::<SessionWords>() / WORD_BYTES;
 const WORKER_WORDS: usize = size_of::<WorkerWords>() / WORD_BYTES;
+const PROGRAM_WORDS: usize = size_of::<ProgramWords>() / WORD_BYTES;
 const WORDS: usize = size_of::<Page>() / WORD_BYTES;
+/// Bytes of the file: the page, and the trace ring behind it.
+const FILE_BYTES: usize = (WORDS + RING_WORDS) * WORD_BYTES;
+/// Index of the first program's words.
+const PROGRAMS: usize = HEAD_WORDS + SESSIONS * SESSION_WORDS + WORKERS * WORKER_WORDS;
+/// Index of the process's id and what it is doing.
+const ACTIVITY: usize = core::mem::offset_of!(Telemetry, pid) / WORD_BYTES;
+/// Words of a program before its tasks by op: its id and its passes.
+const PROGRAM_HEAD: usize = core::mem::offset_of!(ProgramWords, workers) / WORD_BYTES;
+/// Index of the number of events.
+const EVENTS: usize = core::mem::offset_of!(Telemetry, events) / WORD_BYTES;
 /// Index of the sequence word.
 const SEQUENCE: usize = core::mem::offset_of!(Telemetry, sequence) / WORD_BYTES;
 
-const _: () = assert!(WORDS == HEAD_WORDS + SESSIONS * SESSION_WORDS + WORKERS * WORKER_WORDS);
+const _: () = assert!(core::mem::offset_of!(Telemetry, activity) == ACTIVITY * WORD_BYTES + 4);
+const _: () = assert!(WORDS == PROGRAMS + TELEMETRY_PROGRAMS * PROGRAM_WORDS);
 const _: () = assert!(core::mem::offset_of!(Telemetry, sequence).is_multiple_of(WORD_BYTES));
 
 impl Page {
@@ -120,7 +138,7 @@ impl Memory {
     }
 
     fn map(file: File, path: Option<PathBuf>) -> io::Result<Self> {
-        let set = fallocate(&file, FallocateFlags::empty(), 0, size_of::<Page>() as u64);
+        let set = fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES as u64);
         let mapped = set.map_err(io::Error::from).and_then(|()| MmapOptions::new().map_raw(&file));
         match mapped {
             Ok(map) => Ok(Self { map, _file: file, path }),
@@ -132,8 +150,8 @@ impl Memory {
     }
 
     fn words(&self) -> Mapped {
-        // SAFETY: a mapping is page-aligned and was made with the length of a `Page`; the caller keeps it beside the words.
-        unsafe { Mapped::new(self.map.as_mut_ptr().cast_const().cast(), WORDS) }
+        // SAFETY: a mapping is page-aligned and was made with the length of the file; the caller keeps it beside the words.
+        unsafe { Mapped::new(self.map.as_mut_ptr().cast_const().cast(), WORDS + RING_WORDS) }
     }
 }
 
@@ -157,6 +175,8 @@ struct Writing {
     sessions: u64,
     /// Whether workers changed.
     workers: bool,
+    /// Bitmask of programs that were replaced.
+    programs: u64,
     memory: Arc<Memory>, // of the words: dropped after them
 }
 
@@ -198,6 +218,33 @@ impl Edit<'_> {
         self.0.workers = true;
         &mut self.0.page.workers
     }
+
+    /// Replaces a program. An out-of-range number is taken as the last one.
+    pub fn program(&mut self, number: usize) -> &mut ProgramWords {
+        let number = number.min(TELEMETRY_PROGRAMS - 1);
+        self.0.programs |= 1 << number;
+        &mut self.0.page.programs[number]
+    }
+
+    /// Sets how often each program has passed.
+    pub fn passes(&mut self, passes: [u64; TELEMETRY_PROGRAMS]) {
+        for (program, passes) in self.0.page.programs.iter_mut().zip(passes) {
+            program.passes = passes;
+        }
+    }
+
+    /// Sets how a family of figures is known.
+    pub fn known(&mut self, family: EvidenceFamily, how: Evidence) {
+        self.0.page.head.evidence[family as usize] = how as u32;
+    }
+
+    /// Writes an event into the trace ring, over the oldest one; its time is at least a nanosecond. Readers see it with
+    /// the end of this edit, by which its counts are on the page, too.
+    pub fn event(&mut self, event: EventWords) {
+        let index = self.0.page.head.events;
+        events::write(&self.0.words.part(WORDS, RING_WORDS), index, event);
+        self.0.page.head.events += 1;
+    }
 }
 
 impl Publisher {
@@ -221,11 +268,11 @@ impl Publisher {
             started_ns: now,
             beat_ns: now,
             version: TELEMETRY_VERSION,
-            size: size_of::<Page>() as u32,
+            size: FILE_BYTES as u32,
             magic: TELEMETRY_MAGIC,
             ..*head
         };
-        let writing = Writing { page, words, sessions: 0, workers: true, memory };
+        let writing = Writing { page, words, sessions: 0, workers: true, programs: 0, memory };
         let publisher = Self(Arc::new(Mutex::new(writing)));
         publisher.edit(about);
         Ok((publisher, why))
@@ -245,7 +292,7 @@ impl Publisher {
     #[must_use]
     pub fn reader(&self) -> Reader {
         let memory = self.lock().memory.clone();
-        Reader { words: memory.words(), _memory: memory }
+        Reader::of(memory.words(), memory)
     }
 
     /// Edits the page and publishes the change. The cost is published with the next change.
@@ -285,6 +332,13 @@ impl Writing {
             let workers = self.page.running().len();
             write(HEAD_WORDS + SESSIONS * SESSION_WORDS, workers * WORKER_WORDS);
         }
+        let mut programs = std::mem::take(&mut self.programs);
+        for number in 0..TELEMETRY_PROGRAMS {
+            // Of a program that stays, only the passes change.
+            let len = if programs & 1 == 0 { PROGRAM_HEAD } else { PROGRAM_WORDS };
+            programs >>= 1;
+            write(PROGRAMS + number * PROGRAM_WORDS, len);
+        }
         sequence::end(words, SEQUENCE);
     }
 }
@@ -306,7 +360,9 @@ pub enum Unreadable {
     #[error("it is not a telemetry page of `amk`")]
     Foreign,
     /// It was written by another version.
-    #[error("it has version {found} and {size} bytes; this program reads version {TELEMETRY_VERSION} with {}", size_of::<Page>())]
+    #[error(
+        "it has version {found} and {size} bytes; this program reads version {TELEMETRY_VERSION} with {FILE_BYTES}"
+    )]
     Version {
         /// Its version.
         found: u32,
@@ -321,6 +377,7 @@ pub enum Unreadable {
 /// Reads a page of this process or another one.
 pub struct Reader {
     words: Mapped,
+    ring: Mapped,
     _memory: Arc<Memory>, // of the words: dropped after them
 }
 
@@ -335,7 +392,7 @@ impl Reader {
         if !about.is_file() || about.len() < (3 * WORD_BYTES) as u64 {
             return Err(Unreadable::Foreign);
         }
-        let short = about.len() != size_of::<Page>() as u64;
+        let short = about.len() != FILE_BYTES as u64;
         let map = MmapOptions::new().map_raw_read_only(&file)?;
         let len = map.len() / WORD_BYTES;
         // SAFETY: a mapping is page-aligned; it is kept beside the words, which are only loaded. The file belongs to
@@ -346,11 +403,35 @@ impl Reader {
             return Err(Unreadable::Foreign);
         }
         let [found, size] = bytemuck::cast::<u64, [u32; 2]>(word(1));
-        if short || found != TELEMETRY_VERSION || size as usize != size_of::<Page>() {
+        if short || found != TELEMETRY_VERSION || size as usize != FILE_BYTES {
             return Err(Unreadable::Version { found, size });
         }
         let memory = Memory { map, _file: file, path: None };
-        Ok(Self { words, _memory: Arc::new(memory) })
+        Ok(Self::of(words, Arc::new(memory)))
+    }
+
+    fn of(words: Mapped, memory: Arc<Memory>) -> Self {
+        Self { ring: words.part(WORDS, RING_WORDS), words, _memory: memory }
+    }
+
+    /// The trace ring.
+    pub(crate) fn ring(&self) -> &Mapped {
+        &self.ring
+    }
+
+    /// Whether its process has said that it ended.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        let [_, activity] = bytemuck::cast::<u64, [u32; 2]>(
+            self.words.load(ACTIVITY, std::sync::atomic::Ordering::Relaxed),
+        );
+        activity == Activity::Ended as u32
+    }
+
+    /// Events of the trace ring since the start. Pairs with the fence in [`sequence::begin`]: their entries are whole.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.words.load(EVENTS, std::sync::atomic::Ordering::Acquire)
     }
 
     /// Copies a consistent state of the page. Allocates nothing.

@@ -37,6 +37,13 @@ impl Mapped {
         Self { base, len }
     }
 
+    /// Words of these, by themselves: `len` from `from` on.
+    pub(crate) fn part(&self, from: usize, len: usize) -> Self {
+        assert!(from + len <= self.len, "{len} words from {from} on, of {}", self.len);
+        // SAFETY: in range, as asserted; the words are valid as promised to `new`.
+        Self { base: unsafe { self.base.add(from) }, len }
+    }
+
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.len, "word {index} of {}", self.len);
         // SAFETY: in range, as asserted; the words are valid as promised to `new`.

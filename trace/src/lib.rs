@@ -2,12 +2,13 @@
 //!
 //! [`Timeline`] splits the time of all workers at the marks of their tasks; [`Path`] gives each piece
 //! of the critical path a cause; [`replay()`] runs the recorded step again with parts of it changed. The
-//! crate is pure: records in, numbers and text out.
+//! crate is pure: records in, numbers and text out. [`live`] writes events of a running process.
 
 pub mod attribution;
 pub mod counters;
 pub mod digest;
 mod graph;
+pub mod live;
 mod parts;
 pub mod perfetto;
 pub mod plant;

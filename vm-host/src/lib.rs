@@ -50,7 +50,9 @@ pub use machine::{
     Sequence, TensorCheck, WeightStreamReport,
 };
 pub use monitor::Monitor;
-pub use nvml::{compute_processes, driver_version, gpu_state, max_clocks, visible_name};
+pub use nvml::{
+    compute_processes, driver_version, gpu_state, max_clocks, process_memory, visible_name,
+};
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{
     GemmShape, KernelTime, PrefillOptions, Prefilled, compile_prompts, prefill_kernel_id,

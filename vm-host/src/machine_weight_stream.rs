@@ -60,9 +60,28 @@ impl Idle {
     pub(super) fn weights_here(&self) -> Result<(), HostError> {
         self.weight_stream.as_ref().map_or(Ok(()), WeightStream::wait)
     }
+
+    /// Whether weights are still on their way: false if all have arrived.
+    ///
+    /// # Errors
+    /// Why they will not arrive.
+    pub fn arriving(&self) -> Result<bool, HostError> {
+        let Some(stream) = &self.weight_stream else { return Ok(false) };
+        // In this order: a stream that fails in between is one that is under way.
+        let under_way = stream.under_way();
+        stream.failure().map_or(Ok(under_way), Err)
+    }
 }
 
 impl Resident {
+    /// Whether weights are still on their way: see [`Idle::arriving`].
+    ///
+    /// # Errors
+    /// Why they will not arrive.
+    pub fn arriving(&self) -> Result<bool, HostError> {
+        self.idle.as_ref().map_or(Ok(false), Idle::arriving)
+    }
+
     /// How the weights were loaded, and how long workers waited for them.
     ///
     /// # Errors

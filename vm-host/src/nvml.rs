@@ -7,6 +7,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use abi::{GpuState, ThrottleReason};
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enum_wrappers::device::{Clock, EccCounter, MemoryError, TemperatureSensor};
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
@@ -51,6 +52,21 @@ pub fn compute_processes(uuid: &str) -> Option<Vec<u32>> {
         device.running_compute_processes().or_else(|_| device.running_compute_processes_v2())
     });
     Some(processes?.into_iter().map(|process| process.pid).collect())
+}
+
+/// Memory of the device with this id that a process uses, in bytes; `None` if NVML cannot tell, as in a container whose
+/// process ids are not those of the host.
+#[must_use]
+pub fn process_memory(uuid: &str, pid: u32) -> Option<u64> {
+    let processes = ask(uuid, |device| {
+        device.running_compute_processes().or_else(|_| device.running_compute_processes_v2())
+    })?;
+    processes.into_iter().find(|process| process.pid == pid).and_then(|process| {
+        match process.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(bytes),
+            UsedGpuMemory::Unavailable => None,
+        }
+    })
 }
 
 /// The state of the device with this id; `None` if NVML cannot tell its clocks.
@@ -146,6 +162,7 @@ mod tests {
     fn of_a_device_that_is_not_here_nothing_is_known() {
         assert_eq!(compute_processes(NOT_HERE), None);
         assert_eq!(gpu_state(NOT_HERE), None);
+        assert_eq!(process_memory(NOT_HERE, 1), None);
         assert_eq!(max_clocks(NOT_HERE), None);
     }
 }

@@ -25,7 +25,7 @@ pub(crate) fn land<T: Target>(
     // SAFETY: the trait's promise; a part is packed into again only once its copy is over, and the target frees what is copied from.
     let mut staging = unsafe { Staging::parts(target.staging(part * SLOTS), part, SLOTS) };
     target.enter()?;
-    let mut next = 0;
+    let (mut next, mut packed_bytes) = (0, 0);
     for (round, pieces) in plan.pieces.chunks(SLOTS / 2).enumerate() {
         let half = &mut staging[round % 2 * (SLOTS / 2)..][..pieces.len()];
         for part in &*half {
@@ -49,6 +49,7 @@ pub(crate) fn land<T: Target>(
                 target.copy(piece.matrix, place, part, bytes)?;
             }
             target.watermark(plan.watermark_behind(next), part.index)?;
+            packed_bytes += bytes as u64;
             next += 1;
         }
     }
@@ -57,5 +58,5 @@ pub(crate) fn land<T: Target>(
     }
     let bytes = plan.pieces.iter().map(|piece| plan.stored_bytes(piece)).sum();
     let seconds = began.elapsed().as_secs_f64();
-    Ok(LoadReport { bytes, seconds, source: "memory".into(), fallback: None })
+    Ok(LoadReport { bytes, packed_bytes, seconds, source: "memory".into(), fallback: None })
 }

@@ -38,6 +38,8 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 pub struct LoadReport {
     /// Bytes of stored tensors that were read.
     pub bytes: u64,
+    /// Packed bytes that were copied to the device, counted with each copy.
+    pub packed_bytes: u64,
     /// Seconds from the first read to the last copy.
     pub seconds: f64,
     /// How they were read: `io_uring` or `pread` and in which way, or `memory`.
@@ -243,6 +245,7 @@ impl<T: Target> WeightStream<T> {
         };
         LoadReport {
             bytes: self.progress.bytes.load(Ordering::Relaxed),
+            packed_bytes: self.progress.packed.load(Ordering::Relaxed),
             seconds,
             source: self.source.clone(),
             fallback: self.fallback.clone(),

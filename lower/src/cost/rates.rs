@@ -97,15 +97,13 @@ rates! {
     /// Average delay of a hand-off whose poller sleeps between two looks. It does not grow with
     /// `kernel.poll_sleep_ns`: 100 ns instead of 0 cost 15 to 76 ns on a card, 20 ns some 56 (corpus/checks).
     poll_us: [0.0, 0.4],
-    /// From the end of a worker's task until it first looks at the input of its next one.
-    begin_us: [0.0, 1.5],
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
     vector_us: [0.1, 0.3],
     /// Taking a stage out of the ring, by its consumers.
     stage_us: [0.0, 1.0],
-    /// Multiplying 1 KiB of weights that have arrived; where warps load stages into registers, of a whole one.
+    /// Multiplying 1 KiB of weights that have arrived.
     kib_us: [0.0, 0.03],
     /// Cost per stage beyond its bytes where the warps read it unit by unit, instead of each loading its fragment into
     /// registers at once.
@@ -192,8 +190,8 @@ pub(super) struct Flow {
     pub(super) alone: f64,
     /// From a request to the next one in its place, where nothing but the bytes in flight limits the stream.
     pub(super) round: f64,
-    /// Multiplying a stage, and the additional cost per stage that does not wait in registers and per tile.
-    pub(super) multiply: f64,
+    /// Multiplying one byte, and the additional cost per stage and per tile.
+    pub(super) byte: f64,
     pub(super) stage: f64,
     pub(super) tile: f64,
     /// Stages in flight before a wait at most.
@@ -210,8 +208,8 @@ pub(super) struct Shape {
     pub(super) in_flight_before_wait: u32,
     /// Bytes of an average stage.
     pub(super) payload: f64,
-    /// Bytes that the warps load into registers at once and multiply, per stage; 0 where they read it unit by unit.
-    pub(super) fragment: f64,
+    /// Whether each warp loads its fragment of a stage into registers at once.
+    pub(super) even: bool,
     /// Stages of the task.
     pub(super) needed: f64,
 }
@@ -264,30 +262,28 @@ impl Speeds {
 
     pub(super) fn flow(&self, shape: &Shape) -> Flow {
         let rates = &self.rates;
-        let even = shape.fragment > 0.0;
-        let multiplied = if even { shape.fragment } else { shape.payload };
-        let multiply = multiplied / KIB * rates.kib_us / self.clock;
-        let stage = if even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
-        let held = HELD_STAGES[usize::from(even)];
+        let byte = rates.kib_us / KIB / self.clock;
+        let stage = if shape.even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
+        let held = HELD_STAGES[usize::from(shape.even)];
         let free = shape.stages.saturating_sub(held).max(1);
         let in_flight = f64::from(shape.in_flight.min(free)) * shape.payload;
         let before_wait = f64::from(shape.in_flight_before_wait) * shape.payload;
         let copy = (shape.payload - MEMORY_BYTES).max(0.0) / KIB * rates.copy_kib_us;
         let memory = MEMORY_US + copy + rates.issue_us;
         // While products run, a stage becomes free once it has arrived and been multiplied.
-        let refill = in_flight / (memory + stage + multiply);
+        let refill = in_flight / (memory + stage + shape.payload * byte);
         Flow {
             ring: f64::from(shape.stages),
-            taken: if even { shape.needed.min(f64::from(TAKEN_STAGES)) } else { 0.0 },
+            taken: if shape.even { shape.needed.min(f64::from(TAKEN_STAGES)) } else { 0.0 },
             needed: shape.needed,
             payload: shape.payload,
             stream: self.stream(in_flight, memory) / shape.payload,
             stream_before_wait: self.stream(before_wait, memory) / shape.payload,
             alone: refill / shape.payload,
             round: memory,
-            multiply,
+            byte,
             stage,
-            tile: if even { 0.0 } else { rates.odd_tile_us / self.clock },
+            tile: if shape.even { 0.0 } else { rates.odd_tile_us / self.clock },
             before_wait: f64::from(shape.in_flight_before_wait),
             refill: MEMORY_US + copy + rates.refill_us,
         }

@@ -278,15 +278,14 @@ impl<'a> Simulation<'a> {
         let fill = state.quiet.max(takes) - from;
         let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
-        let looks = state.time.max(state.ended) + self.speeds.rates.begin_us;
-        let mut ready = looks;
+        let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(looks + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(looks + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -367,7 +366,7 @@ impl Speeds {
             Work::Product { bytes, stages, tiles, .. } => {
                 // Those in registers are multiplied at once; each further one is waited for, loaded and freed.
                 let further = (stages - flow.taken).max(0.0);
-                let us = stages * flow.multiply + further * flow.stage + tiles * flow.tile;
+                let us = bytes * flow.byte + further * flow.stage + tiles * flow.tile;
                 Some((bytes, us, us / stages.max(1.0)))
             }
             Work::Attention { passes, bytes } => {

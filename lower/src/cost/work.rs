@@ -158,19 +158,18 @@ struct Stages {
     full: u32,
     /// Tiles per stage; a fraction of one where a tile spans several stages.
     tiles: f64,
-    /// Units of what the warps load into registers at once, a whole stage: all of it is multiplied, also where a task's
-    /// last stage has fewer tiles. 0 where they read unit by unit.
-    fragment: u32,
+    /// Whether each warp loads its part of a stage into registers at once.
+    even: bool,
 }
 
 impl Stages {
     fn new(tile: u32, staging: Staging) -> Self {
-        let fragment = staging.warp_units * abi::CONSUMER_WARPS * staging.stage_tiles;
+        let even = staging.warp_units > 0;
         let units = match tile > staging.stage_units {
             true => f64::from(tile) / f64::from(tile.div_ceil(staging.stage_units)),
             false => f64::from(staging.stage_units),
         };
-        Self { units, full: staging.stage_units, tiles: units / f64::from(tile), fragment }
+        Self { units, full: staging.stage_units, tiles: units / f64::from(tile), even }
     }
 
     /// Stages of this many tiles.
@@ -269,10 +268,10 @@ impl<'a> Builder<'a> {
         let needed = staging.of(tiles);
         let full = staging.units * f64::from(abi::UNIT_BYTES);
         let payload = if needed > 0.0 { bytes as f64 / needed } else { full };
-        self.numbered(payload, staging.full, staging.fragment, needed)
+        self.numbered(payload, staging.full, staging.even, needed)
     }
 
-    fn numbered(&mut self, payload: f64, full: u32, fragment: u32, needed: f64) -> u32 {
+    fn numbered(&mut self, payload: f64, full: u32, even: bool, needed: f64) -> u32 {
         let pipeline = self.program.pipeline;
         // The loader's rule: caps are bytes, so more stages that are filled in part may be in flight.
         let cap =
@@ -282,7 +281,7 @@ impl<'a> Builder<'a> {
             in_flight: cap(pipeline.in_flight),
             in_flight_before_wait: cap(pipeline.in_flight_before_wait),
             payload,
-            fragment: f64::from(fragment) * f64::from(abi::UNIT_BYTES),
+            even,
             needed,
         };
         let found = self.flows.iter().position(|flow| *flow == shape);
@@ -410,7 +409,8 @@ impl<'a> Builder<'a> {
         let bytes = u64::from(mine) * 2 * u64::from(p.head_dim) * abi::KV_ELEMENT_BYTES;
         self.kv_bytes += bytes;
         let stages = f64::from(kv_stages(mine, p.head_dim, self.program.stage_bytes()));
-        *flow = self.numbered(bytes as f64 / stages, self.program.pipeline.stage_units, 0, stages);
+        *flow =
+            self.numbered(bytes as f64 / stages, self.program.pipeline.stage_units, false, stages);
         // All warps at once take two blocks.
         let passes = mine.div_ceil(2 * block_keys(p.head_dim));
         Work::Attention { passes, bytes: bytes as f64 }

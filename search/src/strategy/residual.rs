@@ -39,6 +39,10 @@ const DRAWN: f64 = 0.6;
 /// Number of trials of this shape with another kernel that count as one of this search.
 const OTHER_KERNEL: f64 = 4.0;
 
+/// Number of trials of another shape that count as one of this search. Those that count fully outweigh a short search where
+/// the shapes differ: it repeats what was best elsewhere (docs/lab/2026-11-25-cost-model-of-today.md).
+const OTHER_SHAPE: f64 = 10.0;
+
 /// Number of schedules that are predicted for a trial beside the single moves.
 const PREDICTED: usize = 24;
 
@@ -48,15 +52,15 @@ pub trait Predictions: fmt::Debug + Send + Sync {
     fn us(&self, config: &ScheduleConfig) -> Option<f64>;
 }
 
-/// What a trial of an earlier search counts for: all, a fraction if it is of this shape and another kernel, and nothing
-/// where the shapes cannot be compared, such as with another format. Kernels are built for a model, so those of two
-/// shapes always differ. A discount for the distance between shapes found less (docs/lab/2026-11-25-all-knobs.md):
-/// the prediction carries what differs between shapes.
+/// What a trial of an earlier search counts for: all, a fraction if it is of another shape, or of this one and another
+/// kernel, and nothing where the shapes cannot be compared, such as with another format. Kernels are built for a model,
+/// so those of two shapes always differ.
 #[must_use]
 pub fn weight(same_kernel: bool, here: &GraphShape, there: &GraphShape) -> f64 {
     match corpus::shape_distance(here, there) {
         None => 0.0,
-        Some(_) if here == there && !same_kernel => 1.0 / OTHER_KERNEL,
+        Some(_) if here != there => 1.0 / OTHER_SHAPE,
+        Some(_) if !same_kernel => 1.0 / OTHER_KERNEL,
         Some(_) => 1.0,
     }
 }

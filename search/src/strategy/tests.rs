@@ -208,27 +208,53 @@ fn an_error_of_the_cost_model_is_learned_from_the_trials_and_from_another_search
     assert_ne!(first(vec![run], &TrialRecords::default()).get(knob), wrong, "from the store");
 }
 
+fn shape(layers: u32, dtype: ir::DType) -> GraphShape {
+    let (hidden, heads, kv_heads, head_dim, ffn, vocab) = (1024, 16, 8, 64, 3072, 1000);
+    let dims = Dims { hidden, heads, kv_heads, head_dim, ffn, vocab, layers, dtype };
+    GraphShape { dims, codes: None, experts: false }
+}
+
 #[test]
-fn a_trial_of_another_kernel_or_format_counts_for_less() {
-    let shape = |layers, dtype| {
-        let dims = Dims {
-            hidden: 1024,
-            heads: 16,
-            kv_heads: 8,
-            head_dim: 64,
-            ffn: 3072,
-            vocab: 1000,
-            layers,
-            dtype,
-        };
-        GraphShape { dims, codes: None, experts: false }
-    };
+fn a_trial_of_another_kernel_shape_or_format_counts_for_less() {
     let here = shape(8, ir::DType::Bf16);
     let counts = |same_kernel, there| weight(same_kernel, &here, &there);
     assert!((counts(true, here) - 1.0).abs() < f64::EPSILON);
     let other_kernel = counts(false, here);
     assert!(other_kernel > 0.0 && other_kernel < 1.0, "{other_kernel}");
-    // The kernel of another shape is always another one.
-    assert!((counts(false, shape(64, ir::DType::Bf16)) - 1.0).abs() < f64::EPSILON);
+    let other_shape = counts(false, shape(64, ir::DType::Bf16));
+    assert!(other_shape > 0.0 && other_shape < other_kernel, "{other_shape}");
     assert!(counts(true, shape(8, ir::DType::F16)) == 0.0, "another format");
+}
+
+/// A search of 16 trials kept what was best for two other models: the residuals that they had left counted fully
+/// (docs/lab/2026-11-25-cost-model-of-today.md).
+#[test]
+fn what_does_not_hold_for_this_shape_is_unlearned_sooner() {
+    let rows = [Knob::TilingQkvRows, Knob::TilingGateUpRows, Knob::TilingDownRows];
+    // Elsewhere other rows cost 4%; here they gain 2% each, as all knobs do.
+    let there = |config: &ScheduleConfig| {
+        let other = rows.iter().filter(|&&knob| config.get(knob) != knob.default()).count();
+        us(config) * 1.06_f64.powi(other as i32)
+    };
+    let mut rng = generator(1, 0);
+    let neutral = ScheduleConfig::default();
+    let mut drawn = || {
+        let set = |knob: &Knob| Some((*knob, knob.values().choose(&mut rng).copied()?));
+        edited(&neutral, &Knob::ALL.iter().filter_map(set).collect::<Form>())
+    };
+    let trials: Vec<KnownTrial> =
+        (0..128).map(|_| drawn()).map(|c| KnownTrial::new(&c, there(&c), 1.0)).collect();
+    let (here, other) = (shape(8, ir::DType::Bf16), shape(64, ir::DType::Bf16));
+    let least = 600.0;
+    let ends = |weight: f64| {
+        let run = KnownRun { graph: String::new(), weight, trials: trials.clone() };
+        let end = |seed: u64| {
+            let known = Known { predictions: None, runs: vec![run.clone()] };
+            let strategy = strategy(StrategyName::Residual, search_space(seed), known);
+            us(&best(&*strategy, 16, neutral, us)) / least - 1.0
+        };
+        (0..100).map(end).sum::<f64>() / 100.0
+    };
+    let (fully, counted) = (ends(1.0), ends(weight(false, &here, &other)));
+    assert!(counted < 0.7 * fully, "{counted} above the best, {fully} with full weight");
 }

@@ -184,22 +184,27 @@ fn prompts_in_chunks_that_wait_end_in_one_batch() {
     let engine = Scripted { chooses: true, width: 8, chunks: true, ..Scripted::default() };
     let commands = engine.commands.clone();
     let prompts: Vec<Vec<u32>> = (1..5).map(|i| vec![i; 10]).collect();
+    // All wait before the loop begins.
+    let (jobs, inbox) = channel();
+    let send = |prompt: &Vec<u32>| {
+        let (job, events) = job(prompt, 20, &admission);
+        jobs.send(job).unwrap();
+        events
+    };
+    let answers: Vec<_> = prompts.iter().map(send).collect();
     let mut ends = Vec::new();
-    beside(engine, 4, |jobs| {
-        let asked: Vec<_> = prompts.iter().map(|prompt| job(prompt, 20, &admission)).collect();
-        let send = |(job, events)| {
-            jobs.send(job).unwrap();
-            events
-        };
-        let answers: Vec<_> = asked.into_iter().map(send).collect();
+    std::thread::scope(|scope| {
+        let engine = Box::new(engine);
+        let all = scope.spawn(move || EngineLoop::new(engine, 4, Sequences::default()).run(&inbox));
         ends = answers.into_iter().map(heard).collect();
+        drop(jobs);
+        assert_eq!(all.join().unwrap(), Ok(()));
     });
     for (prompt, end) in prompts.iter().zip(ends) {
         assert_eq!(end, (expected(prompt, 20), Some(Finish::Length)));
     }
     let commands = commands.lock().unwrap();
     let sizes: Vec<usize> = commands.iter().map(Vec::len).collect();
-    // The first may run before the others have come.
     let first = sizes.iter().position(|size| *size == 4).unwrap_or_else(|| panic!("{commands:?}"));
     assert!(first <= 6 && sizes[..first].iter().all(|size| *size == 1), "{commands:?}");
 }

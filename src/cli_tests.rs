@@ -772,5 +772,5 @@ fn explain_knows_every_kind_of_name() {
     }
     amk(&["explain", "pipeline.stagez"]).fails(2, &["pipeline.stages", "amk explain"]);
     let names = amk(&["explain"]).succeeds("amk.explain.v1")["names"].clone();
-    assert_eq!(names.as_object().map(serde_json::Map::len), Some(5));
+    assert_eq!(names.as_object().map(serde_json::Map::len), Some(6));
 }

@@ -76,11 +76,12 @@ pub(crate) fn hub_folder(name: &str) -> Result<Option<PathBuf>, Failure> {
 
 /// The graph of a folder without a look at its weights, and whether they are made in memory.
 fn described(path: &Path, positions: u32) -> Result<(Graph, bool), Failure> {
-    let (shape, quantised) = model::import_shape(path)?;
-    Ok((shape.reaching(positions).graph(), quantised))
+    let (mut shape, quantised) = model::import_shape(path)?;
+    shape.reach(positions);
+    Ok((shape.graph(), quantised))
 }
 
-/// The graph of a name for sequences of so many positions, and whether its weights are made in memory: random or
+/// The graph of a name with room for sequences of `positions`, and whether its weights are made in memory: random or
 /// dequantised. Nothing is downloaded.
 pub(crate) fn graph(name: &str, positions: u32) -> Result<(Graph, bool), Failure> {
     if let Some(model) = model::preset(name) {

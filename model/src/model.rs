@@ -66,11 +66,9 @@ impl Model {
         Self { graph, shape, weights, origin: Origin::Random { seed }, notes: Vec::new() }
     }
 
-    /// Prepares the model for sequences of up to so many positions. Of a model with other rotary frequencies for long
-    /// sequences, all positions get those if one lies beyond the shape's `max_positions`; other models stay as they are.
+    /// Makes room for sequences of `positions`, as [`Shape::reach`] does.
     pub fn reach(&mut self, positions: u32) {
-        if self.shape.options.longer.is_some() && positions > self.shape.max_positions {
-            self.shape = std::mem::take(&mut self.shape).reaching(positions);
+        if self.shape.reach(positions) {
             let longer = self.shape.graph();
             (self.graph.inv_freq, self.graph.rotary) = (longer.inv_freq, longer.rotary);
             self.graph.max_positions = longer.max_positions;

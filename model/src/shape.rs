@@ -262,16 +262,14 @@ impl Shape {
         self.options.longer.as_ref().map_or(self.max_positions, |longer| longer.max_positions)
     }
 
-    /// The same model for sequences of up to so many positions: all of them rotate as the longest one does.
-    #[must_use]
-    pub fn reaching(self, positions: u32) -> Self {
-        match self.options.longer {
-            Some(Longer { max_positions, divisors }) if positions > self.max_positions => {
-                let options = Options { rotary_divisors: divisors, longer: None, ..self.options };
-                Self { max_positions, options, ..self }
-            }
-            longer => Self { options: Options { longer, ..self.options }, ..self },
-        }
+    /// Makes room for sequences of `positions`. Beyond `max_positions`, a model that has frequencies for longer sequences
+    /// gets those for all positions. Returns whether it did; other models stay as they are.
+    pub fn reach(&mut self, positions: u32) -> bool {
+        let most = self.max_positions;
+        let Some(longer) = self.options.longer.take_if(|_| positions > most) else { return false };
+        self.max_positions = longer.max_positions;
+        self.options.rotary_divisors = longer.divisors;
+        true
     }
 
     /// Elements of a head that are rotated.

@@ -29,16 +29,14 @@ impl Enough {
 }
 
 /// The share of the baseline's time that the incumbent saves at least: each kept trial counts with the low end of its interval.
-#[must_use]
-pub fn saved(trials: &[Trial]) -> f64 {
+fn saved(trials: &[Trial]) -> f64 {
     let kept = trials.iter().filter(|trial| trial.outcome == Outcome::Kept);
     let lows = kept.filter_map(|trial| trial.gain).map(|gain| gain.low);
     1.0 - lows.map(|low| 1.0 - low).product::<f64>()
 }
 
 /// How far a trial's time is above the larger of its two bounds, bytes and hand-offs, as a share of that bound.
-#[must_use]
-pub fn above_bound(trial: &Trial) -> Option<f64> {
+fn above_bound(trial: &Trial) -> Option<f64> {
     let verdict = &trial.verdict;
     let bound = verdict.bound_us?.max(verdict.chain_us.unwrap_or(0.0));
     Some(verdict.latency_us? / bound - 1.0)

@@ -145,7 +145,7 @@ fn every_other_pair_of_accesses_is_a_race() {
 }
 
 #[test]
-fn whoever_writes_beside_the_prefetcher_is_in_a_race() {
+fn a_write_to_a_staged_task_beside_the_prefetcher_is_a_race() {
     let read = "and Read access at op_matvec(";
     assert!(STAGED.contains(read));
     let (code, said) = racecheck(&(STAGED.replace(read, "and Write access at op_matvec(") + END));

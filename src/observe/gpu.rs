@@ -8,7 +8,7 @@ use telemetry::Publisher;
 /// How often the GPU is asked. An answer takes up to a few milliseconds, in which the page is not locked.
 const ASK_EVERY: Duration = Duration::from_secs(1);
 
-/// Asks the driver for the state of a gpu, once it is known which.
+/// Asks the driver for the state of the GPU, once it is known which.
 pub(super) struct GpuWatch {
     gpu: Arc<OnceLock<String>>,
     asked: Option<Instant>,

@@ -39,7 +39,7 @@ fn events_come_in_order_and_overwritten_ones_are_counted() {
                 seen.push(event.number);
                 event.number < 4
             });
-            assert_eq!(seen, [0, 1, 2, 3, 4], "it ends where it is told to");
+            assert_eq!(seen, [0, 1, 2, 3, 4], "the reader stops at the count that it was given");
         }
     }
     tail.follow(|event| {

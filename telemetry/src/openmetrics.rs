@@ -192,7 +192,7 @@ impl Snapshot {
             ),
             (
                 "gpu_busy",
-                Some(Unit::Ratios),
+                other("ratio"),
                 Gauge,
                 "Share of the driver's last sampling period in which a kernel ran.",
                 gpu.busy_percent.map(|percent| f64::from(percent) / 100.0),
@@ -384,7 +384,7 @@ mod tests {
         assert!(text.ends_with("# EOF\n"), "{text}");
         assert!((value(&text, "amk_gpu_sm_clock_hertz") - 1.755e9).abs() < 1e-9);
         assert!((value(&text, "amk_gpu_power_watts") - 699.5).abs() < 1e-9);
-        assert!((value(&text, "amk_gpu_busy_ratios") - 0.97).abs() < 1e-9);
+        assert!((value(&text, "amk_gpu_busy_ratio") - 0.97).abs() < 1e-9);
         assert!((value(&text, "amk_gpu_ecc_errors_total") - 2.0).abs() < 1e-9);
         assert!((value(&text, "amk_gpu_throttled{reason=\"power cap\"}") - 1.0).abs() < 1e-9);
         assert!(value(&text, "amk_gpu_throttled{reason=\"power brake\"}").abs() < 1e-9);

@@ -22,7 +22,7 @@ pub(super) const PHI3: Row = Row {
 };
 
 /// Longrope has frequencies for sequences up to the original length and others for longer ones. A program's positions
-/// have one set, which its capacity decides ([`Shape::reaching`]).
+/// have one set, which its capacity decides ([`Shape::reach`]).
 fn longrope(fields: &mut Fields<'_>, shape: &mut Shape) {
     let inside = fields.object("rope_scaling").or_else(|| fields.object("rope_parameters"));
     let Some(object) = inside else { return };

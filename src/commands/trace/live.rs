@@ -165,7 +165,9 @@ impl Capture {
     /// Tasks by op and worker between the two looks.
     fn ops(&self) -> Value {
         let mut by_worker = ops::tasks_by_worker(&self.before.page, &self.after.page);
-        by_worker.truncate(if self.events.is_empty() { 0 } else { by_worker.len() });
+        if self.events.is_empty() {
+            by_worker.clear();
+        }
         let (before, after) = (ops::tasks(&self.before.page), ops::tasks(&self.after.page));
         let mut all = after;
         all.iter_mut()
@@ -186,7 +188,7 @@ impl Capture {
     /// The tracks and the mix of ops as text, for people and agents.
     fn digest(&self, title: &str) -> String {
         let mut out = format!(
-            "# {title}\n{:.2} s, {} events, {} dropped, stopped by {}\n\nlane\tslices\tms\tpositions\ttokens\n",
+            "# {title}\n{:.2} s, {} events, {} dropped, stopped by {}\n\ntrack\tslices\tms\tpositions\ttokens\n",
             self.seconds(),
             self.events.len(),
             self.dropped,

@@ -11,7 +11,7 @@ use lower::{Predictor, Rates};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::checks::Check;
+use crate::checks::{Check, Checked, Checks, Line};
 use crate::measured_grid::{Answer, MEASURED_GRID_SCHEMA, Measured, Row, Space, Terms};
 use crate::rejection::Rejection;
 
@@ -132,39 +132,39 @@ fn predictor(
 pub struct Changes {
     /// The model, as `--model` takes it.
     pub model: String,
+    /// The schedule that they changed.
+    pub base: ScheduleConfig,
     unchanged: Predictor,
     each: Vec<(Check, Predictor)>,
 }
 
 impl Changes {
-    /// Lowers the checks of a grid's model and context that changed the schedule `base`; those of another program are left
-    /// out.
+    /// Lowers the checks of a grid's model and context that changed the schedule checked last; `None` if there is none.
+    /// Those of older schedules were made with older kernels.
     ///
     /// # Errors
     /// The change that is not legal any more, or cannot be lowered, and why.
     pub fn new(
-        checks: &[Check],
-        base: ScheduleConfig,
+        checks: &Checks,
         terms: &Terms,
         graph: &Graph,
         target: &Target,
-    ) -> Result<Self, String> {
-        let (program_id, unchanged) =
+    ) -> Result<Option<Self>, String> {
+        let of = |check: &&Check| check.model == graph.name && check.context == terms.context;
+        let Some(last) = checks.each.iter().rfind(of) else { return Ok(None) };
+        let Some(&base) = checks.schedule(last) else { return Ok(None) };
+        let (_, unchanged) =
             predictor(terms, base, graph, target).map_err(|why| format!("the schedule: {why}"))?;
-        let same = |check: &&Check| {
-            check.model == graph.name
-                && check.context == terms.context
-                && check.program_id == program_id
-        };
+        let same = |check: &&Check| of(check) && check.program_id == last.program_id;
         let one = |check: &Check| {
             let at = |why: String| format!("{}: {why}", check.change);
             let (config, _) = base.with_change(&check.change).map_err(at)?;
             let changed = predictor(terms, config, graph, target);
             Ok((check.clone(), changed.map_err(|why| at(why.to_string()))?.1))
         };
-        let same: Vec<&Check> = checks.iter().filter(same).collect();
+        let same: Vec<&Check> = checks.each.iter().filter(same).collect();
         let each: Result<_, String> = same.into_par_iter().map(one).collect();
-        Ok(Self { model: terms.model.clone(), unchanged, each: each? })
+        Ok(Some(Self { model: terms.model.clone(), base, unchanged, each: each? }))
     }
 
     /// The checks with the gains that these rates predict.
@@ -176,6 +176,15 @@ impl Changes {
             Check { predicted_pct: 100.0 * (1.0 - ratio), ..check.clone() }
         };
         self.each.par_iter().map(one).collect()
+    }
+
+    /// The schedule and its checks with these predictions, as a file of checks has them.
+    #[must_use]
+    pub fn lines(&self, rates: &Rates) -> Vec<Line> {
+        let Some((first, _)) = self.each.first() else { return Vec::new() };
+        let schedule = Checked { program_id: first.program_id.clone(), schedule_config: self.base };
+        let checks = self.predicted(rates).into_iter().map(Line::Check);
+        std::iter::once(Line::Schedule(schedule)).chain(checks).collect()
     }
 
     /// Number of checks.

@@ -7,7 +7,7 @@ use ir::schedule::{neutral_config, validate};
 use lower::{Options, Rates, lower, predict};
 use search::LatencyKind;
 use search::calibrate::{Calibration, Case, Changes, cases as lowered, fit, points, read, split};
-use search::checks::{CHECK_SCHEMA, Check};
+use search::checks::{Check, Checked, Checks, Line};
 use search::measured_grid::{GRID_SCHEMA, Grid, MEASURED_GRID_SCHEMA, Measured, Terms};
 use tests::random_sample::RandomSample;
 
@@ -80,14 +80,11 @@ fn a_fit_finds_rates_that_predict_rows_it_has_not_seen() {
 fn changes(truth: &Rates) -> Changes {
     let graph = model::preset("toy-2l").unwrap().graph;
     let target = Target::by_name("h200").unwrap();
-    let base = neutral_config(&graph, &target);
-    let valid = validate(base, &graph, &target).unwrap();
-    let program = lower(&valid, &graph, &target, Options { kv_capacity: KV_CAPACITY }).unwrap();
-    let check = |change: &str, program_id: String| Check {
-        schema: CHECK_SCHEMA.to_owned(),
+    let schedule = neutral_config(&graph, &target);
+    let check = |change: &str, program_id: &str| Check {
         card: "NVIDIA H200".to_owned(),
         kernel_id: String::new(),
-        program_id,
+        program_id: program_id.to_owned(),
         model: graph.name.clone(),
         context: 128,
         change: change.to_owned(),
@@ -96,15 +93,26 @@ fn changes(truth: &Rates) -> Changes {
     };
     let knobs =
         ["tiling.qkv.rows=8", "tiling.down.rows=8", "sync.qkv=counter", "kernel.poll_sleep_ns=0"];
-    let mut checks = knobs.map(|change| check(change, program.id())).to_vec();
-    checks.push(check("tiling.qkv.rows=32", "of another program".to_owned()));
-    let made = |checks: &[Check]| Changes::new(checks, base, &terms(), &graph, &target).unwrap();
+    let older = check("tiling.qkv.rows=32", "of an older schedule");
+    let made = |each: Vec<Check>| {
+        let checked = Checked { program_id: "of the newest".to_owned(), schedule_config: schedule };
+        let lines =
+            std::iter::once(Line::Schedule(checked)).chain(each.into_iter().map(Line::Check));
+        let text: Vec<String> = lines.map(|line| serde_json::to_string(&line).unwrap()).collect();
+        Changes::new(&Checks::read(&text.join("\n")).unwrap(), &terms(), &graph, &target)
+    };
+    let newest = knobs.map(|change| check(change, "of the newest"));
+    let all: Vec<Check> = std::iter::once(older.clone()).chain(newest).collect();
     let measured = |of: Check| Check { measured_pct: of.predicted_pct, ..of };
-    let measured: Vec<Check> = made(&checks).predicted(truth).into_iter().map(measured).collect();
-    let found = made(&measured);
-    assert_eq!((found.len(), knobs.len()), (4, 4), "checks of another program are left out");
-    let bad = check("tiling.qkv.rows=9", program.id());
-    let refused = Changes::new(&[bad], base, &terms(), &graph, &target).err().unwrap();
+    let measured = made(all).unwrap().unwrap().predicted(truth).into_iter().map(measured).collect();
+    let found = made(measured).unwrap().unwrap();
+    assert_eq!(
+        (found.len(), found.base),
+        (knobs.len(), schedule),
+        "one check is of an older schedule"
+    );
+    assert!(made(vec![older]).unwrap().is_none(), "its schedule is not in the file");
+    let refused = made(vec![check("tiling.qkv.rows=9", "of the newest")]).err().unwrap();
     assert!(refused.contains("tiling.qkv.rows=9: tiling.qkv.rows takes"), "{refused}");
     found
 }

@@ -4,11 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use ir::Target;
-use ir::program::GraphShape;
-use ir::schedule::read_config;
 use lower::{RateFile, Rates};
 use search::calibrate::{Calibration, Case, Changes, Point, fit, points, split};
-use search::checks::{Check, Past};
+use search::checks::{Checks, Past};
 use serde_json::{Value, json};
 
 use crate::cli::CalibrateArgs;
@@ -25,7 +23,7 @@ const RATES_BYTES_MAX: u64 = 1 << 20;
 
 pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
     let (mut cases, mut changes, mut cards) = (Vec::new(), Vec::new(), BTreeSet::new());
-    let checks = args.checks.as_ref().map_or(Ok(Vec::new()), |path| checks(path))?;
+    let checks = args.checks.as_ref().map_or(Ok(Checks::default()), |path| checks(path))?;
     let working = Spinner::through(args.grids.len(), "lowering points of grids");
     for path in &args.grids {
         let read = read(path, args.rows as usize, &checks)?;
@@ -84,7 +82,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Outcome {
         "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>(),
         "rates": rates,
         "rows": rows(&cases, &rates),
-        "checks": changes.iter().flat_map(|of| of.predicted(&rates)).collect::<Vec<_>>(),
+        "checks": changes.iter().flat_map(|of| of.lines(&rates)).collect::<Vec<_>>(),
         "other_program": other,
         "rank_correlation_min": RANK_MIN,
         "holds": holds,
@@ -109,14 +107,10 @@ fn rows(cases: &[Case], rates: &Rates) -> Vec<Value> {
 }
 
 /// The checks of a file.
-fn checks(path: &Path) -> Result<Vec<Check>, Failure> {
+fn checks(path: &Path) -> Result<Checks, Failure> {
     let text = files::read_text(path, ROWS_BYTES_MAX)?;
-    let read = |(line, text): (usize, &str)| {
-        serde_json::from_str(text).map_err(|error| {
-            Failure::usage(format!("{} line {}: {error}", path.display(), line + 1))
-        })
-    };
-    text.lines().enumerate().map(read).collect()
+    Checks::read(&text)
+        .map_err(|(line, what)| Failure::usage(format!("{} line {line}: {what}", path.display())))
 }
 
 /// What a file of points gives.
@@ -128,7 +122,7 @@ struct Read {
     card: String,
 }
 
-fn read(path: &Path, count: usize, checks: &[Check]) -> Result<Read, Failure> {
+fn read(path: &Path, count: usize, checks: &Checks) -> Result<Read, Failure> {
     let text = files::read_text(path, ROWS_BYTES_MAX)?;
     let at = |what: String| Failure::usage(format!("{} {what}", path.display()));
     let file = search::calibrate::read(&text)
@@ -140,17 +134,8 @@ fn read(path: &Path, count: usize, checks: &[Check]) -> Result<Read, Failure> {
     let space = terms.grid.space(&neutral).map_err(|error| at(error.to_string()))?;
     let cases = search::calibrate::cases(&file, &space, count, &graph, &target)
         .map_err(|(point, dropped)| at(format!("point {point}: {dropped}")))?;
-    let shipped = corpus::shipped(&GraphShape::from(&graph), &target, terms.context);
-    let shipped = shipped.into_iter().find(|found| found.same_shape && !checks.is_empty());
-    let changes = match shipped {
-        Some(found) => {
-            let base = *read_config(found.shipped.schedule, &graph, &target)
-                .map_err(|error| at(format!("the shipped schedule: {error}")))?;
-            let changes = Changes::new(checks, base, terms, &graph, &target);
-            Some(changes.map_err(|what| at(format!("beside the checks: {what}")))?)
-        }
-        None => None,
-    };
+    let changes = Changes::new(checks, terms, &graph, &target)
+        .map_err(|what| at(format!("beside the checks: {what}")))?;
     let card = terms
         .conditions
         .as_ref()
@@ -161,9 +146,8 @@ fn read(path: &Path, count: usize, checks: &[Check]) -> Result<Read, Failure> {
 /// How good the gains that these rates predict are, by model.
 fn say_changes(changes: &[Changes], rates: &Rates) {
     for of in changes.iter().filter(|of| !of.is_empty()) {
-        let checks = of.predicted(rates);
-        let past = Past::new(&checks, &checks[0].card);
-        report::say(&format!("  {}: {}", of.model, past.say()));
+        let figures = Past::default().judge(&of.predicted(rates), &of.base);
+        report::say(&format!("  {}: {}", of.model, figures.say()));
     }
 }
 

@@ -165,7 +165,7 @@ impl<'a> Levers<'a> {
         });
         match predicted {
             Err(why) => row["refused"] = why.into(),
-            Ok((config, us)) => self.predict(&mut row, &config, us),
+            Ok((config, us)) => self.predict(&mut row, knob, &config, us),
         }
         if let Some((trials, last)) = self.store.as_ref().and_then(|store| store.tried(knob, &to)) {
             row["tried"] = json!({"trials": trials, "last": last});
@@ -174,13 +174,16 @@ impl<'a> Levers<'a> {
     }
 
     /// Adds what a move should bring. On a card without enough past checks nothing is predicted.
-    fn predict(&self, row: &mut Value, config: &ScheduleConfig, us: f64) {
+    fn predict(&self, row: &mut Value, knob: Knob, config: &ScheduleConfig, us: f64) {
         let gain = 100.0 * (1.0 - us / self.us);
-        let model = &self.context.graph().name;
-        match self.checks.as_ref().map(|past| past.interval(model, gain)) {
+        let (model, change) = (&self.context.graph().name, written(knob, config));
+        let expected =
+            self.checks.as_ref().map(|past| past.expected(model, &self.config, &change, gain));
+        match expected {
             Some(None) => {}
-            Some(Some(interval)) => {
-                row["predicted_gain_pct"] = gain.into();
+            Some(Some((expected, interval))) => {
+                row["predicted_gain_pct"] = expected.into();
+                row["cost_model_gain_pct"] = gain.into();
                 row["interval_80_pct"] = json!(interval);
             }
             None => row["predicted_gain_pct"] = gain.into(),
@@ -190,6 +193,11 @@ impl<'a> Levers<'a> {
             row["learned"] = json!({"gain_pct": gain, "interval_80_pct": [low, high]});
         }
     }
+}
+
+/// A knob and its value, `KNOB=VALUE`.
+fn written(knob: Knob, config: &ScheduleConfig) -> String {
+    format!("{}={}", knob.path(), shown(&config.get(knob).to_json()))
 }
 
 /// The schedule after a move.

@@ -10,12 +10,12 @@ use rand::SeedableRng;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom;
 use search::DeviceError;
-use search::checks::{CHECK_SCHEMA, CHECKS_MIN, Check, Past};
+use search::checks::{CHECKS_MIN, Check, Checked, Checks, Line, Past};
 use search::measured_grid::{Answer, Probe, prepare};
 use serde_json::{Value, json};
 
 use super::super::measured_grid::{TIMED_TOKENS, prepared};
-use super::{moved, predicted_us, shown};
+use super::{moved, predicted_us, written};
 use crate::cli::LeversArgs;
 use crate::context::Context;
 use crate::failure::Failure;
@@ -35,12 +35,11 @@ pub(super) fn past(context: &Context, args: &LeversArgs) -> Result<Option<Past>,
     if let Some(path) = args.checks.as_ref().filter(|path| path.exists()) {
         text.push_str(&files::read_text(path, CHECKS_BYTES_MAX)?);
     }
-    let read = |line: &str| {
-        serde_json::from_str::<Check>(line)
-            .map_err(|error| Failure::usage(format!("--checks: {error} in {line}")))
-    };
-    let all: Result<Vec<Check>, Failure> = text.lines().map(read).collect();
-    Ok(Some(Past::new(&all?, &card)))
+    let all = Checks::read(&text).map_err(|(line, what)| {
+        let line = line.saturating_sub(SHIPPED.lines().count());
+        Failure::usage(format!("--checks line {line}: {what}"))
+    })?;
+    Ok(Some(Past::new(&all, &card)))
 }
 
 /// Why nothing is predicted on a card.
@@ -102,7 +101,6 @@ pub(super) fn run(
         let unchanged = f64::midpoint(before, after);
         before = after;
         made.push(Check {
-            schema: CHECK_SCHEMA.to_owned(),
             card: card.clone(),
             kernel_id: ids.1.clone(),
             program_id: ids.0.clone(),
@@ -116,17 +114,19 @@ pub(super) fn run(
     })?;
     drop(working);
     if let Some(path) = &args.checks {
-        append(path, &made)?;
+        append(path, Checked { program_id: ids.0, schedule_config: *config }, &made)?;
     }
-    let (held, of) = past.held(&made);
+    let judged = past.judge(&made, config);
+    let (held, of) = past.held(&judged);
     report::say(&format!(
         "checked: {}; {held} of {of} within the 80% interval of {} past checks",
-        Past::new(&made, &card).say(),
+        judged.say(),
         past.len()
     ));
     Ok(json!({
-        "figures": Past::new(&made, &card).figures(), "past_checks": past.len(),
-        "intervals": of, "intervals_held": held, "each": made, "failed": failed,
+        "figures": judged.figures(), "past_checks": past.len(),
+        "intervals": of, "intervals_held": held, "failed": failed,
+        "each": made.into_iter().map(Line::Check).collect::<Vec<_>>(),
     }))
 }
 
@@ -157,7 +157,7 @@ fn changes(
         }
         known.push(found);
         let us = predicted_us(context, args.context, &config)?;
-        let text = format!("{}={}", knob.path(), shown(&value.to_json()));
+        let text = written(knob, &config);
         changes.push(Change { text, config, gain_pct: 100.0 * (1.0 - us / before) });
     }
     Ok(changes)
@@ -171,11 +171,13 @@ fn us(answer: &Answer) -> Result<f64, Failure> {
     Ok(measured.us)
 }
 
-fn append(path: &Path, checks: &[Check]) -> Result<(), Failure> {
+/// Adds checks to a file, after the schedule that they changed.
+fn append(path: &Path, schedule: Checked, checks: &[Check]) -> Result<(), Failure> {
+    let lines = checks.iter().cloned().map(Line::Check);
     let write = || -> io::Result<()> {
         let mut out = BufWriter::new(File::options().create(true).append(true).open(path)?);
-        for check in checks {
-            writeln!(out, "{}", serde_json::to_string(check)?)?;
+        for line in std::iter::once(Line::Schedule(schedule)).chain(lines) {
+            writeln!(out, "{}", serde_json::to_string(&line)?)?;
         }
         out.flush()
     };

@@ -261,12 +261,18 @@ impl<'e> EngineLoop<'e> {
         if self.is_run_by_another(session) {
             return self.settle(turn, 0, 0, Ok(None));
         }
+        let others = self.running.len() > 1;
         let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;
         let (first, chosen) = (sequence.fed, sequence.chosen.len());
-        self.said.begin(&[(place, first)], sequence.next(turn.tokens()).len());
+        let most = match sequence.work.prompt.len().saturating_sub(first) {
+            // Once its prompt is read it joins the batch of the others, which wait for this turn.
+            rest @ 1.. if others && self.engine.seqs() > 1 => turn.tokens().min(rest as u64),
+            _ => turn.tokens(),
+        };
+        self.said.begin(&[(place, first)], sequence.next(most).len());
         let began = Instant::now();
-        let done = running.turn(&mut *self.engine, place, turn.tokens());
+        let done = running.turn(&mut *self.engine, place, most);
         let took = began.elapsed();
         let positions = done.as_ref().map_or(0, |(ran, _)| *ran);
         let tokens = running.sequence.chosen.len() - chosen;

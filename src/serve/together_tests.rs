@@ -54,6 +54,20 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
     }
 }
 
+/// A prompt alone holds up all others, so nothing else does: after it each sequence decodes in the batch.
+#[test]
+fn a_turn_alone_is_a_prompt_where_others_run() {
+    let prompts: Vec<Vec<u32>> = (0..4).map(|i| vec![i; 3]).collect();
+    let (ends, commands) = served(&prompts, |_| 48, |_| Priority::Normal, 4, 4);
+    for (prompt, end) in prompts.iter().zip(ends) {
+        assert_eq!(end, (expected(prompt, 48), Some(Finish::Length)));
+    }
+    let alone = commands.iter().filter(|places| places.len() == 1).count();
+    let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|seqs| *seqs > 1).collect();
+    // One token comes with the prompt, the others in commands of up to 16; 16 with the prompt would leave two of these.
+    assert_eq!((alone, batches), (4, vec![4; 3]));
+}
+
 #[test]
 fn batches_are_on_the_page() {
     let home = tempfile::tempdir().unwrap();

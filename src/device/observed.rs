@@ -26,15 +26,18 @@ impl Gpu<'_> {
         let pages = self.pages().map_or(0, |pages| u64::from(pages.pages) + 1); // and page zero
         let used = vm_host::process_memory(&self.info.uuid, std::process::id());
         page.edit(|edit| {
-            let copied =
-                if self.arrival.copied.is_some() { Evidence::Measured } else { Evidence::Derived };
-            edit.known(EvidenceFamily::Copy, copied);
+            // Streamed weights are counted as they arrive, by the thread that observes the kernel.
+            let (copied, streamed) = (self.arrival.copied, self.arrival.streaming.is_some());
+            let measured = streamed || copied.is_some();
+            let known = if measured { Evidence::Measured } else { Evidence::Derived };
+            edit.known(EvidenceFamily::Copy, known);
             let resident = if used.is_some() { Evidence::Measured } else { Evidence::Derived };
             edit.known(EvidenceFamily::Residency, resident);
             let head = edit.head();
             head.device_used_bytes = used.unwrap_or(0);
             match booted {
-                true => head.uploaded_bytes += self.arrival.copied.unwrap_or(bytes),
+                true if streamed => {}
+                true => head.uploaded_bytes += copied.unwrap_or(bytes),
                 false => head.avoided_bytes += bytes,
             }
             head.launches += 1;

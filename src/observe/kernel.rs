@@ -1,7 +1,7 @@
 //! Observes the kernel from a separate thread, without driver calls: commands, steps, worker heartbeats, stall
 //! suspicion. All of it is read from memory that the device writes, at no cost to the thread that drives the machine.
 
-use abi::{EventTrack, EventWords, RING_ENTRIES, UNIT_BYTES, WORKERS_MAX};
+use abi::{EventTrack, EventWords, RING_ENTRIES, Telemetry, UNIT_BYTES, WORKERS_MAX};
 use telemetry::{Edit, Stalls, Suspect, bucket};
 use vm_host::Monitor;
 
@@ -11,6 +11,16 @@ const STILL_NS: u64 = 250_000_000;
 
 /// How much two clocks may drift apart between two looks.
 const DRIFT_NS: i64 = 1_000;
+
+/// Counts the bytes that arrived while the kernel runs, if they do; others arrived before its launch.
+fn arrived(head: &mut Telemetry, streamed: Option<u64>) {
+    let before = head.arrived_bytes;
+    head.arrived_bytes = streamed.unwrap_or(head.weights_bytes);
+    if let Some(bytes) = streamed {
+        // Fewer than before are those of another load.
+        head.uploaded_bytes += bytes.checked_sub(before).unwrap_or(bytes);
+    }
+}
 
 pub(crate) struct KernelWatch {
     launch: u64,
@@ -55,7 +65,7 @@ impl KernelWatch {
         self.commands(monitor, edit, answered, now_ns);
         let head = edit.head();
         head.published = head.drained + u64::from(outstanding);
-        head.arrived_bytes = monitor.arrived_bytes().unwrap_or(head.weights_bytes);
+        arrived(head, monitor.arrived_bytes());
         self.seen = answered;
         self.workers(monitor, edit, outstanding > 0, now_ns)
     }
@@ -131,5 +141,30 @@ impl KernelWatch {
         head.suspect = suspect.map_or(0, |suspect| suspect.worker);
         self.suspected = suspected;
         suspect
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streamed_weights_are_counted_once_as_they_arrive() {
+        let mut page = telemetry::Page::boxed();
+        let head = &mut page.head;
+        head.weights_bytes = 90;
+        for (streamed, arrived_bytes, uploaded_bytes) in [
+            (Some(0), 0, 0),
+            (Some(60), 60, 60),
+            (Some(90), 90, 90),
+            // The same weights under another kernel, a second load, and one before a launch.
+            (Some(90), 90, 90),
+            (Some(20), 20, 110),
+            (Some(90), 90, 180),
+            (None, 90, 180),
+        ] {
+            arrived(head, streamed);
+            assert_eq!((head.arrived_bytes, head.uploaded_bytes), (arrived_bytes, uploaded_bytes));
+        }
     }
 }

@@ -304,3 +304,7 @@ impl Recorded {
         Ok(found)
     }
 }
+
+#[cfg(test)]
+#[path = "command_log_tests.rs"]
+mod tests;

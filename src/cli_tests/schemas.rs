@@ -99,6 +99,10 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("bench --manifest bench.json --device cpu"),
         plain("bench --phase down --model toy --device cpu --kv-capacity 64 --context 4"),
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
+        plain(
+            "generate --model toy --device cpu --tokens 1,2 --max-new-tokens 2 --command-log commands.jsonl",
+        ),
+        plain("replay commands.jsonl"),
         plain(&format!("chat --model {} --system x", golden("llama3-rope-bf16").display())),
         plain("export --model toy --out toy"),
         plain("quantize --model toy --format fp8 --out toy-fp8"),
@@ -194,6 +198,7 @@ fn files(dir: &Path) -> Vec<Value> {
         first(&dir.join(trajectory)),
         first(&dir.join("points.jsonl")),
         first(&dir.join("residuals.json")),
+        first(&dir.join("commands.jsonl")),
         grid(),
         manifest(),
         first(&shipped_bundle()),

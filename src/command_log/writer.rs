@@ -19,7 +19,7 @@ use crate::report;
 const QUEUE: usize = 1024;
 /// Bytes that are kept for the last entry.
 const LAST: u64 = 256;
-/// How long entries may wait in memory while nothing happens.
+/// How long entries may wait in memory.
 const FLUSH_EVERY: Duration = Duration::from_millis(100);
 /// How long the end waits for the file.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -183,11 +183,16 @@ struct Sink {
 
 impl Sink {
     fn run(&mut self, inbox: &Receiver<Message>) {
+        let mut flushed = Instant::now();
         loop {
             match inbox.recv_timeout(FLUSH_EVERY) {
                 Ok(Message::Line(line)) => self.line(&line),
-                Err(RecvTimeoutError::Timeout) => self.flush(),
+                Err(RecvTimeoutError::Timeout) => {}
                 Ok(Message::Close) | Err(RecvTimeoutError::Disconnected) => return self.close(),
+            }
+            if flushed.elapsed() >= FLUSH_EVERY {
+                self.flush();
+                flushed = Instant::now();
             }
         }
     }

@@ -314,6 +314,7 @@ mod every_execution {
                     workers: 1,
                     tail: FIRST,
                     seen: FIRST,
+                    tap: None,
                 };
                 let there = loom::thread::spawn(move || device(&words, broken));
                 for index in FIRST..FIRST + COMMANDS {

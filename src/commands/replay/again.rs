@@ -448,3 +448,7 @@ impl<'e, 'm> Again<'e, 'm> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[path = "again_tests.rs"]
+mod tests;

@@ -31,8 +31,13 @@ const SEARCH: &str = "loop --schedule neutral --budget 4 --strategy hill-climb -
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
-/// What is asked of the runs of the session.
-const ON_RUNS: [&str; 2] = ["runs export runs --out prompts --sft", "notes kept --in runs"];
+/// What is asked of the runs of the session; then a log of commands and its replay.
+const ON_RUNS: [&str; 4] = [
+    "runs export runs --out prompts --sft",
+    "notes kept --in runs",
+    "generate --model toy --device cpu --tokens 1,2 --max-new-tokens 2 --command-log commands.jsonl",
+    "replay commands.jsonl",
+];
 
 /// The session of a fleet of one worker; its ledgers go through a store and out of it.
 const FLEET: [&str; 9] = [
@@ -99,10 +104,6 @@ fn documents() -> BTreeMap<String, Fields> {
         plain("bench --manifest bench.json --device cpu"),
         plain("bench --phase down --model toy --device cpu --kv-capacity 64 --context 4"),
         plain("generate --model toy --device eval --tokens 1,2 --max-new-tokens 2"),
-        plain(
-            "generate --model toy --device cpu --tokens 1,2 --max-new-tokens 2 --command-log commands.jsonl",
-        ),
-        plain("replay commands.jsonl"),
         plain(&format!("chat --model {} --system x", golden("llama3-rope-bf16").display())),
         plain("export --model toy --out toy"),
         plain("quantize --model toy --format fp8 --out toy-fp8"),

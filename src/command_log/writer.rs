@@ -183,7 +183,7 @@ struct Sink {
 
 impl Sink {
     fn run(&mut self, inbox: &Receiver<Message>) {
-        let mut flushed = Instant::now();
+        let (mut flushed, mut told) = (Instant::now(), false);
         loop {
             match inbox.recv_timeout(FLUSH_EVERY) {
                 Ok(Message::Line(line)) => self.line(&line),
@@ -193,6 +193,12 @@ impl Sink {
             if flushed.elapsed() >= FLUSH_EVERY {
                 self.flush();
                 flushed = Instant::now();
+            }
+            // Said here: standard error may block.
+            if !told && self.counts.full.load(Ordering::Relaxed) {
+                told = true;
+                let last = self.last;
+                report::say(&format!("note: the command log ends with entry {last}: full"));
             }
         }
     }

@@ -44,7 +44,7 @@ use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
-use crate::command_log::{Head, Kernel, Logged};
+use crate::command_log::{CommandLog, Head, Kernel, Logged};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
@@ -282,14 +282,10 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        log.iter().zip(&mut gpu).for_each(|(log, gpu)| gpu.show_ring(log.tap()));
-        let engine = engine(&context, args, (gpu, lowered.as_ref()), (places, kv_pool));
+        let of = (gpu, lowered.as_ref(), log.as_ref());
+        let engine = engine(&context, args, of, (places, kv_pool));
         let worked = engine.and_then(|engine| {
             loaded.send_replace(true);
-            let engine: Box<dyn Engine> = match &log {
-                Some(log) => Box::new(Logged::new(engine, log.clone())),
-                None => engine,
-            };
             EngineLoop::new(engine, places, said).run(&inbox).map_err(|why| lost(&why))
         });
         log.iter().for_each(|log| drop(log.close()));
@@ -331,18 +327,23 @@ fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Loads the model.
+/// Loads the model, and logs the commands if there is a log.
 fn engine<'a>(
     context: &'a Context,
     args: &ServeArgs,
-    (gpu, lowered): (Option<Gpu<'a>>, Option<&'a Lowered>),
+    (mut gpu, lowered, log): (Option<Gpu<'a>>, Option<&'a Lowered>, Option<&CommandLog>),
     (places, kv_pool): (usize, KvPool),
 ) -> Result<Box<dyn Engine + 'a>, Failure> {
+    log.into_iter().zip(&mut gpu).for_each(|(log, gpu)| gpu.show_ring(log.tap()));
     let kernels = lowered
         .map(|of| Kernels { batch: of.built(), lone: of.lone.as_deref().map(Lowered::built) });
     let prefill = args.prefill.prefill;
     let opening = Opening { places, kv_pool, prefill, shares: shares(args) };
-    engine::open(context, gpu, kernels, &opening)
+    let engine = engine::open(context, gpu, kernels, &opening)?;
+    Ok(match log {
+        Some(log) => Box::new(Logged::new(engine, log.clone())),
+        None => engine,
+    })
 }
 
 /// Whether sequences with equal beginnings share pages of the cache.

@@ -80,14 +80,15 @@ pub(crate) struct Again<'e, 'm> {
     bits: bool,
     sessions: BTreeMap<u64, Session>,
     compared: Compared,
-    /// The entry under way.
+    /// The entry under way, and the kernel that ran it.
     entry: u64,
+    kernel: usize,
 }
 
 impl<'e, 'm> Again<'e, 'm> {
     pub(crate) fn new(engine: &'e mut (dyn Engine + 'm), bits: bool) -> Self {
         let (sessions, compared) = (BTreeMap::new(), Compared::default());
-        Self { engine, bits, sessions, compared, entry: 0 }
+        Self { engine, bits, sessions, compared, entry: 0, kernel: 0 }
     }
 
     pub(crate) fn compared(&self) -> Compared {
@@ -111,10 +112,14 @@ impl<'e, 'm> Again<'e, 'm> {
             Entry::Rows { session, position, tokens, said, .. } => {
                 self.rows((*session, *position), tokens, said)
             }
-            Entry::Advance { session, position, tokens, generate, said, .. } => {
+            Entry::Advance { session, position, kernel, tokens, generate, said, .. } => {
+                self.kernel = *kernel;
                 self.advance((*session, *position), tokens, *generate, said)
             }
-            Entry::Together { seqs, generate, said, .. } => self.together(seqs, *generate, said),
+            Entry::Together { seqs, kernel, generate, said } => {
+                self.kernel = *kernel;
+                self.together(seqs, *generate, said)
+            }
             Entry::Token { session, position, token, sampling, .. } => {
                 self.token((*session, *position), *token, sampling.as_ref())
             }
@@ -397,7 +402,12 @@ impl<'e, 'm> Again<'e, 'm> {
             self.compared.tokens += 1;
             if then != now {
                 let shown = |of: Option<&u32>| of.map_or(-1, |token| i64::from(*token));
-                return self.differs((number, first + index), "token", (shown(then), shown(now)));
+                // Another kernel sums in another order: near ties may go another way.
+                let (mut got, kernel) = (shown(now).to_string(), self.engine.kernel());
+                if kernel != self.kernel {
+                    got = format!("{got} (by kernel {kernel}, in the log {})", self.kernel);
+                }
+                return self.differs((number, first + index), "token", (shown(then), got));
             }
         }
         let session = self.session((number, position), &[])?;

@@ -228,7 +228,13 @@ fn a_log_of_a_server_with_two_sessions_replays() {
 fn a_log_of_a_killed_server_replays_to_its_cut() {
     let home = folder();
     let (server, path) = served(home.path());
-    std::thread::sleep(std::time::Duration::from_millis(300)); // what waits is written within 100 ms
+    // Entries reach the file soon, not at once.
+    let began = std::time::Instant::now();
+    let tokens = || std::fs::read_to_string(&path).unwrap().matches("\"op\":\"token\"").count();
+    while tokens() < 80 {
+        assert!(began.elapsed() < std::time::Duration::from_secs(30));
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
     drop(server);
     let ran = amk_in(home.path(), &["replay", path.to_str().unwrap(), "--device", "eval"]);
     let document = ran.succeeds("amk.command_replay.v1");

@@ -159,6 +159,11 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
+    /// Runs the commands of a log of `generate` or `serve` again, and compares every answer.
+    #[command(
+        after_help = "Examples:\n  amk replay commands.jsonl\n  amk replay commands.jsonl --device eval\n\nExit code 1: an answer differs. It names the entry, the session and the position."
+    )]
+    Replay(ReplayLogArgs),
     /// Chats with a model in the terminal, line by line. The conversation is kept.
     #[command(
         after_help = "Examples:\n  amk chat --model Qwen/Qwen3-0.6B\n  amk chat --model DIR --device cuda --system \"Answer in one sentence.\"\n  \

@@ -35,6 +35,8 @@ mod prefill;
 mod quantised;
 #[path = "cli_tests/refusals.rs"]
 mod refusals;
+#[path = "cli_tests/replay.rs"]
+mod replay;
 #[path = "cli_tests/sanitize.rs"]
 mod sanitize;
 #[path = "cli_tests/schemas.rs"]

@@ -13,7 +13,7 @@ use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
-use vm_host::{HostError, Idle, KvPool, Link, Loaded, Monitor, Resident};
+use vm_host::{HostError, Idle, KvPool, Link, Loaded, Monitor, Resident, RingTap};
 
 use crate::context::Context;
 use crate::observe::SharedMonitor;
@@ -102,6 +102,8 @@ pub(crate) struct Gpu<'a> {
     board: Option<Board>,
     /// The monitor handle of the machine, for the observing thread.
     monitor: SharedMonitor,
+    /// A callback for all that goes through the ring.
+    tap: Option<RingTap>,
     /// The telemetry page for transfers to the device.
     page: Option<Publisher>,
     /// A kernel did not exit, or took the context with it: only a new process gets the device back.
@@ -137,6 +139,7 @@ impl<'a> Gpu<'a> {
             builds: builds(&context.target.arch),
             board: board.cloned(),
             monitor: SharedMonitor::default(),
+            tap: None,
             page: None,
             lost: false,
             deadline: DEADLINE,
@@ -241,7 +244,9 @@ impl Gpu<'_> {
             Machine::Absent => {
                 self.enter(Phase::Booting);
                 let options = (self.deadline, self.sessions, self.kv_pool);
-                boot(self.context, program, variant, options, &mut self.arrival)
+                let mut idle = boot(self.context, program, variant, options, &mut self.arrival)?;
+                idle.show_ring(self.tap.clone());
+                Ok(idle)
             }
             Machine::Idle(idle) => Ok(*idle),
             Machine::Running(running) => self.stop(*running),

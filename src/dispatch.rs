@@ -10,7 +10,7 @@ use crate::cli::{
 use crate::commands::{
     bench, bundle, calibrate, chat, corpus_store, diff, doctor, evaluate, explain, export, fleet,
     generate, inspect, levers, measured_grid, migrate, notes, program, propose, provenance,
-    quantize, rerun, runs, sanitize, search_loop, trace,
+    quantize, replay, rerun, runs, sanitize, search_loop, trace,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
@@ -39,6 +39,7 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
         Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Replay(args) => replay::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Bundle(args) => bundle::run(&args),

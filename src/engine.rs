@@ -18,9 +18,11 @@ use crate::device::Gpu;
 use crate::failure::Failure;
 
 mod kernel_choice;
+mod open;
 mod shared_pages;
 
 use kernel_choice::{Kernel, KernelChoice};
+pub(crate) use open::{Built, Kernels, Opening, open};
 use shared_pages::Cached;
 pub(crate) use shared_pages::SharedPages;
 
@@ -89,6 +91,9 @@ pub(crate) trait Engine {
     fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
         tokens.iter().map(|token| self.feed(place, &[*token], true)).collect()
     }
+
+    /// Notes that the host sampled a token for a place's next position; with its settings if nothing else rules.
+    fn sampled(&mut self, _place: usize, _token: u32, _sampling: Option<&Sampling>) {}
 
     /// Forgets a place's sequence.
     fn end(&mut self, place: usize);

@@ -15,6 +15,7 @@
 mod bug;
 mod child_process;
 mod cli;
+mod command_log;
 mod commands;
 mod conditions;
 mod config_source;

@@ -158,7 +158,11 @@ impl Sequence {
         self.ran_on(engine.kernel(), tell);
         self.fed += tokens.len();
         let finish = match read {
-            true if self.work.limit > 0 => self.choose(&row, tell).map_err(Broken::Sequence)?,
+            true if self.work.limit > 0 => {
+                let finish = self.choose(&row, tell).map_err(Broken::Sequence)?;
+                self.say_sampled(engine, place);
+                finish
+            }
             true => self.finish(false),
             false => None,
         };
@@ -210,6 +214,15 @@ impl Sequence {
         self.seen.insert(id);
         self.chosen.push(id);
         Ok(self.finish(stopped))
+    }
+
+    /// Tells the engine of the token that the host has sampled.
+    fn say_sampled(&self, engine: &mut dyn Engine, place: usize) {
+        let Work { host, constraint, sampling, .. } = &self.work;
+        let plain = !host.any() && constraint.is_none();
+        if let Some(token) = self.chosen.last() {
+            engine.sampled(place, *token, plain.then_some(sampling));
+        }
     }
 
     /// Reports a change of the kernel.

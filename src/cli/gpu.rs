@@ -127,6 +127,13 @@ pub(crate) enum PrefillChoice {
     Steps,
 }
 
+impl PrefillChoice {
+    /// Its name on the command line.
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
 /// How `generate` and `serve` run prompts.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct PrefillArgs {

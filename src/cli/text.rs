@@ -8,7 +8,9 @@ use clap::Args;
 use clap::builder::TypedValueParser;
 use vm_host::{ReadBy, Streaming};
 
-use super::{ConfigArgs, ModelArgs, PrefillArgs, ReadByChoice, SamplingArgs, gpu};
+use super::{ConfigArgs, DeviceChoice, ModelArgs, PrefillArgs, ReadByChoice, SamplingArgs, gpu};
+use crate::command_log::{CommandLog, Head};
+use crate::failure::Failure;
 
 /// Parses `20` or `20%`.
 pub(super) fn percent(text: &str) -> Result<f64, String> {
@@ -60,6 +62,40 @@ pub(crate) struct GenerateArgs {
     /// Compare every tensor on the GPU with its file at the end.
     #[arg(long)]
     pub(crate) check_weights: bool,
+    #[command(flatten)]
+    pub(crate) log: CommandLogArgs,
+}
+
+/// A log of the commands of `generate` and `serve`.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct CommandLogArgs {
+    /// Log every command and its answer to a new file, in JSON lines; `amk replay` runs them again.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) command_log: Option<PathBuf>,
+    /// The most MiB of that file. What comes later is counted, and not written.
+    #[arg(long, default_value_t = 64, value_name = "MIB", requires = "command_log", value_parser = clap::value_parser!(u32).range(1..=4000))]
+    pub(crate) command_log_limit: u32,
+}
+
+impl CommandLogArgs {
+    /// Begins the log, if there is to be one.
+    pub(crate) fn begin(&self, head: impl FnOnce() -> Head) -> Result<Option<CommandLog>, Failure> {
+        let most = u64::from(self.command_log_limit) << 20;
+        self.command_log.as_ref().map(|path| CommandLog::create(path, &head(), most)).transpose()
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReplayLogArgs {
+    /// The log.
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// What runs the commands. Default: the device of the log.
+    #[arg(long, value_enum)]
+    pub(crate) device: Option<DeviceChoice>,
+    /// The model, if it is elsewhere now. Default: the name in the log.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    pub(crate) model: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -168,6 +204,8 @@ pub(crate) struct ServeArgs {
     /// runs, which is faster with one. With a number, its kernel always runs.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
     pub(crate) seqs: Option<u32>,
+    #[command(flatten)]
+    pub(crate) log: CommandLogArgs,
 }
 
 #[derive(Debug, Args)]

@@ -31,8 +31,13 @@ const SEARCH: &str = "loop --schedule neutral --budget 4 --strategy hill-climb -
 /// Records a measured grid over the grid file in the folder.
 const RECORD: &str = "grid record --context 4 --grid grid.json --out points.jsonl";
 
-/// What is asked of the runs of the session.
-const ON_RUNS: [&str; 2] = ["runs export runs --out prompts --sft", "notes kept --in runs"];
+/// What is asked of the runs of the session; then a log of commands and its replay.
+const ON_RUNS: [&str; 4] = [
+    "runs export runs --out prompts --sft",
+    "notes kept --in runs",
+    "generate --model toy --device cpu --tokens 1,2 --max-new-tokens 2 --command-log commands.jsonl",
+    "replay commands.jsonl",
+];
 
 /// The session of a fleet of one worker; its ledgers go through a store and out of it.
 const FLEET: [&str; 9] = [
@@ -196,6 +201,7 @@ fn files(dir: &Path) -> Vec<Value> {
         first(&dir.join(trajectory)),
         first(&dir.join("points.jsonl")),
         first(&dir.join("residuals.json")),
+        first(&dir.join("commands.jsonl")),
         grid(),
         manifest(),
         first(&shipped_bundle()),

@@ -23,6 +23,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     engine.prefill = args.prefill;
     engine.streaming = args.stream.streaming();
     engine.check_weights = args.check_weights;
+    engine.log.clone_from(&args.log);
     let graph = engine.context().graph();
     let request = Request {
         prompt: prompt(args)?,

@@ -23,6 +23,7 @@ pub(crate) mod program;
 pub(crate) mod propose;
 pub(crate) mod provenance;
 pub(crate) mod quantize;
+pub(crate) mod replay;
 pub(crate) mod rerun;
 pub(crate) mod runs;
 pub(crate) mod sanitize;

@@ -3,6 +3,7 @@
 use abi::{Evidence, EvidenceFamily};
 use ir::program::Program;
 use telemetry::Publisher;
+use vm_host::RingTap;
 
 use super::Gpu;
 use crate::observe::SharedMonitor;
@@ -17,6 +18,11 @@ impl Gpu<'_> {
         });
         (self.monitor, self.page) = (monitor.clone(), Some(page.clone()));
         &self.info.uuid
+    }
+
+    /// Shows what goes through the ring of the machine that is booted next to a callback.
+    pub(crate) fn show_ring(&mut self, tap: RingTap) {
+        self.tap = Some(tap);
     }
 
     /// Records a launch: of a newly booted machine, or of one that had its weights already.

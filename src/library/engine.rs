@@ -12,9 +12,12 @@ use model::{Chat, Message, Tokenizer};
 use remote::Served;
 use serde_json::{Value, json};
 use sessions::Priority;
-use vm_host::{KvPool, Streaming};
+use vm_host::{KvPool, RingTap, Streaming};
 
-use crate::cli::{ConfigArgs, DeviceChoice, ModelArgs, PlaceArgs, PrefillArgs, PrefillChoice};
+use crate::cli::{
+    CommandLogArgs, ConfigArgs, DeviceChoice, ModelArgs, PlaceArgs, PrefillArgs, PrefillChoice,
+};
+use crate::command_log::{CommandLog, Ended, Head, Kernel, Logged};
 use crate::context::Context;
 use crate::engine::{self, Engine as Machine, Megakernel};
 use crate::failure::Failure;
@@ -49,6 +52,8 @@ pub struct Engine {
     pub(crate) streaming: Option<Streaming>,
     /// Whether every tensor on the GPU is compared with its file at the end.
     pub(crate) check_weights: bool,
+    /// Where its commands are logged.
+    pub(crate) log: CommandLogArgs,
 }
 
 /// What to continue.
@@ -116,6 +121,7 @@ pub struct Generated {
     /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
     model: String,
+    command_log: Option<Ended>,
 }
 
 impl Generated {
@@ -135,6 +141,9 @@ impl Generated {
             if !value.is_null() {
                 document[name] = value.clone();
             }
+        }
+        if let Some(ended) = &self.command_log {
+            document["command_log"] = json!(ended);
         }
         if let Some(logprobs) = &self.logprobs {
             document["logprobs"] = self.tokens.iter().zip(logprobs).map(scored).collect();
@@ -177,6 +186,7 @@ impl Engine {
             prefill: PrefillArgs::default(),
             streaming: None,
             check_weights: false,
+            log: CommandLogArgs::default(),
         })
     }
 
@@ -321,7 +331,8 @@ impl Engine {
         memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
         if context.device == DeviceChoice::Eval {
             let mut graph = engine::graph(context, None);
-            return continued(&mut graph, context, (work, keep), (&mut said, on_token));
+            let log = self.begin_log(None)?;
+            return logged(log, &mut graph, context, (work, keep), (&mut said, on_token));
         }
         // For the end of the generation, where steps are slowest.
         let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
@@ -332,11 +343,12 @@ impl Engine {
         let Chosen { config, source } = choose(context, &self.config, tokens, Auto::Fastest)?;
         let program = Arc::new(context.lowered(&config)?);
         said.program(0, &program);
+        let log = self.begin_log(Some((&program, &config)))?;
         let generated = if on_gpu {
-            let prompt = work.prompt.len();
-            let mut kernel = self.kernel((&program, &config), (prompt, keep), observer)?;
+            let (prompt, tap) = (work.prompt.len(), log.as_ref().map(CommandLog::tap));
+            let mut kernel = self.kernel((&program, &config), (prompt, keep), (observer, tap))?;
             let mut generated =
-                continued(&mut kernel, context, (work, keep), (&mut said, on_token))?;
+                logged(log, &mut kernel, context, (work, keep), (&mut said, on_token))?;
             generated.weights = kernel.gpu().weights_report(self.began)?;
             if self.check_weights {
                 generated.weights_check = kernel.gpu().check_weights()?;
@@ -344,9 +356,25 @@ impl Engine {
             generated
         } else {
             let mut machine = engine::reference(context, &program, None);
-            continued(&mut machine, context, (work, keep), (&mut said, on_token))?
+            logged(log, &mut machine, context, (work, keep), (&mut said, on_token))?
         };
         Ok(Generated { schedule: Some(source), ..generated })
+    }
+
+    /// Begins the log of the commands, if there is to be one.
+    fn begin_log(
+        &self,
+        of: Option<(&Arc<Verified<Program>>, &ScheduleConfig)>,
+    ) -> Result<Option<CommandLog>, Failure> {
+        let context = &self.context;
+        self.log.begin(|| Head {
+            prefill: self.prefill.prefill.name(),
+            kernels: of
+                .into_iter()
+                .map(|(program, config)| Kernel::new(context, (program, config), 1, self.on_gpu()))
+                .collect(),
+            ..Head::new(context, "generate", self.device())
+        })
     }
 
     /// The megakernel, which decodes, samples and feeds back. The host samples from its logits if log probabilities are
@@ -355,12 +383,13 @@ impl Engine {
         &self,
         (program, config): (&Arc<Verified<Program>>, &ScheduleConfig),
         (prompt, keep): (usize, bool),
-        observer: &Observer,
+        (observer, tap): (&Observer, Option<RingTap>),
     ) -> Result<Megakernel<'_>, Failure> {
         let Some(mut device) = self.context.open_here(false)? else {
             return Err(Failure::missing("capability missing: no CUDA device"));
         };
         observer.observe(&mut device);
+        tap.into_iter().for_each(|tap| device.show_ring(tap));
         device.set_prefill(self.prefill.prefill)?;
         if let Some(streaming) = self.streaming {
             device.stream_weights(streaming);
@@ -372,6 +401,20 @@ impl Engine {
         }
         Ok(Megakernel::new(device, handle, 1))
     }
+}
+
+/// Generates, with a log of the machine's commands if there is one.
+fn logged(
+    log: Option<CommandLog>,
+    machine: &mut dyn Machine,
+    context: &Context,
+    work: (Work, bool),
+    told: (&mut Sequences, OnToken<'_>),
+) -> Result<Generated, Failure> {
+    let Some(log) = log else { return continued(machine, context, work, told) };
+    let generated = continued(&mut Logged::new(machine, log.clone()), context, work, told);
+    let ended = log.close();
+    Ok(Generated { command_log: Some(ended), ..generated? })
 }
 
 /// Runs the prompt and generates until the text ends or the callback ends it.

@@ -37,6 +37,7 @@ fn served() -> Served {
         answers: 0.into(),
         taking: Taking { loaded, leaving: AtomicBool::new(false) },
         page: page.reader(),
+        command_log: None,
         figures: Figures::new("m", Arc::default()),
     }
 }

@@ -28,6 +28,7 @@ mod tools;
 
 use std::hash::{BuildHasher, Hasher};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -43,10 +44,11 @@ use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
 use crate::cli::{DeviceChoice, ServeArgs, widest};
+use crate::command_log::{CommandLog, Head, Kernel, Logged};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
-use crate::engine::{self, Engine, Megakernel, SharedPages};
+use crate::engine::{self, Built, Engine, Kernels, Opening};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -77,6 +79,10 @@ struct Lowered {
 }
 
 impl Lowered {
+    fn built(&self) -> Built<'_> {
+        Built { program: &self.program, config: &self.config, seqs: self.seqs }
+    }
+
     /// The name of its kernel in fingerprints: its sequences, and its program.
     fn name(&self) -> String {
         let id = self.program.id();
@@ -112,6 +118,8 @@ pub(crate) struct Served {
     taking: Taking,
     page: Reader,
     figures: Figures,
+    /// The file of the log of commands.
+    command_log: Option<PathBuf>,
 }
 
 /// Whether new requests are taken.
@@ -267,21 +275,44 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let of = (device, seqs, schedule, kernels);
     let served = Arc::new(serving(&context, args, of, (jobs, page, loading, figures))?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
+    let log = args.log.begin(|| head(&context, args, (device, places), lowered.as_ref()))?;
     std::thread::scope(|scope| {
         // Dropped when this thread no longer uses the model, however it ends.
         let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        let engine = engine(&context, args, (gpu, lowered.as_ref()), (places, kv_pool));
+        let of = (gpu, lowered.as_ref(), log.as_ref());
+        let engine = engine(&context, args, of, (places, kv_pool));
         let worked = engine.and_then(|engine| {
             loaded.send_replace(true);
             EngineLoop::new(engine, places, said).run(&inbox).map_err(|why| lost(&why))
         });
+        log.iter().for_each(|log| drop(log.close()));
         drop(alive);
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
         worked.and(listened)
     })
+}
+
+/// The head of a log of the server's commands.
+fn head(
+    context: &Context,
+    args: &ServeArgs,
+    (device, places): (&str, usize),
+    lowered: Option<&Lowered>,
+) -> Head {
+    let on_gpu = device == "cuda";
+    let of = |of: &Lowered| Kernel::new(context, (&of.program, &of.config), of.seqs, on_gpu);
+    let lone = lowered.and_then(|lowered| lowered.lone.as_deref());
+    Head {
+        places,
+        shares: shares(args),
+        kv_pool: args.kv_pool,
+        prefill: args.prefill.prefill.name(),
+        kernels: lowered.into_iter().chain(lone).map(of).collect(),
+        ..Head::new(context, "serve", device)
+    }
 }
 
 /// Refuses what only a GPU can do.
@@ -296,33 +327,22 @@ fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Loads the model.
+/// Loads the model, and logs the commands if there is a log.
 fn engine<'a>(
     context: &'a Context,
     args: &ServeArgs,
-    (gpu, lowered): (Option<Gpu<'a>>, Option<&'a Lowered>),
+    (mut gpu, lowered, log): (Option<Gpu<'a>>, Option<&'a Lowered>, Option<&CommandLog>),
     (places, kv_pool): (usize, KvPool),
 ) -> Result<Box<dyn Engine + 'a>, Failure> {
-    let (capacity, layers) = (context.kv_capacity, context.graph().layers.len());
-    let shared = shares(args).then(|| SharedPages::new(places, capacity, layers));
-    Ok(match (gpu, lowered) {
-        (Some(mut gpu), Some(Lowered { config, program, seqs, lone, .. })) => {
-            gpu.set_prefill(args.prefill.prefill)?;
-            gpu.set_seqs(1);
-            let lone = lone
-                .as_ref()
-                .map(|lone| remote::Served::prepare(&mut gpu, &lone.program, &lone.config.kernel));
-            let lone = lone.transpose()?;
-            // Last, and booted: the memory is for the wider kernel.
-            gpu.set_seqs(*seqs);
-            let handle = remote::Served::prepare(&mut gpu, program, &config.kernel)
-                .and_then(|handle| gpu.serve(handle, places as u32, kv_pool).map(|()| handle))?;
-            gpu.await_prompt_kernels();
-            let engine = Megakernel::new(gpu, handle, places).switching(lone);
-            Box::new(if shares(args) { engine.sharing() } else { engine })
-        }
-        (_, Some(Lowered { program, .. })) => Box::new(engine::reference(context, program, shared)),
-        (_, None) => Box::new(engine::graph(context, shared)),
+    log.into_iter().zip(&mut gpu).for_each(|(log, gpu)| gpu.show_ring(log.tap()));
+    let kernels = lowered
+        .map(|of| Kernels { batch: of.built(), lone: of.lone.as_deref().map(Lowered::built) });
+    let prefill = args.prefill.prefill;
+    let opening = Opening { places, kv_pool, prefill, shares: shares(args) };
+    let engine = engine::open(context, gpu, kernels, &opening)?;
+    Ok(match log {
+        Some(log) => Box::new(Logged::new(engine, log.clone())),
+        None => engine,
     })
 }
 
@@ -428,6 +448,7 @@ fn serving(
         taking: Taking { loaded, leaving: AtomicBool::new(false) },
         page,
         figures,
+        command_log: args.log.command_log.clone(),
     })
 }
 
@@ -567,6 +588,7 @@ fn announce(
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),
+        "command_log": served.command_log,
         "pid": std::process::id(),
     }))
 }

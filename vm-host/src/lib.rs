@@ -58,4 +58,5 @@ pub use prefill::{
     GemmShape, KernelTime, PrefillOptions, Prefilled, compile_prompts, prefill_kernel_id,
     prefill_refused,
 };
+pub use ring::{Passed, RingTap};
 pub use weight_stream::{LoadReport, ReadBy, Streaming};

@@ -30,7 +30,7 @@ use crate::monitor::Monitor;
 use crate::pages::{DeviceCaches, PagePool, PageTables};
 use crate::prefill::Prefill;
 use crate::region::Region;
-use crate::ring::{self, RingHost};
+use crate::ring::{self, RingHost, RingTap};
 use crate::sampling::SamplingMemory;
 use crate::weight_stream::{LoadReport, Through, WeightStream};
 
@@ -214,6 +214,11 @@ impl Idle {
     #[must_use]
     pub fn load_report(&self) -> LoadReport {
         self.weight_stream.as_ref().map_or_else(|| self.report.clone(), WeightStream::report)
+    }
+
+    /// Shows everything that goes through the ring from now on to a callback, over all launches.
+    pub fn show_ring(&mut self, tap: Option<RingTap>) {
+        self.memory.ring.show(tap);
     }
 
     /// Refuses what several devices do not do yet.

@@ -3,6 +3,7 @@
 //! Entry `i` of both rings carries sequence `i + 1`, written last with release and read first with acquire. The host writes
 //! submissions and `abort`, the device writes completions, `heartbeat` and `head`: every word has one writer.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,18 @@ pub(crate) trait Words {
     fn store(&self, offset: usize, value: u32, order: Ordering);
 }
 
+/// What goes through a ring.
+#[derive(Clone, Copy, Debug)]
+pub enum Passed<'a> {
+    /// The host has published this command.
+    Submission(&'a Submission),
+    /// The host has read this answer.
+    Completion(&'a Completion),
+}
+
+/// A callback for all that goes through a ring, on the thread that drives the machine. It must not block.
+pub type RingTap = Arc<dyn Fn(Passed<'_>) + Send + Sync>;
+
 /// Words in memory that the devices share: this many bytes.
 pub(crate) struct Mapped(*mut u8, usize);
 
@@ -70,6 +83,7 @@ pub(crate) struct RingHost<W = Mapped> {
     workers: u32,
     tail: u32, // submissions published
     seen: u32, // completions read
+    tap: Option<RingTap>,
 }
 
 impl RingHost {
@@ -80,11 +94,16 @@ impl RingHost {
     pub(crate) unsafe fn new(base: *mut u8, devices: u32, workers: u32) -> Self {
         debug_assert_eq!(base as usize % 128, 0);
         let words = Mapped(base, devices as usize * BYTES);
-        Self { words, devices, workers, tail: 0, seen: 0 }
+        Self { words, devices, workers, tail: 0, seen: 0, tap: None }
     }
 }
 
 impl<W: Words> RingHost<W> {
+    /// Shows everything that goes through the ring from now on to a callback.
+    pub(crate) fn show(&mut self, tap: Option<RingTap>) {
+        self.tap = tap;
+    }
+
     fn load(&self, offset: usize, order: Ordering) -> u32 {
         self.words.load(offset, order)
     }
@@ -102,14 +121,15 @@ impl<W: Words> RingHost<W> {
         }
         let sequence = self.tail.wrapping_add(1);
         let entry = SUBMISSIONS + (self.tail % RING_ENTRIES) as usize * size_of::<Submission>();
-        let words: [u32; size_of::<Submission>() / 4] =
-            bytemuck::cast(Submission { sequence: 0, ..*submission });
+        let submission = Submission { sequence, ..*submission };
+        let words: [u32; size_of::<Submission>() / 4] = bytemuck::cast(submission);
         let last = words.len() - 1; // the sequence
         for (i, word) in words[..last].iter().enumerate() {
             self.store(entry + i * 4, *word, Ordering::Relaxed);
         }
         self.store(entry + last * 4, sequence, Ordering::Release);
         self.tail = sequence;
+        self.tap.iter().for_each(|tap| tap(Passed::Submission(&submission)));
         Ok(sequence)
     }
 
@@ -135,6 +155,7 @@ impl<W: Words> RingHost<W> {
     pub(crate) fn poll_completion(&mut self) -> Option<Completion> {
         let completion = self.posted(self.seen)?;
         self.seen = self.seen.wrapping_add(1);
+        self.tap.iter().for_each(|tap| tap(Passed::Completion(&completion)));
         Some(completion)
     }
 

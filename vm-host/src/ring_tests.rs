@@ -19,6 +19,7 @@ fn twin(ring: &RingHost) -> RingHost {
         workers: WORKERS_MAX,
         tail: 0,
         seen: 0,
+        tap: None,
     }
 }
 
@@ -50,6 +51,30 @@ fn completions_arrive_in_order_over_several_laps() {
             Some(i * 7)
         );
     }
+}
+
+#[test]
+fn a_tap_sees_each_command_and_its_answer() {
+    let (_block, mut ring) = ring();
+    let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let into = seen.clone();
+    ring.show(Some(Arc::new(move |passed| {
+        into.lock().unwrap().push(match passed {
+            Passed::Submission(of) => ("submission", of.sequence, of.steps),
+            Passed::Completion(of) => ("completion", of.sequence, of.token),
+        });
+    })));
+    for i in 0..2 {
+        ring.publish(&Submission { steps: 5 + i, ..Submission::default() }).unwrap();
+        assert!(ring.poll_completion().is_none());
+        answer(&ring, i, 7 + i);
+        assert!(ring.poll_completion().is_some());
+    }
+    ring.show(None);
+    ring.publish(&Submission::default()).unwrap();
+    let expected =
+        [("submission", 1, 5), ("completion", 1, 7), ("submission", 2, 6), ("completion", 2, 8)];
+    assert_eq!(*seen.lock().unwrap(), expected);
 }
 
 #[test]
@@ -289,6 +314,7 @@ mod every_execution {
                     workers: 1,
                     tail: FIRST,
                     seen: FIRST,
+                    tap: None,
                 };
                 let there = loom::thread::spawn(move || device(&words, broken));
                 for index in FIRST..FIRST + COMMANDS {
@@ -330,8 +356,14 @@ mod every_execution {
     fn status(broken: bool) -> bool {
         let check = move || {
             let words = words(Broken::default());
-            let ring =
-                RingHost { words: words.clone(), devices: 1, workers: 1, tail: FIRST, seen: FIRST };
+            let ring = RingHost {
+                words: words.clone(),
+                devices: 1,
+                workers: 1,
+                tail: FIRST,
+                seen: FIRST,
+                tap: None,
+            };
             let there = loom::thread::spawn(move || {
                 let order = if broken { Ordering::Relaxed } else { Ordering::Release };
                 words.store(STATUS + core::mem::offset_of!(Status, worker), 7, Ordering::Relaxed);

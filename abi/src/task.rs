@@ -252,6 +252,8 @@ wire_enum! {
         Int4G128Zero = 8 "int4_g128_zero",
         /// Blocks of 128 codes of 4 bits and a scale for each 32. A code is 8 more than it means.
         Int4G32 = 9 "int4_g32",
+        /// Blocks of 64 e4m3 codes and a scale.
+        E4m3G64Row = 10 "e4m3_g64_row",
     }
 }
 
@@ -356,6 +358,7 @@ impl DType {
             Self::Int4G128 => (Scalar::Int4, Some((128, false, false))),
             Self::Int4G128Zero => (Scalar::Int4, Some((128, true, false))),
             Self::Int4G32 => (Scalar::Int4, Some((32, false, false))),
+            Self::E4m3G64Row => (Scalar::E4m3, Some((64, false, false))),
         }
     }
 
@@ -418,6 +421,8 @@ wire_enum! {
         Int4G128Zero = 6 "int4_g128_zero",
         /// Integers of 4 bits to f16, each unit with scales of 32 columns.
         Int4G32 = 7 "int4_g32",
+        /// e4m3 to f16, each row of a unit with a scale.
+        E4m3G64Row = 8 "e4m3_g64_row",
     }
 }
 

@@ -86,6 +86,8 @@ formats! {
     Int4G128Zero "int4_g128_zero" stored Int4G128Zero operand F16 unpack Int4G128Zero;
     /// Integers of 4 bits, each 32 columns of a row with a scale.
     Int4G32 "int4_g32" stored Int4G32 operand F16 unpack Int4G32;
+    /// e4m3, each 64 columns of a row with a scale.
+    E4m3G64Row "e4m3_g64_row" stored E4m3G64Row operand F16 unpack E4m3G64Row;
 }
 
 impl Format {

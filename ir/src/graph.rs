@@ -227,12 +227,12 @@ impl Graph {
         self.embed == self.lm_head
     }
 
-    /// Bytes of the weights that a step of one sequence reads: of experts those that are chosen, and of an embedding that
-    /// is not the output matrix one row, which is not counted.
+    /// Bytes of the weights that a step of one sequence reads: of experts those that are chosen with the scales that all
+    /// share, and of an embedding that is not the output matrix one row, which is not counted.
     #[must_use]
     pub fn step_bytes(&self) -> usize {
         let bytes = |linear: &Linear| {
-            let parts = [Some(linear.weight), linear.scale, linear.bias];
+            let parts = [Some(linear.weight), linear.bias];
             parts.into_iter().flatten().map(|id| self.tensor(id).bytes()).sum::<usize>()
         };
         let idle = |layer: &Layer| match &layer.mlp.body {

@@ -13,7 +13,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ float code_value(uint4 v, 
     return __uint_as_float(word >> (at / 2 * 4 + at % 2 * 16) & 15 | WHOLE) - (BASE + zero);
   } else {
     uint32_t const word = at < 4 ? operand == 0 ? v.x : v.z : operand == 0 ? v.y : v.w, byte = word >> at % 4 * 8 & 255;
-    if constexpr (UNPACK == AMK_UNPACK_E4M3 || UNPACK == AMK_UNPACK_E4M3_G64) {
+    if constexpr (is_e4m3(UNPACK)) {
       return __uint_as_float((byte & 127) << 20 | (byte & 128) << 24) * 0x1p120f;
     } else {
       return __uint_as_float(byte ^ 128 | WHOLE) - (BASE + 128.f);

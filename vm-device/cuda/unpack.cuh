@@ -7,7 +7,8 @@
 
 __device__ constexpr bool has_unpack(uint32_t unpack) { return (AMK_UNPACK >> unpack & 1) != 0; }
 __device__ constexpr bool has_scales(uint32_t unpack) { return unpack >= AMK_UNPACK_E4M3_G64; }
-__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128; }
+__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && unpack <= AMK_UNPACK_INT4_G32; }
+__device__ constexpr bool is_e4m3(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3 || unpack == AMK_UNPACK_E4M3_G64 || unpack == AMK_UNPACK_E4M3_G64_ROW; }
 __device__ constexpr bool has_zeros(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G128_ZERO; }
 
 // Groups of a row of a unit.
@@ -31,7 +32,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker co
   if constexpr (UNPACK == AMK_UNPACK_INT4_G32) {
     uint2 const both = stage_load8(at);
     scales[0] = both.x, scales[1] = both.y;
-  } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128) {
+  } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128 || UNPACK == AMK_UNPACK_E4M3_G64_ROW) {
     scales[0] = stage_load2(at);
   } else if constexpr (has_scales(UNPACK)) {
     scales[0] = stage_load4(at);
@@ -67,7 +68,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32
 // Four elements as two pairs of f16. Exact. Zero is zero, as padding must be.
 template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) {
   uint2 r;
-  if constexpr (UNPACK == AMK_UNPACK_E4M3 || UNPACK == AMK_UNPACK_E4M3_G64) {
+  if constexpr (is_e4m3(UNPACK)) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(r.x), "=r"(r.y) : "r"(v));
   } else {
     // With its sign bit flipped an element is 128 more, and 0x6400 | u is 1024 + u in f16.

@@ -27,12 +27,25 @@ struct Parts<'a> {
 }
 
 impl Grouped {
-    /// The matrix in blocks, if there are blocks for its groups and its scales are exact in them.
-    pub(super) fn new(matrix: &Matrix, files: &Files) -> Option<Self> {
-        let (dtype, block) = block_of(matrix, files)?;
-        let mut all = Self { matrix: matrix.clone(), dtype, block, factors: Vec::new() };
-        all.factors =
-            (0..matrix.given_rows()).map(|row| all.factor(files, row)).collect::<Option<_>>()?;
+    /// Matrices of one size in the same blocks and with the same factors, if there are blocks for their groups and their
+    /// scales are exact in them.
+    pub(super) fn together(matrices: &[&Matrix], files: &Files) -> Option<Vec<Self>> {
+        let (dtype, block) = block_of(matrices.first()?, files)?;
+        let alike = |matrix: &&Matrix| block_of(matrix, files) == Some((dtype, block));
+        if !matrices.iter().all(alike) {
+            return None;
+        }
+        let of = |matrix: &&Matrix| Self {
+            matrix: (*matrix).clone(),
+            dtype,
+            block,
+            factors: Vec::new(),
+        };
+        let mut all: Vec<Self> = matrices.iter().map(of).collect();
+        let rows = matrices.iter().map(|matrix| matrix.given_rows()).max().unwrap_or(0);
+        let factors = (0..rows).map(|row| Self::factor(&all, files, row));
+        let factors: Vec<f32> = factors.collect::<Option<_>>()?;
+        all.iter_mut().for_each(|one| one.factors.clone_from(&factors));
         Some(all)
     }
 
@@ -40,21 +53,23 @@ impl Grouped {
         self.dtype
     }
 
-    /// The power of two that makes the scales of a row exact in f16, if one does.
-    fn factor(&self, files: &Files, row: usize) -> Option<f32> {
-        if self.block.shared {
+    /// The power of two that makes the scales of a row of all of them exact in f16, if one does.
+    fn factor(all: &[Self], files: &Files, row: usize) -> Option<f32> {
+        if all.first()?.block.shared {
             return Some(1.0);
         }
-        let parts = parts(&self.matrix)?;
-        let row = self.matrix.stored_row(row);
-        let scale = |group| parts.scales.of_group(files, &self.matrix, row, group);
-        let count = parts.scales.count(self.matrix.cols);
-        let largest = (0..count).map(|group| scale(group).abs()).fold(0.0, f32::max);
+        let mut scales = Vec::new();
+        for one in all {
+            let (parts, row) = (parts(&one.matrix)?, one.matrix.stored_row(row));
+            let scale = |group| parts.scales.of_group(files, &one.matrix, row, group);
+            scales.extend((0..parts.scales.count(one.matrix.cols)).map(scale));
+        }
+        let largest = scales.iter().fold(0.0, |most: f32, scale| most.max(scale.abs()));
         // Its own power of two: 1 for a row of zeros, and for those so small that dividing by it would not be exact.
         let power = f32::from_bits(largest.to_bits() & 0x7f80_0000);
         let factor = if power > 0.0 { power } else { 1.0 };
         let exact = |scale: f32| f16::from_f32(scale / factor).to_f32() * factor == scale;
-        (0..count).all(|group| exact(scale(group))).then_some(factor)
+        scales.into_iter().all(exact).then_some(factor)
     }
 
     /// All rows.
@@ -110,7 +125,8 @@ fn parts(matrix: &Matrix) -> Option<Parts<'_>> {
     }
 }
 
-/// The blocks that hold a matrix: those with the fewest scales whose groups do not cross the matrix's.
+/// The blocks that hold a matrix: those with the fewest scales whose groups do not cross the matrix's, and of those with
+/// as many the ones that rows share.
 fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let parts = parts(matrix)?;
     let scalar = parts.codes.scalar()?;
@@ -128,7 +144,7 @@ fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let of_scalar = DType::ALL.iter().filter(|dtype| dtype.scalar() == scalar);
     of_scalar
         .filter_map(|&dtype| Some((dtype, dtype.block().filter(holds)?)))
-        .max_by_key(|(_, block)| block.group)
+        .max_by_key(|(_, block)| (block.group, block.shared))
 }
 
 impl Parts<'_> {

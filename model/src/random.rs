@@ -89,7 +89,7 @@ impl Recipe {
             Scalar::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
             Scalar::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
             Scalar::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
-            Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+            Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => {
                 unreachable!("a preset is not quantised")
             }
         }

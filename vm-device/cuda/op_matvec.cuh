@@ -260,7 +260,7 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
       }
     };
     of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>()), of(Number<AMK_UNPACK_E4M3_G64>());
-    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>()), of(Number<AMK_UNPACK_E4M3_G64_ROW>());
+    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>()), of(Number<AMK_UNPACK_E4M3_G64_ROW>()), of(Number<AMK_UNPACK_MXFP4>());
   }
 }
 // The same for how units lie in a stage, which does not depend on it if none has scales.

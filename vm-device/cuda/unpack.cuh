@@ -7,20 +7,22 @@
 
 __device__ constexpr bool has_unpack(uint32_t unpack) { return (AMK_UNPACK >> unpack & 1) != 0; }
 __device__ constexpr bool has_scales(uint32_t unpack) { return unpack >= AMK_UNPACK_E4M3_G64; }
-__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && unpack <= AMK_UNPACK_INT4_G32; }
+__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && (!has_unpack(AMK_UNPACK_E4M3_G64_ROW) || unpack != AMK_UNPACK_E4M3_G64_ROW); }
+// Whether a code is more than it means.
+__device__ constexpr bool has_excess(uint32_t unpack) { return is_half(unpack) && unpack != AMK_UNPACK_MXFP4; }
 __device__ constexpr bool is_e4m3(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3 || unpack == AMK_UNPACK_E4M3_G64 || unpack == AMK_UNPACK_E4M3_G64_ROW; }
 __device__ constexpr bool has_zeros(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G128_ZERO; }
 
 // Groups of a row of a unit.
-__device__ constexpr uint32_t unit_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G32 ? 4 : unpack == AMK_UNPACK_INT8_G32 ? 2 : 1; }
+__device__ constexpr uint32_t unit_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G32 || unpack == AMK_UNPACK_MXFP4 ? 4 : unpack == AMK_UNPACK_INT8_G32 ? 2 : 1; }
 // Bytes from a row's scales to those of the next; 0 where the rows share one, which takes 16.
-__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : 2); }
+__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : unpack == AMK_UNPACK_MXFP4 ? 1 : 2); }
 // Bytes of a unit with its scales.
 __device__ constexpr uint32_t unit_bytes(uint32_t unpack) {
   return AMK_UNIT_BYTES + (!has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 16 : AMK_UNIT_ROWS * scale_stride(unpack));
 }
 // Words that hold a row's scales of a unit.
-__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : (unit_groups(unpack) + 1) / 2; }
+__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : unpack == AMK_UNPACK_MXFP4 ? 1 : (unit_groups(unpack) + 1) / 2; }
 constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_G32) ? 2 : 1; // at most, in this kernel
 
 // Base-two logarithm of the units of operands that a unit of a matrix makes.
@@ -48,6 +50,8 @@ __device__ __forceinline__ float half_value(uint32_t bits) {
 template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t const* scales, uint32_t group) {
   if constexpr (UNPACK == AMK_UNPACK_E4M3_G64) {
     return __uint_as_float(scales[0]);
+  } else if constexpr (UNPACK == AMK_UNPACK_MXFP4) { // a byte is an exponent; the least, 2^-127, is taken for zero
+    return __uint_as_float((group < 3 ? scales[0] << (23 - 8 * group) : scales[0] >> 1) & 0x7f800000u);
   } else {
     return half_value(group % 2 == 0 ? scales[group / 2] : scales[group / 2] >> 16);
   }
@@ -55,6 +59,8 @@ template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t
 
 // What sums of codes in lower and in upper halves of bytes are multiplied with (see unpack8).
 constexpr float LOW_CODE = 16777216.f, HIGH_CODE = 1048576.f;
+// The same of sums of e2m1 (see unpack_e2m1).
+constexpr float E2M1_CODE = 16384.f;
 // What the codes of a row are more than they mean, times their scale.
 template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32_t const* scales, float scale) {
   if constexpr (has_zeros(UNPACK)) {
@@ -84,12 +90,24 @@ __device__ __forceinline__ uint4 unpack8(uint32_t v) {
   uint32_t const low = 0x000f000fu, high = 0x00f000f0u, above = v >> 8;
   return make_uint4(v & low, v & high, above & low, above & high);
 }
+// Eight e2m1 as four pairs, in nine instructions. Exponent and mantissa are at bits 9 to 11 of a half and the sign at bit 15, so a half is the
+// code's value * 2^-14, and 0.5 is subnormal. Two pairs are masked out of the word, as it lies and shifted; what is left of it is turned into
+// another such word (code_bits in ir/src/format.rs).
+__device__ __forceinline__ uint32_t e2m1_rest(uint32_t v) {
+  uint32_t const turned = v >> 1 | v << 31;
+  return (((v >> 3) ^ turned) & 0x0e0e0e0eu) ^ turned;
+}
+__device__ __forceinline__ uint4 unpack_e2m1(uint32_t v) {
+  uint32_t const mask = 0x8e008e00u, rest = e2m1_rest(v);
+  return make_uint4(v & mask, v << 8 & mask, rest & mask, rest << 8 & mask);
+}
 // A thread's 16 bytes of the i-th unit of operands, of its 16 bytes of a unit.
 template <uint32_t UNPACK> __device__ __forceinline__ uint4 unpack_operand(uint4 v, uint32_t i) {
   if constexpr (UNPACK == AMK_UNPACK_NONE) {
     return v;
   } else if constexpr (is_half(UNPACK)) {
-    return unpack8(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
+    uint32_t const word = i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+    return has_excess(UNPACK) ? unpack8(word) : unpack_e2m1(word);
   } else {
     uint2 const a = unpack4<UNPACK>(i == 0 ? v.x : v.z), b = unpack4<UNPACK>(i == 0 ? v.y : v.w);
     return make_uint4(a.x, a.y, b.x, b.y);

@@ -3,8 +3,8 @@
 use half::f16;
 use ir::{CodeBlock, DType, Scalar};
 
-use super::codes::Codes;
-use super::matrix::{Layout, Matrix, Scales, Zeros};
+use super::codes::{Codes, nibble};
+use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
 use crate::parallel;
 use crate::store::{Files, Place};
 
@@ -14,7 +14,7 @@ pub(crate) struct Grouped {
     matrix: Matrix,
     dtype: DType,
     block: CodeBlock,
-    /// A power of two for each row, by which its scales are divided: then they are exact in f16. 1 for those in f32.
+    /// A power of two for each row, by which its scales are divided: then they are exact in f16. 1 for those in f32 and for powers.
     pub(super) factors: Vec<f32>,
 }
 
@@ -55,7 +55,8 @@ impl Grouped {
 
     /// The power of two that makes the scales of a row of all of them exact in f16, if one does.
     fn factor(all: &[Self], files: &Files, row: usize) -> Option<f32> {
-        if all.first()?.block.shared {
+        let block = all.first()?.block;
+        if block.shared || block.powers {
             return Some(1.0);
         }
         let mut scales = Vec::new();
@@ -109,6 +110,10 @@ impl Grouped {
             out.copy_from_slice(&scale.to_le_bytes());
             return;
         }
+        if self.block.powers {
+            out[0] = (scale.to_bits() >> 23) as u8;
+            return;
+        }
         out[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
         if self.block.zeros {
             out[2..].copy_from_slice(&f16::from_f32(zero).to_le_bytes());
@@ -129,7 +134,8 @@ fn parts(matrix: &Matrix) -> Option<Parts<'_>> {
 /// as many the ones that rows share.
 fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let parts = parts(matrix)?;
-    let scalar = parts.codes.scalar()?;
+    let scalar = parts.codes.scalar();
+    let powers = parts.scales.element == ScaleType::E8m0;
     let zeros = parts.needs_zeros(scalar, files, matrix)?;
     let each = parts.scales.cols_each;
     // The rows of a tile share a scale only if no tile has rows of two groups, of two tensors or beyond the last.
@@ -139,7 +145,7 @@ fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
         && matrix.run().is_some_and(whole);
     let holds = |block: &CodeBlock| {
         let fits = each >= matrix.cols || each.is_multiple_of(block.group as usize);
-        block.zeros == zeros && fits && (alike || !block.shared)
+        block.zeros == zeros && block.powers == powers && fits && (alike || !block.shared)
     };
     let of_scalar = DType::ALL.iter().filter(|dtype| dtype.scalar() == scalar);
     of_scalar
@@ -178,7 +184,11 @@ impl Parts<'_> {
                 let codes = &bytes[row * matrix.cols..][..matrix.cols];
                 out.iter_mut().zip(codes).for_each(|(out, &code)| *out = f32::from(code));
             }
-            Codes::Int4(_) | Codes::E2m1 => self.codes.decode_row(bytes, matrix.rows, row, out),
+            Codes::Int4(_) => self.codes.decode_row(bytes, matrix.rows, row, out),
+            Codes::E2m1 => {
+                let code = |column| f32::from(nibble(bytes, row * matrix.cols + column));
+                out.iter_mut().zip(0..).for_each(|(out, column)| *out = code(column));
+            }
         }
     }
 

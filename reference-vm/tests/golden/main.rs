@@ -61,7 +61,7 @@ const EXPERTS: [&str; 5] =
 
 /// Quantised ones of them, in `corpus/quantised`, and their codes if they are streamed.
 const EXPERTS_QUANTISED: [(&str, Option<DType>); 2] =
-    [("fp8-block-qwen3-moe", Some(DType::E4m3G64)), ("mxfp4-gpt-oss", None)];
+    [("fp8-block-qwen3-moe", Some(DType::E4m3G64)), ("mxfp4-gpt-oss", Some(DType::Mxfp4))];
 
 /// A model with its tokens and logits.
 struct Golden {

@@ -28,6 +28,10 @@ fn stored_row(
                 constants.copy_from_slice(&scale.to_le_bytes());
                 continue;
             }
+            if block.powers {
+                constants[0] = random.random_range(118..126);
+                continue;
+            }
             let scale = f16::from_f32(random.random_range(-0.1..0.1_f32) * (group + 1) as f32);
             constants[..2].copy_from_slice(&scale.to_le_bytes());
             if block.zeros {

@@ -94,8 +94,14 @@ __device__ __forceinline__ uint4 unpack8(uint32_t v) {
 // code's value * 2^-14, and 0.5 is subnormal. Two pairs are masked out of the word, as it lies and shifted; what is left of it is turned into
 // another such word (code_bits in ir/src/format.rs).
 __device__ __forceinline__ uint32_t e2m1_rest(uint32_t v) {
-  uint32_t const turned = v >> 1 | v << 31;
-  return (((v >> 3) ^ turned) & 0x0e0e0e0eu) ^ turned;
+  uint32_t const shifted = v >> 3, turned = v >> 1 | v << 31, mask = 0x0e0e0e0eu;
+#ifdef __CUDA_ARCH__
+  uint32_t r; // bits of the one or of the other: a single instruction, of which the compiler makes two
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(shifted), "r"(turned));
+  return r;
+#else
+  return (shifted & mask) | (turned & ~mask);
+#endif
 }
 __device__ __forceinline__ uint4 unpack_e2m1(uint32_t v) {
   uint32_t const mask = 0x8e008e00u, rest = e2m1_rest(v);

@@ -166,9 +166,10 @@ fn spills_allowed(variant: &Variant) -> u32 {
         return BATCH_SPILLS;
     }
     if variant.unpack != 1 << Unpack::None as u32 {
-        let four = variant.unpack >> Unpack::Int4G32 as u32 & 1 != 0;
+        let four =
+            [Unpack::Int4G32, Unpack::Mxfp4].map(|unpack| variant.unpack >> unpack as u32 & 1);
         let of_codes = if routed { ROUTED_CODES_SPILLS } else { 0 };
-        return if four { FOUR_SCALES_SPILLS } else { 0 }.max(of_codes);
+        return if four.contains(&1) { FOUR_SCALES_SPILLS } else { 0 }.max(of_codes);
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills).max(of_route)

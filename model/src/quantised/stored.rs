@@ -4,6 +4,7 @@
 //! A program multiplies all matrices in one element type, so a model is taken this way as a whole or not at all: codes,
 //! and beside them matrices of 16 bits, are multiplied in f16.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -120,13 +121,9 @@ fn streamed(
     sources: &[Source],
     files: &Files,
 ) -> Option<HashMap<TensorId, Streamed>> {
-    let ids = (0..).map(TensorId);
     let mut all = HashMap::new();
     for part in of_experts(graph) {
-        let matrices = part.iter().map(|id| match &sources[id.index()] {
-            Source::Made(matrix, _) => Some(matrix),
-            _ => None,
-        });
+        let matrices = part.iter().map(|id| made(&sources[id.index()]));
         let matrices: Vec<_> = matrices.collect::<Option<_>>()?;
         let codes = |matrix: &&Matrix| matches!(matrix.layout, Layout::Scaled { .. });
         if matrices.iter().any(codes) {
@@ -134,20 +131,26 @@ fn streamed(
             all.extend(part.into_iter().zip(grouped));
         }
     }
-    let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
-        Source::Made(matrix, _) => Some((id, matrix)),
+    for (source, id) in sources.iter().zip((0..).map(TensorId)) {
+        if let Some(matrix) = made(source)
+            && let Entry::Vacant(vacant) = all.entry(id)
+        {
+            vacant.insert(one(matrix, files)?);
+        }
+    }
+    Some(all)
+}
+
+/// The matrix that a source is made of.
+fn made(source: &Source) -> Option<&Matrix> {
+    match source {
+        Source::Made(matrix, _) => Some(matrix),
         Source::Stored(_)
         | Source::Piece(_)
         | Source::Rows(..)
         | Source::Grouped(_)
         | Source::Scales(_) => None,
-    });
-    for (id, matrix) in matrices {
-        if !all.contains_key(&id) {
-            all.insert(id, one(matrix, files)?);
-        }
     }
-    Some(all)
 }
 
 fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {

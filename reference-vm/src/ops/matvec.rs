@@ -135,7 +135,7 @@ fn routed(
     rows: &Rows,
 ) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
     let Operand { x, scale, .. } = operand(context, p, matrix)?;
-    let (scales, biases) = expert_constants(context, matrix)?;
+    let [scales, biases] = expert_constants(context, matrix)?;
     let bias = |row: u32| biases.as_ref().map_or(0.0, |biases| biases[row as usize]);
     let row_scale = |row: u32| {
         let row = (row % matrix.expert_rows()) as usize;
@@ -170,14 +170,14 @@ fn routed(
 fn expert_constants(
     context: Context<'_>,
     matrix: &Packed<'_>,
-) -> Result<(Option<Vec<f32>>, Option<Vec<f32>>), Fault> {
+) -> Result<[Option<Vec<f32>>; 2], Fault> {
     if !matrix.is_scaled() {
-        return Ok((None, context.read_optional(2, 0, matrix.rows())?));
+        return Ok([None, context.read_optional(2, 0, matrix.rows())?]);
     }
     let scales = matrix.expert_rows();
     let words = context.task.reads[2].map_or(0, |buffer| context.memory.words(buffer));
     let biases = (words > scales).then(|| context.read(2, scales, matrix.rows())).transpose()?;
-    Ok((Some(context.read(2, 0, scales)?), biases))
+    Ok([Some(context.read(2, 0, scales)?), biases])
 }
 
 /// The biases of a task's rows, if there are any: behind the scales.

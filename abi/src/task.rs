@@ -252,6 +252,10 @@ wire_enum! {
         Int4G128Zero = 8 "int4_g128_zero",
         /// Blocks of 128 codes of 4 bits and a scale for each 32. A code is 8 more than it means.
         Int4G32 = 9 "int4_g32",
+        /// Blocks of 64 e4m3 codes and a scale.
+        E4m3G64Row = 10 "e4m3_g64_row",
+        /// Blocks of 128 e2m1 codes and a power of two for each 32.
+        Mxfp4 = 11 "mxfp4",
     }
 }
 
@@ -270,6 +274,8 @@ pub enum Scalar {
     Int8,
     /// A code of 4 bits: an unsigned integer, two to a byte, the first in its lower half.
     Int4,
+    /// A code of 4 bits, of which 2 are exponent and 1 mantissa; bias 1. Two to a byte, the first in its lower half.
+    E2m1,
 }
 
 impl Scalar {
@@ -280,7 +286,7 @@ impl Scalar {
             Self::F32 => 32,
             Self::F16 | Self::Bf16 => 16,
             Self::E4m3 | Self::Int8 => 8,
-            Self::Int4 => 4,
+            Self::Int4 | Self::E2m1 => 4,
         }
     }
 
@@ -292,8 +298,8 @@ impl Scalar {
 }
 
 /// How a row of codes with scales of their own is stored: blocks of 64 bytes of codes and what scales them. Behind the codes of a block lies
-/// for each group of its columns the scale, f16, and the zero point if there is one, f16; or the scale of the whole block, f32, if the 8 rows
-/// of a tile share it.
+/// for each group of its columns the scale, f16, and the zero point if there is one, f16; or the exponent of the scale, 127 more than that of the
+/// power of two that it is; or the scale of the whole block, f32, if the 8 rows of a tile share it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeBlock {
     /// Codes of a block.
@@ -304,6 +310,8 @@ pub struct CodeBlock {
     pub zeros: bool,
     /// Whether the 8 rows of a tile have the same scale.
     pub shared: bool,
+    /// Whether scales are powers of two, of which a byte is the exponent (e8m0).
+    pub powers: bool,
 }
 
 impl CodeBlock {
@@ -319,7 +327,13 @@ impl CodeBlock {
     /// Bytes of the scale and the zero point of a group.
     #[must_use]
     pub const fn group_scale_bytes(self) -> usize {
-        if self.zeros || self.shared { 4 } else { 2 }
+        if self.powers {
+            1
+        } else if self.zeros || self.shared {
+            4
+        } else {
+            2
+        }
     }
 
     /// Bytes of the scales and zero points of a block.
@@ -356,6 +370,8 @@ impl DType {
             Self::Int4G128 => (Scalar::Int4, Some((128, false, false))),
             Self::Int4G128Zero => (Scalar::Int4, Some((128, true, false))),
             Self::Int4G32 => (Scalar::Int4, Some((32, false, false))),
+            Self::E4m3G64Row => (Scalar::E4m3, Some((64, false, false))),
+            Self::Mxfp4 => (Scalar::E2m1, Some((32, false, false))),
         }
     }
 
@@ -370,7 +386,9 @@ impl DType {
     pub const fn block(self) -> Option<CodeBlock> {
         let (scalar, Some((group, zeros, shared))) = self.layout() else { return None };
         let codes = 8 * CodeBlock::CODE_BYTES as u32 / scalar.bits();
-        Some(CodeBlock { codes, group, zeros, shared })
+        // No other scales go with these codes.
+        let powers = matches!(scalar, Scalar::E2m1);
+        Some(CodeBlock { codes, group, zeros, shared, powers })
     }
 
     /// Bytes of one element.
@@ -418,6 +436,10 @@ wire_enum! {
         Int4G128Zero = 6 "int4_g128_zero",
         /// Integers of 4 bits to f16, each unit with scales of 32 columns.
         Int4G32 = 7 "int4_g32",
+        /// e4m3 to f16, each row of a unit with a scale.
+        E4m3G64Row = 8 "e4m3_g64_row",
+        /// e2m1 to f16, each 32 columns of a row with a power of two.
+        Mxfp4 = 9 "mxfp4",
     }
 }
 

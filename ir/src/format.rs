@@ -86,6 +86,10 @@ formats! {
     Int4G128Zero "int4_g128_zero" stored Int4G128Zero operand F16 unpack Int4G128Zero;
     /// Integers of 4 bits, each 32 columns of a row with a scale.
     Int4G32 "int4_g32" stored Int4G32 operand F16 unpack Int4G32;
+    /// e4m3, each 64 columns of a row with a scale.
+    E4m3G64Row "e4m3_g64_row" stored E4m3G64Row operand F16 unpack E4m3G64Row;
+    /// e2m1, each 32 columns of a row with a power of two.
+    Mxfp4 "mxfp4" stored Mxfp4 operand F16 unpack Mxfp4;
 }
 
 impl Format {
@@ -206,6 +210,16 @@ impl Format {
                     |place| (stored[half_column(place) / 2] >> (4 * (half_column(place) % 2))) & 15;
                 *row = std::array::from_fn(|byte| code(2 * byte) | code(2 * byte + 1) << 4);
             }
+            Scalar::E2m1 => {
+                let stored = std::mem::replace(row, [0; ROW]);
+                for place in 0..2 * ROW {
+                    let column = half_column(place);
+                    let code = stored[column / 2] >> (4 * (column % 2));
+                    for (bit, at) in code_bits(place).into_iter().enumerate() {
+                        row[at / 8] |= (code >> bit & 1) << (at % 8);
+                    }
+                }
+            }
         }
     }
 
@@ -234,6 +248,16 @@ impl Format {
                     row[column / 2] |= code << (4 * (column % 2));
                 }
             }
+            Scalar::E2m1 => {
+                let packed = std::mem::replace(row, [0; ROW]);
+                for place in 0..2 * ROW {
+                    let column = half_column(place);
+                    for (bit, at) in code_bits(place).into_iter().enumerate() {
+                        row[column / 2] |=
+                            (packed[at / 8] >> (at % 8) & 1) << (4 * (column % 2) + bit);
+                    }
+                }
+            }
         }
     }
 }
@@ -258,6 +282,17 @@ const fn byte_column(place: usize) -> usize {
 const fn half_column(place: usize) -> usize {
     let (thread, unit, half) = (place / 32, place / 8 % 4, place % 8);
     operand_column(unit, thread, half % 4 * 2 + half / 4)
+}
+
+/// Where in a unit's row of bits the four bits of an e2m1 code are, by its place among halves of bytes. Two codes of a word are
+/// two f16 after a mask of bits 9 to 11 and 15 of each half: as they are; after a shift by 8; and twice more after the
+/// other bits have taken these places (`unpack_e2m1` in unpack.cuh).
+const fn code_bits(place: usize) -> [usize; 4] {
+    let (word, pair, high) = (place / 8, place % 4, place / 4 % 2);
+    let magnitude = [9, 1, 12, 4][pair] + 16 * high;
+    let sign = [15 + 16 * high, 7 + 16 * high, 16 - 16 * high, 8 + 16 * high][pair];
+    let first = 32 * word;
+    [first + magnitude, first + magnitude + 1, first + magnitude + 2, first + sign]
 }
 
 /// The column of one of the eight elements that a thread multiplies of a unit of 16-bit elements.
@@ -343,6 +378,42 @@ mod tests {
                         column(unit, thread * 8 + element),
                         "{thread} {unit} {element}"
                     );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bits_of_e2m1_have_places_of_their_own() {
+        let mut places: Vec<usize> = (0..2 * ROW).flat_map(code_bits).collect();
+        places.sort_unstable();
+        assert!(places.into_iter().eq(0..8 * ROW));
+    }
+
+    /// What the kernel makes of a word, and which codes it finds in it: those that int4 has there.
+    #[test]
+    fn words_of_e2m1_are_masked_into_f16() {
+        let packed = |format: Format, stored: &[u8]| {
+            let mut unit = vec![0; format.unit_bytes() as usize];
+            format.pack(&std::array::from_fn(|_| stored), &mut unit);
+            let word = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes);
+            unit[..ROW].as_chunks::<4>().0.iter().map(word).collect::<Vec<_>>()
+        };
+        let stored: Vec<u8> = (0..ROW).map(|i| (i * 37 + i / 7) as u8).collect();
+        let mask = 0x8e00_8e00_u32;
+        let values = [0.0_f32, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        for (v, codes) in
+            packed(Format::Mxfp4, &stored).into_iter().zip(packed(Format::Int4G128, &stored))
+        {
+            let (shifted, turned) = (v >> 3, v.rotate_right(1));
+            let u = (shifted ^ turned) & 0x0e0e_0e0e ^ turned;
+            let pairs = [v & mask, v << 8 & mask, u & mask, u << 8 & mask];
+            for (n, pair) in pairs.into_iter().enumerate() {
+                for (high, half) in [pair as u16, (pair >> 16) as u16].into_iter().enumerate() {
+                    let code = codes >> (4 * n + 16 * high) & 15;
+                    let value = values[code as usize & 7] * if code < 8 { 1.0 } else { -1.0 };
+                    let got = f16::from_bits(half).to_f32() * 16384.0;
+                    assert_eq!(got.to_bits(), value.to_bits(), "{n} {high} of {v:#x}");
                 }
             }
         }

@@ -227,13 +227,21 @@ impl Graph {
         self.embed == self.lm_head
     }
 
-    /// Bytes of the weights that a step of one sequence reads: of experts those that are chosen, and of an embedding that
-    /// is not the output matrix one row, which is not counted.
+    /// Bytes of the weights that a step of one sequence reads: of experts those that are chosen with the scales that all
+    /// share, and of an embedding that is not the output matrix one row, which is not counted.
     #[must_use]
     pub fn step_bytes(&self) -> usize {
+        // Eight rows have one copy of a scale that they share.
+        let streamed = |tensor: &Tensor| match tensor.dtype.block().filter(|block| block.shared) {
+            Some(block) => {
+                let unit = abi::UNIT_BYTES as usize + block.unit_scale_bytes();
+                tensor.bytes() / block.bytes() * unit / abi::UNIT_ROWS as usize
+            }
+            None => tensor.bytes(),
+        };
         let bytes = |linear: &Linear| {
-            let parts = [Some(linear.weight), linear.scale, linear.bias];
-            parts.into_iter().flatten().map(|id| self.tensor(id).bytes()).sum::<usize>()
+            let parts = [Some(linear.weight), linear.bias];
+            parts.into_iter().flatten().map(|id| streamed(self.tensor(id))).sum::<usize>()
         };
         let idle = |layer: &Layer| match &layer.mlp.body {
             FeedForward::Gated(_) => 0,
@@ -244,8 +252,9 @@ impl Graph {
                 idle.flat_map(|Gated { gate, up, down }| [gate, up, down]).map(bytes).sum()
             }
         };
-        let embed = if self.tied() { 0 } else { self.tensor(self.embed).bytes() };
-        self.weight_bytes() - embed - self.layers.iter().map(idle).sum::<usize>()
+        let embed = if self.tied() { 0 } else { streamed(self.tensor(self.embed)) };
+        let all = self.tensors.iter().map(streamed).sum::<usize>();
+        all - embed - self.layers.iter().map(idle).sum::<usize>()
     }
 
     /// Bytes of all stored tensors.

@@ -29,4 +29,4 @@ pub use phase::PhaseClass;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};
 pub use target::Target;
 pub use violation::{At, Level, Rule, Violation, Violations};
-pub use weights::{FileRange, Weights, decode, e4m3};
+pub use weights::{FileRange, Weights, decode, e2m1, e4m3, e8m0};

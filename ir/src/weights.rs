@@ -73,10 +73,10 @@ fn decode_scalars(scalar: Scalar, bytes: &[u8], out: &mut [f32]) {
                 *o = f32::from(code.cast_signed());
             }
         }
-        Scalar::Int4 => {
+        Scalar::Int4 | Scalar::E2m1 => {
             for (pair, code) in out.chunks_mut(2).zip(bytes) {
                 for (o, code) in pair.iter_mut().zip([code & 15, code >> 4]) {
-                    *o = f32::from(code);
+                    *o = if scalar == Scalar::E2m1 { e2m1(code) } else { f32::from(code) };
                 }
             }
         }
@@ -102,15 +102,36 @@ fn scale_and_zero(scalar: Scalar, block: CodeBlock, constants: &[u8]) -> (f32, f
     let half = |at: usize| f16::from_le_bytes([constants[at], constants[at + 1]]).to_f32();
     let scale = match constants.first_chunk() {
         Some(bytes) if block.shared => f32::from_le_bytes(*bytes),
+        _ if block.powers => e8m0(constants[0]),
         _ => half(0),
     };
     // Codes of 4 bits are unsigned: what is 8 is zero, if no zero point says otherwise.
     let zero = match scalar {
         _ if block.zeros => half(2),
         Scalar::Int4 => 8.0,
-        Scalar::F32 | Scalar::F16 | Scalar::Bf16 | Scalar::E4m3 | Scalar::Int8 => 0.0,
+        Scalar::F32 | Scalar::F16 | Scalar::Bf16 | Scalar::E4m3 | Scalar::Int8 | Scalar::E2m1 => {
+            0.0
+        }
     };
     (scale, zero)
+}
+
+/// The value of an e2m1 code (bias 1), without its scale.
+#[must_use]
+pub const fn e2m1(code: u8) -> f32 {
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+        [code as usize & 15]
+}
+
+/// The value of an e8m0 code: a power of two from 2^-127 to 2^127; 255 is NaN.
+#[must_use]
+pub const fn e8m0(code: u8) -> f32 {
+    match code {
+        // The only subnormal of binary32 among them.
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        _ => f32::from_bits((code as u32) << 23),
+    }
 }
 
 /// The value of an e4m3 code ("fn": bias 7, no infinities), without its scale; 0x7f and 0xff are NaN.

@@ -239,7 +239,7 @@ pub(crate) fn config(shape: &Shape) -> Result<Map<String, Value>, String> {
         Scalar::F32 => "float32",
         Scalar::F16 => "float16",
         Scalar::Bf16 => "bfloat16",
-        Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+        Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => {
             return Err("codes are no type of a configuration".to_owned());
         }
     };

@@ -17,6 +17,7 @@
 //! - An exported folder appears complete or not at all.
 
 mod chat;
+mod coded;
 mod config;
 mod error;
 mod export;
@@ -40,6 +41,7 @@ mod template_process;
 mod tokenizer;
 
 pub use chat::{Chat, Message, ToolForm};
+pub use coded::Coded;
 pub use error::{ModelError, Problem};
 pub use export::export;
 pub use family::ExpertShape;

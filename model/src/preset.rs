@@ -1,7 +1,8 @@
 //! Models that need no download: real shapes with seeded random weights.
 
-use ir::Activation;
+use ir::{Activation, DType};
 
+use crate::coded::Coded;
 use crate::family::ExpertShape;
 use crate::model::Model;
 use crate::rope::{Rope, Scaling};
@@ -112,7 +113,21 @@ fn experts(count: u32, top_k: u32, ffn: u32) -> Options {
     Options { experts: Some(experts), ..Options::default() }
 }
 
-/// All in 16 bits: the experts of the published models are MXFP4 on disk.
+fn qwen3_moe() -> Shape {
+    Shape {
+        family: Family::Qwen3Moe,
+        hidden: 2048,
+        layers: 48,
+        heads: 32,
+        kv_heads: 4,
+        ffn: 6144,
+        tied: false,
+        options: experts(128, 8, 768),
+        ..qwen3()
+    }
+}
+
+/// As published: experts in MXFP4, the rest in 16 bits.
 fn gpt_oss(layers: u32, count: u32) -> Shape {
     let (factor, original) = (32.0_f64, 4096);
     let amplitude = 0.1 * factor.ln() + 1.0;
@@ -131,7 +146,10 @@ fn gpt_oss(layers: u32, count: u32) -> Shape {
         attention_bias: true,
         rope: Rope { theta: 150_000.0, scaling },
         window: Window::Layers { window: 128, sliding: (0..layers).map(|n| n % 2 == 0).collect() },
-        options: experts(count, 4, 2880),
+        options: Options {
+            coded: Some(Coded { experts: DType::Mxfp4, attention: None }),
+            ..experts(count, 4, 2880)
+        },
         ..Shape::default()
     }
 }
@@ -242,22 +260,22 @@ pub const PRESETS: &[Preset] = &[
     },
     Preset {
         name: "gpt-oss-20b",
-        about: "GPT-OSS 20B: 24 layers of 2880, 4 of 32 experts, attention sinks, in bf16",
+        about: "GPT-OSS 20B: 24 layers of 2880, 4 of 32 experts in MXFP4, attention sinks",
         shape: || gpt_oss(24, 32),
     },
     Preset {
         name: "qwen3-30b-a3b",
         about: "Qwen3 30B A3B: 48 layers of 2048, 8 of 128 experts",
-        shape: || Shape {
-            family: Family::Qwen3Moe,
-            hidden: 2048,
-            layers: 48,
-            heads: 32,
-            kv_heads: 4,
-            ffn: 6144,
-            tied: false,
-            options: experts(128, 8, 768),
-            ..qwen3()
+        shape: qwen3_moe,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-fp8",
+        about: "the same with layers in FP8, blocks of 128 by 128",
+        shape: || {
+            let coded = Coded { experts: DType::E4m3G64, attention: Some(DType::E4m3G64) };
+            let shape = qwen3_moe();
+            let options = Options { coded: Some(coded), ..shape.options };
+            Shape { options, ..shape }
         },
     },
     Preset {
@@ -292,13 +310,13 @@ pub const PRESETS: &[Preset] = &[
     },
     Preset {
         name: "gpt-oss-120b",
-        about: "GPT-OSS 120B: 36 layers of 2880, 4 of 128 experts, attention sinks, in bf16",
+        about: "GPT-OSS 120B: 36 layers of 2880, 4 of 128 experts in MXFP4, attention sinks",
         shape: || gpt_oss(36, 128),
     },
 ];
 
 impl Preset {
-    /// The preset's dimensions, all in bf16.
+    /// The preset's dimensions, all in bf16 but what is codes.
     #[must_use]
     pub fn shape(&self) -> Shape {
         Shape { name: self.name.to_owned(), ..(self.shape)() }

@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use half::{bf16, f16};
-use ir::{Graph, Scalar, Tensor, TensorId, Weights};
+use ir::{CodeBlock, DType, Graph, Scalar, Tensor, TensorId, Weights, e2m1, e4m3};
 
 use crate::parallel;
 
@@ -52,6 +52,10 @@ enum Law {
     Bell(f64),
     /// Uniform from 0.5 to 1.5.
     Norm,
+    /// Codes in blocks, uniform, with one scale for all; about this standard deviation.
+    Codes(f64),
+    /// 1: the factors of codes' rows.
+    One,
 }
 
 struct Recipe {
@@ -65,6 +69,8 @@ impl Recipe {
         let law = match tensor.shape[..] {
             // A tied table is also the output matrix. With deviation 1 each token's own row would win every argmax by
             // far, and the model would repeat its input for ever.
+            [_, cols] if tensor.dtype.is_scaled() => Law::Codes(1.0 / f64::from(cols).sqrt()),
+            [_] if tensor.name.ends_with(".weight_scale") => Law::One,
             [_, _] if id == graph.embed && !graph.tied() => Law::Bell(1.0),
             [_, cols] => Law::Bell(1.0 / f64::from(cols).sqrt()),
             _ if tensor.name.ends_with(".bias") => Law::Bell(0.1),
@@ -76,6 +82,15 @@ impl Recipe {
     fn make(&self, seed: u64, threads: &dyn Fn() -> usize) -> Vec<u8> {
         let mut out = vec![0; self.tensor.bytes()];
         let key = key(seed, &self.tensor.name);
+        if let (Law::Codes(std), Some(block)) = (self.law, self.tensor.dtype.block()) {
+            let bytes = block.bytes();
+            parallel::fill(&mut out, bytes, threads, |first, out| {
+                for (n, out) in out.chunks_exact_mut(bytes).enumerate() {
+                    fill_block(self.tensor.dtype, block, std, (key, first + n), out);
+                }
+            });
+            return out;
+        }
         // Words of matrices and of norms both divide this many elements.
         let unit = MATRIX_PER_WORD * NORM_PER_WORD;
         let bytes = unit * self.tensor.dtype.bytes();
@@ -89,8 +104,8 @@ impl Recipe {
             Scalar::F32 => self.fill_as::<4>(key, first, out, |x| x.to_le_bytes()),
             Scalar::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
             Scalar::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
-            Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
-                unreachable!("a preset is not quantised")
+            Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => {
+                unreachable!("codes lie in blocks, which are filled elsewhere")
             }
         }
     }
@@ -116,6 +131,8 @@ impl Recipe {
                     }
                 }
             }
+            Law::One => elements.fill(encode(1.0)),
+            Law::Codes(_) => unreachable!("filled block by block"),
             Law::Norm => {
                 let start = (first / NORM_PER_WORD) as u64;
                 for (four, index) in elements.chunks_mut(NORM_PER_WORD).zip(start..) {
@@ -125,6 +142,51 @@ impl Recipe {
                         *element = encode(0.5 + f32::from(uniform) / 65536.0);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Root of the mean square of all codes.
+fn spread(scalar: Scalar) -> f64 {
+    let codes: u8 = if scalar.bits() == 8 { u8::MAX } else { 15 };
+    let value = |code| match scalar {
+        Scalar::E2m1 => e2m1(code),
+        Scalar::Int4 => f32::from(code) - 8.0,
+        // Those of NaN are replaced by the ones before.
+        Scalar::E4m3 => e4m3(if code & 0x7f == 0x7f { code ^ 1 } else { code }),
+        Scalar::F32 | Scalar::F16 | Scalar::Bf16 | Scalar::Int8 => f32::from(code.cast_signed()),
+    };
+    let squares = (0..=codes).map(|code| f64::from(value(code)).powi(2)).sum::<f64>();
+    (squares / (f64::from(codes) + 1.0)).sqrt()
+}
+
+/// Fills the block of this number of a tensor.
+fn fill_block(
+    dtype: DType,
+    block: CodeBlock,
+    std: f64,
+    (key, number): (u64, usize),
+    out: &mut [u8],
+) {
+    let scale = (std / spread(dtype.scalar())) as f32;
+    let (codes, constants) = out.split_at_mut(CodeBlock::CODE_BYTES);
+    let words = CodeBlock::CODE_BYTES / 8;
+    for (eight, index) in codes.as_chunks_mut::<8>().0.iter_mut().zip((number * words) as u64..) {
+        *eight = word(key, index).to_le_bytes();
+    }
+    if dtype.scalar() == Scalar::E4m3 {
+        codes.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
+    }
+    for constants in constants.chunks_exact_mut(block.group_scale_bytes()) {
+        if block.powers {
+            constants[0] = (scale.to_bits() >> 23) as u8;
+        } else if block.shared {
+            constants.copy_from_slice(&scale.to_le_bytes());
+        } else {
+            constants[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+            if block.zeros {
+                constants[2..].copy_from_slice(&f16::from_f32(8.0).to_le_bytes());
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use ir::{Activation, Attention, Block, DType, FeedForward, Gated, Graph, Layer};
 
+use crate::coded::Coded;
 use crate::error::Problem;
 pub use crate::family::Family;
 use crate::family::{ExpertShape, QkNorm};
@@ -98,6 +99,8 @@ pub struct Options {
     pub unrotated: Vec<bool>,
     /// Experts, in families that have them.
     pub experts: Option<ExpertShape>,
+    /// Matrices that are codes. An imported model has those of its files.
+    pub coded: Option<Coded>,
     /// What the user should know.
     pub notes: Vec<String>,
 }
@@ -119,6 +122,7 @@ impl Default for Options {
             sliding_rope: None,
             unrotated: Vec::new(),
             experts: None,
+            coded: None,
             notes: Vec::new(),
         }
     }
@@ -202,7 +206,11 @@ impl Shape {
     /// It does not check anything: a shape with [`Shape::problems`] gives a graph that cannot be run.
     #[must_use]
     pub fn graph(&self) -> Graph {
-        self.described().0
+        let mut graph = self.described().0;
+        if let Some(coded) = self.options.coded {
+            coded.apply(&mut graph);
+        }
+        graph
     }
 
     /// The graph, and for each tensor how it is made of what is stored; `None` if it is stored so, under its name.

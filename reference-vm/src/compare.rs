@@ -69,6 +69,7 @@ impl Tolerance {
             Scalar::F16 => 2f64.powi(-11),
             Scalar::Bf16 | Scalar::Int8 => 2f64.powi(-8),
             Scalar::E4m3 | Scalar::Int4 => 2f64.powi(-4),
+            Scalar::E2m1 => 2f64.powi(-2),
         };
         Self { rel: 8.0 * roundoff * (len.max(1) as f64).sqrt() }
     }

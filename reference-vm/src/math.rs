@@ -200,7 +200,7 @@ impl<'a> Matrix<'a> {
             Scalar::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
             Scalar::E4m3 => decode::<StoredE4m3>(bytes, out),
             Scalar::Int8 => decode::<StoredInt8>(bytes, out),
-            Scalar::Int4 => unreachable!("{} lies in blocks", self.dtype.name()),
+            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 
@@ -231,7 +231,7 @@ impl<'a> Matrix<'a> {
             Scalar::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
             Scalar::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
             Scalar::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
-            Scalar::Int4 => unreachable!("{} lies in blocks", self.dtype.name()),
+            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 
@@ -250,7 +250,7 @@ impl<'a> Matrix<'a> {
             Scalar::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
             Scalar::E4m3 => self.apply_stored::<StoredE4m3>(width, self.bytes, xs),
             Scalar::Int8 => self.apply_stored::<StoredInt8>(width, self.bytes, xs),
-            Scalar::Int4 => unreachable!("{} lies in blocks", self.dtype.name()),
+            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
         }
     }
 

@@ -41,9 +41,10 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
     a.residual = load_relaxed((uint32_t const*)buffer_address(w, st.buffer[3]) + row);
   }
   float const* constants = (float const*)st.buffer[2].address;
-  if (MIXED && st.task.unpack != AMK_UNPACK_NONE) { // the biases lie behind the scales; rows that alternate have none
-    a.scale = __ldg(constants + row), a.scale_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 1.f;
-    a.bias = st.buffer[2].units > p.rows ? __ldg(constants + p.rows + row) : 0.f;
+  if (MIXED && st.task.unpack != AMK_UNPACK_NONE) { // the biases lie behind the scales; rows that alternate have none without a route
+    uint32_t const at = scale_row(st, p, row);
+    a.scale = __ldg(constants + at), a.scale_up = pairs ? __ldg(constants + at + AMK_UNIT_ROWS) : 1.f;
+    a.bias = st.buffer[2].units > p.rows && !has_route(st) ? __ldg(constants + p.rows + row) : 0.f;
   } else if (plan.biased) {
     a.bias = __ldg(constants + row), a.bias_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 0.f;
   }
@@ -259,7 +260,7 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
       }
     };
     of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>()), of(Number<AMK_UNPACK_E4M3_G64>());
-    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>());
+    of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>()), of(Number<AMK_UNPACK_E4M3_G64_ROW>()), of(Number<AMK_UNPACK_MXFP4>());
   }
 }
 // The same for how units lie in a stage, which does not depend on it if none has scales.

@@ -10,10 +10,14 @@ template <uint32_t UNPACK> __device__ __forceinline__ float code_value(uint4 v, 
   constexpr float BASE = 8388608.f;
   if constexpr (is_half(UNPACK)) {
     uint32_t const word = operand == 0 ? v.x : operand == 1 ? v.y : operand == 2 ? v.z : v.w;
+    if constexpr (UNPACK == AMK_UNPACK_MXFP4) { // as unpack_e2m1 has it
+      uint32_t const half = (at < 4 ? word : e2m1_rest(word)) << (at / 2 % 2 * 8) >> (at % 2 * 16);
+      return __uint_as_float((half & 0x0e00) << 13 | (half & 0x8000) << 16) * 0x1p126f;
+    }
     return __uint_as_float(word >> (at / 2 * 4 + at % 2 * 16) & 15 | WHOLE) - (BASE + zero);
   } else {
     uint32_t const word = at < 4 ? operand == 0 ? v.x : v.z : operand == 0 ? v.y : v.w, byte = word >> at % 4 * 8 & 255;
-    if constexpr (UNPACK == AMK_UNPACK_E4M3 || UNPACK == AMK_UNPACK_E4M3_G64) {
+    if constexpr (is_e4m3(UNPACK)) {
       return __uint_as_float((byte & 127) << 20 | (byte & 128) << 24) * 0x1p120f;
     } else {
       return __uint_as_float(byte ^ 128 | WHOLE) - (BASE + 128.f);
@@ -37,7 +41,11 @@ template <uint32_t UNPACK> __device__ __forceinline__ bool unit_unpack(char* out
   for (uint32_t i = 0; i < OPERANDS; ++i) {
     float scale = factor;
     if constexpr (has_scales(UNPACK)) {
-      scale *= UNPACK == AMK_UNPACK_E4M3_G64 ? *(float const*)scales : stored_half(scales + i * GROUPS / OPERANDS * 2);
+      if constexpr (UNPACK == AMK_UNPACK_MXFP4) {
+        scale *= __uint_as_float((uint32_t)(uint8_t)scales[i] << 23);
+      } else {
+        scale *= UNPACK == AMK_UNPACK_E4M3_G64 ? *(float const*)scales : stored_half(scales + i * GROUPS / OPERANDS * 2);
+      }
     }
     float x[8];
 #pragma unroll

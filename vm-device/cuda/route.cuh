@@ -78,12 +78,23 @@ __device__ __forceinline__ void op_route(Worker& w, StagedTask const& st) {
 }
 #endif
 
-// Adds the biases of a row of a product that follows a route. Returns the factor of the row's result.
+// Rows of an expert: those of a product that has rows of all slots are as many for each.
+__device__ __forceinline__ uint32_t expert_rows(StagedTask const& st, amk_matvec_params const& p) {
+  return p.epilogue == AMK_EPILOGUE_SILU_MUL ? p.rows / (aside(st).units / 2) : p.rows;
+}
+// The scale of a row's codes. Experts have the same for a row, whichever is chosen.
+__device__ __forceinline__ uint32_t scale_row(StagedTask const& st, amk_matvec_params const& p, uint32_t row) { return has_route(st) ? row % expert_rows(st, p) : row; }
+
+// Adds the biases of a row of a product that follows a route: of all experts, behind the scales of one. Returns the factor of the row's result.
 __device__ __forceinline__ float slot_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, float& bias, float& bias_up) {
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
   if (has_route(st)) {
     RouteWords const route = route_words(w, st);
-    float const* const biases = (float const*)st.buffer[2].address;
+    float const* biases = (float const*)st.buffer[2].address;
+    if (MIXED && st.task.unpack != AMK_UNPACK_NONE) {
+      uint32_t const scales = expert_rows(st, p);
+      biases = st.buffer[2].units > scales ? biases + scales : nullptr;
+    }
     if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
       uint32_t const each = p.rows / route.slots, slot = row / each;
       if (biases != nullptr) {

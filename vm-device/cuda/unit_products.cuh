@@ -87,7 +87,7 @@ struct Share {
 template <uint32_t UNPACK> struct VectorGroup {
   static constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1;
   Vector x[OPERANDS];
-  float sum[is_half(UNPACK) ? GROUPS : 1]; // of each group's elements that meet codes in lower halves, or in upper ones (see unit_multiply)
+  float sum[has_excess(UNPACK) ? GROUPS : 1]; // of each group's elements that meet codes in lower halves, or in upper ones (see unit_multiply)
 };
 template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
   VectorGroup<UNPACK> v = {};
@@ -95,7 +95,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_
   for (uint32_t i = 0; i < v.OPERANDS; ++i) {
     v.x[i] = x_load(w, x + i * X_BYTES);
   }
-  if constexpr (is_half(UNPACK)) {
+  if constexpr (has_excess(UNPACK)) {
     constexpr uint32_t EACH = v.OPERANDS / v.GROUPS;
     uint4 const ones = make_uint4(0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u);
 #pragma unroll
@@ -140,7 +140,7 @@ __device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], Vec
         float const scale = group_scale<UNPACK>(scales + n * WORDS, g);
         sum[0] = fmaf(scale, c[0] + c[1], sum[0]);
         sum[2] = fmaf(scale, c[2] + c[3], sum[2]);
-        if constexpr (is_half(UNPACK)) {
+        if constexpr (has_excess(UNPACK)) {
           sum[1] = fmaf(scaled_excess<UNPACK>(scales + n * WORDS, scale), vector[n % EACH].sum[g], sum[1]);
         }
       }
@@ -204,8 +204,10 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
     if constexpr (has_scales(UNPACK)) {
       float const(&c)[4] = s[n].c[0];
       first[n] = c[0], second[n] = c[2];
-      if (is_half(UNPACK)) {
+      if (has_excess(UNPACK)) {
         first[n] = fmaf(c[0], LOW_CODE, -c[1]), second[n] = fmaf(c[2], HIGH_CODE, -c[1]);
+      } else if (UNPACK == AMK_UNPACK_MXFP4) {
+        first[n] *= E2M1_CODE, second[n] *= E2M1_CODE;
       }
     } else {
       first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];

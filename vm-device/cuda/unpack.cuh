@@ -7,19 +7,22 @@
 
 __device__ constexpr bool has_unpack(uint32_t unpack) { return (AMK_UNPACK >> unpack & 1) != 0; }
 __device__ constexpr bool has_scales(uint32_t unpack) { return unpack >= AMK_UNPACK_E4M3_G64; }
-__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128; }
+__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && (!has_unpack(AMK_UNPACK_E4M3_G64_ROW) || unpack != AMK_UNPACK_E4M3_G64_ROW); }
+// Whether a code is more than it means.
+__device__ constexpr bool has_excess(uint32_t unpack) { return is_half(unpack) && unpack != AMK_UNPACK_MXFP4; }
+__device__ constexpr bool is_e4m3(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3 || unpack == AMK_UNPACK_E4M3_G64 || unpack == AMK_UNPACK_E4M3_G64_ROW; }
 __device__ constexpr bool has_zeros(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G128_ZERO; }
 
 // Groups of a row of a unit.
-__device__ constexpr uint32_t unit_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G32 ? 4 : unpack == AMK_UNPACK_INT8_G32 ? 2 : 1; }
+__device__ constexpr uint32_t unit_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G32 || unpack == AMK_UNPACK_MXFP4 ? 4 : unpack == AMK_UNPACK_INT8_G32 ? 2 : 1; }
 // Bytes from a row's scales to those of the next; 0 where the rows share one, which takes 16.
-__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : 2); }
+__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : unpack == AMK_UNPACK_MXFP4 ? 1 : 2); }
 // Bytes of a unit with its scales.
 __device__ constexpr uint32_t unit_bytes(uint32_t unpack) {
   return AMK_UNIT_BYTES + (!has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 16 : AMK_UNIT_ROWS * scale_stride(unpack));
 }
 // Words that hold a row's scales of a unit.
-__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : (unit_groups(unpack) + 1) / 2; }
+__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : unpack == AMK_UNPACK_MXFP4 ? 1 : (unit_groups(unpack) + 1) / 2; }
 constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_G32) ? 2 : 1; // at most, in this kernel
 
 // Base-two logarithm of the units of operands that a unit of a matrix makes.
@@ -31,7 +34,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker co
   if constexpr (UNPACK == AMK_UNPACK_INT4_G32) {
     uint2 const both = stage_load8(at);
     scales[0] = both.x, scales[1] = both.y;
-  } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128) {
+  } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128 || UNPACK == AMK_UNPACK_E4M3_G64_ROW) {
     scales[0] = stage_load2(at);
   } else if constexpr (has_scales(UNPACK)) {
     scales[0] = stage_load4(at);
@@ -47,6 +50,8 @@ __device__ __forceinline__ float half_value(uint32_t bits) {
 template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t const* scales, uint32_t group) {
   if constexpr (UNPACK == AMK_UNPACK_E4M3_G64) {
     return __uint_as_float(scales[0]);
+  } else if constexpr (UNPACK == AMK_UNPACK_MXFP4) { // a byte is an exponent; the least, 2^-127, is taken for zero
+    return __uint_as_float((group < 3 ? scales[0] << (23 - 8 * group) : scales[0] >> 1) & 0x7f800000u);
   } else {
     return half_value(group % 2 == 0 ? scales[group / 2] : scales[group / 2] >> 16);
   }
@@ -54,6 +59,8 @@ template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t
 
 // What sums of codes in lower and in upper halves of bytes are multiplied with (see unpack8).
 constexpr float LOW_CODE = 16777216.f, HIGH_CODE = 1048576.f;
+// The same of sums of e2m1 (see unpack_e2m1).
+constexpr float E2M1_CODE = 16384.f;
 // What the codes of a row are more than they mean, times their scale.
 template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32_t const* scales, float scale) {
   if constexpr (has_zeros(UNPACK)) {
@@ -67,7 +74,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32
 // Four elements as two pairs of f16. Exact. Zero is zero, as padding must be.
 template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) {
   uint2 r;
-  if constexpr (UNPACK == AMK_UNPACK_E4M3 || UNPACK == AMK_UNPACK_E4M3_G64) {
+  if constexpr (is_e4m3(UNPACK)) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(r.x), "=r"(r.y) : "r"(v));
   } else {
     // With its sign bit flipped an element is 128 more, and 0x6400 | u is 1024 + u in f16.
@@ -83,12 +90,30 @@ __device__ __forceinline__ uint4 unpack8(uint32_t v) {
   uint32_t const low = 0x000f000fu, high = 0x00f000f0u, above = v >> 8;
   return make_uint4(v & low, v & high, above & low, above & high);
 }
+// Eight e2m1 as four pairs, in nine instructions. Exponent and mantissa are at bits 9 to 11 of a half and the sign at bit 15, so a half is the
+// code's value * 2^-14, and 0.5 is subnormal. Two pairs are masked out of the word, as it lies and shifted; what is left of it is turned into
+// another such word (code_bits in ir/src/format.rs).
+__device__ __forceinline__ uint32_t e2m1_rest(uint32_t v) {
+  uint32_t const shifted = v >> 3, turned = v >> 1 | v << 31, mask = 0x0e0e0e0eu;
+#ifdef __CUDA_ARCH__
+  uint32_t r; // bits of the one or of the other: a single instruction, of which the compiler makes two
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(shifted), "r"(turned));
+  return r;
+#else
+  return (shifted & mask) | (turned & ~mask);
+#endif
+}
+__device__ __forceinline__ uint4 unpack_e2m1(uint32_t v) {
+  uint32_t const mask = 0x8e008e00u, rest = e2m1_rest(v);
+  return make_uint4(v & mask, v << 8 & mask, rest & mask, rest << 8 & mask);
+}
 // A thread's 16 bytes of the i-th unit of operands, of its 16 bytes of a unit.
 template <uint32_t UNPACK> __device__ __forceinline__ uint4 unpack_operand(uint4 v, uint32_t i) {
   if constexpr (UNPACK == AMK_UNPACK_NONE) {
     return v;
   } else if constexpr (is_half(UNPACK)) {
-    return unpack8(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
+    uint32_t const word = i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+    return has_excess(UNPACK) ? unpack8(word) : unpack_e2m1(word);
   } else {
     uint2 const a = unpack4<UNPACK>(i == 0 ? v.x : v.z), b = unpack4<UNPACK>(i == 0 ? v.y : v.w);
     return make_uint4(a.x, a.y, b.x, b.y);

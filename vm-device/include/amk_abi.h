@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xd19183e1ba316549ull
+#define AMK_ABI_HASH 0x3bce5ac147cb5da7ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -145,6 +145,8 @@ typedef long long int64_t;
 #define AMK_DTYPE_INT4_G128 7u
 #define AMK_DTYPE_INT4_G128_ZERO 8u
 #define AMK_DTYPE_INT4_G32 9u
+#define AMK_DTYPE_E4M3_G64_ROW 10u
+#define AMK_DTYPE_MXFP4 11u
 
 #define AMK_UNPACK_NONE 0u
 #define AMK_UNPACK_E4M3 1u
@@ -154,6 +156,8 @@ typedef long long int64_t;
 #define AMK_UNPACK_INT4_G128 5u
 #define AMK_UNPACK_INT4_G128_ZERO 6u
 #define AMK_UNPACK_INT4_G32 7u
+#define AMK_UNPACK_E4M3_G64_ROW 8u
+#define AMK_UNPACK_MXFP4 9u
 
 #define AMK_TRAP_NONE 0u
 #define AMK_TRAP_ABORTED 1u

@@ -43,13 +43,14 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
     (7, [4096, 4096, 14336], 1 << 8),
 ];
 /// The same with codes beside a 16-bit `lm_head`: llama-3.2-1b, llama-3.1-8b and qwen3-0.6b.
-const CODES: [(usize, [u32; 3], u32, Unpack); 6] = [
+const CODES: [(usize, [u32; 3], u32, Unpack); 7] = [
     (4, [2048, 2048, 8192], 1 << 4 | 1 << 8, Unpack::E4m3),
     (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::Int8),
     (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::E4m3G64),
     (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, Unpack::Int4G128),
     (7, [4096, 4096, 14336], 1 << 4 | 1 << 7 | 1 << 8, Unpack::Int4G128Zero),
     (6, [1024, 2048, 3072], 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4, Unpack::Int4G32),
+    (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, Unpack::Mxfp4),
 ];
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
@@ -64,6 +65,8 @@ const GEMMA_SPILLS: u32 = 480;
 /// Kernels with routes: the loader spills 60 bytes, once per load that a route decides. The rest is that of the same shapes without routes:
 /// 380 bytes with 8 wide, normed heads of a group (qwen3-30b-a3b), 124 with the widths of gpt-oss-20b. The cost was not measured.
 const ROUTE_SPILLS: u32 = 440;
+/// The same with codes, whose scales and factors wait in registers too. The cost was not measured.
+const ROUTED_CODES_SPILLS: u32 = 800;
 const TRACE_SPILLS: u32 = 32;
 /// Kernels of several sequences, whose vectors take 64 registers per thread: the one of 8 sequences for llama-3.2-1b spills 652. The cost was not measured.
 const BATCH_SPILLS: u32 = 800;
@@ -163,8 +166,10 @@ fn spills_allowed(variant: &Variant) -> u32 {
         return BATCH_SPILLS;
     }
     if variant.unpack != 1 << Unpack::None as u32 {
-        let four = variant.unpack >> Unpack::Int4G32 as u32 != 0;
-        return if four { FOUR_SCALES_SPILLS } else { 0 };
+        let four =
+            [Unpack::Int4G32, Unpack::Mxfp4].map(|unpack| variant.unpack >> unpack as u32 & 1);
+        let of_codes = if routed { ROUTED_CODES_SPILLS } else { 0 };
+        return if four.contains(&1) { FOUR_SCALES_SPILLS } else { 0 }.max(of_codes);
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills).max(of_route)
@@ -270,7 +275,7 @@ fn kernels_of_several_devices_compile_and_nothing_spills() {
     check(&variants);
 }
 
-/// Those of the golden folders with experts, and of shapes of published models: qwen3-30b-a3b, mixtral-8x7b and gpt-oss-20b.
+/// Those of the golden folders with experts, and of published models: shapes of qwen3-30b-a3b and mixtral-8x7b in bf16; experts as codes.
 #[test]
 fn kernels_of_experts_compile_and_nothing_spills() {
     if !nvrtc() {
@@ -290,7 +295,6 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     let shapes = [
         (128, 8, true, [2048, 4096, 6144], 1 << 8, features(&[Feature::Route])),
         (128, 4, false, [4096, 4096, 28672], 1 << 8, features(&[Feature::Route])),
-        (64, 8, false, [2880, 4096, 11520], 1 << 6 | 1 << 8 | 1, variants[0].features),
     ];
     variants.extend(shapes.map(|(head_dim, group, qk_norm, widths, shares, features)| Variant {
         head_dim,
@@ -302,6 +306,12 @@ fn kernels_of_experts_compile_and_nothing_spills() {
         ..plain
     }));
     variants.push(Variant { trace: Trace::Delays, ..variants[0] });
+    let preset = |name: &str| vm_host::variant(&kernel, &model::preset(name).expect(name).graph);
+    variants.extend(["gpt-oss-20b", "qwen3-30b-a3b-fp8"].map(preset));
+    let of = |all: &[Unpack]| all.iter().fold(0, |mask, &unpack| mask | 1 << unpack as u32);
+    let fp8 = variants[variants.len() - 1];
+    let per_row = of(&[Unpack::None, Unpack::E4m3, Unpack::E4m3G64Row]);
+    variants.push(Variant { unpack: per_row, ..fp8 });
     check(&variants);
 }
 
@@ -322,10 +332,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         of(DType::F16, 16, 2, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
-        PrefillVariant {
-            unpack: (2 << Unpack::Int4G32 as u32) - 1,
-            ..of(DType::F16, 128, 4, false)
-        },
+        PrefillVariant { unpack: (1 << Unpack::ALL.len()) - 1, ..of(DType::F16, 128, 4, false) },
     ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {

@@ -63,7 +63,8 @@ pub struct PackedMlp {
 pub struct PackedMatrix {
     /// Its index in [`PackedModel::matrices`] and in every program of the graph.
     pub id: MatrixId,
-    /// The scales in row order if the format has them, then the biases if there are any.
+    /// The scales in row order if the format has them, then the biases if there are any. Experts share the scales of their
+    /// rows, since a row of several is summed before it is scaled; each has its own biases.
     pub constants: Option<RowMap>,
 }
 
@@ -176,21 +177,24 @@ impl List<'_> {
         cols: u32,
         experts: u32,
     ) -> PackedMatrix {
-        let of = |tensor: fn(&Linear) -> Option<TensorId>| -> Vec<_> {
-            parts.iter().map(|(linear, rows)| (linear.as_ref().and_then(tensor), *rows)).collect()
+        let of = |parts: &[(Option<Linear>, u32)], tensor: fn(&Linear) -> Option<TensorId>| {
+            let one =
+                |&(linear, rows): &(Option<Linear>, u32)| (linear.as_ref().and_then(tensor), rows);
+            parts.iter().map(one).collect::<Vec<_>>()
         };
         let first = parts.iter().find_map(|(linear, _)| *linear);
         let stored = first.map_or(self.graph.dtype, |first| self.graph.tensor(first.weight).dtype);
         let format = Format::of(stored, self.graph.dtype);
         let id = MatrixId(self.matrices.len() as u32);
-        let map = RowMap { parts: of(|linear| Some(linear.weight)), interleaved };
+        let map = RowMap { parts: of(parts, |linear| Some(linear.weight)), interleaved };
         self.matrices.push(Matrix { name, map, cols, format, experts });
         let mut constants = Vec::new();
         if format.is_scaled() {
-            constants.extend(of(|linear| linear.scale));
+            let first = &parts[..parts.len() / experts.max(1) as usize];
+            constants.extend(of(first, |linear| linear.scale));
         }
         if parts.iter().any(|(linear, _)| linear.is_some_and(|linear| linear.bias.is_some())) {
-            constants.extend(of(|linear| linear.bias));
+            constants.extend(of(parts, |linear| linear.bias));
         }
         let constants = (!constants.is_empty()).then_some(RowMap { parts: constants, interleaved });
         PackedMatrix { id, constants }

@@ -163,10 +163,13 @@ fn expert_limits(graph: &Graph, refuse: &mut impl FnMut(&str, u32, String)) {
         if experts.clamped.is_some_and(|clamped| clamped.alpha != CLAMPED_ALPHA) {
             refuse("alpha of clamped experts", 0, format!("{CLAMPED_ALPHA}"));
         }
-        let codes = |linear: &Linear| graph.tensor(linear.weight).dtype.is_scaled();
-        let of = |Gated { gate, up, down }: &Gated| [gate, up, down].into_iter().any(codes);
-        if experts.experts.iter().any(of) {
-            refuse("format of experts", 0, "without scales: import them dequantised".into());
+        // They are rows of one matrix, and a row of several is summed before it is scaled.
+        let form = |linear: Linear| (graph.tensor(linear.weight).dtype, linear.scale);
+        let of = |&Gated { gate, up, down }: &Gated| [gate, up, down].map(form);
+        let mut forms = experts.experts.iter().map(of);
+        let first = forms.next();
+        if !forms.all(|form| Some(form) == first) {
+            refuse("format of experts", 0, "one for all of a layer, with the same scales".into());
         }
     }
 }

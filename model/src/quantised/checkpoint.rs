@@ -211,11 +211,9 @@ impl Stored {
                 Kind::Fp8 => self == Self::E4m3,
                 Kind::Int8 => self == Self::Int8,
                 Kind::Int4 => self == Self::PackedWords,
-                Kind::Nvfp4 => self == Self::PackedBytes,
+                Kind::Nvfp4 | Kind::Mxfp4 => self == Self::PackedBytes,
                 Kind::Gptq { .. } | Kind::Awq => self == Self::Qweight,
                 Kind::Nf4 { .. } => self == Self::Bytes,
-                // Of experts in one tensor, which are found elsewhere.
-                Kind::Mxfp4 => false,
             }
     }
 
@@ -317,12 +315,11 @@ impl Parts<'_> {
         let (part, elements, codes, shape): (_, _, _, [u64; 2]) = match scheme.kind {
             Kind::Fp8Blocks | Kind::Fp8 => ("weight", "F8_E4M3", Codes::E4m3, [n, k]),
             Kind::Int8 => ("weight", "I8", Codes::Int8, [n, k]),
-            Kind::Nvfp4 => ("weight_packed", "U8", Codes::E2m1, [n, k / 2]),
+            Kind::Nvfp4 | Kind::Mxfp4 => ("weight_packed", "U8", Codes::E2m1, [n, k / 2]),
             Kind::Int4 => packed("weight_packed", Order::AlongColumns, n, k),
             Kind::Gptq { .. } => packed("qweight", Order::Gptq, n, k),
             Kind::Awq => packed("qweight", Order::Awq, n, k),
             Kind::Nf4 { nested } => return self.nf4(nested).map(Layout::Nf4),
-            Kind::Mxfp4 => return None,
         };
         let weight = self.want(part, &[elements], &[&shape]);
         let scales = self.scales(scheme, (rows_each, cols_each), groups);
@@ -384,9 +381,10 @@ impl Parts<'_> {
         let (part, elements, transposed) = match scheme.kind {
             Kind::Fp8Blocks => ("weight_scale_inv", FLOATS, false),
             // Those of nf4 are read elsewhere.
-            Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Mxfp4 | Kind::Nf4 { .. } => {
+            Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Nf4 { .. } => {
                 ("weight_scale", FLOATS, false)
             }
+            Kind::Mxfp4 => ("weight_scale", &["U8"][..], false),
             Kind::Nvfp4 => ("weight_scale", &["F8_E4M3"][..], false),
             Kind::Gptq { .. } | Kind::Awq => ("scales", FLOATS, true),
         };

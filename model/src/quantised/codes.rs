@@ -2,7 +2,7 @@
 //!
 //! All files are little-endian, so a word of eight int4 codes, the first in its lowest bits, is four bytes with the
 //! lower nibble first. Every order of nibbles is then a function from row and column to the index of a nibble.
-use ir::Scalar;
+use ir::{Scalar, e2m1};
 
 /// Values of the e4m3 codes ("fn": no infinities, 0x7f and 0xff are NaN), bias 7.
 pub(crate) static E4M3: [f32; 256] = {
@@ -14,20 +14,6 @@ pub(crate) static E4M3: [f32; 256] = {
     }
     values
 };
-
-/// Values of the e2m1 codes, bias 1.
-pub(crate) static E2M1: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-/// Value of an e8m0 code: a power of two from 2^-127 to 2^127; 255 is NaN.
-pub(crate) fn e8m0(code: u8) -> f32 {
-    match code {
-        // The only subnormal of binary32 among them.
-        0 => f32::from_bits(1 << 22),
-        255 => f32::NAN,
-        _ => f32::from_bits(u32::from(code) << 23),
-    }
-}
 
 /// Whether any of these e4m3 codes is NaN.
 pub(crate) fn has_nan(codes: &[u8]) -> bool {
@@ -97,13 +83,13 @@ pub(crate) enum Codes {
 }
 
 impl Codes {
-    /// What a code is, if blocks hold such codes.
-    pub(crate) fn scalar(self) -> Option<Scalar> {
+    /// What a code is.
+    pub(crate) fn scalar(self) -> Scalar {
         match self {
-            Self::E4m3 => Some(Scalar::E4m3),
-            Self::Int8 => Some(Scalar::Int8),
-            Self::Int4(_) => Some(Scalar::Int4),
-            Self::E2m1 => None,
+            Self::E4m3 => Scalar::E4m3,
+            Self::Int8 => Scalar::Int8,
+            Self::Int4(_) => Scalar::Int4,
+            Self::E2m1 => Scalar::E2m1,
         }
     }
 
@@ -123,7 +109,7 @@ impl Codes {
             }
             Self::E2m1 => {
                 for (col, out) in out.iter_mut().enumerate() {
-                    *out = E2M1[usize::from(nibble(bytes, row * cols + col))];
+                    *out = e2m1(nibble(bytes, row * cols + col));
                 }
             }
             Self::Int4(order @ (Order::AlongColumns | Order::Gptq)) => {
@@ -170,6 +156,8 @@ mod tests {
         }
         assert_eq!((E4M3[0x7e], E4M3[1], E4M3[0x80].to_bits()), (448.0, 1.0 / 512.0, 1 << 31));
     }
+
+    use ir::e8m0;
 
     #[test]
     fn every_e8m0_code_is_a_power_of_two() {

@@ -10,7 +10,8 @@ const PREFIX: &str = "quantization_config.";
 /// Values of `quant_method` that are read.
 const METHODS: &str = "fp8, compressed-tensors, gptq, awq, bitsandbytes, mxfp4";
 /// Values of compressed-tensors' `format` that are read.
-const CT_FORMATS: &str = "float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized";
+const CT_FORMATS: &str =
+    "float-quantized, int-quantized, pack-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized";
 
 /// What a configuration says about the stored matrices.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,7 +54,7 @@ pub(crate) enum Kind {
     Gptq { less_one: bool },
     /// AWQ gemm.
     Awq,
-    /// mxfp4: experts in one tensor, a power of two for 32 columns.
+    /// mxfp4, a power of two for 32 columns: experts in one tensor, or compressed-tensors `mxfp4-pack-quantized`.
     Mxfp4,
     /// nf4 of bitsandbytes; its scales may be quantised too.
     Nf4 { nested: bool },
@@ -332,6 +333,10 @@ fn ct_group(group: &mut Fields<'_>, format: Option<&str>) -> Option<Scheme> {
         Some("nvfp4-pack-quantized") => {
             exactly(&mut weights, "group_size", &16.into());
             Some(ct_scheme(&mut weights, Kind::Nvfp4, (4, "float"), &["tensor_group"]))
+        }
+        Some("mxfp4-pack-quantized") => {
+            exactly(&mut weights, "group_size", &32.into());
+            Some(ct_scheme(&mut weights, Kind::Mxfp4, (4, "float"), &["group"]))
         }
         other => {
             let is = other.map_or_else(|| "missing".to_owned(), quoted);

@@ -3,8 +3,8 @@
 use half::f16;
 use ir::{CodeBlock, DType, Scalar};
 
-use super::codes::Codes;
-use super::matrix::{Layout, Matrix, Scales, Zeros};
+use super::codes::{Codes, nibble};
+use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
 use crate::parallel;
 use crate::store::{Files, Place};
 
@@ -14,7 +14,7 @@ pub(crate) struct Grouped {
     matrix: Matrix,
     dtype: DType,
     block: CodeBlock,
-    /// A power of two for each row, by which its scales are divided: then they are exact in f16. 1 for those in f32.
+    /// A power of two for each row, by which its scales are divided: then they are exact in f16. 1 for those in f32 and for powers.
     pub(super) factors: Vec<f32>,
 }
 
@@ -27,12 +27,25 @@ struct Parts<'a> {
 }
 
 impl Grouped {
-    /// The matrix in blocks, if there are blocks for its groups and its scales are exact in them.
-    pub(super) fn new(matrix: &Matrix, files: &Files) -> Option<Self> {
-        let (dtype, block) = block_of(matrix, files)?;
-        let mut all = Self { matrix: matrix.clone(), dtype, block, factors: Vec::new() };
-        all.factors =
-            (0..matrix.given_rows()).map(|row| all.factor(files, row)).collect::<Option<_>>()?;
+    /// Matrices of one size in the same blocks and with the same factors, if there are blocks for their groups and their
+    /// scales are exact in them.
+    pub(super) fn together(matrices: &[&Matrix], files: &Files) -> Option<Vec<Self>> {
+        let (dtype, block) = block_of(matrices.first()?, files)?;
+        let alike = |matrix: &&Matrix| block_of(matrix, files) == Some((dtype, block));
+        if !matrices.iter().all(alike) {
+            return None;
+        }
+        let of = |matrix: &&Matrix| Self {
+            matrix: (*matrix).clone(),
+            dtype,
+            block,
+            factors: Vec::new(),
+        };
+        let mut all: Vec<Self> = matrices.iter().map(of).collect();
+        let rows = matrices.iter().map(|matrix| matrix.given_rows()).max().unwrap_or(0);
+        let factors = (0..rows).map(|row| Self::factor(&all, files, row));
+        let factors: Vec<f32> = factors.collect::<Option<_>>()?;
+        all.iter_mut().for_each(|one| one.factors.clone_from(&factors));
         Some(all)
     }
 
@@ -40,21 +53,24 @@ impl Grouped {
         self.dtype
     }
 
-    /// The power of two that makes the scales of a row exact in f16, if one does.
-    fn factor(&self, files: &Files, row: usize) -> Option<f32> {
-        if self.block.shared {
+    /// The power of two that makes the scales of a row of all of them exact in f16, if one does.
+    fn factor(all: &[Self], files: &Files, row: usize) -> Option<f32> {
+        let block = all.first()?.block;
+        if block.shared || block.powers {
             return Some(1.0);
         }
-        let parts = parts(&self.matrix)?;
-        let row = self.matrix.stored_row(row);
-        let scale = |group| parts.scales.of_group(files, &self.matrix, row, group);
-        let count = parts.scales.count(self.matrix.cols);
-        let largest = (0..count).map(|group| scale(group).abs()).fold(0.0, f32::max);
+        let mut scales = Vec::new();
+        for one in all {
+            let (parts, row) = (parts(&one.matrix)?, one.matrix.stored_row(row));
+            let scale = |group| parts.scales.of_group(files, &one.matrix, row, group);
+            scales.extend((0..parts.scales.count(one.matrix.cols)).map(scale));
+        }
+        let largest = scales.iter().fold(0.0, |most: f32, scale| most.max(scale.abs()));
         // Its own power of two: 1 for a row of zeros, and for those so small that dividing by it would not be exact.
         let power = f32::from_bits(largest.to_bits() & 0x7f80_0000);
         let factor = if power > 0.0 { power } else { 1.0 };
         let exact = |scale: f32| f16::from_f32(scale / factor).to_f32() * factor == scale;
-        (0..count).all(|group| exact(scale(group))).then_some(factor)
+        scales.into_iter().all(exact).then_some(factor)
     }
 
     /// All rows.
@@ -94,6 +110,10 @@ impl Grouped {
             out.copy_from_slice(&scale.to_le_bytes());
             return;
         }
+        if self.block.powers {
+            out[0] = (scale.to_bits() >> 23) as u8;
+            return;
+        }
         out[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
         if self.block.zeros {
             out[2..].copy_from_slice(&f16::from_f32(zero).to_le_bytes());
@@ -110,10 +130,12 @@ fn parts(matrix: &Matrix) -> Option<Parts<'_>> {
     }
 }
 
-/// The blocks that hold a matrix: those with the fewest scales whose groups do not cross the matrix's.
+/// The blocks that hold a matrix: those with the fewest scales whose groups do not cross the matrix's, and of those with
+/// as many the ones that rows share.
 fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let parts = parts(matrix)?;
-    let scalar = parts.codes.scalar()?;
+    let scalar = parts.codes.scalar();
+    let powers = parts.scales.element == ScaleType::E8m0;
     let zeros = parts.needs_zeros(scalar, files, matrix)?;
     let each = parts.scales.cols_each;
     // The rows of a tile share a scale only if no tile has rows of two groups, of two tensors or beyond the last.
@@ -123,12 +145,12 @@ fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
         && matrix.run().is_some_and(whole);
     let holds = |block: &CodeBlock| {
         let fits = each >= matrix.cols || each.is_multiple_of(block.group as usize);
-        block.zeros == zeros && fits && (alike || !block.shared)
+        block.zeros == zeros && block.powers == powers && fits && (alike || !block.shared)
     };
     let of_scalar = DType::ALL.iter().filter(|dtype| dtype.scalar() == scalar);
     of_scalar
         .filter_map(|&dtype| Some((dtype, dtype.block().filter(holds)?)))
-        .max_by_key(|(_, block)| block.group)
+        .max_by_key(|(_, block)| (block.group, block.shared))
 }
 
 impl Parts<'_> {
@@ -162,7 +184,11 @@ impl Parts<'_> {
                 let codes = &bytes[row * matrix.cols..][..matrix.cols];
                 out.iter_mut().zip(codes).for_each(|(out, &code)| *out = f32::from(code));
             }
-            Codes::Int4(_) | Codes::E2m1 => self.codes.decode_row(bytes, matrix.rows, row, out),
+            Codes::Int4(_) => self.codes.decode_row(bytes, matrix.rows, row, out),
+            Codes::E2m1 => {
+                let code = |column| f32::from(nibble(bytes, row * matrix.cols + column));
+                out.iter_mut().zip(0..).for_each(|(out, column)| *out = code(column));
+            }
         }
     }
 

@@ -1,10 +1,10 @@
 //! A matrix made of stored tensors, and its dequantised rows.
 
 use half::{bf16, f16};
-use ir::{DType, Scalar, decode};
+use ir::{DType, Scalar, decode, e8m0};
 
 use super::blocks::BlockType;
-use super::codes::{Codes, E4M3, Order, e8m0, has_nan, nibble};
+use super::codes::{Codes, E4M3, Order, has_nan, nibble};
 use super::nf4::Nf4;
 use crate::parallel;
 use crate::pieces::{Change, HeadOrder, Piece};
@@ -308,7 +308,7 @@ impl Matrix {
                     Scalar::Bf16 => elements.for_each(|(out, &value)| {
                         out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
                     }),
-                    Scalar::F32 | Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+                    Scalar::F32 | Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => {
                         elements.for_each(|(out, value)| out.copy_from_slice(&value.to_le_bytes()));
                     }
                 }

@@ -84,7 +84,7 @@ fn rounded(dtype: DType, value: f32) -> f32 {
     match dtype.scalar() {
         Scalar::F16 => f16::from_f32(value).to_f32(),
         Scalar::Bf16 => bf16::from_f32(value).to_f32(),
-        Scalar::F32 | Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => value,
+        Scalar::F32 | Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => value,
     }
 }
 

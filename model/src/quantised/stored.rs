@@ -4,10 +4,11 @@
 //! A program multiplies all matrices in one element type, so a model is taken this way as a whole or not at all: codes,
 //! and beside them matrices of 16 bits, are multiplied in f16.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ir::{Attention, DType, Gated, Graph, Layer, Linear, Tensor, TensorId};
+use ir::{Attention, DType, Experts, FeedForward, Gated, Graph, Layer, Linear, Tensor, TensorId};
 
 use super::Source;
 use super::codes::Codes;
@@ -40,22 +41,10 @@ enum From {
 /// Makes the graph one of codes, and `sources` those of its tensors, if every matrix can be streamed as it is stored.
 /// Says whether it did.
 pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files) -> bool {
-    let Some(all) = streamed(sources, files) else { return false };
-    let fits = |layer: &Layer| {
-        let alike = |parts: &[Linear]| {
-            let dtype = |linear: &Linear| all[&linear.weight].dtype;
-            parts.iter().all(|part| dtype(part) == dtype(&parts[0]))
-        };
-        // Rows that alternate have no place for both (ir/src/program/rules/task.rs).
-        let Attention { q, k, v, .. } = layer.attention.body;
-        let Some(&Gated { gate, up, .. }) = layer.gated() else { return false };
-        let biased = [gate, up].iter().any(|linear| linear.bias.is_some());
-        let scaled = all[&gate.weight].dtype.is_scaled();
-        alike(&[q, k, v]) && alike(&[gate, up]) && !(biased && scaled)
-    };
+    let Some(all) = streamed(graph, sources, files) else { return false };
     let operand = operand(&all);
     if all[&graph.embed].dtype.is_scaled()
-        || !graph.layers.iter().all(fits)
+        || !graph.layers.iter().all(|layer| fits(layer, &all))
         || operand == DType::F16 && beyond_f16(&all, files)
     {
         return false;
@@ -80,6 +69,44 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
     true
 }
 
+/// Whether the parts of each packed matrix of a layer are of one type.
+fn fits(layer: &Layer, all: &HashMap<TensorId, Streamed>) -> bool {
+    let dtype = |linear: &Linear| all[&linear.weight].dtype;
+    let alike = |parts: &[Linear]| parts.iter().all(|part| dtype(part) == dtype(&parts[0]));
+    let Attention { q, k, v, .. } = layer.attention.body;
+    let mlp = match &layer.mlp.body {
+        FeedForward::Gated(Gated { gate, up, .. }) => {
+            // Rows that alternate have no place for both (ir/src/program/rules/task.rs).
+            let biased = [gate, up].iter().any(|linear| linear.bias.is_some());
+            alike(&[*gate, *up]) && !(biased && dtype(gate).is_scaled())
+        }
+        FeedForward::Experts(experts) => {
+            let [gates, ups, downs] = parts_of(experts);
+            let shared = experts.shared.as_ref().is_none_or(|shared| {
+                alike(&[experts.router, shared.gate]) && alike(&[shared.mlp.gate, shared.mlp.up])
+            });
+            alike(&[gates, ups].concat()) && alike(&downs) && shared
+        }
+    };
+    alike(&[q, k, v]) && mlp
+}
+
+/// Gate, up and down of all experts.
+fn parts_of(experts: &Experts) -> [Vec<Linear>; 3] {
+    let of = |part: fn(&Gated) -> Linear| experts.experts.iter().map(part).collect();
+    [of(|expert| expert.gate), of(|expert| expert.up), of(|expert| expert.down)]
+}
+
+/// Matrices of experts, each list of one part of one layer.
+fn of_experts(graph: &Graph) -> Vec<Vec<TensorId>> {
+    let experts = graph.layers.iter().filter_map(|layer| match &layer.mlp.body {
+        FeedForward::Experts(experts) => Some(parts_of(experts)),
+        FeedForward::Gated(_) => None,
+    });
+    let ids = |part: Vec<Linear>| part.into_iter().map(|linear| linear.weight).collect();
+    experts.flatten().map(ids).collect()
+}
+
 /// The type that all are multiplied in: their own if they have one without codes, else f16.
 fn operand(all: &HashMap<TensorId, Streamed>) -> DType {
     let mut dtypes = all.values().map(|matrix| matrix.dtype);
@@ -87,18 +114,43 @@ fn operand(all: &HashMap<TensorId, Streamed>) -> DType {
     if !first.is_scaled() && dtypes.all(|dtype| dtype == first) { first } else { DType::F16 }
 }
 
-/// Every matrix, if all are of kinds that are streamed.
-fn streamed(sources: &[Source], files: &Files) -> Option<HashMap<TensorId, Streamed>> {
-    let ids = (0..).map(TensorId);
-    let matrices = sources.iter().zip(ids).filter_map(|(source, id)| match source {
-        Source::Made(matrix, _) => Some((id, matrix)),
+/// Every matrix, if all are of kinds that are streamed. The codes of experts are in blocks, and the factors of their rows
+/// are the same for all, so that several experts' products can be added before they are multiplied by them.
+fn streamed(
+    graph: &Graph,
+    sources: &[Source],
+    files: &Files,
+) -> Option<HashMap<TensorId, Streamed>> {
+    let mut all = HashMap::new();
+    for part in of_experts(graph) {
+        let matrices = part.iter().map(|id| made(&sources[id.index()]));
+        let matrices: Vec<_> = matrices.collect::<Option<_>>()?;
+        let codes = |matrix: &&Matrix| matches!(matrix.layout, Layout::Scaled { .. });
+        if matrices.iter().any(codes) {
+            let grouped = Grouped::together(&matrices, files)?.into_iter().map(Streamed::blocks);
+            all.extend(part.into_iter().zip(grouped));
+        }
+    }
+    for (source, id) in sources.iter().zip((0..).map(TensorId)) {
+        if let Some(matrix) = made(source)
+            && let Entry::Vacant(vacant) = all.entry(id)
+        {
+            vacant.insert(one(matrix, files)?);
+        }
+    }
+    Some(all)
+}
+
+/// The matrix that a source is made of.
+fn made(source: &Source) -> Option<&Matrix> {
+    match source {
+        Source::Made(matrix, _) => Some(matrix),
         Source::Stored(_)
         | Source::Piece(_)
         | Source::Rows(..)
         | Source::Grouped(_)
         | Source::Scales(_) => None,
-    });
-    matrices.map(|(id, matrix)| Some((id, one(matrix, files)?))).collect()
+    }
 }
 
 fn one(matrix: &Matrix, files: &Files) -> Option<Streamed> {
@@ -138,9 +190,14 @@ fn rows_at(matrix: &Matrix, place: Place, row_bytes: usize) -> From {
 }
 
 fn grouped(matrix: &Matrix, files: &Files) -> Option<Streamed> {
-    let grouped = Grouped::new(matrix, files)?;
-    let (dtype, scales) = (grouped.dtype(), grouped.factors.clone());
-    Some(Streamed { from: From::Blocks(grouped), dtype, scales })
+    Grouped::together(&[matrix], files)?.pop().map(Streamed::blocks)
+}
+
+impl Streamed {
+    fn blocks(grouped: Grouped) -> Self {
+        let (dtype, scales) = (grouped.dtype(), grouped.factors.clone());
+        Self { from: From::Blocks(grouped), dtype, scales }
+    }
 }
 
 /// Whether some bf16 is too large for f16, or may be.
@@ -175,13 +232,18 @@ fn beyond_f16(all: &HashMap<TensorId, Streamed>, files: &Files) -> bool {
     found.into_inner()
 }
 
-/// Adds a tensor of scales for each matrix of codes; returns them by the matrix.
+/// Adds a tensor of scales for each matrix of codes, one for each part of experts; returns them by the matrix.
 fn scales(
     graph: &mut Graph,
     sources: &mut Vec<Source>,
     all: &HashMap<TensorId, Streamed>,
 ) -> HashMap<TensorId, TensorId> {
-    let mut scaled: Vec<_> = all.iter().filter(|(_, matrix)| matrix.dtype.is_scaled()).collect();
+    let experts = of_experts(graph);
+    let others: HashSet<TensorId> = experts.iter().flat_map(|part| &part[1..]).copied().collect();
+    let mut scaled: Vec<_> = all
+        .iter()
+        .filter(|(id, matrix)| matrix.dtype.is_scaled() && !others.contains(id))
+        .collect();
     // In the order of the matrices, so that a model always has the same graph.
     scaled.sort_by_key(|(id, _)| id.index());
     let mut added = HashMap::new();
@@ -192,6 +254,11 @@ fn scales(
         graph.tensors.push(Tensor { name, dtype: DType::F32, shape });
         let bytes = matrix.scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         sources.push(Source::Scales(bytes));
+    }
+    for part in experts {
+        if let Some(&scale) = added.get(&part[0]) {
+            added.extend(part.into_iter().map(|id| (id, scale)));
+        }
     }
     added
 }

@@ -4,7 +4,7 @@ use ir::{DType, TensorId, decode};
 use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};
 
 /// Parameters of the published models, in the table's order; the toys' are sums by hand.
-const PARAMETERS: [(&str, usize); 18] = [
+const PARAMETERS: [(&str, usize); 19] = [
     ("toy", 69_824),
     ("toy-2l", 106_816),
     ("smollm2-135m", 134_515_008),
@@ -19,6 +19,7 @@ const PARAMETERS: [(&str, usize); 18] = [
     ("qwen3-8b", 8_190_735_360),
     ("gpt-oss-20b", 20_914_757_184),
     ("qwen3-30b-a3b", 30_532_122_624),
+    ("qwen3-30b-a3b-fp8", 30_532_122_624),
     ("mixtral-8x7b", 46_702_792_704),
     ("qwen3-32b", 32_762_123_264),
     ("llama-3.1-70b", 70_553_706_496),
@@ -48,12 +49,11 @@ fn presets_have_the_published_sizes_and_cost_nothing_until_read() {
         assert!(!entry.about.is_empty());
         assert_eq!(entry.shape().problems(), [], "{name}");
         let model = preset(name).expect(name);
-        assert_eq!(
-            model.graph.tensors.iter().map(|t| t.len()).sum::<usize>(),
-            parameters,
-            "{name}"
-        );
-        assert_eq!((model.graph.dtype, &model.graph.name[..]), (DType::Bf16, name));
+        // Without the scales of codes.
+        let tensors = model.graph.tensors.iter().filter(|t| !t.name.ends_with("_scale"));
+        assert_eq!(tensors.map(|t| t.len()).sum::<usize>(), parameters, "{name}");
+        let dtype = if model.graph.codes().is_some() { DType::F16 } else { DType::Bf16 };
+        assert_eq!((model.graph.dtype, &model.graph.name[..]), (dtype, name));
         assert!(matches!(model.origin, Origin::Random { .. }) && model.folder().is_none());
     }
     assert!(preset("toy-3l").is_none());
@@ -76,6 +76,49 @@ fn values_follow_their_law() {
     assert!(norm.iter().all(|v| (0.5..=1.5).contains(v)));
     let (mean, std) = moments(&norm);
     assert!((mean - 1.0).abs() < 0.05 && (std - 12_f64.powf(-0.5)).abs() < 0.02, "{mean} {std}");
+}
+
+/// Codes of a row of experts, and the factors that all of them share.
+#[test]
+fn codes_follow_their_law() {
+    for (name, dtype) in [("gpt-oss-20b", DType::Mxfp4), ("qwen3-30b-a3b-fp8", DType::E4m3G64)] {
+        let shape = model::PRESETS.iter().find(|preset| preset.name == name).expect(name).shape();
+        let experts = shape.options.experts.clone().map(|e| model::ExpertShape { count: 8, ..e });
+        let options = model::Options { experts, ..shape.options.clone() };
+        let model = Model::random(
+            Shape { layers: 1, options, vocab: 64, window: Window::None, ..shape },
+            3,
+        );
+        let at = "model.layers.0.mlp.experts.3.down_proj.weight";
+        let i = model.graph.tensors.iter().position(|t| t.name == at).expect(at);
+        let (tensor, bytes) = (&model.graph.tensors[i], model.weights.bytes(TensorId(i as u32)));
+        assert_eq!((tensor.dtype, bytes.len()), (dtype, tensor.bytes()), "{name}");
+        let cols = tensor.shape[1] as usize;
+        let mut out = vec![0.0; tensor.len()];
+        let rows = bytes.chunks(dtype.row_bytes(cols)).zip(out.chunks_mut(cols));
+        rows.for_each(|(row, out)| decode(dtype, row, out));
+        let ((mean, std), deviation) = (moments(&out), 1.0 / (cols as f64).sqrt());
+        assert!(mean.abs() < 0.01 * deviation, "{name}: mean {mean}");
+        // A power of two may be half of what was wanted.
+        assert!((0.5..1.05).contains(&(std / deviation)), "{name}: {std} for {deviation}");
+        let factors = values(&model, "model.layers.0.mlp.experts.0.down_proj.weight_scale");
+        assert!(factors.iter().all(|&factor| factor == 1.0), "{name}");
+    }
+}
+
+/// Bytes of a step, by hand: attention and `lm_head` in bf16 or FP8, and the chosen experts in blocks.
+#[test]
+fn a_step_of_codes_reads_their_bytes() {
+    let gpt = preset("gpt-oss-20b").expect("a preset").graph;
+    let expert = 3 * 2880 * 23 * (64 + 4);
+    let attention = 2 * (2 * 4096 * 2880 + 2 * 512 * 2880);
+    let rest = gpt.step_bytes() - 24 * (4 * expert + attention) - 2 * 201_088 * 2880;
+    assert!(rest < 12_000_000, "router, norms, biases, factors: {rest}");
+    let qwen = preset("qwen3-30b-a3b-fp8").expect("a preset").graph;
+    let expert = 3 * 2048 * 768 / 64 * (64 + 2);
+    let attention = (2 * 4096 * 2048 + 2 * 512 * 2048) / 64 * (64 + 2);
+    let rest = qwen.step_bytes() - 48 * (8 * expert + attention) - 2 * 151_936 * 2048;
+    assert!(rest < 30_000_000, "router, norms, factors: {rest}");
 }
 
 #[test]

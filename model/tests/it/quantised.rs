@@ -335,7 +335,7 @@ fn options_of_compressed_tensors_that_are_not_read_are_named() {
             "format",
             json!("marlin-24"),
             "\"config_groups.group_0.format\" is \"marlin-24\"; supported: float-quantized, int-quantized, \
-             pack-quantized, nvfp4-pack-quantized"
+             pack-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized"
                 .to_owned(),
         ),
         (

@@ -16,6 +16,8 @@ pub(super) fn decode_row(dtype: DType, block: CodeBlock, row: &[u8], out: &mut [
             let half = |at: usize| f16::from_le_bytes([own[at], own[at + 1]]).to_f32();
             let scale = if block.shared {
                 f32::from_le_bytes([own[0], own[1], own[2], own[3]])
+            } else if block.powers {
+                2_f32.powi(i32::from(own[0]) - 127)
             } else {
                 half(0)
             };
@@ -36,6 +38,15 @@ fn code_value(scalar: Scalar, codes: &[u8], at: usize) -> f32 {
         Scalar::E4m3 => StoredE4m3::value(codes[at]),
         Scalar::Int8 => StoredInt8::value(codes[at]),
         Scalar::Int4 => f32::from(codes[at / 2] >> (4 * (at % 2)) & 15),
+        Scalar::E2m1 => {
+            let code = i32::from(codes[at / 2] >> (4 * (at % 2)) & 15);
+            let (exponent, mantissa) = (code >> 1 & 3, (code & 1) as f32);
+            let magnitude = match exponent {
+                0 => mantissa / 2.0,
+                _ => (1.0 + mantissa / 2.0) * 2_f32.powi(exponent - 1),
+            };
+            if code & 8 == 0 { magnitude } else { -magnitude }
+        }
         Scalar::F32 | Scalar::F16 | Scalar::Bf16 => unreachable!("only codes lie in blocks"),
     }
 }

@@ -22,7 +22,7 @@ fn stored(dtype: DType, values: &[f32]) -> Vec<u8> {
         Scalar::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
         // Any code but NaN.
         Scalar::E4m3 | Scalar::Int8 => values.iter().map(|v| (v * 126.0) as i8 as u8).collect(),
-        Scalar::Int4 => unreachable!("a row at a time: stored_rows"),
+        Scalar::Int4 | Scalar::E2m1 => unreachable!("a row at a time: stored_rows"),
     }
 }
 
@@ -40,6 +40,10 @@ fn stored_rows(dtype: DType, values: &[f32], cols: usize) -> Vec<u8> {
             let (_, constants) = block_bytes.split_at_mut(CodeBlock::CODE_BYTES);
             if block.shared {
                 constants.copy_from_slice(&0.3_f32.to_le_bytes());
+                continue;
+            }
+            if block.powers {
+                constants.iter_mut().zip(120..).for_each(|(constant, power)| *constant = power);
                 continue;
             }
             for (i, constant) in constants.as_chunks_mut::<2>().0.iter_mut().enumerate() {

@@ -127,7 +127,7 @@ fn check(p: &MatvecParams, matrix: &Packed<'_>, route: Option<&Route>) -> Result
     Ok(())
 }
 
-/// Products that follow a route. Experts have no scales.
+/// Products that follow a route. Experts share the scales of their rows.
 fn routed(
     context: Context<'_>,
     p: &MatvecParams,
@@ -135,13 +135,17 @@ fn routed(
     rows: &Rows,
 ) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
     let Operand { x, scale, .. } = operand(context, p, matrix)?;
-    let biases = context.read_optional(2, 0, matrix.rows())?;
+    let [scales, biases] = expert_constants(context, matrix)?;
     let bias = |row: u32| biases.as_ref().map_or(0.0, |biases| biases[row as usize]);
+    let row_scale = |row: u32| {
+        let row = (row % matrix.expert_rows()) as usize;
+        f64::from(scales.as_ref().map_or(1.0, |scales| scales[row]))
+    };
     let scaled = |product: f32| scale.map_or(f64::from(product), |s| f64::from(product) * s);
     if epilogue(p)? == Epilogue::SiluMul {
         let of = |row| {
             let (row, weight) = route.row(matrix, row);
-            (scaled(matrix.dot_row(row, &x)) as f32 + bias(row), weight)
+            ((scaled(matrix.dot_row(row, &x)) * row_scale(row)) as f32 + bias(row), weight)
         };
         let (y, weights): (Vec<_>, Vec<_>) = (rows.row0..rows.row1).map(of).unzip();
         return finish(context, p, rows, y, &weights);
@@ -153,12 +157,27 @@ fn routed(
         let sum: f64 = parts
             .map(|((row, weight), x)| {
                 let x = &x[..cols.min(x.len())];
-                scaled(matrix.dot_row(row, x)) + f64::from(weight) * f64::from(bias(row))
+                scaled(matrix.dot_row(row, x)) * row_scale(row)
+                    + f64::from(weight) * f64::from(bias(row))
             })
             .sum();
         sum as f32
     };
     finish(context, p, rows, (rows.row0..rows.row1).map(of).collect(), &[])
+}
+
+/// The scales of an expert's rows and, behind them, the biases of all experts; `None` where there are none.
+fn expert_constants(
+    context: Context<'_>,
+    matrix: &Packed<'_>,
+) -> Result<[Option<Vec<f32>>; 2], Fault> {
+    if !matrix.is_scaled() {
+        return Ok([None, context.read_optional(2, 0, matrix.rows())?]);
+    }
+    let scales = matrix.expert_rows();
+    let words = context.task.reads[2].map_or(0, |buffer| context.memory.words(buffer));
+    let biases = (words > scales).then(|| context.read(2, scales, matrix.rows())).transpose()?;
+    Ok([Some(context.read(2, 0, scales)?), biases])
 }
 
 /// The biases of a task's rows, if there are any: behind the scales.

@@ -159,7 +159,7 @@ fn a_program_is_right_for_every_route() {
 #[test]
 fn quantised_experts_agree_with_the_default_schedule() {
     let target = Target::by_name("h200").unwrap();
-    for name in EXPERTS_QUANTISED {
+    for (name, _) in EXPERTS_QUANTISED {
         let golden = Golden::open("quantised", name);
         let config = default_config(&golden.model.graph, &target);
         let summary = checked(&golden, config, &target, Order::Waves);

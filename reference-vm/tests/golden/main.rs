@@ -8,6 +8,7 @@ mod quantised_families;
 
 use std::path::Path;
 
+use ir::DType;
 use model::Model;
 use safetensors::SafeTensors;
 
@@ -58,8 +59,9 @@ const FAMILIES: [&str; 14] = [
 const EXPERTS: [&str; 5] =
     ["gpt-oss-bf16", "mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
 
-/// Quantised ones of them, in `corpus/quantised`.
-const EXPERTS_QUANTISED: [&str; 2] = ["fp8-block-qwen3-moe", "mxfp4-gpt-oss"];
+/// Quantised ones of them, in `corpus/quantised`, and their codes if they are streamed.
+const EXPERTS_QUANTISED: [(&str, Option<DType>); 2] =
+    [("fp8-block-qwen3-moe", Some(DType::E4m3G64)), ("mxfp4-gpt-oss", Some(DType::Mxfp4))];
 
 /// A model with its tokens and logits.
 struct Golden {

@@ -120,6 +120,21 @@ fn write(folder: &Path, config: &Value, tensors: &[Stored]) {
     serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
 }
 
+/// Width of the experts of mixtral that groups of int4 divide; the folder's are wider.
+const NARROW: usize = 64;
+
+/// The first [`NARROW`] rows or columns of the experts of mixtral, for int4.
+fn narrow(name: &str, shape: &mut [usize], values: &mut Vec<f32>) {
+    if name.ends_with(".w2.weight") {
+        *values =
+            values.chunks(shape[1]).flat_map(|row| &row[..NARROW]).copied().collect::<Vec<_>>();
+        shape[1] = NARROW;
+    } else if [".w1.weight", ".w3.weight"].iter().any(|part| name.ends_with(part)) {
+        values.truncate(NARROW * shape[1]);
+        shape[0] = NARROW;
+    }
+}
+
 /// Writes a family's golden model twice: quantised, and in f32 with the values that the codes mean.
 fn folders(name: &str, format: Format, quantised: &Path, plain: &Path) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/families").join(name);
@@ -131,8 +146,12 @@ fn folders(name: &str, format: Format, quantised: &Path, plain: &Path) {
     for (name, view) in file.tensors() {
         let mut given = vec![0.0; view.shape().iter().product()];
         decode(DType::Bf16, view.data(), &mut given);
-        let shape = view.shape().to_vec();
-        if let (&[rows, cols], true) = (&shape[..], name.contains("_proj.")) {
+        let mut shape = view.shape().to_vec();
+        if format == Format::Int4 {
+            narrow(&name, &mut shape, &mut given);
+        }
+        let quantised = name.contains("_proj.") || name.contains(".experts.");
+        if let (&[rows, cols], true) = (&shape[..], quantised) {
             let (stored, means) = format.matrix(&name, [rows, cols], &given);
             codes.extend(stored);
             values.push((name, Dtype::F32, shape, floats(&means)));
@@ -140,6 +159,9 @@ fn folders(name: &str, format: Format, quantised: &Path, plain: &Path) {
             codes.push((name.clone(), view.dtype(), shape.clone(), view.data().to_vec()));
             values.push((name, Dtype::F32, shape, floats(&given)));
         }
+    }
+    if format == Format::Int4 && config["model_type"] == "mixtral" {
+        config["intermediate_size"] = NARROW.into();
     }
     write(plain, &config, &values);
     config["quantization_config"] = format.config();
@@ -165,16 +187,28 @@ fn evaluated(model: &Model, tokens: &[u32]) -> (Vec<Vec<f32>>, Vec<u32>) {
 /// a folder of its values, and is streamed as codes.
 #[test]
 fn quantised_folders_of_families_mean_their_values() {
+    // Groups do not divide the widths of glm4 and gemma2.
+    mean_their_values(
+        &["phi3-bf16", "phi4-longrope-bf16", "glm4-bf16", "granite-bf16", "gemma2-bf16"],
+        &["phi3-bf16", "phi4-longrope-bf16", "granite-bf16"],
+    );
+}
+
+/// The same of experts, one of them shared, whose codes are in blocks.
+#[test]
+fn quantised_experts_mean_their_values() {
+    let all = ["mixtral-bf16", "olmoe-bf16", "qwen2-moe-bf16", "qwen3-moe-bf16"];
+    mean_their_values(&all, &["mixtral-bf16"]);
+}
+
+/// Of these families, and those that have widths for groups of int4.
+fn mean_their_values(names: &[&str], grouped: &[&str]) {
     let target = Target::by_name("h200").unwrap();
     let parent = tempfile::tempdir().unwrap();
-    let names = ["phi3-bf16", "phi4-longrope-bf16", "glm4-bf16", "granite-bf16", "gemma2-bf16"];
-    let formats = [Format::Fp8, Format::Int8, Format::Int4];
-    let all = names.into_iter().flat_map(|name| formats.map(|format| (name, format)));
-    // Groups do not divide the widths of these two.
-    let odd = ["glm4-bf16", "gemma2-bf16"];
-    for (name, format) in
-        all.filter(|(name, format)| *format != Format::Int4 || !odd.contains(name))
-    {
+    let rows =
+        [Format::Fp8, Format::Int8].map(|format| names.iter().map(move |name| (*name, format)));
+    let groups = grouped.iter().map(|name| (*name, Format::Int4));
+    for (name, format) in rows.into_iter().flatten().chain(groups) {
         let what = format!("{name} {format:?}");
         let [quantised, plain] =
             ["quantised", "plain"].map(|kind| parent.path().join(format!("{what} {kind}")));
@@ -199,12 +233,12 @@ fn quantised_folders_of_families_mean_their_values() {
     }
 }
 
-/// Experts in FP8 with a scale per block, and in mxfp4: dequantised, as transformers computes them.
+/// Experts in FP8 with a scale per block, as codes, and in mxfp4, dequantised: as transformers computes them.
 #[test]
 fn quantised_experts_have_the_logits_of_transformers() {
-    for name in EXPERTS_QUANTISED {
+    for (name, codes) in EXPERTS_QUANTISED {
         let golden = Golden::open("quantised", name);
-        assert_eq!(golden.model.graph.dtype, DType::F32, "{name}");
+        assert_eq!(golden.model.graph.codes(), codes, "{name}");
         let (logits, _) = evaluated(&golden.model, &golden.tokens);
         let agreement = compare(&golden.logits, &logits, Tolerance::REFERENCE);
         let summary = agreement.unwrap_or_else(|d| panic!("{name}: {d}")).summary();

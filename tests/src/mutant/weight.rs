@@ -446,7 +446,7 @@ fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
         Scalar::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         Scalar::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
         Scalar::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-        Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 => {
+        Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => {
             unreachable!("mutants are of models without codes")
         }
     }

@@ -60,6 +60,8 @@ template <typename F> void with_unpack(uint32_t unpack, F const& f) {
     case 5: return f(Number<5>());
     case 6: return f(Number<6>());
     case 7: return f(Number<7>());
+    case 8: return f(Number<8>());
+    case 9: return f(Number<9>());
   }
 }
 

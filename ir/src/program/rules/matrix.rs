@@ -57,12 +57,6 @@ fn experts(matrix: &Matrix, rows: u32) -> Result<(), String> {
         let parts = if tiles == 2 { "whole pairs of tiles" } else { "whole tiles" };
         return Err(format!("{rows} rows of {} experts are not {parts} for each", matrix.experts));
     }
-    if matrix.format.is_scaled() {
-        return Err(format!(
-            "experts are {}, and only those without scales have a route",
-            matrix.format.name()
-        ));
-    }
     Ok(())
 }
 

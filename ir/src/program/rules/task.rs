@@ -268,7 +268,7 @@ impl<'a> Op<'a> {
         self.row_constants(p);
     }
 
-    /// Scales and biases: one for each row of the matrix, the scales first.
+    /// Scales and biases: one for each row of the matrix, the scales first, which experts share.
     fn row_constants(&mut self, p: &MatvecParams) {
         let matrix = self.program.matrices.get(p.matrix as usize);
         let scaled = matrix.is_some_and(|matrix| matrix.format.is_scaled());
@@ -279,17 +279,19 @@ impl<'a> Op<'a> {
             }
             return;
         }
-        // Rows that alternate have no place for biases behind the scales.
+        let scales = matrix.map_or(rows, |matrix| u64::from(matrix.expert_rows()));
+        // Rows that alternate have no place for biases behind the scales, unless a route is followed.
         let interleaved = matrix.is_some_and(|matrix| matrix.map.interleaved);
-        let most = if interleaved { rows } else { 2 * rows };
+        let biased = !interleaved || self.task.reads[4].is_some();
+        let most = if biased { scales + rows } else { scales };
         if let Some(found) = self.read("the scales", 2, CONSTANT)
-            && ![rows, most].contains(&u64::from(found.words))
+            && ![scales, most].contains(&u64::from(found.words))
         {
             self.shape(format!(
-                "the scales are {} with {} words, expected {rows}{}",
+                "the scales are {} with {} words, expected {scales}{}",
                 found.name,
                 found.words,
-                if interleaved { "" } else { ", or twice as many with biases" }
+                if biased { format!(", or {most} with biases") } else { String::new() }
             ));
         }
     }

@@ -27,6 +27,9 @@ const SWEEP_MIN: u64 = 32;
 /// Maximum length of a sweep, in trials.
 const SWEEP_MAX: u64 = 40;
 
+/// Most trials of a short search.
+const SHORT: u64 = 16;
+
 /// Largest trial budget.
 const TRIALS_MAX: u64 = 1_000_000;
 
@@ -38,6 +41,12 @@ impl Budget {
             Self::Trials(most) => trials >= most,
             Self::Time(most) => trials > 0 && elapsed >= most,
         }
+    }
+
+    /// Whether a search proposes what is best by what is known rather than what may be.
+    #[must_use]
+    pub fn is_short(self) -> bool {
+        matches!(self, Self::Trials(most) if most <= SHORT)
     }
 
     /// The smaller of `trials` and the number of the trial before which the search ends.

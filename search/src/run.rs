@@ -129,6 +129,7 @@ impl<'a> Search<'a> {
             space: settings.space.clone(),
             seed: settings.seed,
             sweep: settings.explore,
+            short: settings.budget.is_short(),
         };
         let Settings { seed, min_gain, timing, default, .. } = settings;
         let terms =

@@ -110,6 +110,8 @@ pub struct SearchSpace {
     pub seed: u64,
     /// Maximum number of trials, after the baseline, in a sweep.
     pub sweep: u64,
+    /// Whether the search is short ([`Budget::is_short`](crate::Budget::is_short)).
+    pub short: bool,
 }
 
 /// What [`StrategyName::Residual`] knows when a search begins.

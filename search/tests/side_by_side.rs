@@ -109,8 +109,12 @@ impl Host {
 
     fn finish(&self, search: Search<'_>, past: &[Trial], name: StrategyName) -> Ran {
         let settings = self.settings();
-        let search_space =
-            SearchSpace { space: settings.space, seed: settings.seed, sweep: settings.explore };
+        let search_space = SearchSpace {
+            space: settings.space,
+            seed: settings.seed,
+            sweep: settings.explore,
+            short: false,
+        };
         let mut search = search.with_strategy(strategy(name, search_space, Known::default()));
         for trial in past {
             search.absorb(trial.clone()).unwrap();

@@ -296,7 +296,8 @@ fn strategy(
         return Ok(Arc::new(Proposer::start(command, context, header.seed)?));
     }
     let space = settings.space.clone();
-    let search_space = SearchSpace { space, seed: header.seed, sweep: header.explore };
+    let (seed, sweep, short) = (header.seed, header.explore, settings.budget.is_short());
+    let search_space = SearchSpace { space, seed, sweep, short };
     let (graph, positions) = (context.graph(), header.predicted_at(context));
     let model =
         CostModel::new(graph, &context.target, context.kv_capacity, &positions, Rates::shipped());

@@ -210,6 +210,7 @@ pub(super) fn play(
 
 /// The space of strategies on a measured grid, with the sweep of a search of `trials` trials.
 pub(super) fn search_space(land: &MeasuredGrid, seed: u64, trials: u64) -> SearchSpace {
-    let sweep = search::Budget::Trials(trials).explore();
-    SearchSpace { space: land.space().axes().to_vec(), seed, sweep }
+    let budget = search::Budget::Trials(trials);
+    let (sweep, short) = (budget.explore(), budget.is_short());
+    SearchSpace { space: land.space().axes().to_vec(), seed, sweep, short }
 }

@@ -54,7 +54,7 @@ impl Bench {
 
     /// Entries that were read or moved in a search of `trials` trials that copies the history for helpers in each.
     fn visits(&self, trials: u64, name: StrategyName) -> usize {
-        let search_space = SearchSpace { space: self.space(), seed: 3, sweep: 40 };
+        let search_space = SearchSpace { space: self.space(), seed: 3, sweep: 40, short: false };
         let strategy = strategy(name, search_space, Known::default());
         let mut history = History::new(*self.one.config);
         let before = VISITS.get();
@@ -181,7 +181,7 @@ mod scan {
 fn what_is_kept_up_to_date_is_what_a_scan_finds() {
     let bench = Bench::new();
     let space = bench.space();
-    let proposer = SearchSpace { space: space.clone(), seed: 5, sweep: 20 };
+    let proposer = SearchSpace { space: space.clone(), seed: 5, sweep: 20, short: false };
     let mut parent = *bench.one.config;
     let (mut all, mut kept_up) = (Vec::new(), TrialRecords::default());
     for index in 1..500_u64 {

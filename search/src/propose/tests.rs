@@ -15,7 +15,7 @@ fn run(
     gain: impl Fn(&ScheduleConfig) -> f64,
 ) -> Vec<(Origin, TrialRecord)> {
     let space = whole();
-    let proposer = SearchSpace { space: space.clone(), seed, sweep: trials / 2 };
+    let proposer = SearchSpace { space: space.clone(), seed, sweep: trials / 2, short: false };
     let mut incumbent = ScheduleConfig::default();
     let mut history: Vec<(Origin, TrialRecord)> = Vec::new();
     for trial in 1..trials {
@@ -38,7 +38,7 @@ fn run(
 #[test]
 fn equal_histories_give_equal_draws() {
     let space = whole();
-    let proposer = SearchSpace { space: space.clone(), seed: 7, sweep: 4 };
+    let proposer = SearchSpace { space: space.clone(), seed: 7, sweep: 4, short: false };
     let default = ScheduleConfig::default();
     let mut other = default;
     other.kernel.poll_sleep_ns = 0;

@@ -32,9 +32,19 @@ const WEIGHT: f64 = 0.05;
 const NUMBER: f64 = 0.02;
 const PREDICTION: f64 = 0.3;
 
-/// The spread of the drawn weights over that of the posterior. With as many weights as trials, draws of the whole spread change
-/// every knob at once (docs/lab/2026-11-23-residual-model.md).
-const DRAWN: f64 = 0.6;
+/// How the trials of a search are proposed.
+struct Effort {
+    /// The spread of the drawn weights over that of the posterior. With as many weights as trials, draws of the whole spread
+    /// change every knob at once (docs/lab/2026-11-23-residual-model.md).
+    drawn: f64,
+    /// Maximum number of rounds of single moves, the first from the incumbent and each other from the best schedule so far.
+    rounds: usize,
+}
+
+/// Short searches stay near to what is known, and two rounds find what is best under it. Long ones that stay there end at a
+/// local optimum (docs/lab/2026-11-25-sixteen-trials-again.md).
+const SHORT: Effort = Effort { drawn: 0.3, rounds: 2 };
+const LONG: Effort = Effort { drawn: 0.6, rounds: 1 };
 
 /// Number of trials of this shape with another kernel that count as one of this search.
 const OTHER_KERNEL: f64 = 4.0;
@@ -43,7 +53,7 @@ const OTHER_KERNEL: f64 = 4.0;
 /// the shapes differ: it repeats what was best elsewhere (docs/lab/2026-11-25-cost-model-of-today.md).
 const OTHER_SHAPE: f64 = 10.0;
 
-/// Number of schedules that are predicted for a trial beside the single moves.
+/// Number of schedules that a round predicts beside the single moves.
 const PREDICTED: usize = 24;
 
 /// The cost model as a strategy uses it: a pure function of the schedule.
@@ -249,10 +259,10 @@ impl Regression {
         (factor, half, error)
     }
 
-    /// Weights drawn from the posterior.
-    fn draw(&self, rng: &mut Xoshiro256PlusPlus) -> Vec<f64> {
+    /// Weights drawn from the posterior, with this fraction of its spread.
+    fn draw(&self, spread: f64, rng: &mut Xoshiro256PlusPlus) -> Vec<f64> {
         let (factor, half, error) = self.solved();
-        let drawn: Vec<f64> = half.iter().map(|x| x + DRAWN * error * normal(rng)).collect();
+        let drawn: Vec<f64> = half.iter().map(|x| x + spread * error * normal(rng)).collect();
         backward(&factor, &drawn)
     }
 }
@@ -327,44 +337,76 @@ fn backward(factor: &[Vec<f64>], right: &[f64]) -> Vec<f64> {
     x
 }
 
-/// A schedule near the incumbent: the knobs that it changes, and `ln(time)` over the incumbent's under the drawn
+/// A schedule near the centre of a round: the knobs that it changes, and `ln(time)` over the centre's under the drawn
 /// weights.
 struct Move {
     form: Form,
-    config: ScheduleConfig,
     score: f64,
 }
 
-/// The weights of a trial, with the incumbent that scores are relative to.
+/// A schedule with `ln(time)` under the drawn weights.
+type Ranked = (f64, ScheduleConfig);
+
+/// The weights of a trial.
 struct Ranking<'q> {
     predictions: Option<&'q dyn Predictions>,
     weights: Vec<f64>,
-    incumbent: &'q ScheduleConfig,
-    /// The incumbent's value under the weights.
-    base: f64,
 }
 
 impl Ranking<'_> {
-    /// The move to a schedule; `None` if it cannot be lowered.
-    fn rank(&self, config: ScheduleConfig) -> Option<Move> {
-        let score = value(&self.weights, &features(&config, predict(self.predictions, &config)?));
-        let form = changes(self.incumbent, &config).iter().map(|c| (c.knob, c.to)).collect();
-        Some(Move { form, config, score: score - self.base })
+    /// These schedules, the best first, without those that cannot be lowered.
+    fn ranked(&self, configs: Vec<ScheduleConfig>) -> Vec<Ranked> {
+        let rank = |config: ScheduleConfig| {
+            let us = predict(self.predictions, &config)?;
+            Some((value(&self.weights, &features(&config, us)), config))
+        };
+        let mut ranked: Vec<Ranked> = configs.into_par_iter().filter_map(rank).collect();
+        ranked.sort_by(|a, b| a.0.total_cmp(&b.0));
+        ranked
     }
 
-    /// The best schedules that no trial tried: combinations of single moves, which are ranked as if their effects added
-    /// up. The first ones are predicted and ranked again.
-    fn best(&self, space: &SearchSpace, past: &TrialRecords) -> Vec<Move> {
-        let forms = sweep_forms(&space.space, self.incumbent);
-        let mut near: Vec<_> = forms.iter().map(|form| edited(self.incumbent, form)).collect();
-        let mut seen = FxHashSet::default();
-        near.retain(|config| seen.insert(*config));
-        let ranked = near.into_par_iter().filter_map(|config| self.rank(config));
-        let mut moves: Vec<Move> = ranked.filter(|found| !found.form.is_empty()).collect();
-        moves.sort_by(|a, b| a.score.total_cmp(&b.score));
+    /// The best schedules that no trial tried, from rounds of single moves and their combinations.
+    fn best(
+        &self,
+        incumbent: &ScheduleConfig,
+        space: &SearchSpace,
+        past: &TrialRecords,
+        rounds: usize,
+    ) -> Vec<Ranked> {
+        let mut seen: FxHashSet<_> = past.iter().map(|past| past.config).collect();
+        seen.insert(*incumbent);
+        let us = predict(self.predictions, incumbent).unwrap_or(1.0);
+        let mut centre = (value(&self.weights, &features(incumbent, us)), *incumbent);
+        let mut best = Vec::new();
+        for _ in 0..rounds {
+            let [moves, combined] = self.round(&centre, space, &mut seen);
+            let firsts = moves.first().into_iter().chain(combined.first());
+            let least = firsts.copied().min_by(|a, b| a.0.total_cmp(&b.0));
+            best.extend(combined);
+            let Some(least) = least.filter(|least| least.0 < centre.0) else { break };
+            centre = least;
+        }
+        best.sort_by(|a, b| a.0.total_cmp(&b.0));
+        best
+    }
+
+    /// The single moves from a centre, and combinations of them that were not seen. These are ranked as if the moves'
+    /// effects added up; the first ones are predicted and ranked again.
+    fn round(
+        &self,
+        (base, centre): &Ranked,
+        space: &SearchSpace,
+        seen: &mut FxHashSet<ScheduleConfig>,
+    ) -> [Vec<Ranked>; 2] {
+        let forms = sweep_forms(&space.space, centre);
+        let mut near: Vec<_> = forms.iter().map(|form| edited(centre, form)).collect();
+        let mut unlike = FxHashSet::from_iter([*centre]);
+        near.retain(|config| unlike.insert(*config));
+        let near = self.ranked(near);
+        let form = |config| changes(centre, config).iter().map(|c| (c.knob, c.to)).collect();
+        let moves = near.iter().map(|(at, config)| Move { form: form(config), score: at - base });
+        let moves: Vec<Move> = moves.collect();
         let together = compatible(moves.iter().filter(|found| found.score < 0.0));
-        let mut tried: FxHashSet<_> = past.iter().map(|past| past.config).collect();
-        tried.insert(*self.incumbent);
         let all = std::iter::once((score_of(&together), form_of(&together)));
         let others = moves.iter().map(|found| {
             let is_in = together.iter().any(|kept| std::ptr::eq(*kept, found));
@@ -377,15 +419,12 @@ impl Ranking<'_> {
             form.extend_from_slice(&found.form);
             (score + found.score, form)
         });
-        let mut planned: Vec<(f64, ScheduleConfig)> =
-            all.chain(others).map(|(score, form)| (score, edited(self.incumbent, &form))).collect();
-        planned.retain(|(_, config)| tried.insert(*config));
+        let mut planned: Vec<Ranked> =
+            all.chain(others).map(|(score, form)| (score, edited(centre, &form))).collect();
         planned.sort_by(|a, b| a.0.total_cmp(&b.0));
-        planned.truncate(PREDICTED);
-        let ranked = planned.into_par_iter().filter_map(|(_, config)| self.rank(config));
-        let mut best: Vec<Move> = ranked.collect();
-        best.sort_by(|a, b| a.score.total_cmp(&b.score));
-        best
+        let new = planned.into_iter().filter(|(_, config)| seen.insert(*config));
+        let planned = new.take(PREDICTED).map(|(_, config)| config).collect();
+        [near, self.ranked(planned)]
     }
 }
 
@@ -446,10 +485,9 @@ pub(super) fn ask<'s>(
     };
     let rows = std::iter::once((baseline(question), 0.0)).chain(finished).filter_map(row);
     regression.add(rows.collect(), 1.0);
-    let weights = regression.draw(&mut generator(space.seed, trial));
-    let base = predict(predictions, incumbent).unwrap_or(1.0);
-    let base = value(&weights, &features(incumbent, base));
-    let best = Ranking { predictions, weights, incumbent, base }.best(space, past);
-    let ranked = best.into_iter().map(|found| (Origin::Model, found.config));
+    let effort = if space.short { SHORT } else { LONG };
+    let weights = regression.draw(effort.drawn, &mut generator(space.seed, trial));
+    let best = Ranking { predictions, weights }.best(incumbent, space, past, effort.rounds);
+    let ranked = best.into_iter().map(|(_, config)| (Origin::Model, config));
     Box::new(ranked.chain(space.draws(trial, incumbent, past)))
 }

@@ -10,7 +10,7 @@ use crate::propose::{TrialRecord, changes};
 
 fn search_space(seed: u64) -> SearchSpace {
     let space = Knob::ALL.iter().map(|&knob| (knob, knob.values())).collect();
-    SearchSpace { space, seed, sweep: 20 }
+    SearchSpace { space, seed, sweep: 20, short: false }
 }
 
 /// Microseconds per token: every knob outside the ring that is at its default costs 2%, and the ring has no effect.
@@ -86,6 +86,44 @@ impl Predictions for Slope {
     fn us(&self, config: &ScheduleConfig) -> Option<f64> {
         Some(us(&with_eight_rows(config)))
     }
+}
+
+/// Two knobs gain only together, and predictions know it: a short search finds it with its first proposal, since a second
+/// round starts where the first ended (docs/lab/2026-11-25-sixteen-trials-again.md).
+#[test]
+fn a_short_search_finds_in_one_trial_what_gains_after_another_change() {
+    let later = |config: &ScheduleConfig| {
+        let rows = config.get(Knob::TilingGateUpRows) == Value::Number(16);
+        let joined = config.get(Knob::TilingQkvRows) != Knob::TilingQkvRows.default();
+        us(config)
+            * if rows && joined {
+                0.8
+            } else if rows {
+                1.2
+            } else {
+                1.0
+            }
+    };
+    #[derive(Debug)]
+    struct Of(fn(&ScheduleConfig) -> f64);
+    impl Predictions for Of {
+        fn us(&self, config: &ScheduleConfig) -> Option<f64> {
+            Some(self.0(config))
+        }
+    }
+    let first = |short: bool, seed: u64| {
+        let known = Known { predictions: Some(Arc::new(Of(later))), runs: Vec::new() };
+        let space = SearchSpace { short, ..search_space(seed) };
+        later(&best(
+            &*strategy(StrategyName::Residual, space, known),
+            2,
+            ScheduleConfig::default(),
+            later,
+        ))
+    };
+    let mean = |short: bool| (0..8).map(|seed| first(short, seed)).sum::<f64>() / 8.0;
+    let (short, long) = (mean(true), mean(false));
+    assert!(short < 0.95 * long, "{short} after one trial of a short search, {long} of a long one");
 }
 
 #[test]

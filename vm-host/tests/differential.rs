@@ -21,7 +21,7 @@ use device::device;
 
 /// Folders of the corpus. Those of codes, those that multiply the residual stream without a norm (olmo), and those with experts do not run in
 /// a kernel of several sequences.
-const GOLDEN: [&str; 34] = [
+const GOLDEN: [&str; 36] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
@@ -35,8 +35,10 @@ const GOLDEN: [&str; 34] = [
     "quantised/ct-w4a16-g128-llama",
     "quantised/ct-w4a16-g32-qwen3",
     "quantised/fp8-block-llama",
+    "quantised/fp8-block-qwen3-moe",
     "quantised/gptq-asym-g128-qwen2",
     "quantised/gptq-sym-g128-llama",
+    "quantised/mxfp4-gpt-oss",
     "families/gemma2-bf16",
     "families/gemma3-256-bf16",
     "families/gemma3-bf16",

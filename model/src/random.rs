@@ -84,9 +84,10 @@ impl Recipe {
         let key = key(seed, &self.tensor.name);
         if let (Law::Codes(std), Some(block)) = (self.law, self.tensor.dtype.block()) {
             let bytes = block.bytes();
+            let scale = (std / spread(self.tensor.dtype.scalar())) as f32;
             parallel::fill(&mut out, bytes, threads, |first, out| {
                 for (n, out) in out.chunks_exact_mut(bytes).enumerate() {
-                    fill_block(self.tensor.dtype, block, std, (key, first + n), out);
+                    fill_block(self.tensor.dtype, block, scale, (key, first + n), out);
                 }
             });
             return out;
@@ -165,11 +166,10 @@ fn spread(scalar: Scalar) -> f64 {
 fn fill_block(
     dtype: DType,
     block: CodeBlock,
-    std: f64,
+    scale: f32,
     (key, number): (u64, usize),
     out: &mut [u8],
 ) {
-    let scale = (std / spread(dtype.scalar())) as f32;
     let (codes, constants) = out.split_at_mut(CodeBlock::CODE_BYTES);
     let words = CodeBlock::CODE_BYTES / 8;
     for (eight, index) in codes.as_chunks_mut::<8>().0.iter_mut().zip((number * words) as u64..) {

@@ -23,6 +23,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
             "verify",
             "disasm",
             "interpret",
+            "replay",
             "rerun",
             "provenance",
             "inspect",

@@ -159,7 +159,7 @@ pub(crate) enum Command {
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
-    /// Runs the commands of a log of `generate` or `serve` again, and compares every answer.
+    /// Runs the commands of a command log again and compares the answers.
     #[command(
         after_help = "Examples:\n  amk replay commands.jsonl\n  amk replay commands.jsonl --device eval\n\nExit code 1: an answer differs. It names the entry, the session and the position."
     )]

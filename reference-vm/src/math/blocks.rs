@@ -8,11 +8,11 @@ use super::{Element, StoredE4m3, StoredInt8};
 
 /// Decodes the first elements of a stored row.
 pub(super) fn decode_row(dtype: DType, block: CodeBlock, row: &[u8], out: &mut [f32]) {
-    let group = block.group as usize;
+    let (scalar, group) = (dtype.scalar(), block.group as usize);
     for (bytes, out) in row.chunks(block.bytes()).zip(out.chunks_mut(block.codes as usize)) {
         let (codes, constants) = bytes.split_at(CodeBlock::CODE_BYTES);
-        for (at, out) in out.iter_mut().enumerate() {
-            let own = &constants[at / group * block.group_scale_bytes()..];
+        let groups = out.chunks_mut(group).zip(constants.chunks(block.group_scale_bytes()));
+        for (first, (out, own)) in (0..).step_by(group).zip(groups) {
             let half = |at: usize| f16::from_le_bytes([own[at], own[at + 1]]).to_f32();
             let scale = if block.shared {
                 f32::from_le_bytes([own[0], own[1], own[2], own[3]])
@@ -21,8 +21,10 @@ pub(super) fn decode_row(dtype: DType, block: CodeBlock, row: &[u8], out: &mut [
             } else {
                 half(0)
             };
-            let centre = if block.zeros { half(2) } else { centre(dtype.scalar()) };
-            *out = (code_value(dtype.scalar(), codes, at) - centre) * scale;
+            let centre = if block.zeros { half(2) } else { centre(scalar) };
+            for (at, out) in (first..).zip(out) {
+                *out = (code_value(scalar, codes, at) - centre) * scale;
+            }
         }
     }
 }
@@ -39,11 +41,13 @@ fn code_value(scalar: Scalar, codes: &[u8], at: usize) -> f32 {
         Scalar::Int8 => StoredInt8::value(codes[at]),
         Scalar::Int4 => f32::from(codes[at / 2] >> (4 * (at % 2)) & 15),
         Scalar::E2m1 => {
-            let code = i32::from(codes[at / 2] >> (4 * (at % 2)) & 15);
-            let (exponent, mantissa) = (code >> 1 & 3, (code & 1) as f32);
-            let magnitude = match exponent {
+            let code = codes[at / 2] >> (4 * (at % 2)) & 15;
+            let mantissa = f32::from(code & 1);
+            let magnitude = match code >> 1 & 3 {
                 0 => mantissa / 2.0,
-                _ => (1.0 + mantissa / 2.0) * 2_f32.powi(exponent - 1),
+                1 => 1.0 + mantissa / 2.0,
+                2 => 2.0 + mantissa,
+                _ => 4.0 + 2.0 * mantissa,
             };
             if code & 8 == 0 { magnitude } else { -magnitude }
         }

@@ -161,7 +161,7 @@ pub(crate) enum Entry {
     Submission { sequence: u32, command: String, words: Vec<u32> },
     /// The words of the answer there.
     Completion { sequence: u32, words: Vec<u32> },
-    /// The log ends here; so many entries are missing behind the last one.
+    /// The last line: the number of entries after the limit, which are not in the file.
     Closed { dropped: u64 },
 }
 

@@ -44,7 +44,7 @@ impl Counts {
     }
 }
 
-/// A handle for those who have something to log. Pushing never blocks.
+/// An open log. Clones write to the same file; pushing an entry never blocks.
 #[derive(Clone)]
 pub(crate) struct CommandLog {
     queue: SyncSender<Message>,

@@ -58,13 +58,13 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
 #[test]
 fn a_turn_alone_is_a_prompt_where_others_run() {
     let prompts: Vec<Vec<u32>> = (0..4).map(|i| vec![i; 3]).collect();
-    let (ends, commands) = served(&prompts, |_| 48, |_| Priority::Normal, 4, 4);
+    let (ends, commands) = served(&prompts, |_| 46, |_| Priority::Normal, 4, 4);
     for (prompt, end) in prompts.iter().zip(ends) {
-        assert_eq!(end, (expected(prompt, 48), Some(Finish::Length)));
+        assert_eq!(end, (expected(prompt, 46), Some(Finish::Length)));
     }
     let alone = commands.iter().filter(|places| places.len() == 1).count();
     let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|seqs| *seqs > 1).collect();
-    // One token comes with the prompt, the others in commands of up to 16; 16 with the prompt would leave two of these.
+    // One token comes with the prompt, 45 in three commands of up to 16. A whole turn of 16 positions would leave 32, for two.
     assert_eq!((alone, batches), (4, vec![4; 3]));
 }
 

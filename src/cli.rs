@@ -376,8 +376,8 @@ pub enum DeviceChoice {
 #[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file, a model of the Hugging Face Hub (ORG/NAME or
-    /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights: toy, toy-2l,
-    /// smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-1.7b, qwen3-4b, llama-3.1-8b, qwen3-8b, qwen3-32b, llama-3.1-70b.
+    /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights, such as
+    /// llama-3.2-1b or, in FP8, llama-3.2-1b-fp8 (an unknown name lists them).
     #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]

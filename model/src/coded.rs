@@ -2,14 +2,23 @@
 
 use ir::{Attention, DType, FeedForward, Gated, Graph, Linear, Tensor, TensorId};
 
-/// The matrices of a model with experts that are codes; the others are of 16 bits.
+/// The matrices of the layers that are codes; the others are of 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Coded {
-    /// Of the experts.
+    /// Of attention and of layers without experts, if these matrices are codes.
+    pub dense: Option<DType>,
+    /// Of experts, whose rows share their factors.
     pub experts: DType,
-    /// Of attention, if its matrices are codes too.
-    pub attention: Option<DType>,
 }
+
+/// The formats that a preset of 16 bits can have too: what its name ends in, and its codes.
+pub const CODED: &[(&str, Coded)] = &[
+    ("fp8", Coded { dense: Some(DType::E4m3), experts: DType::E4m3G64Row }),
+    ("fp8-block", Coded { dense: Some(DType::E4m3G64), experts: DType::E4m3G64 }),
+    ("int8", Coded { dense: Some(DType::Int8), experts: DType::Int8G32 }),
+    ("int4-g128", Coded { dense: Some(DType::Int4G128), experts: DType::Int4G128 }),
+    ("int4-g32", Coded { dense: Some(DType::Int4G32), experts: DType::Int4G32 }),
+];
 
 impl Coded {
     /// Makes the graph one of these codes, as an imported one is (`quantised/stored.rs`): scales behind all other tensors,
@@ -18,17 +27,21 @@ impl Coded {
         let mut layers = std::mem::take(&mut graph.layers);
         for layer in &mut layers {
             let Attention { q, k, v, o, .. } = &mut layer.attention.body;
-            if let Some(dtype) = self.attention {
-                [q, k, v, o].into_iter().for_each(|linear| code(graph, dtype, vec![linear]));
-            }
-            if let FeedForward::Experts(experts) = &mut layer.mlp.body {
-                let (mut gates, mut ups, mut downs) = (Vec::new(), Vec::new(), Vec::new());
-                for Gated { gate, up, down } in &mut experts.experts {
-                    gates.push(gate);
-                    ups.push(up);
-                    downs.push(down);
+            let mut dense = vec![q, k, v, o];
+            match &mut layer.mlp.body {
+                FeedForward::Gated(Gated { gate, up, down }) => dense.extend([gate, up, down]),
+                FeedForward::Experts(experts) => {
+                    let (mut gates, mut ups, mut downs) = (Vec::new(), Vec::new(), Vec::new());
+                    for Gated { gate, up, down } in &mut experts.experts {
+                        gates.push(gate);
+                        ups.push(up);
+                        downs.push(down);
+                    }
+                    [gates, ups, downs].map(|part| code(graph, self.experts, part));
                 }
-                [gates, ups, downs].into_iter().for_each(|part| code(graph, self.experts, part));
+            }
+            if let Some(dtype) = self.dense {
+                dense.into_iter().for_each(|linear| code(graph, dtype, vec![linear]));
             }
         }
         graph.layers = layers;

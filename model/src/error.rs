@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::coded::CODED;
+
 /// Most problems in one message; the rest are counted. The error itself holds them all.
 const SHOWN_PROBLEMS: usize = 100;
 
@@ -175,9 +177,11 @@ fn unknown(name: &str, nearest: Option<&str>, presets: &[&str]) -> String {
     let hint = nearest
         .map(|n| format!(" (the preset {n} has this shape and random weights)"))
         .unwrap_or_default();
+    let formats: Vec<_> = CODED.iter().map(|(format, _)| format!("-{format}")).collect();
     format!(
-        "{} is neither a preset nor a folder{hint}; a model of the Hugging Face Hub is named ORG/NAME; presets, all with random weights: {}",
+        "{} is neither a preset nor a folder{hint}; a model of the Hugging Face Hub is named ORG/NAME; presets, all with random weights: {}; those of 16 bits also with {}",
         quoted(name),
-        presets.join(", ")
+        presets.join(", "),
+        formats.join(", ")
     )
 }

@@ -41,7 +41,7 @@ mod template_process;
 mod tokenizer;
 
 pub use chat::{Chat, Message, ToolForm};
-pub use coded::Coded;
+pub use coded::{CODED, Coded};
 pub use error::{ModelError, Problem};
 pub use export::export;
 pub use family::ExpertShape;

@@ -2,7 +2,7 @@
 
 use ir::{Activation, DType};
 
-use crate::coded::Coded;
+use crate::coded::{CODED, Coded};
 use crate::family::ExpertShape;
 use crate::model::Model;
 use crate::rope::{Rope, Scaling};
@@ -147,7 +147,7 @@ fn gpt_oss(layers: u32, count: u32) -> Shape {
         rope: Rope { theta: 150_000.0, scaling },
         window: Window::Layers { window: 128, sliding: (0..layers).map(|n| n % 2 == 0).collect() },
         options: Options {
-            coded: Some(Coded { experts: DType::Mxfp4, attention: None }),
+            coded: Some(Coded { dense: None, experts: DType::Mxfp4 }),
             ..experts(count, 4, 2880)
         },
         ..Shape::default()
@@ -269,16 +269,6 @@ pub const PRESETS: &[Preset] = &[
         shape: qwen3_moe,
     },
     Preset {
-        name: "qwen3-30b-a3b-fp8",
-        about: "the same with layers in FP8, blocks of 128 by 128",
-        shape: || {
-            let coded = Coded { experts: DType::E4m3G64, attention: Some(DType::E4m3G64) };
-            let shape = qwen3_moe();
-            let options = Options { coded: Some(coded), ..shape.options };
-            Shape { options, ..shape }
-        },
-    },
-    Preset {
         name: "mixtral-8x7b",
         about: "Mixtral 8x7B: 32 layers of 4096, 2 of 8 experts",
         shape: || Shape {
@@ -321,11 +311,26 @@ impl Preset {
     pub fn shape(&self) -> Shape {
         Shape { name: self.name.to_owned(), ..(self.shape)() }
     }
+
+    /// Whether all its matrices are of 16 bits, so that it can have another format.
+    fn is_plain(&self) -> bool {
+        (self.shape)().options.coded.is_none()
+    }
 }
 
-/// The preset with this name; its weights are generated later.
+/// The preset with this name; its weights are generated later. A preset of 16 bits has a name in each format of [`CODED`]
+/// too, such as `llama-3.1-8b-fp8`: its codes are drawn, not rounded, so that a large one is never whole in memory.
 #[must_use]
 pub fn preset(name: &str) -> Option<Model> {
-    let preset = PRESETS.iter().find(|preset| preset.name == name)?;
-    Some(Model::random(preset.shape(), SEED))
+    let of = |name: &str| PRESETS.iter().find(|preset| preset.name == name);
+    let shape = of(name).map(Preset::shape).or_else(|| {
+        let (preset, coded) = CODED.iter().find_map(|(format, coded)| {
+            let plain = name.strip_suffix(format)?.strip_suffix('-')?;
+            of(plain).map(|preset| (preset, *coded))
+        })?;
+        let shape = preset.shape();
+        let options = Options { coded: Some(coded), ..shape.options };
+        preset.is_plain().then_some(Shape { name: name.to_owned(), options, ..shape })
+    })?;
+    Some(Model::random(shape, SEED))
 }

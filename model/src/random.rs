@@ -52,10 +52,10 @@ enum Law {
     Bell(f64),
     /// Uniform from 0.5 to 1.5.
     Norm,
-    /// Codes in blocks, uniform, with one scale for all; about this standard deviation.
+    /// Codes, uniform; in blocks with one scale for all, so that their values have about this standard deviation.
     Codes(f64),
-    /// 1: the factors of codes' rows.
-    One,
+    /// This for all: the factors of codes' rows.
+    Factor(f64),
 }
 
 struct Recipe {
@@ -70,7 +70,7 @@ impl Recipe {
             // A tied table is also the output matrix. With deviation 1 each token's own row would win every argmax by
             // far, and the model would repeat its input for ever.
             [_, cols] if tensor.dtype.is_scaled() => Law::Codes(1.0 / f64::from(cols).sqrt()),
-            [_] if tensor.name.ends_with(".weight_scale") => Law::One,
+            [_] if tensor.name.ends_with(".weight_scale") => Law::Factor(factor(graph, &tensor)),
             [_, _] if id == graph.embed && !graph.tied() => Law::Bell(1.0),
             [_, cols] => Law::Bell(1.0 / f64::from(cols).sqrt()),
             _ if tensor.name.ends_with(".bias") => Law::Bell(0.1),
@@ -92,6 +92,12 @@ impl Recipe {
             });
             return out;
         }
+        if let Law::Codes(_) = self.law {
+            parallel::fill(&mut out, 8, threads, |first, out| {
+                fill_codes(self.tensor.dtype, (key, first), out);
+            });
+            return out;
+        }
         // Words of matrices and of norms both divide this many elements.
         let unit = MATRIX_PER_WORD * NORM_PER_WORD;
         let bytes = unit * self.tensor.dtype.bytes();
@@ -106,7 +112,7 @@ impl Recipe {
             Scalar::F16 => self.fill_as::<2>(key, first, out, |x| f16::from_f32(x).to_le_bytes()),
             Scalar::Bf16 => self.fill_as::<2>(key, first, out, |x| bf16::from_f32(x).to_le_bytes()),
             Scalar::E4m3 | Scalar::Int8 | Scalar::Int4 | Scalar::E2m1 => {
-                unreachable!("codes lie in blocks, which are filled elsewhere")
+                unreachable!("codes are filled elsewhere")
             }
         }
     }
@@ -132,8 +138,8 @@ impl Recipe {
                     }
                 }
             }
-            Law::One => elements.fill(encode(1.0)),
-            Law::Codes(_) => unreachable!("filled block by block"),
+            Law::Factor(factor) => elements.fill(encode(factor as f32)),
+            Law::Codes(_) => unreachable!("filled elsewhere"),
             Law::Norm => {
                 let start = (first / NORM_PER_WORD) as u64;
                 for (four, index) in elements.chunks_mut(NORM_PER_WORD).zip(start..) {
@@ -146,6 +152,17 @@ impl Recipe {
             }
         }
     }
+}
+
+/// The factor of the rows of the matrix that `scale` belongs to: 1 if its codes lie in blocks, which have their own scales.
+fn factor(graph: &Graph, scale: &Tensor) -> f64 {
+    let name = scale.name.strip_suffix("_scale").unwrap_or_default();
+    let matrix = graph.tensors.iter().find(|tensor| tensor.name == name);
+    let in_rows = matrix.filter(|matrix| matrix.dtype.block().is_none());
+    in_rows.map_or(1.0, |matrix| {
+        let cols = matrix.shape.last().copied().unwrap_or(1);
+        1.0 / (f64::from(cols).sqrt() * spread(matrix.dtype.scalar()))
+    })
 }
 
 /// Root of the mean square of all codes.
@@ -171,13 +188,7 @@ fn fill_block(
     out: &mut [u8],
 ) {
     let (codes, constants) = out.split_at_mut(CodeBlock::CODE_BYTES);
-    let words = CodeBlock::CODE_BYTES / 8;
-    for (eight, index) in codes.as_chunks_mut::<8>().0.iter_mut().zip((number * words) as u64..) {
-        *eight = word(key, index).to_le_bytes();
-    }
-    if dtype.scalar() == Scalar::E4m3 {
-        codes.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
-    }
+    fill_codes(dtype, (key, number * (CodeBlock::CODE_BYTES / 8)), codes);
     for constants in constants.chunks_exact_mut(block.group_scale_bytes()) {
         if block.powers {
             constants[0] = (scale.to_bits() >> 23) as u8;
@@ -189,6 +200,17 @@ fn fill_block(
                 constants[2..].copy_from_slice(&f16::from_f32(8.0).to_le_bytes());
             }
         }
+    }
+}
+
+/// Fills codes from the word of this number on.
+fn fill_codes(dtype: DType, (key, first): (u64, usize), out: &mut [u8]) {
+    for (codes, index) in out.chunks_mut(8).zip(first as u64..) {
+        codes.copy_from_slice(&word(key, index).to_le_bytes()[..codes.len()]);
+    }
+    if dtype.scalar() == Scalar::E4m3 {
+        // No code of NaN.
+        out.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
     }
 }
 

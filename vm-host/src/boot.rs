@@ -31,7 +31,7 @@ pub struct BootOptions {
     pub kv_pool: KvPool,
     /// Rows of logits that a command may keep.
     pub logits_rows: u32,
-    /// Device memory for each loaded program's tables and activations.
+    /// Least device memory for each loaded program's tables and activations ([`program_room`]).
     pub program_bytes: u64,
     /// Task records for the traced kernel variant.
     pub records: u32,
@@ -54,6 +54,14 @@ impl Default for BootOptions {
             streaming: None,
         }
     }
+}
+
+/// Device memory for each loaded program of a kernel for so many sequences. Programs of other schedules have other
+/// activations, such as more splits of the keys: there is room for twice those of the first.
+pub(crate) fn program_room(program: &Program, seqs: u32, least: u64) -> u64 {
+    const TABLES: u64 = 32 << 20;
+    let activations = u64::from(seqs) * program.arena_bytes.next_multiple_of(256);
+    least.max(TABLES + 2 * activations)
 }
 
 /// Refuses a grid that cannot be resident at once, before its launch: its workers would wait for workers that never start.

@@ -698,6 +698,27 @@ mod tests {
         part.map(bytemuck::pod_read_unaligned).collect()
     }
 
+    /// A batch of llama-3.1-8b has more activations than the 96 MB that were once set aside for every program.
+    #[test]
+    fn what_is_set_aside_holds_the_batches_of_large_models() {
+        let target = Target::by_name("h200").expect("a known target");
+        let graph = model::preset("llama-3.1-8b").expect("a preset").graph;
+        let mut config = ir::schedule::default_config(&graph, &target);
+        config.tiling.attention.kv_split = 16;
+        let config = ir::schedule::validate(config, &graph, &target).expect("it is legal");
+        let options = lower::Options { kv_capacity: 4096 };
+        let program = lower::lower(&config, &graph, &target, options).expect("it lowers");
+        let residents = Residents { seqs: 8, ..residents(&program) };
+        let images = images(&program, &residents, target.smem_optin_bytes, &[1 << 20]);
+        let image = &images.expect("it fits")[0];
+        let needed = image.bytes.len() as u64 + image.zeroed + image.poisoned;
+        let least = crate::BootOptions::default().program_bytes;
+        assert!(needed > least, "{needed} bytes");
+        // Tables take their own part, so there is room for twice these activations.
+        let room = crate::boot::program_room(&program, 8, least);
+        assert!(needed + image.poisoned < room, "{needed} of {room} bytes");
+    }
+
     #[test]
     fn each_device_has_its_tasks_its_weights_and_the_same_places() {
         for name in ["toy-2l", "smollm2-135m"] {

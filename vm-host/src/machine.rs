@@ -17,7 +17,7 @@ use ir::{Graph, Weights};
 use vm_device::Variant;
 
 use crate::boot::{
-    BootOptions, check_cards, check_devices, check_residency, check_shape, logits_bytes,
+    BootOptions, check_cards, check_devices, check_residency, check_shape, program_room, logits_bytes,
     make_device, probe_abi,
 };
 use crate::card::load_module;
@@ -146,9 +146,10 @@ impl Idle {
         weights: &dyn Weights,
         program: &Program,
         variant: &Variant,
-        options: BootOptions,
+        mut options: BootOptions,
         through: Through<'_>,
     ) -> Result<Self, HostError> {
+        options.program_bytes = program_room(program, variant.seqs, options.program_bytes);
         let devices = program.topology.devices;
         let cards = Cards::open(&options.cards, devices)?;
         let info = cards.info()?;

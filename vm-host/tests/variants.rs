@@ -307,7 +307,7 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     }));
     variants.push(Variant { trace: Trace::Delays, ..variants[0] });
     let preset = |name: &str| vm_host::variant(&kernel, &model::preset(name).expect(name).graph);
-    variants.extend(["gpt-oss-20b", "qwen3-30b-a3b-fp8"].map(preset));
+    variants.extend(["gpt-oss-20b", "qwen3-30b-a3b-fp8-block"].map(preset));
     let of = |all: &[Unpack]| all.iter().fold(0, |mask, &unpack| mask | 1 << unpack as u32);
     let fp8 = variants[variants.len() - 1];
     let per_row = of(&[Unpack::None, Unpack::E4m3, Unpack::E4m3G64Row]);

@@ -4,7 +4,7 @@ use ir::{DType, TensorId, decode};
 use model::{Family, Model, Origin, PRESETS, Shape, Window, preset};
 
 /// Parameters of the published models, in the table's order; the toys' are sums by hand.
-const PARAMETERS: [(&str, usize); 19] = [
+const PARAMETERS: [(&str, usize); 18] = [
     ("toy", 69_824),
     ("toy-2l", 106_816),
     ("smollm2-135m", 134_515_008),
@@ -19,7 +19,6 @@ const PARAMETERS: [(&str, usize); 19] = [
     ("qwen3-8b", 8_190_735_360),
     ("gpt-oss-20b", 20_914_757_184),
     ("qwen3-30b-a3b", 30_532_122_624),
-    ("qwen3-30b-a3b-fp8", 30_532_122_624),
     ("mixtral-8x7b", 46_702_792_704),
     ("qwen3-32b", 32_762_123_264),
     ("llama-3.1-70b", 70_553_706_496),
@@ -78,32 +77,68 @@ fn values_follow_their_law() {
     assert!((mean - 1.0).abs() < 0.05 && (std - 12_f64.powf(-0.5)).abs() < 0.02, "{mean} {std}");
 }
 
-/// Codes of a row of experts, and the factors that all of them share.
+/// A small model of the same kinds of layers as a preset: the graph and weights of its first layer.
+fn first_layer(name: &str) -> Model {
+    let shape = preset(name).expect(name).shape;
+    let experts = shape.options.experts.clone().map(|e| model::ExpertShape { count: 8, ..e });
+    let options = model::Options { experts, ..shape.options.clone() };
+    Model::random(Shape { layers: 1, options, vocab: 64, window: Window::None, ..shape }, 3)
+}
+
+/// The values of a matrix have the deviation that those of 16 bits have, times the factors of its rows.
 #[test]
 fn codes_follow_their_law() {
-    for (name, dtype) in [("gpt-oss-20b", DType::Mxfp4), ("qwen3-30b-a3b-fp8", DType::E4m3G64)] {
-        let shape = model::PRESETS.iter().find(|preset| preset.name == name).expect(name).shape();
-        let experts = shape.options.experts.clone().map(|e| model::ExpertShape { count: 8, ..e });
-        let options = model::Options { experts, ..shape.options.clone() };
-        let model = Model::random(
-            Shape { layers: 1, options, vocab: 64, window: Window::None, ..shape },
-            3,
-        );
-        let at = "model.layers.0.mlp.experts.3.down_proj.weight";
-        let i = model.graph.tensors.iter().position(|t| t.name == at).expect(at);
+    let (dense, expert) = ("mlp.down_proj.weight", "mlp.experts.3.down_proj.weight");
+    for (name, at, dtype) in [
+        ("gpt-oss-20b", expert, DType::Mxfp4),
+        ("qwen3-30b-a3b-fp8-block", expert, DType::E4m3G64),
+        ("qwen3-30b-a3b-fp8", expert, DType::E4m3G64Row),
+        ("qwen3-30b-a3b-int8", expert, DType::Int8G32),
+        ("llama-3.2-1b-fp8", dense, DType::E4m3),
+        ("llama-3.2-1b-fp8-block", dense, DType::E4m3G64),
+        ("llama-3.2-1b-int8", dense, DType::Int8),
+        ("llama-3.2-1b-int4-g128", dense, DType::Int4G128),
+        ("qwen3-0.6b-int4-g32", dense, DType::Int4G32),
+    ] {
+        let model = first_layer(name);
+        let at = format!("model.layers.0.{at}");
+        let i = model.graph.tensors.iter().position(|t| t.name == at).expect(&at);
         let (tensor, bytes) = (&model.graph.tensors[i], model.weights.bytes(TensorId(i as u32)));
         assert_eq!((tensor.dtype, bytes.len()), (dtype, tensor.bytes()), "{name}");
         let cols = tensor.shape[1] as usize;
         let mut out = vec![0.0; tensor.len()];
         let rows = bytes.chunks(dtype.row_bytes(cols)).zip(out.chunks_mut(cols));
         rows.for_each(|(row, out)| decode(dtype, row, out));
+        let factors = values(&model, &format!("{}_scale", at.replace("experts.3", "experts.0")));
+        if dtype.block().is_some() {
+            assert!(factors.iter().all(|&factor| factor == 1.0), "{name}");
+        }
         let ((mean, std), deviation) = (moments(&out), 1.0 / (cols as f64).sqrt());
+        let (mean, std) = (mean * f64::from(factors[0]), std * f64::from(factors[0]));
         assert!(mean.abs() < 0.01 * deviation, "{name}: mean {mean}");
         // A power of two may be half of what was wanted.
         assert!((0.5..1.05).contains(&(std / deviation)), "{name}: {std} for {deviation}");
-        let factors = values(&model, "model.layers.0.mlp.experts.0.down_proj.weight_scale");
-        assert!(factors.iter().all(|&factor| factor == 1.0), "{name}");
     }
+}
+
+#[test]
+fn a_preset_has_a_name_in_each_format_of_codes() {
+    for preset_of in PRESETS {
+        for (format, _) in model::CODED {
+            let name = format!("{}-{format}", preset_of.name);
+            let is_plain = !preset_of.name.starts_with("gpt-oss");
+            assert_eq!(preset(&name).is_some(), is_plain, "{name}");
+        }
+    }
+    let plain = preset("llama-3.1-70b").expect("a preset").graph;
+    let coded = preset("llama-3.1-70b-int4-g128").expect("a preset").graph;
+    // A quarter, but for embeddings and output matrix, with a scale of two bytes per 128 codes.
+    let [whole, rest] = [2 * 70_553_706_496_u64, 2 * 2 * 128_256 * 8192];
+    assert_eq!(plain.weight_bytes() as u64, whole);
+    let codes = (whole - rest) / 4 * 66 / 64 + rest;
+    let more = coded.weight_bytes() as u64 - codes;
+    assert!(more < 20_000_000, "factors of rows: {more}");
+    assert!(preset("llama-3.1-70b-int4").is_none() && preset("fp8").is_none());
 }
 
 /// Bytes of a step, by hand: attention and `lm_head` in bf16 or FP8, and the chosen experts in blocks.
@@ -114,7 +149,7 @@ fn a_step_of_codes_reads_their_bytes() {
     let attention = 2 * (2 * 4096 * 2880 + 2 * 512 * 2880);
     let rest = gpt.step_bytes() - 24 * (4 * expert + attention) - 2 * 201_088 * 2880;
     assert!(rest < 12_000_000, "router, norms, biases, factors: {rest}");
-    let qwen = preset("qwen3-30b-a3b-fp8").expect("a preset").graph;
+    let qwen = preset("qwen3-30b-a3b-fp8-block").expect("a preset").graph;
     let expert = 3 * 2048 * 768 / 64 * (64 + 2);
     let attention = (2 * 4096 * 2048 + 2 * 512 * 2048) / 64 * (64 + 2);
     let rest = qwen.step_bytes() - 48 * (8 * expert + attention) - 2 * 151_936 * 2048;

@@ -21,28 +21,36 @@ __device__ __forceinline__ uint32_t order_key(float v) {
   uint32_t const bits = __float_as_uint(v);
   return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
+// The inverse.
+__device__ __forceinline__ float key_value(uint32_t key) { return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u)); }
 
-// Each thread ranks its experts against all: the rank is the slot.
+// Ranks the experts: the rank of one is its slot. Several threads share the comparisons of an expert, as many as there are for each.
 __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  float* const logits = (float*)w.x;      // in the activation buffer
-  float* const chosen = logits + p.experts; // by slot
-  float* const sums = chosen + p.slots;     // of each warp
+  uint32_t* const keys = (uint32_t*)w.x;             // of the logits, in the activation buffer
+  float* const chosen = (float*)(keys + p.experts); // logits by slot
+  float* const sums = chosen + p.slots;             // of each warp
   for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
-    logits[i] = word_wait(w, in, p.first + i);
+    keys[i] = order_key(word_wait(w, in, p.first + i));
   }
   trace_staged(w);
   consumers_sync();
-  for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
-    float const mine = logits[i];
-    uint32_t const key = order_key(mine);
+  uint32_t const log2 = p.experts <= CONSUMERS / 8 ? 3 : p.experts <= CONSUMERS / 4 ? 2 : p.experts <= CONSUMERS / 2 ? 1 : 0, sharing = 1u << log2;
+#pragma unroll 1
+  for (uint32_t first = 0; first < p.experts; first += CONSUMERS >> log2) { // all lanes take every turn
+    uint32_t const i = first + (w.thread >> log2), key = i < p.experts ? keys[i] : 0;
     uint32_t rank = 0;
-    for (uint32_t j = 0; j < p.experts; ++j) {
-      uint32_t const other = order_key(logits[j]);
+#pragma unroll 4
+    for (uint32_t j = w.thread % sharing; j < p.experts; j += sharing) {
+      uint32_t const other = keys[j];
       rank += other > key || (other == key && j < i);
     }
-    if (rank < p.slots) {
-      chosen[rank] = mine;
+#pragma unroll 1
+    for (uint32_t o = 1; o < sharing; o *= 2) {
+      rank += __shfl_xor_sync(~0u, rank, o);
+    }
+    if (i < p.experts && rank < p.slots && w.thread % sharing == 0) {
+      chosen[rank] = key_value(key);
       word_write(out, rank, (float)i);
     }
   }
@@ -51,7 +59,7 @@ __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& 
   float sum = 0.f;
   uint32_t const among = p.scoring == AMK_SCORING_ALL ? p.experts : p.scoring == AMK_SCORING_CHOSEN ? p.slots : 0;
   for (uint32_t i = w.thread; i < among; i += CONSUMERS) {
-    sum += __expf((p.scoring == AMK_SCORING_ALL ? logits : chosen)[i] - best);
+    sum += __expf((p.scoring == AMK_SCORING_ALL ? key_value(keys[i]) : chosen[i]) - best);
   }
   sum = warp_sum(sum);
   if (w.thread % 32 == 0) {

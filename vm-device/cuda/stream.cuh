@@ -231,7 +231,7 @@ __device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, 
     return false;
   }
   SlotWalk walk;
-  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size)) {
+  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size, wrap)) {
     return false;
   }
   uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
@@ -365,6 +365,9 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   l.full = shared_address(sh->full), l.ring = shared_address(w.ring), l.parity = 1;
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
   sh->pages.wrap = AMK_NONE;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  sh->slots_wrap = AMK_NONE;
+#endif
   l.policy = evict_first_policy();
   LoaderWaits waits = {0, 0, trace_clock()};
   uint32_t load = 0, wrap = 0;

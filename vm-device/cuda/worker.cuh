@@ -103,7 +103,8 @@ struct Shared {
   uint64_t peers[AMK_DEVICES - 1]; // distances in bytes from this device's memory to that of each other device
 #endif
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the load that it is in
+  uint32_t slots_route, slots_wrap;    // the loader's: low half of the address of the route that it read last, and the step
+  uint16_t slot_expert[AMK_SLOTS_MAX]; // of that route's slots
 #endif
 #if AMK_TRACE
   TraceBuffer trace;

@@ -54,6 +54,15 @@ struct TraceBuffer {
 };
 #endif
 
+// What the loader keeps of the route that it read last, and of what it brings into L2 while it waits for one (routed_stream.cuh).
+struct RouteWait {
+  uint32_t route, wrap; // low half of the route's address, and the step
+  uint64_t address;     // of the next bytes for L2
+  uint32_t bytes, most; // left of the current load, and in all
+  uint32_t next;        // place of the next load in the list
+  uint32_t plain;       // nonzero: it has passed the loads of this route
+};
+
 // The fixed part of a worker's shared memory.
 struct Shared {
   uint64_t full[AMK_STAGES_MAX];
@@ -103,8 +112,10 @@ struct Shared {
   uint64_t peers[AMK_DEVICES - 1]; // distances in bytes from this device's memory to that of each other device
 #endif
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-  uint32_t slots_route, slots_wrap;    // the loader's: low half of the address of the route that it read last, and the step
-  uint16_t slot_expert[AMK_SLOTS_MAX]; // of that route's slots
+  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the route that it read last
+#if !AMK_TRACE
+  RouteWait route_wait; // the loader's; beside a trace there is no room
+#endif
 #endif
 #if AMK_TRACE
   TraceBuffer trace;

@@ -110,9 +110,6 @@ __device__ __forceinline__ void stage_copy_at(uint32_t stage, uint64_t address, 
 #endif
 }
 
-// Starts to bring `bytes` (a multiple of 16) of memory into L2. Nothing completes, and nothing depends on it.
-__device__ __forceinline__ void prefetch_l2(uint64_t address, uint32_t bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory"); }
-
 // cp.async copies of 16 bytes per thread, for kernels that fill shared memory without bulk copies: `bytes` of them are read, the rest of the
 // 16 is zero. They complete in groups: pieces_wait leaves at most LEFT of this thread's groups in flight, and a block barrier after it makes
 // the data visible to the other threads.

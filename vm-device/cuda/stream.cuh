@@ -224,15 +224,14 @@ __device__ __forceinline__ bool loader_step(Shared* sh, uint32_t wrap) {
 }
 
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-// Loads units of experts that a route chooses, once it has been written in the step that has begun. A stage may have units of several. `next`: place
-// of the next load in the list. Returns false when the loader is to stop.
-__device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, uint32_t next, RouteWait& wait, LoaderWaits& waits) {
+// Loads units of experts that a route chooses, once it has been written in the step that has begun. A stage may have units of several. Returns
+// false when the loader is to stop.
+__device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, RouteRead& read, LoaderWaits& waits) {
   if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
   }
   SlotWalk walk;
-  l2_ahead_begin(wait, next, l.stages * l.stage_bytes);
-  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size, wrap, wait)) {
+  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size, wrap, read)) {
     return false;
   }
   uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
@@ -356,6 +355,9 @@ __device__ __forceinline__ bool loader_keys(Shared* sh, Loader& l, uint4 run, ui
   return true;
 }
 
+// The worker's list of loads. Recomputed once per run and not kept: the loader's registers are all taken.
+__device__ __forceinline__ amk_load const* loader_list(Shared* sh) { return (amk_load const*)sh->program.loads + sh->queue.load0; }
+
 // Main loop of the loader: one thread, until halted. Every run starts on a new stage.
 __device__ __forceinline__ void loader_run(Worker const& w) {
   Shared* sh = w.shared;
@@ -365,11 +367,11 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   sh->pages.wrap = AMK_NONE;
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
 #if AMK_TRACE
-  RouteWait wait;
+  RouteRead read;
 #else
-  RouteWait& wait = sh->route_wait;
+  RouteRead& read = sh->route_read;
 #endif
-  wait.wrap = AMK_NONE;
+  read.wrap = AMK_NONE;
 #endif
   l.policy = evict_first_policy();
   LoaderWaits waits = {0, 0, trace_clock()};
@@ -388,7 +390,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
       on = loader_keys(sh, l, run, more, wrap, waits);
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
     } else if ((run.w & 0xff) == AMK_LOAD_ROUTED) {
-      on = loader_routed(sh, l, run, more.x, more.y, wrap, load, wait, waits);
+      on = loader_routed(sh, l, run, more.x, more.y, wrap, read, waits);
 #endif
     } else {
       on = loader_weights(sh, l, run, more.x, more.y, wrap, waits);

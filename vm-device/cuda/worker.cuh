@@ -54,13 +54,9 @@ struct TraceBuffer {
 };
 #endif
 
-// What the loader keeps of the route that it read last, and of what it brings into L2 while it waits for one (routed_stream.cuh).
-struct RouteWait {
+// The route that the loader read last (routed_stream.cuh).
+struct RouteRead {
   uint32_t route, wrap; // low half of the route's address, and the step
-  uint64_t address;     // of the next bytes for L2
-  uint32_t bytes, most; // left of the current load, and in all
-  uint32_t next;        // place of the next load in the list
-  uint32_t plain;       // nonzero: it has passed the loads of this route
 };
 
 // The fixed part of a worker's shared memory.
@@ -114,7 +110,7 @@ struct Shared {
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
   uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the route that it read last
 #if !AMK_TRACE
-  RouteWait route_wait; // the loader's; beside a trace there is no room
+  RouteRead route_read; // the loader's; beside a trace there is no room
 #endif
 #endif
 #if AMK_TRACE

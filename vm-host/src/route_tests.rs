@@ -1,16 +1,12 @@
-//! Routes on the device, compiled as host C++: which experts are chosen, when the loader knows them, and what it
-//! brings into L2 meanwhile.
+//! Routes on the device, compiled as host C++: which experts are chosen, and when the loader knows them.
 
 use std::fmt::Write as _;
 
-use abi::{LoadKind, Scoring};
+use abi::Scoring;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
 
 use crate::emulated::{compiler, run};
-
-/// Bytes that the loader brings into L2 for each look at a route.
-const LOOK_BYTES: u32 = 8192;
 
 fn device_says(compiler: &str, spoil: Option<(&str, &str)>, asked: &str) -> String {
     let sources = ["amk_abi.h", "routed_stream.cuh", "route.cuh"];
@@ -109,49 +105,13 @@ fn waits(random: &mut Xoshiro256PlusPlus) -> (String, String) {
     (asked, said)
 }
 
-/// Lists of loads behind those that a route decides, and what is brought ahead.
-fn lists(random: &mut Xoshiro256PlusPlus) -> (String, String) {
-    let (mut asked, mut said) = (String::new(), String::new());
-    for most in [0, 100_000, 1 << 20] {
-        // The loader is at the first one.
-        let kinds = [
-            LoadKind::Routed,
-            LoadKind::Routed,
-            LoadKind::Weights,
-            LoadKind::Cache,
-            LoadKind::Weights,
-            LoadKind::Routed,
-        ];
-        let loads: Vec<(LoadKind, u32, u32)> = kinds
-            .into_iter()
-            .chain([LoadKind::Weights])
-            .map(|kind| (kind, random.random_range(1..300), [512, 528][random.random_range(0..2)]))
-            .collect();
-        let _ = write!(asked, "a {} {most}", loads.len());
-        let mut left = most;
-        for (index, &(kind, units, size)) in (1_u64..).zip(&loads) {
-            let _ = write!(asked, " {} {units} {size}", kind as u32);
-            let mut at = 0;
-            while kind == LoadKind::Weights && index < 6 && at < units * size && left > 0 {
-                let bytes = (units * size - at).min(LOOK_BYTES).min(left);
-                let _ = write!(said, "{}+{bytes} ", (index << 32) + u64::from(at));
-                (at, left) = (at + bytes, left - bytes);
-            }
-        }
-        asked.push('\n');
-        said.push('\n');
-    }
-    (asked, said)
-}
-
 #[test]
 fn the_device_chooses_the_experts_that_it_waits_for() {
     let Some(compiler) = compiler() else { return };
     let mut random = Xoshiro256PlusPlus::seed_from_u64(5);
     let choices = choices(&mut random);
-    let [(waits, waited), (lists, brought)] = [waits(&mut random), lists(&mut random)];
-    let asked = choices.iter().map(Choice::line).collect::<String>() + &waits + &lists;
-    let rest = waited + &brought;
+    let (waits, rest) = waits(&mut random);
+    let asked = choices.iter().map(Choice::line).collect::<String>() + &waits;
     let right = |said: &str| {
         let mut lines = said.lines();
         choices.iter().all(|choice| lines.next().is_some_and(|line| choice.is(line)))
@@ -170,14 +130,9 @@ fn the_device_chooses_the_experts_that_it_waits_for() {
         ("left > 4 ? 4 : 0", "left > 5 ? 4 : 0"),
         ("left - second, tag", "left, tag"),
         ("slot < AMK_SLOTS_MAX; slot += 8", "slot < 8; slot += 8"),
-        ("wait.wrap != wrap ||", ""),
-        ("wait.wrap = wrap,", ""),
+        ("read.wrap != wrap ||", ""),
+        ("read.wrap = wrap,", ""),
         ("number < last ? number : last", "number"),
-        ("a.plain != 0 ?", "true ?"),
-        ("kind == AMK_LOAD_ROUTED && a.plain != 0", "false"),
-        ("SCALED_UNITS ? load_u32x4(load + 16).y : AMK_UNIT_BYTES", "AMK_UNIT_BYTES"),
-        ("a.bytes < a.most ? a.bytes : a.most", "a.bytes"),
-        ("if (kind == AMK_LOAD_WEIGHTS)", "if (kind != AMK_LOAD_ROUTED)"),
     ] {
         let said = device_says(&compiler, Some((from, to)), &asked);
         assert!(!right(&said), "nobody notices {to} for {from}");

@@ -1,28 +1,17 @@
 // Routes as host C++, with the device's own code (route.cuh, routed_stream.cuh): the threads of a worker rank experts by their logits; the loader
-// waits for the words of a route, which arrive one by one, and meanwhile brings later loads into L2. The input file has a case per line.
-// Compiled by vm-host/src/route_tests.rs.
+// waits for the words of a route, which arrive one by one. The input file has a case per line. Compiled by vm-host/src/route_tests.rs.
 #define WORKERS 1
 #include "simt.hpp"
 
 constexpr uint32_t CONSUMERS = THREADS_OF_WORKER, TAG_MASK = 15;
-constexpr bool MIXED = false, SCALED_UNITS = true;
+constexpr bool MIXED = false;
 struct float4 {
   float x, y, z, w;
 };
-struct RouteWait {
+struct RouteRead {
   uint32_t route, wrap;
-  uint64_t address;
-  uint32_t bytes, most, next, plain;
-};
-struct Program {
-  uint64_t loads;
-};
-struct Queue {
-  uint32_t load0, loads;
 };
 struct Shared {
-  Program program;
-  Queue queue;
   uint32_t epoch, halt;
   uint16_t slot_expert[16];
 };
@@ -70,7 +59,7 @@ constexpr bool has_feature(uint32_t) { return true; }
 
 // A look of the loader that finds a word missing reads `halt`: then the next word arrives.
 static Shared shared;
-static RouteWait kept;
+static RouteRead kept;
 static std::vector<uint32_t> arriving; // places of words, in the order in which they arrive
 static uint32_t route[48], looks;
 inline uint32_t flag_load(uint32_t const* word) {
@@ -84,7 +73,6 @@ inline uint32_t flag_load(uint32_t const* word) {
   }
   return *word;
 }
-inline void prefetch_l2(uint64_t address, uint32_t bytes) { std::printf("%llu+%u ", (unsigned long long)address, bytes); }
 
 #include "device.hpp"
 
@@ -128,8 +116,6 @@ static void wait_case(std::FILE* in) {
     (void)!std::fscanf(in, "%u", &place);
   }
   SlotWalk walk;
-  shared.queue.loads = 0;
-  l2_ahead_begin(kept, 0, 0);
   amk_routed routed = {(uint64_t)route, 0, 1, 1, 0, slots, experts, {}};
   slots_wait(&shared, walk, &routed, 512, shared.epoch, kept);
   uint32_t const first = looks;
@@ -144,27 +130,10 @@ static void wait_case(std::FILE* in) {
   }
 }
 
-// Kinds, units and bytes of a unit of loads; the bytes that the loader brings ahead while it is at the first of them.
-static void ahead_case(std::FILE* in) {
-  uint32_t count = 0, most = 0;
-  (void)!std::fscanf(in, "%u %u", &count, &most);
-  std::vector<amk_load> list(count + 1);
-  for (uint32_t i = 0; i < count; ++i) {
-    uint32_t kind = 0;
-    (void)!std::fscanf(in, "%u %u %u", &kind, &list[i + 1].units, &list[i + 1].size);
-    list[i + 1].kind = (uint8_t)kind, list[i + 1].address = (uint64_t)(i + 1) << 32;
-  }
-  shared.program.loads = (uint64_t)list.data(), shared.queue = Queue{1, count};
-  l2_ahead_begin(kept, 1, most);
-  for (uint32_t look = 0; look < 1000; ++look) {
-    l2_ahead(&shared, kept);
-  }
-}
-
 int main(int, char** names) {
   std::FILE* in = std::fopen(names[1], "r");
   for (char kind = 0; in != nullptr && std::fscanf(in, " %c", &kind) == 1;) {
-    kind == 'r' ? route_case(in) : kind == 'w' ? wait_case(in) : ahead_case(in);
+    kind == 'r' ? route_case(in) : wait_case(in);
     std::printf("\n");
   }
   return 0;

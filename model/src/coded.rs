@@ -37,7 +37,9 @@ impl Coded {
                         ups.push(up);
                         downs.push(down);
                     }
-                    [gates, ups, downs].map(|part| code(graph, self.experts, part));
+                    [gates, ups, downs]
+                        .into_iter()
+                        .for_each(|part| code(graph, self.experts, part));
                 }
             }
             if let Some(dtype) = self.dense {

@@ -24,13 +24,7 @@ __device__ __forceinline__ Best warp_best(Best b) {
   return b;
 }
 
-// The epilogue's addends for a thread's row, loaded while the products are computed. A flag-in-data residual is kept as it was read, ready or
-// not. A plain one may be read only after the inputs of all warps have arrived, since they order it.
-struct Addends {
-  uint32_t residual;
-  float bias, bias_up;
-  float scale, scale_up; // of the codes of a row; 1 of operands
-};
+// The epilogue's addends for a thread's row, loaded while the products are computed.
 __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, MatvecPlan const& plan) {
   bool const pairs = p.epilogue == AMK_EPILOGUE_SILU_MUL;
   Addends a = {0, 0.f, 0.f, 1.f, 1.f};
@@ -47,6 +41,9 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
     a.bias = st.buffer[2].units > p.rows && !has_route(st) ? __ldg(constants + p.rows + row) : 0.f;
   } else if (plan.biased) {
     a.bias = __ldg(constants + row), a.bias_up = pairs ? __ldg(constants + row + AMK_UNIT_ROWS) : 0.f;
+  }
+  if (has_route(st) && !pairs) {
+    a.bias = sum_addends(w, st, p, row);
   }
   return a;
 }
@@ -67,7 +64,9 @@ __device__ __forceinline__ float scale_of(float vector, float row) { return MIXE
 // Finishes a thread's row of a group of tiles: sum over the warps, scale, bias, then the epilogue. `units`: words in the buffer that is written.
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t units, RowParts<SPARE_REGISTERS> const& parts, uint32_t row, float scale,
                                          Addends add, bool flagged, Best& best) {
-  float const factor = slot_addends(w, st, p, row, add.bias, add.bias_up);
+  if (has_route(st) && p.epilogue == AMK_EPILOGUE_SILU_MUL && !rows_follow(st, p)) { // nothing before waits for the route
+    row_addends(w, st, p, row, add);
+  }
   float v = parts.row_sum() * scale_of(scale, add.scale) + add.bias;
   if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
     float const up = parts.up_sum() * scale_of(scale, add.scale_up) + add.bias_up;
@@ -76,7 +75,7 @@ __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, 
     if (second || row >= units) { // padding rows are dropped
       return;
     }
-    v = gated(v, up, p.activation, p.cap) * factor;
+    v = gated(v, up, p.activation, p.cap) * (has_route(st) ? __uint_as_float(add.residual) : 1.f);
   } else if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
     v += residual_value(w, st, row, add.residual, flagged);
   } else if (p.epilogue == AMK_EPILOGUE_LOGITS) {
@@ -626,6 +625,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
+  if (mine && rows_follow(st, p)) { // the first stage is here, so the route is
+    row_addends(w, st, p, row, add);
+  }
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
   auto const rows_finish = [&](uint32_t buffer) {
@@ -679,6 +681,9 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     mine = t < ROWS_BUF && t + done * AMK_UNIT_ROWS < p.tiles * AMK_UNIT_ROWS && row < p.rows;
     barrier_announce(w);
     add = mine ? addends(w, st, p, row, plan) : Addends{};
+    if (mine && rows_follow(st, p)) {
+      row_addends(w, st, p, row, add);
+    }
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {
     write_candidate(w, st, p.candidate, best);

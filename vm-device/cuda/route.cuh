@@ -13,6 +13,17 @@ struct RouteWords {
   uint32_t slots;
   __device__ __forceinline__ uint32_t expert(Worker const& w, uint32_t slot) const { return (uint32_t)word_wait(w, words, slot); }
   __device__ __forceinline__ float weight(Worker const& w, uint32_t slot) const { return word_wait(w, words, slots + slot); }
+  // Words first.. of `n` slots, at most four, all requested at once. Words of other slots are the first one's.
+  __device__ __forceinline__ float4 four(Worker const& w, uint32_t first, uint32_t n) const {
+    uint32_t const* const at = words.at + first;
+    for (;;) {
+      uint4 const v = make_uint4(load_relaxed(at), load_relaxed(at + (n > 1 ? 1 : 0)), load_relaxed(at + (n > 2 ? 2 : 0)), load_relaxed(at + (n > 3 ? 3 : 0)));
+      if (vec4_here(words, v) || is_dead(w.shared)) {
+        return vec4_value(words, v);
+      }
+      poll_pause();
+    }
+  }
 };
 __device__ __forceinline__ RouteWords route_words(Worker const& w, StagedTask const& st) { return RouteWords{buffer_words(w, aside(st)), aside(st).units / 2}; }
 
@@ -21,28 +32,36 @@ __device__ __forceinline__ uint32_t order_key(float v) {
   uint32_t const bits = __float_as_uint(v);
   return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
+// The inverse.
+__device__ __forceinline__ float key_value(uint32_t key) { return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u)); }
 
-// Each thread ranks its experts against all: the rank is the slot.
+// Ranks the experts: the rank of one is its slot. Several threads share the comparisons of an expert, as many as there are for each.
 __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  float* const logits = (float*)w.x;      // in the activation buffer
-  float* const chosen = logits + p.experts; // by slot
-  float* const sums = chosen + p.slots;     // of each warp
+  uint32_t* const keys = (uint32_t*)w.x;             // of the logits, in the activation buffer
+  float* const chosen = (float*)(keys + p.experts); // logits by slot
+  float* const sums = chosen + p.slots;             // of each warp
   for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
-    logits[i] = word_wait(w, in, p.first + i);
+    keys[i] = order_key(word_wait(w, in, p.first + i));
   }
   trace_staged(w);
   consumers_sync();
-  for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
-    float const mine = logits[i];
-    uint32_t const key = order_key(mine);
+  uint32_t const log2 = p.experts <= CONSUMERS / 8 ? 3 : p.experts <= CONSUMERS / 4 ? 2 : p.experts <= CONSUMERS / 2 ? 1 : 0, sharing = 1u << log2;
+#pragma unroll 1
+  for (uint32_t first = 0; first < p.experts; first += CONSUMERS >> log2) { // all lanes take every turn
+    uint32_t const i = first + (w.thread >> log2), key = i < p.experts ? keys[i] : 0;
     uint32_t rank = 0;
-    for (uint32_t j = 0; j < p.experts; ++j) {
-      uint32_t const other = order_key(logits[j]);
+#pragma unroll 4
+    for (uint32_t j = w.thread % sharing; j < p.experts; j += sharing) {
+      uint32_t const other = keys[j];
       rank += other > key || (other == key && j < i);
     }
-    if (rank < p.slots) {
-      chosen[rank] = mine;
+#pragma unroll 1
+    for (uint32_t o = 1; o < sharing; o *= 2) {
+      rank += __shfl_xor_sync(~0u, rank, o);
+    }
+    if (i < p.experts && rank < p.slots && w.thread % sharing == 0) {
+      chosen[rank] = key_value(key);
       word_write(out, rank, (float)i);
     }
   }
@@ -51,7 +70,7 @@ __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& 
   float sum = 0.f;
   uint32_t const among = p.scoring == AMK_SCORING_ALL ? p.experts : p.scoring == AMK_SCORING_CHOSEN ? p.slots : 0;
   for (uint32_t i = w.thread; i < among; i += CONSUMERS) {
-    sum += __expf((p.scoring == AMK_SCORING_ALL ? logits : chosen)[i] - best);
+    sum += __expf((p.scoring == AMK_SCORING_ALL ? key_value(keys[i]) : chosen[i]) - best);
   }
   sum = warp_sum(sum);
   if (w.thread % 32 == 0) {
@@ -85,32 +104,55 @@ __device__ __forceinline__ uint32_t expert_rows(StagedTask const& st, amk_matvec
 // The scale of a row's codes. Experts have the same for a row, whichever is chosen.
 __device__ __forceinline__ uint32_t scale_row(StagedTask const& st, amk_matvec_params const& p, uint32_t row) { return has_route(st) ? row % expert_rows(st, p) : row; }
 
-// Adds the biases of a row of a product that follows a route: of all experts, behind the scales of one. Returns the factor of the row's result.
-__device__ __forceinline__ float slot_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, float& bias, float& bias_up) {
+// Whether the rows of a product are those of alternating experts, which may be multiplied only once their route is known: their weights follow it. A
+// shared expert's do not; its route has one slot, which is its weight.
+__device__ __forceinline__ bool rows_follow(StagedTask const& st, amk_matvec_params const& p) { return has_route(st) && p.epilogue == AMK_EPILOGUE_SILU_MUL && aside(st).units > 2; }
+
+// Biases of experts lie behind the scales of one; null without any.
+__device__ __forceinline__ float const* expert_biases(StagedTask const& st, amk_matvec_params const& p) {
+  float const* const constants = (float const*)st.buffer[2].address;
+  if (!MIXED || st.task.unpack == AMK_UNPACK_NONE) {
+    return constants;
+  }
+  uint32_t const scales = expert_rows(st, p);
+  return st.buffer[2].units > scales ? constants + scales : nullptr;
+}
+// The epilogue's addends for a thread's row, loaded while the products are computed. A flag-in-data residual is kept as it was read, ready or
+// not. A plain one may be read only after the inputs of all warps have arrived, since they order it.
+struct Addends {
+  uint32_t residual; // in a row of an expert that is gated, which has none: bits of the expert's weight
+  float bias, bias_up;
+  float scale, scale_up; // of the codes of a row; 1 of operands
+};
+
+// The biases of a row of the expert that it is of, and the expert's weight. Waits for the route.
+__device__ __forceinline__ void row_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, Addends& add) {
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-  if (has_route(st)) {
-    RouteWords const route = route_words(w, st);
-    float const* biases = (float const*)st.buffer[2].address;
-    if (MIXED && st.task.unpack != AMK_UNPACK_NONE) {
-      uint32_t const scales = expert_rows(st, p);
-      biases = st.buffer[2].units > scales ? biases + scales : nullptr;
-    }
-    if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-      uint32_t const each = p.rows / route.slots, slot = row / each;
-      if (biases != nullptr) {
-        float const* const at = biases + (size_t)route.expert(w, slot) * each + row % each;
-        bias = __ldg(at);
-        bias_up = row / AMK_UNIT_ROWS % 2 == 0 ? __ldg(at + AMK_UNIT_ROWS) : 0.f;
-      }
-      return route.weight(w, slot);
-    }
-    if (biases != nullptr) {
+  RouteWords const route = route_words(w, st);
+  uint32_t const each = p.rows / route.slots, slot = row / each;
+  float const* const biases = expert_biases(st, p);
+  if (biases != nullptr) {
+    float const* const at = biases + (size_t)route.expert(w, slot) * each + row % each;
+    add.bias = __ldg(at);
+    add.bias_up = row / AMK_UNIT_ROWS % 2 == 0 ? __ldg(at + AMK_UNIT_ROWS) : 0.f;
+  }
+  add.residual = __float_as_uint(route.weight(w, slot));
+#endif
+}
+// The biases of a row that all experts of a route add to, times their weights. Waits for the route.
+__device__ __forceinline__ float sum_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row) {
+  float sum = 0.f;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  RouteWords const route = route_words(w, st);
+  float const* const biases = expert_biases(st, p);
 #pragma unroll 1
-      for (uint32_t slot = 0; slot < route.slots; ++slot) {
-        bias = fmaf(route.weight(w, slot), __ldg(biases + (size_t)route.expert(w, slot) * p.rows + row), bias);
-      }
-    }
+  for (uint32_t slot = 0; biases != nullptr && slot < route.slots; slot += 4) { // four at once, of which some may be missing
+    uint32_t const n = route.slots - slot;
+    float4 const experts = route.four(w, slot, n), weights = route.four(w, route.slots + slot, n);
+    auto const of = [&](float expert, uint32_t i) { return i < n ? __ldg(biases + (size_t)(uint32_t)expert * p.rows + row) : 0.f; };
+    float const a = of(experts.x, 0), b = of(experts.y, 1), c = of(experts.z, 2), d = of(experts.w, 3);
+    sum = fmaf(weights.w, d, fmaf(weights.z, c, fmaf(weights.y, b, fmaf(weights.x, a, sum))));
   }
 #endif
-  return 1.f;
+  return sum;
 }

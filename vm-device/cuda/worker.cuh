@@ -54,6 +54,11 @@ struct TraceBuffer {
 };
 #endif
 
+// The route that the loader read last (routed_stream.cuh).
+struct RouteRead {
+  uint32_t route, wrap; // low half of the route's address, and the step
+};
+
 // The fixed part of a worker's shared memory.
 struct Shared {
   uint64_t full[AMK_STAGES_MAX];
@@ -103,7 +108,10 @@ struct Shared {
   uint64_t peers[AMK_DEVICES - 1]; // distances in bytes from this device's memory to that of each other device
 #endif
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the load that it is in
+  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the route that it read last
+#if !AMK_TRACE
+  RouteRead route_read; // the loader's; beside a trace there is no room
+#endif
 #endif
 #if AMK_TRACE
   TraceBuffer trace;

@@ -30,6 +30,8 @@ mod pages;
 mod prefill;
 mod region;
 mod ring;
+#[cfg(test)]
+mod route_tests;
 mod sampling;
 mod uring;
 mod weight_stream;

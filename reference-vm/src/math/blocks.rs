@@ -1,5 +1,7 @@
 //! Rows of codes that lie in blocks with their scales. This decoder is the reference VM's own: `ir::decode` is another.
 
+use std::array::from_fn;
+
 use abi::{CodeBlock, Scalar};
 use half::f16;
 use ir::DType;
@@ -9,10 +11,11 @@ use super::{Element, StoredE4m3, StoredInt8};
 /// Decodes the first elements of a stored row.
 pub(super) fn decode_row(dtype: DType, block: CodeBlock, row: &[u8], out: &mut [f32]) {
     let (scalar, group) = (dtype.scalar(), block.group as usize);
+    let code_bytes = group * scalar.bits() as usize / 8;
     for (bytes, out) in row.chunks(block.bytes()).zip(out.chunks_mut(block.codes as usize)) {
         let (codes, constants) = bytes.split_at(CodeBlock::CODE_BYTES);
         let groups = out.chunks_mut(group).zip(constants.chunks(block.group_scale_bytes()));
-        for (first, (out, own)) in (0..).step_by(group).zip(groups) {
+        for ((out, own), codes) in groups.zip(codes.chunks(code_bytes)) {
             let half = |at: usize| f16::from_le_bytes([own[at], own[at + 1]]).to_f32();
             let scale = if block.shared {
                 f32::from_le_bytes([own[0], own[1], own[2], own[3]])
@@ -22,9 +25,7 @@ pub(super) fn decode_row(dtype: DType, block: CodeBlock, row: &[u8], out: &mut [
                 half(0)
             };
             let centre = if block.zeros { half(2) } else { centre(scalar) };
-            for (at, out) in (first..).zip(out) {
-                *out = (code_value(scalar, codes, at) - centre) * scale;
-            }
+            decode_group(scalar, codes, |value| (value - centre) * scale, out);
         }
     }
 }
@@ -34,23 +35,31 @@ fn centre(scalar: Scalar) -> f32 {
     if scalar == Scalar::Int4 { 8.0 } else { 0.0 }
 }
 
-/// What a code of a block is, as a number.
-fn code_value(scalar: Scalar, codes: &[u8], at: usize) -> f32 {
+/// Decodes codes that have one scale.
+fn decode_group(scalar: Scalar, codes: &[u8], scaled: impl Fn(f32) -> f32, out: &mut [f32]) {
+    let bytes = |value: fn(u8) -> f32, out: &mut [f32]| {
+        out.iter_mut().zip(codes).for_each(|(out, &code)| *out = scaled(value(code)));
+    };
     match scalar {
-        Scalar::E4m3 => StoredE4m3::value(codes[at]),
-        Scalar::Int8 => StoredInt8::value(codes[at]),
-        Scalar::Int4 => f32::from(codes[at / 2] >> (4 * (at % 2)) & 15),
-        Scalar::E2m1 => {
-            let code = codes[at / 2] >> (4 * (at % 2)) & 15;
-            let mantissa = f32::from(code & 1);
-            let magnitude = match code >> 1 & 3 {
-                0 => mantissa / 2.0,
-                1 => 1.0 + mantissa / 2.0,
-                2 => 2.0 + mantissa,
-                _ => 4.0 + 2.0 * mantissa,
-            };
-            if code & 8 == 0 { magnitude } else { -magnitude }
-        }
+        Scalar::E4m3 => bytes(StoredE4m3::value, out),
+        Scalar::Int8 => bytes(StoredInt8::value, out),
+        Scalar::Int4 => halves(codes, &from_fn(|code| scaled(code as f32)), out),
+        Scalar::E2m1 => halves(codes, &E2M1.map(&scaled), out),
         Scalar::F32 | Scalar::F16 | Scalar::Bf16 => unreachable!("only codes lie in blocks"),
+    }
+}
+
+/// The numbers of the codes of 4 bits e2m1: a sign, two bits of exponent, one of mantissa.
+const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// Decodes codes of 4 bits, two in a byte, by a table: random codes make every branch on their bits a wrong guess.
+fn halves(codes: &[u8], values: &[f32; 16], out: &mut [f32]) {
+    let (pairs, last) = out.as_chunks_mut::<2>();
+    for (pair, &code) in pairs.iter_mut().zip(codes) {
+        *pair = [values[usize::from(code & 15)], values[usize::from(code >> 4)]];
+    }
+    if let ([last], Some(&code)) = (last, codes.get(pairs.len())) {
+        *last = values[usize::from(code & 15)];
     }
 }

@@ -166,12 +166,22 @@ pub(crate) enum Entry {
 }
 
 /// A sequence of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Seq {
     pub(crate) session: u64,
     pub(crate) place: usize,
     pub(crate) position: usize,
     pub(crate) token: u32,
+    /// The tokens of its prompt that follow.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) prompt: Vec<u32>,
+}
+
+impl Seq {
+    /// The tokens that it was given.
+    pub(crate) fn tokens(&self) -> Vec<u32> {
+        std::iter::once(self.token).chain(self.prompt.iter().copied()).collect()
+    }
 }
 
 /// The answer of an engine.

@@ -82,7 +82,7 @@ fn entries_are_read_as_they_were_written() {
     let settings = Settings::from(&sampling);
     assert_eq!(Sampling::from(settings.clone()), sampling);
     let done = Done { tokens: vec![4, 5], ran: 3, stopped: false };
-    let seqs = vec![Seq { session: 1, place: 0, position: 7, token: 2 }];
+    let seqs = vec![Seq { session: 1, place: 0, position: 7, token: 2, prompt: vec![3] }];
     let all = vec![Said::Ok(done.clone()), Said::Error("no token".into())];
     for entry in [
         Entry::Sampling {

@@ -146,12 +146,20 @@ pub(crate) trait Engine {
         1
     }
 
-    /// As [`advance`](Self::advance), for several sequences at once, each with its next token: all run equally many
-    /// positions. A sequence that cannot continue returns an error; the others are unaffected.
+    /// Whether the last tokens of a prompt, this many, are run in the batch of others, where they take a step each. Else the
+    /// others wait until they have been run. The answer is the same under any load: the bits depend on it.
+    fn reads_in_batch(&self, _tokens: usize) -> bool {
+        true
+    }
+
+    /// Runs at most `steps` positions of several sequences at once, each from its next tokens: one at least, and at most
+    /// one more than there are steps, which is then not run. Further tokens are sampled. Meanwhile `preempt` is polled: if
+    /// true, it ends after the current step, for all. A sequence that cannot continue returns an error; the others are
+    /// unaffected.
     fn together(
         &mut self,
-        _seqs: &[(usize, u32)],
-        _generate: u32,
+        _seqs: &[(usize, &[u32])],
+        _steps: u32,
         _preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         Err(Broken::All("the machine runs one sequence at a time".into()))
@@ -537,23 +545,26 @@ impl Engine for Megakernel<'_> {
 
     fn together(
         &mut self,
-        seqs: &[(usize, u32)],
-        generate: u32,
+        seqs: &[(usize, &[u32])],
+        steps: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         let mut stop: Vec<u32> = Vec::new();
-        let mut asked = Vec::with_capacity(seqs.len());
-        for &(place, token) in seqs {
+        for &(place, _) in seqs {
             let held = self.places.get(place).ok_or_else(|| unknown(place))?;
-            let &Place { position, sampled, .. } = held;
             stop.extend(held.stop.iter().filter(|token| !stop.contains(token)).collect::<Vec<_>>());
-            asked.push(Sequence { session: place as u32, position, token, sampled });
         }
         // The stop tokens of all sequences end the batch; for the other sequences such a token is an ordinary one. If
         // there are too many stop tokens, each step is checked on the host.
         let several = stop.len() <= abi::STOP_TOKENS_MAX;
-        let (stop, generate) = if several { (&stop[..], generate) } else { (&[][..], 1) };
-        let batch = Batch { seqs: &asked, generate, stop, keep_logits: false };
+        let (stop, steps) = if several { (&stop[..], steps) } else { (&[][..], 1) };
+        let asked = seqs.iter().map(|&(place, tokens)| {
+            let &Place { position, sampled, .. } = &self.places[place];
+            let tokens = &tokens[..tokens.len().min(steps as usize + 1)];
+            Sequence { session: place as u32, position, tokens, sampled }
+        });
+        let asked: Vec<Sequence<'_>> = asked.collect();
+        let batch = Batch { seqs: &asked, steps, stop, keep_logits: false };
         let done = self.gpu.batch(self.program, &batch, preempt)?;
         self.ran_on = Kernel::Batch;
         self.passed();
@@ -562,18 +573,19 @@ impl Engine for Megakernel<'_> {
             .seqs
             .into_iter()
             .zip(seqs)
-            .map(|(seq, &(place, token))| {
-                self.ran(
-                    place,
-                    std::iter::once(token).chain(seq.tokens.iter().copied()),
-                    done.steps,
-                );
+            .map(|(seq, &(place, tokens))| {
+                self.ran(place, tokens.iter().chain(&seq.tokens).copied(), done.steps);
                 let held = &self.places[place];
                 let stopped = seq.tokens.last().is_some_and(|last| held.stop.contains(last));
                 has_stopped(seq.ending)?;
                 Ok(Advanced { chosen: seq.tokens, ran, stopped })
             })
             .collect())
+    }
+
+    fn reads_in_batch(&self, tokens: usize) -> bool {
+        // The last token is never part of a chunk.
+        !self.gpu.takes_chunks(tokens.saturating_sub(1))
     }
 
     fn prompt_slice(&self) -> u64 {

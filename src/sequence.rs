@@ -125,14 +125,20 @@ impl Sequence {
         Ok(self.fed - before)
     }
 
+    /// The tokens that are known and not fed yet: the rest of the prompt, or the last sampled one.
+    pub(crate) fn unfed(&self) -> &[u32] {
+        match self.work.prompt.get(self.fed..) {
+            Some(rest) if !rest.is_empty() => rest,
+            _ => &self.chosen[self.chosen.len().saturating_sub(1)..],
+        }
+    }
+
     /// The tokens to feed next, at most `most`.
     pub(crate) fn next(&self, most: u64) -> Vec<u32> {
         // Each scored token has a row of logits, which all lie in memory until the turn ends.
         let most = if self.work.host.score_prompt { most.min(PROMPT_SLICE) } else { most };
-        match self.work.prompt.get(self.fed..) {
-            Some(rest) if !rest.is_empty() => rest[..rest.len().min(most as usize)].to_vec(),
-            _ => self.chosen.last().copied().into_iter().collect(),
-        }
+        let unfed = self.unfed();
+        unfed[..unfed.len().min(most as usize)].to_vec()
     }
 
     /// A turn of `most` positions: a piece of the prompt, or new tokens. Returns the number of positions run, and the

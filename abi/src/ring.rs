@@ -43,7 +43,7 @@ wire_struct! {
         pub stop_len: u32,
         /// Sequences of a decode command; 0 and 1: it runs `session` at `position`.
         /// More: it is a batch (decision 022). `session`, `position` and `forced` are zero, each sequence starts with the token at its
-        /// position in its session's buffer, and `stop` holds for all.
+        /// position in its session's buffer and goes on with `seq_forced` more from there, and `stop` holds for all.
         pub seqs: u32,
         /// Address of the `amk_program`, for `load_program`.
         pub program: u64,
@@ -55,8 +55,8 @@ wire_struct! {
         pub seq_position: [u32; SEQS_MAX],
         /// A bit per sequence: `FLAG_SAMPLE` for that sequence.
         pub seq_sample: u32,
-        /// Zero.
-        pub reserved1: [u32; 2],
+        /// Tokens after its first that each sequence takes from its session's buffer, a byte each, sequence 0 lowest.
+        pub seq_forced: [u32; 2],
         /// Index of the entry plus one; written last.
         pub sequence: u32,
     }

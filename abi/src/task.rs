@@ -465,7 +465,7 @@ wire_struct! {
         pub index: u32,
         /// Steps of the command.
         pub steps: u32,
-        /// Positions below this one take their token from the prompt.
+        /// One sequence: positions below this one take their token from the prompt. Batch: see `amk_seqs.forced`.
         pub forced: u32,
         /// Flags of the submission.
         pub flags: u32,
@@ -484,7 +484,7 @@ wire_struct! {
 
 wire_struct! {
     /// The sequences of a command, in device memory directly after the `amk_step`; read by kernels of several sequences, and released with it.
-    amk_seqs align(16) size(112)
+    amk_seqs align(16) size(144)
     pub struct SeqStates {
         /// Input token of each sequence in this step.
         pub token: [u32; SEQS_MAX],
@@ -492,6 +492,8 @@ wire_struct! {
         pub position: [u32; SEQS_MAX],
         /// Session of each sequence.
         pub session: [u32; SEQS_MAX],
+        /// Positions of each sequence below this one take their token from its session's token buffer.
+        pub forced: [u32; SEQS_MAX],
         /// Sequences of the command; 1 for a plain decode.
         pub seqs: u32,
         /// A bit per sequence: tokens are sampled by the session's `amk_sampling`.

@@ -177,26 +177,32 @@ where
         self.engine.seqs()
     }
 
+    fn reads_in_batch(&self, tokens: usize) -> bool {
+        self.engine.reads_in_batch(tokens)
+    }
+
     fn together(
         &mut self,
-        seqs: &[(usize, u32)],
-        generate: u32,
+        seqs: &[(usize, &[u32])],
+        steps: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         let began = now_ns();
-        let seq = |&(place, token): &(usize, u32)| {
+        let seq = |&(place, tokens): &(usize, &[u32])| {
             let Held { session, position, .. } = self.held(place);
-            Seq { session, place, position, token }
+            let (token, prompt) = tokens.split_first().map_or((0, &[][..]), |(t, more)| (*t, more));
+            Seq { session, place, position, token, prompt: prompt.to_vec() }
         };
         let listed = seqs.iter().map(seq).collect();
-        let answer = self.engine.together(seqs, generate, preempt);
+        let answer = self.engine.together(seqs, steps, preempt);
         let outcome = |of: &Result<Advanced, String>| self::said(of, done);
         let said = said(&answer, |all| all.iter().map(outcome).collect());
         for (outcome, (place, _)) in answer.iter().flatten().zip(seqs) {
             self.moved(*place, outcome.as_ref().map_or(0, |done| done.ran));
         }
         let kernel = self.engine.kernel();
-        self.log.push(began, Entry::Together { seqs: listed, kernel, generate, said });
+        let entry = Entry::Together { seqs: listed, kernel, generate: steps, said };
+        self.log.push(began, entry);
         answer
     }
 }

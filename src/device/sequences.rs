@@ -45,6 +45,9 @@ impl Gpu<'_> {
         self.sequences.fill(None); // those of searches
         let done = self.undone(handle, |running| running.run_together(batch, preempt))?;
         self.passes += u64::from(done.steps);
+        if done.seqs.iter().any(|seq| !seq.tokens.is_empty()) {
+            self.arrival.tokens();
+        }
         Ok(done)
     }
 

@@ -7,11 +7,11 @@ use sessions::SessionId;
 use super::{EngineLoop, Running};
 
 /// Positions of a page.
-const PAGE: usize = abi::KV_PAGE as usize;
+pub(super) const PAGE: usize = abi::KV_PAGE as usize;
 
 impl Running {
     /// The end of the page of the prompt that runs next, if it is at its beginning and another sequence could run it.
-    fn next_page(&self) -> Option<usize> {
+    pub(super) fn next_page(&self) -> Option<usize> {
         let (fed, prompt) = (self.sequence.fed, self.sequence.work.reusable());
         let end = fed + PAGE;
         // The last token of a prompt is its own to run.

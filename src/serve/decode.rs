@@ -171,10 +171,7 @@ impl<'e> EngineLoop<'e> {
             self.weights();
             match self.scheduler.next(self.engine.prompt_slice()) {
                 Some(turn) if self.streams => self.wait_io(turn),
-                Some(turn) => {
-                    let turns = self.joined(turn);
-                    self.turns(turns);
-                }
+                Some(turn) => self.turns(turn),
                 // All wait for weights, or have left.
                 None if self.running.is_empty() => {}
                 None => {
@@ -244,8 +241,8 @@ impl<'e> EngineLoop<'e> {
         }
     }
 
-    /// One turn: a piece of a prompt, or new tokens.
-    fn turn(&mut self, turn: Turn) {
+    /// Runs a turn, and with it the turns that can be batched.
+    fn turns(&mut self, turn: Turn) {
         let session = turn.session();
         let Some(running) = self.running.get_mut(&session) else {
             unreachable!("every open session has its request")
@@ -253,14 +250,20 @@ impl<'e> EngineLoop<'e> {
         if running.to.is_closed() {
             return self.gone(turn);
         }
-        let place = session.place();
-        match running.sequence.reuse(&mut *self.engine, place) {
+        match running.sequence.reuse(&mut *self.engine, session.place()) {
             Ok(tokens) => running.reused(tokens),
             Err(broken) => return self.settle(turn, 0, 0, Err(broken)),
         }
         if self.is_run_by_another(session) {
             return self.settle(turn, 0, 0, Ok(None));
         }
+        let turns = self.joined(turn);
+        self.together(turns);
+    }
+
+    /// One turn alone: a piece of a prompt, or new tokens.
+    fn turn(&mut self, turn: Turn) {
+        let (session, place) = (turn.session(), turn.session().place());
         let others = self.running.len() > 1;
         let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;

@@ -1,5 +1,6 @@
 //! The decode thread with a scripted engine: faults, disconnecting clients, and shutdown.
 
+use std::collections::BTreeSet;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
@@ -29,6 +30,12 @@ struct Scripted {
     commands: Arc<Mutex<Vec<Vec<usize>>>>,
     /// Whether it runs prompts in chunks, without their last token.
     chunks: bool,
+    /// Whether sequences share pages of their prompts: the tokens of each place, and those of the pages that were run.
+    shares: bool,
+    texts: BTreeMap<usize, Vec<u32>>,
+    pages: BTreeSet<Vec<u32>>,
+    /// Positions that were run.
+    read: Arc<Mutex<usize>>,
     /// The most positions of all sequences together, if limited, and the reservation of each.
     room: Option<u64>,
     promised: BTreeMap<usize, u64>,
@@ -55,6 +62,8 @@ const FATAL: u64 = 77;
 
 /// Marks the begin of a sequence in place of a number of positions.
 const BEGUN: usize = usize::MAX;
+/// The least number of tokens for which a prompt is a chunk.
+const CHUNK: usize = 8;
 const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
 
@@ -83,12 +92,26 @@ impl Engine for Scripted {
         let mut most = self.beside.lock().unwrap();
         *most = self.promised.len().max(*most);
         self.sums.insert(place, 0);
+        self.texts.insert(place, Vec::new());
         if self.chooses {
             self.fed.lock().unwrap().push((place, BEGUN));
         }
         drop(most);
         self.fail_in(Fault::Begin, place)?;
         Ok(0)
+    }
+
+    fn shares(&self) -> bool {
+        self.shares
+    }
+
+    fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
+        let known = |to: &usize| *to < prompt.len() && self.pages.contains(&prompt[..*to]);
+        let Some(to) = (ran + 1..=ran + alike::PAGE).find(known) else { return Ok(ran) };
+        let more = &prompt[ran..to];
+        *self.sums.entry(place).or_default() += more.iter().sum::<u32>();
+        self.texts.entry(place).or_default().extend(more);
+        self.reuse(place, to, prompt)
     }
 
     fn lost(&self) -> Option<String> {
@@ -106,6 +129,14 @@ impl Engine for Scripted {
         }
         let sum = self.sums.get_mut(&place).ok_or_else(|| Broken::Sequence("gone".into()))?;
         *sum += tokens.iter().sum::<u32>();
+        *self.read.lock().unwrap() += tokens.len();
+        for token in tokens {
+            let text = self.texts.entry(place).or_default();
+            text.push(*token);
+            if text.len() % alike::PAGE == 0 {
+                self.pages.insert(text.clone());
+            }
+        }
         let mut row = vec![0.0; if read { VOCAB } else { 0 }];
         if let Some(logit) = row.get_mut((*sum % 50) as usize) {
             *logit = 1.0;
@@ -130,7 +161,7 @@ impl Engine for Scripted {
         generate: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Advanced, Broken> {
-        let chunked = self.chunks && tokens.len() > 1;
+        let chunked = self.chunks && tokens.len() >= CHUNK;
         let steps = match chunked {
             true => tokens.len() - usize::from(generate > 0),
             false => tokens.len() + (generate as usize).saturating_sub(1),
@@ -163,6 +194,10 @@ impl Engine for Scripted {
         self.width.max(1)
     }
 
+    fn reads_in_batch(&self, tokens: usize) -> bool {
+        !self.chunks || tokens < CHUNK
+    }
+
     /// As a machine with a kernel for one sequence: the second of its list.
     fn kernel(&self) -> usize {
         let last = self.commands.lock().unwrap().last().map_or(0, Vec::len);
@@ -171,20 +206,24 @@ impl Engine for Scripted {
 
     fn together(
         &mut self,
-        seqs: &[(usize, u32)],
-        generate: u32,
+        seqs: &[(usize, &[u32])],
+        steps: u32,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         assert!(seqs.len() > 1 && seqs.len() <= self.width, "{seqs:?}");
+        let tokens = 1..=steps as usize + 1;
+        assert!(seqs.iter().all(|(_, fed)| tokens.contains(&fed.len())), "{steps} of {seqs:?}");
         let places: Vec<usize> = seqs.iter().map(|(place, _)| *place).collect();
-        let mut texts: Vec<Vec<u32>> = seqs.iter().map(|(_, token)| vec![*token]).collect();
+        let mut texts: Vec<Vec<u32>> = seqs.iter().map(|(_, fed)| fed.to_vec()).collect();
         let mut broken = vec![None; seqs.len()];
         let mut ran = 0;
-        while ran < generate as usize && broken.iter().all(Option::is_none) {
+        while ran < steps as usize && broken.iter().all(Option::is_none) {
             for ((place, text), broken) in places.iter().zip(&mut texts).zip(&mut broken) {
                 let fed = self.feed(*place, &text[ran..=ran], true);
                 self.fed.lock().unwrap().pop();
                 match fed {
+                    // The next token of the prompt is there already.
+                    Ok(_) if text.len() > ran + 1 => {}
                     Ok(row) => {
                         text.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32)
                     }
@@ -193,17 +232,17 @@ impl Engine for Scripted {
                 }
             }
             ran += 1;
-            if ran < generate as usize && preempt() {
+            if ran < steps as usize && preempt() {
                 *self.preempted.lock().unwrap() += 1;
                 break;
             }
         }
         self.commands.lock().unwrap().push(places);
-        let seq = |(mut text, broken): (Vec<u32>, Option<String>)| match broken {
-            Some(why) => Err(why),
-            None => Ok(Advanced { chosen: text.split_off(1), ran, stopped: false }),
+        let seq = |((mut text, broken), (_, fed)): ((Vec<u32>, Option<String>), &(_, &[u32]))| {
+            let chosen = text.split_off(fed.len());
+            broken.map_or(Ok(Advanced { chosen, ran, stopped: false }), Err)
         };
-        Ok(texts.into_iter().zip(broken).map(seq).collect())
+        Ok(texts.into_iter().zip(broken).zip(seqs).map(seq).collect())
     }
 }
 

@@ -1,42 +1,53 @@
-//! Batched turns: sessions that only decode, if the machine samples and runs several at once.
+//! Batched turns: sessions that decode or have little left to read, if the machine samples and runs several at once.
 
 use std::time::Instant;
 
 use sessions::{SessionId, Turn};
 
+use super::alike::PAGE;
 use super::{Broken, EngineLoop, Running, free, say};
 use crate::engine::Advanced;
 use crate::observe::Command;
-use crate::sequence::SLICE;
+use crate::sequence::{SLICE, Sequence};
 
 impl Running {
-    /// The next token, if it is the only one to feed and the machine samples the following ones.
-    fn decodes(&self) -> Option<u32> {
-        let sequence = &self.sequence;
-        let last = sequence.fed + 1 == sequence.work.prompt.len() + sequence.chosen.len();
-        let tokens = sequence.next(1);
-        (sequence.chosen_there && last && !self.to.is_closed()).then(|| tokens.first().copied())?
+    /// The tokens that are known and not run yet, if the machine samples those that follow.
+    fn unfed(&self) -> Option<&[u32]> {
+        let unfed = self.sequence.unfed();
+        (self.sequence.chosen_there && !unfed.is_empty() && !self.to.is_closed()).then_some(unfed)
     }
 
-    /// The most tokens that a turn of `most` positions may sample.
-    fn allowed(&self, most: u64) -> usize {
-        let left = self.sequence.work.limit as usize;
-        let left = left.saturating_sub(self.sequence.chosen.len());
-        left.min(SLICE).min(usize::try_from(most).unwrap_or(usize::MAX))
+    /// The most positions that a turn of `most` may run in a batch. A prompt ends there, so that its first token is said at
+    /// once, and so does a page of it, which others may wait for.
+    fn steps(&self, most: u64) -> usize {
+        let Sequence { work, fed, chosen, .. } = &self.sequence;
+        let steps = match work.prompt.len().saturating_sub(*fed) {
+            0 | 1 => (work.limit as usize).saturating_sub(chosen.len()),
+            rest => rest.min(PAGE - fed % PAGE),
+        };
+        steps.min(SLICE).min(usize::try_from(most).unwrap_or(usize::MAX))
     }
 }
 
 impl EngineLoop<'_> {
-    /// The turn, and the turns that can be batched with it: those of sessions that only decode, in the scheduler's order.
+    /// The turn, and the turns that can be batched with it, in the scheduler's order: those of sessions that decode, or
+    /// have little of their prompt left.
     pub(super) fn joined(&mut self, turn: Turn) -> Vec<Turn> {
         let (seqs, slice) = (self.engine.seqs(), self.engine.prompt_slice());
-        let running = &self.running;
-        let mut suits =
-            |session: SessionId| running.get(&session).and_then(Running::decodes).is_some();
+        let (running, engine) = (&self.running, &*self.engine);
+        let batches = |session: SessionId| {
+            let unfed = running.get(&session).and_then(Running::unfed);
+            unfed.is_some_and(|unfed| engine.reads_in_batch(unfed.len()))
+        };
+        // In a turn of its own a sequence is given the page that is next, if another one has run it.
+        let waits = |session: SessionId| {
+            engine.shares() && running.get(&session).and_then(Running::next_page).is_some()
+        };
         let mut turns = vec![turn];
-        if !suits(turns[0].session()) {
+        if !batches(turns[0].session()) {
             return turns;
         }
+        let mut suits = |session: SessionId| batches(session) && !waits(session);
         while turns.len() < seqs
             && let Some(turn) = self.scheduler.join(slice, &mut suits)
         {
@@ -45,41 +56,43 @@ impl EngineLoop<'_> {
         turns
     }
 
-    /// Runs one turn alone, or several as a batch.
-    pub(super) fn turns(&mut self, mut turns: Vec<Turn>) {
-        match turns.len() {
-            1 => turns.pop().into_iter().for_each(|turn| self.turn(turn)),
-            _ => self.together(turns),
+    /// Runs turns as a batch, or the only one alone. A batch ends for all sequences when one ends or has read its prompt, a
+    /// request arrives, or a client disconnects.
+    pub(super) fn together(&mut self, mut turns: Vec<Turn>) {
+        if turns.len() < 2 {
+            return turns.pop().into_iter().for_each(|turn| self.turn(turn));
         }
-    }
-
-    /// Runs a batch. It ends for all sequences when one ends, a request arrives, or a client disconnects.
-    fn together(&mut self, turns: Vec<Turn>) {
         let held = |turn: &Turn| {
             let running = self.running.get(&turn.session())?;
-            Some((turn.session().place(), running.decodes()?, running))
+            Some((turn.session().place(), running.unfed()?, running))
         };
-        let seqs: Option<Vec<(usize, u32, &Running)>> = turns.iter().map(held).collect();
+        let seqs: Option<Vec<(usize, &[u32], &Running)>> = turns.iter().map(held).collect();
         let Some(seqs) = seqs else {
             // A client has disconnected since the turns were chosen.
-            return turns.into_iter().for_each(|turn| self.turn(turn));
+            let left = |turn: &Turn| {
+                self.running.get(&turn.session()).is_none_or(|running| running.to.is_closed())
+            };
+            let (gone, turns): (Vec<Turn>, Vec<Turn>) = turns.into_iter().partition(left);
+            gone.into_iter().for_each(|turn| self.gone(turn));
+            return self.together(turns);
         };
-        let allowed = |((_, _, running), turn): (&(usize, u32, &Running), &Turn)| {
-            running.allowed(turn.tokens())
-        };
-        let generate = seqs.iter().zip(&turns).map(allowed).min().unwrap_or(1).max(1);
+        let steps =
+            seqs.iter().zip(&turns).map(|((.., running), turn)| running.steps(turn.tokens()));
+        let steps = steps.min().unwrap_or(1).max(1);
         let firsts: Vec<(usize, usize)> =
             seqs.iter().map(|(place, _, running)| (*place, running.sequence.fed)).collect();
-        self.said.begin(&firsts, generate);
+        self.said.begin(&firsts, steps);
         let admitted = &seqs[0].2.admitted;
         let before = free(admitted);
         let mut preempt = || {
             let gone = seqs.iter().any(|(_, _, running)| running.to.is_closed());
             gone || free(admitted) < before
         };
-        let fed: Vec<(usize, u32)> = seqs.iter().map(|&(place, token, _)| (place, token)).collect();
+        let fed =
+            seqs.iter().map(|&(place, unfed, _)| (place, &unfed[..unfed.len().min(steps + 1)]));
+        let fed: Vec<(usize, &[u32])> = fed.collect();
         let began = Instant::now();
-        let done = self.engine.together(&fed, generate as u32, &mut preempt);
+        let done = self.engine.together(&fed, steps as u32, &mut preempt);
         let (took, kernel) = (began.elapsed(), self.engine.kernel());
         let (place, first) = firsts[0];
         let mut command =

@@ -3,15 +3,17 @@
 use super::*;
 use crate::constraint::tests::Even;
 
+/// What a client has heard.
+type Heard = (Vec<u32>, Option<Finish>);
+
 /// Runs these prompts on an engine with a given batch size. Returns the tokens of each request, and the places of each command.
-#[expect(clippy::type_complexity, reason = "one use")]
 fn served(
     prompts: &[Vec<u32>],
     limit: impl Fn(usize) -> u32,
     priority: impl Fn(usize) -> Priority,
     width: usize,
     places: usize,
-) -> (Vec<(Vec<u32>, Option<Finish>)>, Vec<Vec<usize>>) {
+) -> (Vec<Heard>, Vec<Vec<usize>>) {
     let admission = Admission::new(prompts.len());
     let engine = Scripted { chooses: true, width, ..Scripted::default() };
     let commands = engine.commands.clone();
@@ -54,18 +56,77 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
     }
 }
 
-/// A prompt alone holds up all others, so nothing else does: after it each sequence decodes in the batch.
-#[test]
-fn a_turn_alone_is_a_prompt_where_others_run() {
-    let prompts: Vec<Vec<u32>> = (0..4).map(|i| vec![i; 3]).collect();
-    let (ends, commands) = served(&prompts, |_| 46, |_| Priority::Normal, 4, 4);
-    for (prompt, end) in prompts.iter().zip(ends) {
-        assert_eq!(end, (expected(prompt, 46), Some(Finish::Length)));
+/// Runs requests that all wait before the loop begins. Returns their tokens, and the places of each command.
+fn awaited(engine: Scripted, asked: &[(Vec<u32>, u32)]) -> (Vec<Heard>, Vec<Vec<usize>>) {
+    let admission = Admission::new(asked.len());
+    let commands = engine.commands.clone();
+    let (jobs, inbox) = channel();
+    let send = |(prompt, limit): &(Vec<u32>, u32)| {
+        let (job, events) = job(prompt, *limit, &admission);
+        jobs.send(job).unwrap();
+        events
+    };
+    let answers: Vec<_> = asked.iter().map(send).collect();
+    let mut ends = Vec::new();
+    std::thread::scope(|scope| {
+        let (engine, places) = (Box::new(engine), asked.len());
+        let all =
+            scope.spawn(move || EngineLoop::new(engine, places, Sequences::default()).run(&inbox));
+        ends = answers.into_iter().map(heard).collect();
+        drop(jobs);
+        assert_eq!(all.join().unwrap(), Ok(()));
+    });
+    for ((prompt, limit), end) in asked.iter().zip(&ends) {
+        assert_eq!(*end, (expected(prompt, *limit), Some(Finish::Length)));
     }
-    let alone = commands.iter().filter(|places| places.len() == 1).count();
-    let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|seqs| *seqs > 1).collect();
-    // One token comes with the prompt, 45 in three commands of up to 16. A whole turn of 16 positions would leave 32, for two.
-    assert_eq!((alone, batches), (4, vec![4; 3]));
+    let commands = std::mem::take(&mut *commands.lock().unwrap());
+    (ends, commands)
+}
+
+fn sizes(commands: &[Vec<usize>]) -> Vec<usize> {
+    commands.iter().map(Vec::len).collect()
+}
+
+/// Prompts are read in the batch, which ends where the first of them does, so that its first token is said at once.
+#[test]
+fn a_prompt_is_read_beside_others() {
+    let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
+    let asked: Vec<_> = (0..4).map(|i| (vec![i; 3], 46)).collect();
+    // A token each with the prompts, then 45 in three commands of up to 16.
+    assert_eq!(sizes(&awaited(engine, &asked).1), [4; 4]);
+
+    // One reads 40 tokens in commands of 16, 16 and 8 positions, while two say 40; then all say another 40, in three.
+    let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
+    let asked = [(vec![1], 80), (vec![2; 40], 41), (vec![3], 80)];
+    assert_eq!(sizes(&awaited(engine, &asked).1), [3; 6]);
+}
+
+/// Where prompts are run in chunks, one that is too short for it is read in the batch.
+#[test]
+fn a_short_prompt_is_no_chunk() {
+    for (length, alone) in [(CHUNK - 1, 0), (CHUNK, 4)] {
+        let engine = Scripted { chooses: true, width: 4, chunks: true, ..Scripted::default() };
+        let asked: Vec<_> = (0..4).map(|i| (vec![i; length], 10)).collect();
+        let sizes = sizes(&awaited(engine, &asked).1);
+        // The prompt, or its last token, with the first new one; then nine more.
+        assert_eq!(sizes[alone..], [4; 2][..2 - usize::from(alone > 0)], "{length}: {sizes:?}");
+        assert_eq!(sizes[..alone], vec![1; alone], "{length}: {sizes:?}");
+    }
+}
+
+/// One of them reads the pages that all begin with, in batches or alone, and the others have them.
+#[test]
+fn prompts_that_begin_alike_are_read_once_in_batches_too() {
+    let engine = Scripted { chooses: true, width: 4, shares: true, ..Scripted::default() };
+    let read = engine.read.clone();
+    let common = 2 * abi::KV_PAGE as usize;
+    let mut asked: Vec<_> = (0..3).map(|i| ([vec![1; common], vec![i; 5]].concat(), 10)).collect();
+    asked.push((vec![4], 300));
+    let (_, commands) = awaited(engine, &asked);
+    assert_eq!(*read.lock().unwrap(), common + 3 * (5 + 10 - 1) + 300);
+    // The one that reads is beside the last, which decodes. The others wait, each for a turn in which it is given the pages.
+    let sizes = sizes(&commands);
+    assert_eq!(sizes[..18], [[2; 16].as_slice(), &[3, 4]].concat(), "{sizes:?}");
 }
 
 #[test]
@@ -194,31 +255,10 @@ fn a_sequence_under_a_rule_changes_none_beside_it() {
 /// Prompts in chunks that wait at the same time run one after the other, and their last tokens in one batch.
 #[test]
 fn prompts_in_chunks_that_wait_end_in_one_batch() {
-    let admission = Admission::new(4);
     let engine = Scripted { chooses: true, width: 8, chunks: true, ..Scripted::default() };
-    let commands = engine.commands.clone();
-    let prompts: Vec<Vec<u32>> = (1..5).map(|i| vec![i; 10]).collect();
-    // All wait before the loop begins.
-    let (jobs, inbox) = channel();
-    let send = |prompt: &Vec<u32>| {
-        let (job, events) = job(prompt, 20, &admission);
-        jobs.send(job).unwrap();
-        events
-    };
-    let answers: Vec<_> = prompts.iter().map(send).collect();
-    let mut ends = Vec::new();
-    std::thread::scope(|scope| {
-        let engine = Box::new(engine);
-        let all = scope.spawn(move || EngineLoop::new(engine, 4, Sequences::default()).run(&inbox));
-        ends = answers.into_iter().map(heard).collect();
-        drop(jobs);
-        assert_eq!(all.join().unwrap(), Ok(()));
-    });
-    for (prompt, end) in prompts.iter().zip(ends) {
-        assert_eq!(end, (expected(prompt, 20), Some(Finish::Length)));
-    }
-    let commands = commands.lock().unwrap();
-    let sizes: Vec<usize> = commands.iter().map(Vec::len).collect();
+    let asked: Vec<_> = (1..5).map(|i| (vec![i; 10], 20)).collect();
+    let (_, commands) = awaited(engine, &asked);
+    let sizes = sizes(&commands);
     let first = sizes.iter().position(|size| *size == 4).unwrap_or_else(|| panic!("{commands:?}"));
     assert!(first <= 6 && sizes[..first].iter().all(|size| *size == 1), "{commands:?}");
 }

@@ -20,6 +20,7 @@ __device__ __forceinline__ uint32_t seq_of(Worker const& w) { return w.seq; }
 __device__ __forceinline__ uint32_t seq_token(Worker const& w) { return w.shared->seqs.token[w.seq]; }
 __device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.shared->step.index + w.shared->seqs.position[w.seq]; }
 __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->seqs.session[w.seq]; }
+__device__ __forceinline__ uint32_t seq_forced(Worker const& w) { return w.shared->seqs.forced[w.seq]; }
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.seq * w.shared->program.logits_rows + w.shared->step.logits_row; }
 // The run of a sequence, part of its tags.
 __device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }

@@ -158,6 +158,7 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
     store_relaxed(&to->token[0], token);
     store_relaxed(&to->position[0], position);
     store_relaxed(&to->session[0], session);
+    store_relaxed(&to->forced[0], host_load(&s->forced));
     store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
     begin_runs(p, to, 1);
     return token < vocab;
@@ -167,7 +168,7 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
   store_relaxed(&to->sample, host_load(&s->seq_sample));
 #pragma unroll 1
   for (uint32_t i = 0; i < seqs; i += 2) { // a load of host memory takes about 1 us: two sequences at once
-    uint32_t const sessions = host_load(&s->seq_session[i / 4]) >> i % 4 * 8;
+    uint32_t const sessions = host_load(&s->seq_session[i / 4]) >> i % 4 * 8, forced = host_load(&s->seq_forced[i / 4]) >> i % 4 * 8;
     uint32_t const position[2] = {host_load(&s->seq_position[i]), host_load(&s->seq_position[i + 1])};
     uint32_t word[2];
 #pragma unroll
@@ -184,6 +185,7 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
       store_relaxed(&to->token[i + j], word[j]);
       store_relaxed(&to->position[i + j], position[j]);
       store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
+      store_relaxed(&to->forced[i + j], position[j] + 1 + (forced >> j * 8 & 0xff));
     }
   }
   if (!bad) {

@@ -29,13 +29,13 @@ __device__ __forceinline__ Best seq_best(Worker const& w, StagedTask const& st, 
 struct SeqEnd {
   uint32_t ending, token;
 };
-// One thread per sequence: writes its tokens to the host and picks the next step's. Forced tokens come from the host, in plain decodes only.
+// One thread per sequence: writes its tokens to the host and picks the next step's. Those of a prompt come from the host.
 __device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
   amk_step const& s = w.shared->step;
   uint32_t const position = seq_position(w), next = position + 1;
   uint32_t* tokens = session_tokens(*w.shared->launch, seq_session(w));
   host_store(tokens + w.shared->launch->token_stride + position, chosen);
-  bool const forced = next < s.forced;
+  bool const forced = next < seq_forced(w);
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   uint32_t ending = AMK_ENDING_LENGTH;
   if (token >= w.shared->program.vocab) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
   Best chosen = {w.shared->best_value[w.thread % 32 % AMK_WARPS], w.shared->best_row[w.thread % 32 % AMK_WARPS]};
 #pragma unroll 1
   for (w.seq = 0; w.seq < seqs; ++w.seq) {
-    bool const sampled = (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= w.shared->step.forced;
+    bool const sampled = (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= seq_forced(w);
     if (sampled && !left(w)) {
       consumers_sync(); // the words of the sequence before are reused next
       uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.seq), __shfl_sync(~0u, chosen.row, w.seq)});

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x3bce5ac147cb5da7ull
+#define AMK_ABI_HASH 0x7920444b754747ddull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -60,6 +60,7 @@ typedef long long int64_t;
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
 #define AMK_SEQS_MAX 8u
+#define AMK_SEQ_FORCED_MAX 255u
 #define AMK_SEQ_ENDING_BITS 4u
 #define AMK_WATERMARK_ALL 0xffffffffu
 #define AMK_WATERMARK_ABANDONED 4294967294u
@@ -275,7 +276,7 @@ struct alignas(16) amk_step {
   uint32_t logits_row; // Row of the logits buffer; a sequence's rows are `amk_program.logits_rows` after those of the sequence before it.
   uint32_t index; // Steps of the command before this one.
   uint32_t steps; // Steps of the command.
-  uint32_t forced; // Positions below this one take their token from the prompt.
+  uint32_t forced; // One sequence: positions below this one take their token from the prompt. Batch: see `amk_seqs.forced`.
   uint32_t flags; // Flags of the submission.
   uint32_t stop_len; // Stop tokens in use.
   uint32_t stop[8]; // A generated token among these ends the command.
@@ -289,12 +290,13 @@ struct alignas(16) amk_seqs {
   uint32_t token[8]; // Input token of each sequence in this step.
   uint32_t position[8]; // Position of each sequence in the command's first step; in this step it is `amk_step.index` more.
   uint32_t session[8]; // Session of each sequence.
+  uint32_t forced[8]; // Positions of each sequence below this one take their token from its session's token buffer.
   uint32_t seqs; // Sequences of the command; 1 for a plain decode.
   uint32_t sample; // A bit per sequence: tokens are sampled by the session's `amk_sampling`.
   uint32_t runs; // Two bits per sequence: the sequence's current run, of three.
   uint32_t reserved; // Zero.
 };
-static_assert(sizeof(amk_seqs) == 112 && alignof(amk_seqs) == 16, "layout of amk_seqs");
+static_assert(sizeof(amk_seqs) == 144 && alignof(amk_seqs) == 16, "layout of amk_seqs");
 
 struct alignas(16) amk_launch {
   uint64_t submissions; // `amk_submission[RING_ENTRIES]` in mapped host memory.
@@ -393,7 +395,7 @@ struct alignas(64) amk_submission {
   uint32_t seq_session[2]; // Sessions of the sequences, a byte each, sequence 0 lowest.
   uint32_t seq_position[8]; // First position of each sequence.
   uint32_t seq_sample; // A bit per sequence: `FLAG_SAMPLE` for that sequence.
-  uint32_t reserved1[2]; // Zero.
+  uint32_t seq_forced[2]; // Tokens after its first that each sequence takes from its session's buffer, a byte each, sequence 0 lowest.
   uint32_t sequence; // Index of the entry plus one; written last.
 };
 static_assert(sizeof(amk_submission) == 128 && alignof(amk_submission) == 64, "layout of amk_submission");

@@ -40,6 +40,7 @@ pub(crate) fn run(
     let output = Command::new(compiler)
         .args(["-std=c++17", "-O1", "-w", "-I"])
         .arg(folder.path())
+        .args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../vm-device/include")])
         .args(defines)
         .args([&main, Path::new("-o"), &built])
         .output()
@@ -73,5 +74,84 @@ fn the_task_prefetcher_never_overruns_its_consumers_where_the_numbers_wrap() {
     ] {
         let spoiled = says(near_wrap, Some((from, to)));
         assert_ne!(spoiled, "right\n", "nobody notices {to}");
+    }
+}
+
+/// A sequence of an emulated batch: its session, its position, and the tokens in its buffer from there on.
+type Known = (u32, u32, Vec<u32>);
+
+const VOCAB: u32 = 50;
+
+/// What a batch leaves, by a model that shares nothing with the device: it picks the same tokens from what a sequence has been fed.
+fn batch_says(steps: u32, stop: u32, seqs: &[Known]) -> String {
+    let mut all: Vec<Vec<u32>> = seqs.iter().map(|(.., known)| known.clone()).collect();
+    let (mut ran, mut stopped) = (0, vec![false; seqs.len()]);
+    while ran < steps as usize && !stopped.contains(&true) {
+        for ((known, stopped), (_, first, _)) in all.iter_mut().zip(&mut stopped).zip(seqs) {
+            let mut sum = first + ran as u32;
+            known[..=ran].iter().for_each(|token| sum = sum.wrapping_mul(5).wrapping_add(*token));
+            if known.len() == ran + 1 {
+                known.push(sum % VOCAB);
+                *stopped = sum % VOCAB == stop;
+            }
+        }
+        ran += 1;
+    }
+    let code = |(seq, stopped): (usize, &bool)| (*stopped as u32) << (4 * seq);
+    let endings: u32 = stopped.iter().enumerate().map(code).sum();
+    let (ending, endings) = if seqs.len() == 1 { (endings, 0) } else { (0, endings) };
+    let mut text = format!("0 {ran} {ending} {endings}\n");
+    for known in all {
+        let words = |tokens: &[u32]| tokens.iter().map(|t| format!("{t} ")).collect::<String>();
+        let mut buffer = known.clone();
+        buffer.resize(steps as usize + 1, 0);
+        text += format!("{}| {}", words(&known[..ran]), words(&buffer)).trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+/// Batches of every size, whose sequences decode, are in their prompts, or stay there.
+#[test]
+fn a_sequence_of_a_batch_is_fed_its_prompt_and_then_what_it_says() {
+    let Some(compiler) = compiler() else { return };
+    let (mut asked, mut expected) = (String::new(), String::new());
+    let mut random = 7_u32;
+    let mut below = |most: u32| {
+        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (random >> 16) % most
+    };
+    let (mut stops, mut forced) = (0, 0);
+    for case in 0..200 {
+        let (count, steps, stop) = (1 + case % 8, 1 + below(12), below(VOCAB));
+        let mut seq = |index: u32| {
+            let known = (0..1 + below(steps + 1)).map(|_| below(VOCAB)).collect();
+            ((index * 5 + 3) % 16, below(100), known)
+        };
+        let seqs: Vec<Known> = (0..count).map(&mut seq).collect();
+        asked += &format!("{VOCAB} {count} {steps} {stop}\n");
+        for (session, position, known) in &seqs {
+            let known: Vec<String> = known.iter().map(u32::to_string).collect();
+            asked += &format!("{session} {position} {} {}\n", known.len(), known.join(" "));
+            forced += known.len() - 1;
+        }
+        let says = batch_says(steps, stop, &seqs);
+        stops += usize::from(says.lines().next().is_some_and(|head| !head.ends_with(" 0 0")));
+        expected += &says;
+    }
+    assert!(stops > 10 && forced > 1000, "{stops} stops, {forced} tokens of prompts");
+    let says = |spoil| {
+        let defines = ["-DAMK_SEQS=8", "-DAMK_BATCH_TILES=1", "-DAMK_DEVICES=1"].map(str::to_owned);
+        let sources = ["batch.cuh", "sample_batch.cuh", "poller.cuh"];
+        run(&compiler, "batches", (&sources, &defines), spoil, &asked)
+    };
+    assert_eq!(says(None), expected);
+    for (from, to) in [
+        // As it was: none but a plain decode.
+        ("next < seq_forced(w)", "next < w.shared->step.forced"),
+        ("position[j] + 1 + (forced", "position[j] + (forced"),
+        ("seq_forced[i / 4]) >> i % 4 * 8", "seq_forced[i / 4])"),
+    ] {
+        assert_ne!(says(Some((from, to))), expected, "nobody notices {to}");
     }
 }

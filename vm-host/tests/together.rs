@@ -101,6 +101,15 @@ fn fill(machine: &mut Resident, session: u32, prompt: &[u32]) {
     }
 }
 
+/// The caches of a session as they are when a sequence begins, and nothing else in them.
+fn refill(machine: &mut Resident, seq: &Sequence<'_>, sessions: &[Session]) {
+    machine.poison_session(seq.session).expect("poison");
+    let head = &sessions[seq.session as usize].prompt[..seq.position as usize];
+    if !head.is_empty() {
+        machine.decode(seq.session, 0, head, 0, &[], false).expect("the prompt");
+    }
+}
+
 /// Runs each session by itself.
 fn alone(machine: &mut Resident, lengths: &[u32], vocab: u32) -> Vec<Session> {
     let run = |(session, &length): (u32, &u32)| {
@@ -116,13 +125,18 @@ fn alone(machine: &mut Resident, lengths: &[u32], vocab: u32) -> Vec<Session> {
     (0..).zip(lengths).map(run).collect()
 }
 
-fn seq(session: u32, of: &Session) -> Sequence {
-    let position = of.prompt.len() as u32 - 1;
-    Sequence { session, position, token: of.prompt[position as usize], sampled: false }
+fn seq(session: u32, of: &Session) -> Sequence<'_> {
+    in_prompt(session, of, 0)
 }
 
-fn together(machine: &mut Resident, seqs: &[Sequence], keep_logits: bool) -> BatchDecoded {
-    let batch = Batch { seqs, generate: GENERATED, stop: &[], keep_logits };
+/// A session that has this many tokens of its prompt to run before the last.
+fn in_prompt(session: u32, of: &Session, before: usize) -> Sequence<'_> {
+    let (head, tokens) = of.prompt.split_at(of.prompt.len() - 1 - before);
+    Sequence { session, position: head.len() as u32, tokens, sampled: false }
+}
+
+fn together(machine: &mut Resident, seqs: &[Sequence<'_>], keep_logits: bool) -> BatchDecoded {
+    let batch = Batch { seqs, steps: GENERATED, stop: &[], keep_logits };
     machine.run_together(&batch, &mut || false).expect("it runs together")
 }
 
@@ -139,7 +153,7 @@ fn worst(expected: &[f32], actual: &[f32]) -> f64 {
 /// Runs these sessions in one batch and compares every logit and token with those of each alone. Bit for bit: a sequence's sums have the same
 /// order as a plain decode's in the same kernel, and nothing of one sequence is added to another's.
 fn check_batch(machine: &mut Resident, sessions: &[Session], chosen: &[u32], what: &str) {
-    let seqs: Vec<Sequence> =
+    let seqs: Vec<Sequence<'_>> =
         chosen.iter().map(|&session| seq(session, &sessions[session as usize])).collect();
     for (index, seq) in (0..).zip(&seqs) {
         fill(machine, seq.session, &sessions[seq.session as usize].prompt);
@@ -222,7 +236,7 @@ fn sequences_that_sat_out_read_nothing_old() {
         // `fill` runs steps itself: those of the first prompt must be none.
         let tokens = vec![3; steps];
         machine.decode(8, 0, &tokens, 0, &[], false).expect("some plain steps");
-        let seqs: Vec<Sequence> =
+        let seqs: Vec<Sequence<'_>> =
             [0_u32, 4, 6].map(|session| seq(session, &sessions[session as usize])).into();
         let done = together(&mut machine, &seqs, false);
         for (seq, session) in done.seqs.iter().zip([0_usize, 4, 6]) {
@@ -305,7 +319,7 @@ fn a_machine_for_batches_runs_the_kernel_for_one_and_goes_back() {
         let loaded = machine.load_together(&shared).expect("it loads");
         machine.switch(loaded).expect("it switches");
         // On the caches that the other kernel filled.
-        let seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &got[s as usize])).collect();
+        let seqs: Vec<Sequence<'_>> = (0..8).map(|s| seq(s, &got[s as usize])).collect();
         let done = together(&mut machine, &seqs, false);
         for (seq, of) in done.seqs.iter().zip(&got) {
             assert_eq!(seq.tokens, of.tokens, "round {round}");
@@ -317,18 +331,18 @@ fn a_machine_for_batches_runs_the_kernel_for_one_and_goes_back() {
 #[test]
 fn a_batch_that_cannot_be_is_refused_and_the_next_one_runs() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
-    let seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
+    let seqs: Vec<Sequence<'_>> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
     let twice = [seqs[1], seqs[2], seqs[1]];
     let beyond = [seqs[0], Sequence { position: 256, ..seqs[1] }];
     let nobody = [seqs[0], Sequence { session: SESSIONS, ..seqs[1] }];
-    let nine: Vec<Sequence> = (0..9).map(|s| Sequence { session: s, ..seqs[0] }).collect();
+    let nine: Vec<Sequence<'_>> = (0..9).map(|s| Sequence { session: s, ..seqs[0] }).collect();
     for (bad, says) in [
         (&twice[..], "session 1 is that of sequence 0"),
         (&beyond[..], "exceed the key/value capacity"),
         (&nobody[..], "session 9 of 9"),
         (&nine[..], "a batch of 9 sequences"),
     ] {
-        let batch = Batch { seqs: bad, generate: 4, ..Batch::default() };
+        let batch = Batch { seqs: bad, steps: 4, ..Batch::default() };
         let refused = machine.run_together(&batch, &mut || false).expect_err(says);
         assert!(
             matches!(&refused, HostError::Request(why) if why.contains(says)),
@@ -346,7 +360,7 @@ fn a_batch_that_cannot_be_is_refused_and_the_next_one_runs() {
 #[test]
 fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
     let Some((mut machine, sessions, vocab)) = prepared() else { return };
-    let seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
+    let seqs: Vec<Sequence<'_>> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
     // Where each token is generated first, by any session.
     let first = |token: u32| {
         let at = sessions.iter().map(|of| of.tokens.iter().position(|t| *t == token));
@@ -354,7 +368,7 @@ fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
     };
     let stop = (0..vocab).find(|&token| (2..11).contains(&first(token))).expect("a late token");
     let steps = first(stop) + 1;
-    let batch = Batch { seqs: &seqs, generate: GENERATED, stop: &[stop], keep_logits: false };
+    let batch = Batch { seqs: &seqs, steps: GENERATED, stop: &[stop], keep_logits: false };
     let done = machine.run_together(&batch, &mut || false).expect("it runs");
     assert_eq!(done.steps as usize, steps);
     for (index, (seq, of)) in done.seqs.iter().zip(&sessions).enumerate() {
@@ -368,12 +382,12 @@ fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
     assert!(rest.len() < 8 && rest.len() > 1, "{rest:?}");
     let on = |s: &usize| Sequence {
         position: seqs[*s].position + done.steps,
-        token: *done.seqs[*s].tokens.last().expect("a token"),
+        tokens: &done.seqs[*s].tokens[steps - 1..],
         ..seqs[*s]
     };
-    let more: Vec<Sequence> = rest.iter().map(on).collect();
+    let more: Vec<Sequence<'_>> = rest.iter().map(on).collect();
     let left = GENERATED - done.steps;
-    let batch = Batch { seqs: &more, generate: left, stop: &[], keep_logits: false };
+    let batch = Batch { seqs: &more, steps: left, stop: &[], keep_logits: false };
     let next = machine.run_together(&batch, &mut || false).expect("it goes on");
     for (seq, s) in next.seqs.iter().zip(&rest) {
         assert_eq!(seq.tokens, sessions[*s].tokens[steps..], "session {s}");
@@ -381,38 +395,111 @@ fn a_stop_token_in_one_sequence_ends_the_batch_and_the_others_go_on() {
     machine.stop().expect("it stops");
 }
 
+/// Some sequences decode and others are in their prompts, one beyond the batch: each gets the bits that it gets alone, and goes on with them. A
+/// stop token in a prompt ends nothing.
 #[test]
-fn a_batch_yields_and_goes_on_with_the_same_tokens() {
-    let Some((mut machine, sessions, _)) = prepared() else { return };
-    let mut seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
-    let mut said: Vec<Vec<u32>> = vec![Vec::new(); 8];
-    let (mut commands, mut yields) = (0, 0);
-    while said[0].len() < GENERATED as usize {
-        let generate = GENERATED - said[0].len() as u32;
-        let batch = Batch { seqs: &seqs, generate, stop: &[], keep_logits: false };
-        let done = machine.run_together(&batch, &mut || true).expect("it runs");
-        commands += 1;
-        for ((seq, said), got) in seqs.iter_mut().zip(&mut said).zip(&done.seqs) {
-            assert!(matches!(got.ending, Ending::Yield | Ending::Length), "{:?}", got.ending);
-            yields += u32::from(got.ending == Ending::Yield);
-            seq.position += done.steps;
-            seq.token = *got.tokens.last().expect("a token");
-            said.extend(&got.tokens);
-        }
+fn sequences_in_their_prompts_get_what_they_get_alone() {
+    let Some((mut machine, sessions, vocab)) = prepared() else { return };
+    // Of prompts of 1, 17, 33, 96, 2, 64, 5 and 40 tokens.
+    let before = [0, 12, 0, 11, 1, 5, 4, 1];
+    let steps = GENERATED as usize;
+    let seqs: Vec<Sequence<'_>> =
+        (0..).zip(before).map(|(s, b)| in_prompt(s, &sessions[s as usize], b)).collect();
+    let mut expected = Vec::new();
+    for seq in &seqs {
+        refill(&mut machine, seq, &sessions);
+        let generate = GENERATED + 1 - seq.tokens.len() as u32;
+        let done = machine.decode(seq.session, seq.position, seq.tokens, generate, &[], true);
+        let done = done.expect("it runs alone");
+        let mut logits = machine.logits(done.steps).expect("logits");
+        logits.truncate(steps);
+        expected.push((done.tokens, logits));
     }
-    eprintln!("{commands} commands, {yields} sequences yielded");
-    assert!(commands > 1 && yields >= 8);
-    for (said, of) in said.iter().zip(&sessions) {
-        assert_eq!(*said, of.tokens);
+    for (index, seq) in (0..).zip(&seqs) {
+        refill(&mut machine, seq, &sessions);
+        machine.poison_seq_logits(index, GENERATED).expect("poison");
+    }
+    let said = |token: &u32| expected.iter().any(|(tokens, _)| tokens.contains(token));
+    let stop = seqs.iter().flat_map(|seq| &seq.tokens[1..]).find(|token| !said(token));
+    let stop = [*stop.expect("a token that is in prompts only")];
+    assert!(stop[0] < vocab);
+    let batch = Batch { seqs: &seqs, steps: GENERATED, stop: &stop, keep_logits: true };
+    let done = machine.run_together(&batch, &mut || false).expect("it runs");
+    assert_eq!(done.steps, GENERATED);
+    for ((index, got), (tokens, logits)) in (0..).zip(&done.seqs).zip(&expected) {
+        assert_eq!((&got.tokens, got.ending), (tokens, Ending::Length), "sequence {index}");
+        let rows = machine.seq_logits(index, done.steps).expect("logits");
+        let bits =
+            |rows: &[Vec<f32>]| rows.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&rows) == bits(logits), "logits of sequence {index}");
+    }
+    let on = seqs.iter().zip(&done.seqs).map(|(seq, got)| Sequence {
+        position: seq.position + GENERATED,
+        tokens: seq
+            .tokens
+            .get(steps..)
+            .filter(|rest| !rest.is_empty())
+            .unwrap_or(&got.tokens[got.tokens.len().saturating_sub(1)..]),
+        ..*seq
+    });
+    let on: Vec<Sequence<'_>> = on.collect();
+    let next = together(&mut machine, &on, false);
+    for (((got, more), of), before) in done.seqs.iter().zip(&next.seqs).zip(&sessions).zip(before) {
+        let all = [&got.tokens[..], &more.tokens].concat();
+        assert!(all.len() >= steps, "{before} tokens before the last");
+        assert_eq!(all[..steps], of.tokens, "{before} tokens before the last");
     }
     machine.stop().expect("it stops");
 }
 
-/// Sequences 2 and 5 sample, each with its own settings; the others are greedy. Each gets the tokens that it gets alone.
+#[test]
+fn a_batch_yields_and_goes_on_with_the_same_tokens() {
+    let Some((mut machine, sessions, _)) = prepared() else { return };
+    // Tokens before the last of each prompt that are left: they are run in the batches, too.
+    let before = |s: u32| (s as usize * 3).min(sessions[s as usize].prompt.len() - 1);
+    let starts: Vec<Sequence<'_>> =
+        (0..8).map(|s| in_prompt(s, &sessions[s as usize], before(s))).collect();
+    let mut known: Vec<Vec<u32>> = starts.iter().map(|seq| seq.tokens.to_vec()).collect();
+    let (mut ran, mut commands, mut yields) = (0, 0, 0);
+    while ran < 2 * GENERATED {
+        let steps = 2 * GENERATED - ran;
+        let unfed = |known: &Vec<u32>| ran as usize..known.len().min((ran + steps) as usize + 1);
+        let seqs = starts.iter().zip(&known).map(|(start, known)| Sequence {
+            position: start.position + ran,
+            tokens: &known[unfed(known)],
+            ..*start
+        });
+        let seqs: Vec<Sequence<'_>> = seqs.collect();
+        let batch = Batch { seqs: &seqs, steps, stop: &[], keep_logits: false };
+        let done = machine.run_together(&batch, &mut || true).expect("it runs");
+        commands += 1;
+        ran += done.steps;
+        for (known, got) in known.iter_mut().zip(&done.seqs) {
+            assert!(matches!(got.ending, Ending::Yield | Ending::Length), "{:?}", got.ending);
+            yields += u32::from(got.ending == Ending::Yield);
+            known.extend(&got.tokens);
+            assert!(known.len() > ran as usize, "its next token is known");
+        }
+    }
+    eprintln!("{commands} commands, {yields} sequences yielded");
+    assert!(commands > 1 && yields >= 8);
+    for ((known, start), of) in known.iter().zip(&starts).zip(&sessions) {
+        let said = &known[start.tokens.len()..];
+        let both = said.len().min(of.tokens.len());
+        assert!(both > 2);
+        assert_eq!(said[..both], of.tokens[..both]);
+    }
+    machine.stop().expect("it stops");
+}
+
+/// Sequences 2 and 5 sample, each with its own settings, after the rest of their prompts; the others are greedy. Each gets the tokens that it
+/// gets alone.
 #[test]
 fn some_sequences_sample_and_the_others_do_not() {
     let Some((mut machine, sessions, _)) = prepared() else { return };
     let drawing = [2_u32, 5];
+    let before =
+        |session: u32| if drawing.contains(&session) { 2 + session as usize / 2 } else { 0 };
     let mut expected: Vec<Vec<u32>> = sessions.iter().map(|of| of.tokens.clone()).collect();
     for session in drawing {
         let sampling = Sampling {
@@ -437,12 +524,16 @@ fn some_sequences_sample_and_the_others_do_not() {
         machine.set_sampling(session, &sampling).expect("settings");
         fill(&mut machine, session, &of.prompt);
     }
-    let seqs: Vec<Sequence> = (0..8)
-        .map(|s| Sequence { sampled: drawing.contains(&s), ..seq(s, &sessions[s as usize]) })
+    let seqs: Vec<Sequence<'_>> = (0..8)
+        .map(|s| Sequence {
+            sampled: drawing.contains(&s),
+            ..in_prompt(s, &sessions[s as usize], before(s))
+        })
         .collect();
     let done = together(&mut machine, &seqs, false);
-    for (session, (seq, expected)) in done.seqs.iter().zip(&expected).enumerate() {
-        assert_eq!(seq.tokens, *expected, "session {session}");
+    for (session, (seq, expected)) in (0..).zip(done.seqs.iter().zip(&expected)) {
+        let said = GENERATED as usize - before(session);
+        assert_eq!(seq.tokens, expected[..said], "session {session}");
     }
     machine.stop().expect("it stops");
 }
@@ -454,7 +545,7 @@ fn a_sequence_without_a_token_ends_alone() {
     assert!(vocab <= abi::BIAS_MAX, "all can be banned");
     let bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
     machine.set_sampling(3, &Sampling { bias, ..Sampling::default() }).expect("settings");
-    let mut seqs: Vec<Sequence> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
+    let mut seqs: Vec<Sequence<'_>> = (0..8).map(|s| seq(s, &sessions[s as usize])).collect();
     seqs[3].sampled = true;
     let done = together(&mut machine, &seqs, false);
     assert_eq!(done.steps, 1);
@@ -483,12 +574,12 @@ fn shipped(splits: u32) -> String {
 /// Microseconds per step of this many sessions at a context of 128, the median of 16 commands.
 fn step_us(machine: &mut Resident, sessions: u32) -> f64 {
     const STEPS: u32 = 24;
-    let seqs: Vec<Sequence> = (0..sessions)
-        .map(|session| Sequence { session, position: 128, token: 11 + session, sampled: false })
+    let seqs: Vec<Sequence<'_>> = (0..sessions)
+        .map(|session| Sequence { session, position: 128, tokens: &[11], sampled: false })
         .collect();
     let mut us: Vec<f64> = (0..20)
         .map(|_| {
-            let batch = Batch { seqs: &seqs, generate: STEPS, stop: &[], keep_logits: false };
+            let batch = Batch { seqs: &seqs, steps: STEPS, stop: &[], keep_logits: false };
             let done = machine.run_together(&batch, &mut || false).expect("it runs");
             assert_eq!(done.steps, STEPS);
             done.device_us / f64::from(STEPS)

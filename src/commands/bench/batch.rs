@@ -140,14 +140,12 @@ fn at_once(
     prompts: &[Vec<u32>],
     measured: &mut Measured,
 ) -> Result<(Samples, Vec<Vec<u32>>), Failure> {
-    let seq = |(session, prompt): (u32, &Vec<u32>)| Sequence {
-        session,
-        position: prompt.len() as u32 - 1,
-        token: prompt.last().copied().unwrap_or_default(),
-        sampled: false,
-    };
-    let seqs: Vec<Sequence> = (0..).zip(prompts).map(seq).collect();
-    let batch = |keep_logits| Batch { seqs: &seqs, generate: TIMED_TOKENS, stop: &[], keep_logits };
+    let seqs = (0..).zip(prompts).map(|(session, prompt)| {
+        let (head, tokens) = prompt.split_at(prompt.len() - 1);
+        Sequence { session, position: head.len() as u32, tokens, sampled: false }
+    });
+    let seqs: Vec<Sequence<'_>> = seqs.collect();
+    let batch = |keep_logits| Batch { seqs: &seqs, steps: TIMED_TOKENS, stop: &[], keep_logits };
     let first = gpu.batch(handle, &batch(true), &mut || false)?;
     let logits = gpu.batch_logits(handle, seqs.len() as u32, first.steps)?;
     let tokens: Vec<Vec<u32>> = first.seqs.into_iter().map(|seq| seq.tokens).collect();

@@ -423,7 +423,7 @@ impl<'e, 'm> Again<'e, 'm> {
     fn together(
         &mut self,
         seqs: &[Seq],
-        generate: u32,
+        most: u32,
         said: &Said<Vec<Said<Done>>>,
     ) -> Result<(), Halt> {
         let first = seqs.first().map_or((0, 0), |seq| (seq.session, seq.position));
@@ -432,28 +432,36 @@ impl<'e, 'm> Again<'e, 'm> {
             samples &= self.session((seq.session, seq.position), &[seq.token])?.samples;
         }
         let steps = match said {
-            Said::Error(_) => generate,
+            Said::Error(_) => most,
             Said::Ok(all) => {
-                let tokens = |of: &Said<Done>| match of {
-                    Said::Ok(done) => done.tokens.len() as u32,
+                let ran = |of: &Said<Done>| match of {
+                    Said::Ok(done) => done.ran as u32,
                     Said::Error(_) => 0,
                 };
-                all.iter().map(tokens).max().unwrap_or(0).max(1)
+                all.iter().map(ran).max().unwrap_or(0).max(1)
             }
         };
+        let fed: Vec<Vec<u32>> = seqs.iter().map(Seq::tokens).collect();
+        let fed = fed.iter().map(|tokens| &tokens[..tokens.len().min(steps as usize + 1)]);
+        let fed: Vec<&[u32]> = fed.collect();
         self.compared.commands += 1;
         let answers = if samples && seqs.len() <= self.engine.seqs() && seqs.len() > 1 {
-            let fed: Vec<(usize, u32)> = seqs.iter().map(|seq| (seq.place, seq.token)).collect();
-            let answer = self.engine.together(&fed, steps, &mut || false);
+            let placed: Vec<(usize, &[u32])> =
+                seqs.iter().zip(&fed).map(|(seq, fed)| (seq.place, *fed)).collect();
+            let answer = self.engine.together(&placed, steps, &mut || false);
             let Some((_, answers)) = self.both(first, said, answer)? else { return Ok(()) };
             answers.into_iter().map(|answer| answer.map(|done| done.chosen)).collect()
         } else {
-            let alone = |seq: &Seq| self.advanced(seq.session, &[seq.token], steps);
-            seqs.iter().map(alone).collect::<Vec<_>>()
+            let alone = |(seq, fed): (&Seq, &&[u32])| {
+                let ran = &fed[..fed.len().min(steps as usize)];
+                self.advanced(seq.session, ran, steps + 1 - fed.len() as u32)
+            };
+            seqs.iter().zip(&fed).map(alone).collect::<Vec<_>>()
         };
         let Said::Ok(all) = said else { return Ok(()) };
-        for ((seq, said), answer) in seqs.iter().zip(all).zip(answers) {
-            self.sampled((seq.session, seq.position), &[seq.token], said, answer)?;
+        for (((seq, fed), said), answer) in seqs.iter().zip(fed).zip(all).zip(answers) {
+            let ran = &fed[..fed.len().min(steps as usize)];
+            self.sampled((seq.session, seq.position), ran, said, answer)?;
         }
         Ok(())
     }

@@ -73,6 +73,7 @@ fn log(context: &Context) -> Vec<Entry> {
             place: session as usize - 1,
             position,
             token,
+            prompt: Vec::new(),
         };
         let said = vec![
             done(&texts[0][2 + 2 * step..4 + 2 * step], 2),
@@ -141,4 +142,42 @@ fn a_log_that_contradicts_itself_is_no_difference() {
     assert!(matches!(&halt, Some(Halt::Nonsense(why)) if why.contains("entry 5")), "{halt:?}");
     let orphan = [Entry::End { session: 9, place: 0 }, entries[3].clone()];
     assert!(matches!(replayed(&context, &orphan).1, Some(Halt::Nonsense(_))));
+}
+
+/// Batches in which the second session reads its prompt; the first of them ends before the prompt does.
+#[test]
+fn a_prompt_that_was_read_in_batches_is_read_again() {
+    let context = context();
+    let (first, second) = (vec![1, 2, 3, 4, 5], vec![9, 8]);
+    let texts = [continued(&context, &first, 1, 8), continued(&context, &second, 2, 6)];
+    let mut entries = log(&context);
+    let own = |entry: &Entry| matches!(entry, Entry::Advance { session: 2, .. });
+    entries.retain(|entry| !own(entry) && !matches!(entry, Entry::Together { .. }));
+    let seq = |session: u64, position, tokens: &[u32]| Seq {
+        session,
+        place: session as usize - 1,
+        position,
+        token: tokens[0],
+        prompt: tokens[1..].to_vec(),
+    };
+    let batch = |seqs: [Seq; 2], said: [Said<Done>; 2]| {
+        let (seqs, said) = (seqs.to_vec(), Said::Ok(said.to_vec()));
+        Entry::Together { seqs, kernel: 0, generate: 16, said }
+    };
+    let ends = entries.len() - 2;
+    let read = batch(
+        [seq(1, 6, &texts[0][1..2]), seq(2, 0, &second)],
+        [done(&texts[0][2..3], 1), done(&[], 1)],
+    );
+    let went_on = batch(
+        [seq(1, 7, &texts[0][2..3]), seq(2, 1, &second[1..])],
+        [done(&texts[0][3..5], 2), done(&texts[1][..2], 2)],
+    );
+    entries.splice(ends..ends, [read, went_on]);
+    let (compared, halt) = replayed(&context, &entries);
+    assert_eq!(halt, None);
+    assert_eq!(compared.tokens, 2 + 1 + 4);
+    let Entry::Together { seqs, .. } = &mut entries[ends] else { panic!() };
+    seqs[1].token ^= 1;
+    assert!(matches!(replayed(&context, &entries).1, Some(Halt::Differs(_))));
 }

@@ -1,6 +1,6 @@
 //! Batches: several sessions that one decode command runs side by side, a sequence each (decision 022).
 
-use abi::{Completion, Ending, SEQ_ENDING_BITS, SEQS_MAX, Submission};
+use abi::{Completion, Ending, SEQ_ENDING_BITS, SEQ_FORCED_MAX, SEQS_MAX, Submission};
 use ir::program::Together;
 
 use super::run::decode;
@@ -9,13 +9,14 @@ use crate::error::HostError;
 
 /// One session of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sequence {
+pub struct Sequence<'a> {
     /// The session whose caches are used; no other sequence's.
     pub session: u32,
-    /// Position of its token. The caches hold the positions before it.
+    /// Position of its first token. The caches hold the positions before it.
     pub position: u32,
-    /// The token to run first.
-    pub token: u32,
+    /// The tokens to run first: one at least, and at most one more than the batch has steps, which is then not run. It
+    /// generates tokens from the last of these on.
+    pub tokens: &'a [u32],
     /// Sample by the session's settings ([`Resident::set_sampling`]), not greedily.
     pub sampled: bool,
 }
@@ -24,9 +25,9 @@ pub struct Sequence {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Batch<'a> {
     /// The sessions, in sequences 0, 1, ...
-    pub seqs: &'a [Sequence],
-    /// Tokens to generate per sequence, at most; one at least.
-    pub generate: u32,
+    pub seqs: &'a [Sequence<'a>],
+    /// Positions to run per sequence, at most; one at least.
+    pub steps: u32,
     /// A generated token among these ends the batch.
     pub stop: &'a [u32],
     /// Keep the logits of every position of every sequence.
@@ -36,9 +37,9 @@ pub struct Batch<'a> {
 /// Result of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SeqDecoded {
-    /// Tokens that were generated, a stop token included. The last one is not run.
+    /// Tokens that were generated, a stop token included. The last one is not run. None if its own tokens last longer.
     pub tokens: Vec<u32>,
-    /// How it ended. `Length` with fewer tokens than requested is a sequence that can continue: another one's end ended the batch.
+    /// How it ended. `Length` with fewer steps than requested is a sequence that can continue: another one's end ended the batch.
     pub ending: Ending,
 }
 
@@ -71,9 +72,9 @@ impl Resident {
         most.min(self.idle().memory.places.sequences(current))
     }
 
-    /// Runs steps of several sessions at once, each with the tokens that it would get alone. While it runs, `preempt` is called now and
-    /// then; once it returns true, the batch ends after the current step. A session continues, in any batch or alone, with its last token,
-    /// `steps` positions further.
+    /// Runs steps of several sessions at once, each with the tokens that it would get alone, whether it is still in its prompt or not. While
+    /// it runs, `preempt` is called now and then; once it returns true, the batch ends after the current step. A session continues, in any
+    /// batch or alone, `steps` positions further, with the rest of its tokens or the last generated one.
     ///
     /// # Errors
     /// If the batch is outside what was booted or proven, or the device stopped. A session that cannot continue is not an error of the
@@ -85,15 +86,17 @@ impl Resident {
     ) -> Result<BatchDecoded, HostError> {
         let seqs = self.seqs();
         Bounds { seqs, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)?;
-        for &Sequence { session, position, token, sampled } in batch.seqs {
-            self.begin(session, position..position + batch.generate, &[token], sampled)?;
+        for &Sequence { session, position, tokens, sampled } in batch.seqs {
+            self.begin(session, position..position + batch.steps, tokens, sampled)?;
         }
         let (done, host_us, device_us) = self.timed(&submission(batch), preempt)?;
         let memory = &self.idle().memory;
         let seqs = batch.seqs.iter().zip(0_u32..).map(|(seq, index)| {
             let ending = ending(&done, index)?;
-            let at = memory.tokens_at(seq.session, seq.position) + 4;
-            let generated = done.steps - u32::from(ending == Ending::NoToken).min(done.steps);
+            let fed = seq.tokens.len() as u32;
+            let at = memory.tokens_at(seq.session, seq.position + fed);
+            let last = (done.steps + 1).saturating_sub(fed);
+            let generated = last - u32::from(ending == Ending::NoToken && last > 0);
             Ok(SeqDecoded { tokens: memory.tokens.read_words(at, generated as usize), ending })
         });
         Ok(BatchDecoded {
@@ -162,7 +165,7 @@ pub(super) struct Bounds {
 
 impl Bounds {
     fn check(&self, batch: &Batch<'_>) -> Result<(), String> {
-        let &Batch { seqs, generate, stop, keep_logits } = batch;
+        let &Batch { seqs, steps, stop, keep_logits } = batch;
         if seqs.is_empty() || seqs.len() > self.seqs as usize {
             let (asked, most) = (seqs.len(), self.seqs);
             return Err(format!(
@@ -170,18 +173,23 @@ impl Bounds {
             ));
         }
         check_stop(stop)?;
-        if generate == 0 {
-            return Err("a batch that generates nothing: ask for one token at least".into());
+        if steps == 0 {
+            return Err("a batch without steps: ask for one at least".into());
         }
-        if keep_logits && generate > self.rows {
+        if keep_logits && steps > self.rows {
             let rows = self.rows;
-            return Err(format!(
-                "{generate} rows of logits of each sequence; {rows} were set aside"
-            ));
+            return Err(format!("{steps} rows of logits of each sequence; {rows} were set aside"));
         }
+        let tokens_max = (steps as usize + 1).min(SEQ_FORCED_MAX as usize + 1);
         for (index, seq) in seqs.iter().enumerate() {
-            self.check_run(seq.session, seq.position, &[seq.token], generate.into())
+            self.check_run(seq.session, seq.position, seq.tokens, steps.into())
                 .map_err(|why| format!("sequence {index}: {why}"))?;
+            if seq.tokens.len() > tokens_max {
+                let tokens = seq.tokens.len();
+                return Err(format!(
+                    "sequence {index}: {tokens} tokens; a batch of {steps} steps takes {tokens_max} at most"
+                ));
+            }
             if let Some(other) = seqs[..index].iter().position(|l| l.session == seq.session) {
                 let session = seq.session;
                 return Err(format!(
@@ -240,16 +248,19 @@ fn check_stop(stop: &[u32]) -> Result<(), String> {
 
 /// A batch as a command. One sequence alone is a plain decode.
 fn submission(batch: &Batch<'_>) -> Submission {
-    let &Batch { seqs, generate, stop, keep_logits } = batch;
-    if let &[Sequence { session, position, sampled, .. }] = seqs {
-        let plain = decode(generate, stop, keep_logits, sampled);
-        return Submission { seqs: 1, session, position, forced: position + 1, ..plain };
+    let &Batch { seqs, steps, stop, keep_logits } = batch;
+    if let &[Sequence { session, position, tokens, sampled }] = seqs {
+        let plain = decode(steps, stop, keep_logits, sampled);
+        let forced = position + tokens.len() as u32;
+        return Submission { seqs: 1, session, position, forced, ..plain };
     }
-    let mut submission = decode(generate, stop, keep_logits, false);
+    let mut submission = decode(steps, stop, keep_logits, false);
     submission.seqs = seqs.len() as u32;
     for (index, seq) in seqs.iter().enumerate().take(SEQS_MAX) {
         submission.seq_position[index] = seq.position;
         submission.seq_session[index / 4] |= seq.session << (8 * (index % 4));
+        let forced = seq.tokens.len().saturating_sub(1) as u32;
+        submission.seq_forced[index / 4] |= forced << (8 * (index % 4));
         submission.seq_sample |= u32::from(seq.sampled) << index;
     }
     submission

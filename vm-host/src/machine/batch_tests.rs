@@ -6,30 +6,44 @@ use super::{Batch, Bounds, Sequence, ending, submission};
 
 const BOUNDS: Bounds = Bounds { seqs: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
 
-fn seq(session: u32, position: u32) -> Sequence {
-    Sequence { session, position, token: 7, sampled: session == 5 }
+fn seq(session: u32, position: u32) -> Sequence<'static> {
+    Sequence { session, position, tokens: &[7], sampled: session == 5 }
+}
+
+/// In its prompt for `tokens` positions.
+fn in_prompt(session: u32, tokens: usize) -> Sequence<'static> {
+    static TOKENS: [u32; 300] = [7; 300];
+    Sequence { tokens: &TOKENS[..tokens], ..seq(session, 0) }
 }
 
 #[test]
 fn a_batch_within_its_bounds_is_accepted() {
-    let seqs = [seq(5, 0), seq(0, 56), seq(3, 8)];
-    let batch = Batch { seqs: &seqs, generate: 8, stop: &[1], keep_logits: true };
+    let seqs = [seq(5, 0), seq(0, 56), in_prompt(3, 9)];
+    let batch = Batch { seqs: &seqs, steps: 8, stop: &[1], keep_logits: true };
     assert_eq!(BOUNDS.check(&batch), Ok(()));
     let alone = Batch { seqs: &seqs[..1], ..batch };
     assert_eq!(BOUNDS.check(&alone), Ok(()));
+    let wide = Bounds { capacity: 400, ..BOUNDS };
+    let seqs = [seq(1, 0), in_prompt(2, 256)];
+    let long = Batch { seqs: &seqs, steps: 300, ..Batch::default() };
+    assert_eq!(wide.check(&long), Ok(()));
+    // The others are counted in a byte.
+    let seqs = [seq(1, 0), in_prompt(2, 257)];
+    let refused = wide.check(&Batch { seqs: &seqs, ..long }).expect_err("257 tokens");
+    assert!(refused.contains("257 tokens"), "{refused}");
 }
 
-/// A batch (sequences, tokens to generate, stop tokens, whether logits are kept), and the expected message.
-type Case<'a> = (&'a [Sequence], u32, &'a [u32], bool, &'a str);
+/// A batch (sequences, steps, stop tokens, whether logits are kept), and the expected message.
+type Case<'a> = (&'a [Sequence<'a>], u32, &'a [u32], bool, &'a str);
 
 /// Each case is one step beyond a batch that is accepted.
 #[test]
 fn a_batch_beyond_any_bound_is_refused_by_name() {
     let good = [seq(1, 56), seq(2, 0)];
-    let cases: [Case<'_>; 10] = [
+    let cases: [Case<'_>; 13] = [
         (&[], 8, &[], false, "a batch of 0 sequences"),
         (&[seq(0, 0), seq(1, 0), seq(2, 0), seq(3, 0), seq(4, 0)], 8, &[], false, "5 sequences"),
-        (&good, 0, &[], false, "generates nothing"),
+        (&good, 0, &[], false, "without steps"),
         (&good, 8, &[0; 9], false, "9 stop tokens"),
         (&[seq(1, 0), seq(2, 0)], 9, &[], true, "9 rows of logits"),
         (&good, 9, &[], false, "sequence 0: 9 positions from 56"),
@@ -42,10 +56,19 @@ fn a_batch_beyond_any_bound_is_refused_by_name() {
             false,
             "sequence 2: session 1 is that of sequence 0",
         ),
-        (&[Sequence { token: 100, ..seq(1, 0) }], 8, &[], false, "sequence 0: token 100"),
+        (&[Sequence { tokens: &[100], ..seq(1, 0) }], 8, &[], false, "sequence 0: token 100"),
+        (&[Sequence { tokens: &[7, 100], ..seq(1, 0) }], 8, &[], false, "sequence 0: token 100"),
+        (&[seq(1, 0), Sequence { tokens: &[], ..seq(2, 0) }], 8, &[], false, "no token to start"),
+        (
+            &[seq(1, 0), in_prompt(2, 10)],
+            8,
+            &[],
+            false,
+            "sequence 1: 10 tokens; a batch of 8 steps takes 9",
+        ),
     ];
-    for (seqs, generate, stop, keep_logits, expected) in cases {
-        let batch = Batch { seqs, generate, stop, keep_logits };
+    for (seqs, steps, stop, keep_logits, expected) in cases {
+        let batch = Batch { seqs, steps, stop, keep_logits };
         let refused = BOUNDS.check(&batch).expect_err(expected);
         assert!(refused.contains(expected), "{refused:?} does not say {expected:?}");
     }
@@ -53,26 +76,29 @@ fn a_batch_beyond_any_bound_is_refused_by_name() {
 
 #[test]
 fn a_batch_is_written_sequence_by_sequence() {
-    let seqs = [seq(5, 9), seq(0, 3), seq(1, 4), seq(2, 5), seq(4, 6)];
-    let batch = Batch { seqs: &seqs, generate: 3, stop: &[11, 12], keep_logits: true };
+    let mut seqs = [seq(5, 9), seq(0, 3), seq(1, 4), seq(2, 5), seq(4, 6)];
+    (seqs[1].tokens, seqs[4].tokens) = (&[7; 3], &[7; 4]);
+    let batch = Batch { seqs: &seqs, steps: 3, stop: &[11, 12], keep_logits: true };
     let s = submission(&batch);
     assert_eq!((s.seqs, s.steps, s.stop_len, s.flags), (5, 3, 2, abi::FLAG_KEEP_LOGITS));
     assert_eq!((s.session, s.position, s.forced), (0, 0, 0));
     assert_eq!(s.stop[..3], [11, 12, 0]);
     assert_eq!(s.seq_position, [9, 3, 4, 5, 6, 0, 0, 0]);
     assert_eq!(s.seq_session, [0x0201_0005, 4]);
+    assert_eq!(s.seq_forced, [0x200, 3], "tokens after the first");
     assert_eq!(s.seq_sample, 1, "session 5 in sequence 0");
 }
 
 #[test]
 fn one_sequence_alone_is_a_plain_decode() {
-    let s = submission(&Batch { seqs: &[seq(5, 9)], generate: 3, ..Batch::default() });
+    let one = Sequence { tokens: &[7, 8], ..seq(5, 9) };
+    let s = submission(&Batch { seqs: &[one], steps: 3, ..Batch::default() });
     let plain = Submission {
         command: s.command,
         session: 5,
         position: 9,
         steps: 3,
-        forced: 10,
+        forced: 11,
         flags: abi::FLAG_SAMPLE,
         seqs: 1,
         ..Submission::default()
@@ -119,7 +145,7 @@ fn the_device_refuses_what_it_cannot_run() {
         let memory = &mut machine.idle().memory;
         memory.pages.before(&mut memory.copier, of.session, 0..64).expect("there are pages");
     }
-    let good = submission(&Batch { seqs: &good, generate: 4, ..Batch::default() });
+    let good = submission(&Batch { seqs: &good, steps: 4, ..Batch::default() });
     let second = |session: u32| {
         let mut bad = good;
         bad.seq_session[0] = bad.seq_session[0] & !0xff00 | session << 8;

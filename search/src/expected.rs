@@ -29,7 +29,7 @@ pub const POSITIONS_MAX: usize = 144;
 /// Positions of the far segment: the first ends a block of keys, the second begins one and reads what the first stored.
 const FAR_POSITIONS: usize = 2;
 
-/// Maximum keys at the far segment's first position, its own included: two blocks of the largest `kv_block`.
+/// Maximum keys at the far segment's first position, its own included: a block of the largest `kv_block`.
 const FAR_KEYS_MAX: usize = 1024;
 
 /// Minimum of the same, for a model of any size: more than one block of the default `kv_block`.
@@ -38,7 +38,7 @@ const FAR_KEYS_MIN: usize = 160;
 /// Granularity of these keys: the smallest `kv_block`.
 const FAR_KEYS_STEP: usize = 32;
 
-/// Multiply-adds of attention that a far position may cost: two blocks of the largest `kv_block` for a model of a
+/// Multiply-adds of attention that a far position may cost: a block of the largest `kv_block` for a model of a
 /// billion weights.
 const FAR_WORK: usize = 36_000_000;
 

@@ -87,7 +87,7 @@ macro_rules! for_each_knob {
             struct AttentionTiling {
                 groups {}
                 knobs {
-                    kv_block: u32 = TilingAttentionKvBlock at tiling.attention.kv_block, numbers [32, 64, 128, 256, 512],
+                    kv_block: u32 = TilingAttentionKvBlock at tiling.attention.kv_block, numbers [32, 64, 128, 256, 512, 1024],
                         default 128, program, "Keys of a block; splits are made of whole blocks.";
                     kv_split: u32 = TilingAttentionKvSplit at tiling.attention.kv_split, numbers [1, 2, 4, 8, 16, 32],
                         default 1, program, "Workers that share the keys of one key/value head.";

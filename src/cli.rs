@@ -435,6 +435,9 @@ pub(crate) struct DeviceChildArgs {
     /// Capacity of the key/value cache in tokens.
     #[arg(long)]
     pub(crate) kv_capacity: Option<u32>,
+    /// Sequences of a step.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) batch: u32,
 }
 
 #[derive(Debug, Args)]
@@ -508,6 +511,10 @@ pub(crate) struct LoopArgs {
     #[arg(long, value_delimiter = ',', value_name = "TOKENS")]
     #[serde(default)]
     pub(crate) context: Vec<u32>,
+    /// Time steps of this many sequences at once: 2, 4 or 8. Needs the GPU and 16-bit weights. Default: 1, or the resumed search's.
+    #[arg(long, value_name = "N", value_parser = gpu::several)]
+    #[schemars(extend("enum" = [2, 4, 8]))]
+    pub(crate) batch: Option<u32>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
     pub(crate) budget: Option<Budget>,

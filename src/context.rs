@@ -1,6 +1,6 @@
 //! The common input of the commands: a loaded model, its target and the schedule from a file.
 
-use ir::program::{Program, Verified};
+use ir::program::{Program, Verified, check_seqs};
 use ir::schedule::{KernelConfig, ScheduleConfig};
 use ir::{Graph, Rule, Target, Violations};
 use model::Model;
@@ -38,6 +38,8 @@ pub(crate) struct Context {
     pub(crate) cards: Vec<u32>,
     /// Whether the model was given without weights: then they are random.
     pub(crate) shape_only: bool,
+    /// Sequences that a step of a search runs at once.
+    pub(crate) batch: u32,
 }
 
 impl Context {
@@ -110,7 +112,20 @@ impl Context {
         let (name, named_target) = (name.to_owned(), place.target.clone());
         let device = place.device;
         let cards = place.gpus.map_or_else(|| (0..target.cards()).collect(), Gpus::cards);
-        Ok(Self { model, target, kv_capacity, name, named_target, device, cards, shape_only })
+        let batch = 1;
+        Ok(Self { model, target, kv_capacity, name, named_target, device, cards, shape_only, batch })
+    }
+
+    /// The same for steps of several sequences at once, if the model's weights can be shared by them.
+    pub(crate) fn for_steps_of(self, batch: u32) -> Result<Self, Failure> {
+        if batch > 1 {
+            self.one_gpu("a step of several sequences")?;
+            let program = self.lowered(&self.default_config())?;
+            check_seqs(&program, batch).map_err(|violations| {
+                Failure::usage(format!("--batch {batch}: {violations}"))
+            })?;
+        }
+        Ok(Self { batch, ..self })
     }
 
     pub(crate) fn graph(&self) -> &Graph {
@@ -183,7 +198,7 @@ impl Context {
         }
         let (target, options) = (&self.target, self.lower_options());
         let gate = Gate::new(graph, weights, target, options, kernel_id, expected);
-        Ok(gate.with_contexts(contexts))
+        Ok(gate.with_contexts(contexts).with_batch(self.batch))
     }
 
     /// The gate of this model, on this many positions, or on those of the reference VM. Computes the expected values.
@@ -199,7 +214,7 @@ impl Context {
             .map_err(|error| self.unevaluated(error))?;
         let gate =
             Gate::new(graph, weights, &self.target, self.lower_options(), kernel_id, expected);
-        Ok(gate.with_contexts(&[self.predicted_at()]))
+        Ok(gate.with_contexts(&[self.predicted_at()]).with_batch(self.batch))
     }
 
     /// The error of a graph that cannot be evaluated.
@@ -209,7 +224,7 @@ impl Context {
 
     /// The kernel build of a kernel config: a hash of source, options and architecture.
     pub(crate) fn kernel_id(&self, kernel: &KernelConfig) -> String {
-        self.kernel_id_of(kernel, 1)
+        self.kernel_id_of(kernel, self.batch)
     }
 
     /// The kernel build with a given batch size.

@@ -30,20 +30,22 @@ mod open;
 pub(crate) mod probe;
 mod sequences;
 mod sharing;
+mod slots;
 mod weights;
 
 pub(crate) use child::{clocks, serve};
 
 use builds::Builds;
 use probe::look_at;
+use slots::Slot;
 use weights::{Arrival, boot};
 
 /// Rows of logits allocated on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
 /// How long a worker may wait inside a step, unless a test sets another limit.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// One for each side of a comparison; a server sets more.
-const SESSIONS: u32 = 2;
+/// Slots of a search, one for each side of a comparison.
+const SLOTS: usize = 2;
 /// Sweeps of the bandwidth measurement.
 const BANDWIDTH_RUNS: usize = 9;
 /// Untimed positions after a switch of program, before a timed block: the ring of the new program has to fill.
@@ -88,8 +90,8 @@ pub(crate) struct Gpu<'a> {
     machine: Machine,
     programs: BTreeMap<u64, Prepared>,
     next: u64,
-    /// The contents of each session's key/value cache: the program, and the tokens that it was fed.
-    sequences: [Option<(Handle, Vec<u32>)>; SESSIONS as usize],
+    /// The contents of each slot's key/value caches: the program, and the tokens that it was fed.
+    sequences: [Option<(Handle, Vec<u32>)>; SLOTS],
     /// Sessions that the machine is booted for.
     sessions: u32,
     /// The pages that sessions allocate from.
@@ -131,8 +133,8 @@ impl<'a> Gpu<'a> {
             machine: Machine::Absent,
             programs: BTreeMap::new(),
             next: 0,
-            sequences: [const { None }; SESSIONS as usize],
-            sessions: SESSIONS,
+            sequences: [const { None }; SLOTS],
+            sessions: SLOTS as u32 * context.batch,
             kv_pool: KvPool::Full,
             leading: None,
             costs: Costs::default(),
@@ -146,7 +148,7 @@ impl<'a> Gpu<'a> {
             arrival: Arrival::default(),
             chunks_from: None,
             compiling_prompts: None,
-            seqs: 1,
+            seqs: context.batch,
             passes: 0,
         })
     }
@@ -179,25 +181,29 @@ impl Gpu<'_> {
         self.context.variant(kernel, self.seqs)
     }
 
-    /// The session that holds tokens which a program was fed, from position zero on.
-    fn session_with(&self, handle: Handle, tokens: &[u32]) -> Option<u32> {
+    /// The slot that holds tokens which a program was fed, from position zero on.
+    fn slot_with(&self, handle: Handle, tokens: &[u32]) -> Option<Slot> {
         let holds = |sequence: &Option<(Handle, Vec<u32>)>| {
             sequence.as_ref().is_some_and(|(of, fed)| *of == handle && fed.starts_with(tokens))
         };
-        self.sequences.iter().position(holds).map(|session| session as u32)
+        self.sequences.iter().position(holds).map(|index| self.slot(index))
     }
 
-    /// A session for a new sequence of a program: its own, an empty one, or that of a program other than the leading one. It is emptied.
-    fn take_session(&mut self, handle: Handle) -> u32 {
+    fn slot(&self, index: usize) -> Slot {
+        Slot { index: index as u32, seqs: self.context.batch }
+    }
+
+    /// A slot for a new sequence of a program: its own, an empty one, or that of a program other than the leading one. It is emptied.
+    fn take_slot(&mut self, handle: Handle) -> Slot {
         let of = |sequence: &Option<(Handle, Vec<u32>)>| sequence.as_ref().map(|(of, _)| *of);
         let find = |test: &dyn Fn(Option<Handle>) -> bool| {
             self.sequences.iter().position(|sequence| test(of(sequence)))
         };
         let own = find(&|of| of == Some(handle));
         let free = || find(&|of| of.is_none());
-        let session = own.or_else(free).or_else(|| find(&|of| of != self.leading)).unwrap_or(0);
-        self.sequences[session] = None;
-        session as u32
+        let index = own.or_else(free).or_else(|| find(&|of| of != self.leading)).unwrap_or(0);
+        self.sequences[index] = None;
+        self.slot(index)
     }
 
     /// Makes a prepared program current, launching or switching as needed. `fresh` loads it anew: its scratch memory is poisoned.
@@ -298,7 +304,7 @@ impl Gpu<'_> {
         ) {
             self.machine = match std::mem::replace(&mut self.machine, Machine::Absent) {
                 Machine::Running(running) => {
-                    self.sequences = [const { None }; SESSIONS as usize];
+                    self.sequences = [const { None }; SLOTS];
                     let stopped = self.stop(*running);
                     stopped.map_or(Machine::Absent, |idle| Machine::Idle(Box::new(idle)))
                 }
@@ -319,9 +325,9 @@ impl Gpu<'_> {
         first: usize,
         logits: &mut [f32],
     ) -> Result<Vec<u32>, DeviceError> {
-        let session = match first {
-            0 => self.take_session(handle),
-            _ => self.session_with(handle, &tokens[..first]).ok_or_else(|| {
+        let slot = match first {
+            0 => self.take_slot(handle),
+            _ => self.slot_with(handle, &tokens[..first]).ok_or_else(|| {
                 let reason = format!("no sequence of {first} positions to go on with");
                 DeviceError::Fault { reason }
             })?,
@@ -333,43 +339,42 @@ impl Gpu<'_> {
         let running = self.activate(handle, first == 0)?;
         let rows = running.logits_rows();
         if first == 0 {
-            costs.load_s += timed(|| running.poison_session(session))?;
+            costs.load_s += timed(|| slot.poison(running))?;
         }
         let mut position = first as u32;
         let mut chosen = Vec::with_capacity(tokens.len() - first);
         let places = logits.chunks_mut(rows as usize * vocab);
         for (piece, place) in tokens[first..].chunks(rows as usize).zip(places) {
-            costs.load_s += timed(|| running.poison_logits(piece.len() as u32))?;
+            costs.load_s += timed(|| slot.poison_logits(running, piece.len() as u32))?;
             enter(Phase::Running);
-            let done = running.decode(session, position, piece, 1, &[], true);
-            let done = done.map_err(device_error)?;
-            costs.run_s += done.host_us / 1e6;
+            let fed = slot.feed(running, position, piece, true).map_err(device_error)?;
+            costs.run_s += fed.host_us / 1e6;
             enter(Phase::Reading);
-            costs.read_s += timed(|| running.logits_into(place))?;
-            position += done.steps;
-            chosen.extend(done.chosen);
+            costs.read_s += timed(|| slot.logits(running, place, vocab))?;
+            position += fed.chosen.len() as u32;
+            chosen.extend(fed.chosen);
         }
         self.costs += costs;
-        self.sequences[session as usize] = Some((handle, tokens.to_vec()));
+        self.sequences[slot.index as usize] = Some((handle, tokens.to_vec()));
         Ok(chosen)
     }
 
-    /// The session in which a contender is timed, its cache filled with the plan's tokens.
-    fn filled(&mut self, handle: Handle, plan: &Plan<'_>) -> Result<u32, DeviceError> {
-        if let Some(session) = self.session_with(handle, plan.tokens) {
-            return Ok(session);
+    /// The slot in which a contender is timed, its caches filled with the plan's tokens.
+    fn filled(&mut self, handle: Handle, plan: &Plan<'_>) -> Result<Slot, DeviceError> {
+        if let Some(slot) = self.slot_with(handle, plan.tokens) {
+            return Ok(slot);
         }
-        let session = self.take_session(handle);
+        let slot = self.take_slot(handle);
         let running = self.activate(handle, false)?;
-        running.decode(session, 0, plan.tokens, 1, &[], false).map_err(device_error)?;
-        self.sequences[session as usize] = Some((handle, plan.tokens.to_vec()));
-        Ok(session)
+        slot.feed(running, 0, plan.tokens, false).map_err(device_error)?;
+        self.sequences[slot.index as usize] = Some((handle, plan.tokens.to_vec()));
+        Ok(slot)
     }
 
-    /// One timed block: microseconds per token by this process's clock, ring round trip included.
+    /// One timed block: microseconds per step by this process's clock, ring round trip included.
     fn block(
         &mut self,
-        (handle, session): (Handle, u32),
+        (handle, slot): (Handle, Slot),
         plan: &Plan<'_>,
         switched: bool,
     ) -> Result<(f64, u32), DeviceError> {
@@ -378,11 +383,10 @@ impl Gpu<'_> {
         let timed = &plan.tokens[plan.first..];
         if switched {
             let settle = &timed[..timed.len().min(SETTLE)];
-            running.decode(session, first, settle, 1, &[], false).map_err(device_error)?;
+            slot.feed(running, first, settle, false).map_err(device_error)?;
         }
-        let done = running.decode(session, first, timed, 1, &[], false).map_err(device_error)?;
-        let chosen = done.chosen.last().copied().unwrap_or_default();
-        Ok((done.host_us / f64::from(done.steps.max(1)), chosen))
+        let fed = slot.feed(running, first, timed, false).map_err(device_error)?;
+        Ok((fed.us_per_step(), fed.chosen.last().copied().unwrap_or_default()))
     }
 
     fn time_pair(
@@ -393,7 +397,7 @@ impl Gpu<'_> {
     ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError> {
         self.leading = Some(handles[0]);
         let mut current = None;
-        let mut sides = [(handles[0], 0), (handles[1], 0)];
+        let mut sides = handles.map(|handle| (handle, self.slot(0)));
         for side in &mut sides {
             side.1 = self.filled(side.0, plan)?;
             for _ in 0..plan.warmup {
@@ -414,7 +418,7 @@ impl Gpu<'_> {
                     && let Machine::Running(running) = &mut self.machine
                 {
                     let place = &mut last[index * vocab..(index + 1) * vocab];
-                    running.logits_into(place).map_err(device_error)?;
+                    sides[index].1.last_logits(running, place).map_err(device_error)?;
                 }
             }
             rounds.push(round);

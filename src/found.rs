@@ -34,12 +34,24 @@ pub(crate) struct Entry {
     pub(crate) card: String,
     /// Tokens of context at which it was measured.
     pub(crate) context: u32,
+    /// Sequences of the steps that were measured.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub(crate) batch: u32,
     /// The kernel build that it was measured with.
     pub(crate) kernel_id: String,
     pub(crate) schedule_id: String,
     /// Measured microseconds per token.
     pub(crate) latency_us: f64,
     pub(crate) config: serde_json::Value,
+}
+
+fn one() -> u32 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_one(batch: &u32) -> bool {
+    *batch == 1
 }
 
 impl Entry {
@@ -57,6 +69,7 @@ impl Entry {
             target: context.target.name.clone(),
             card: card.to_owned(),
             context: tokens,
+            batch: context.batch,
             kernel_id: context.kernel_id(&config.kernel),
             schedule_id: config.id(),
             latency_us,
@@ -107,9 +120,14 @@ pub(crate) fn keep(folder: &Path, entry: &Entry) -> Result<PathBuf, Failure> {
     Ok(path)
 }
 
-/// The found schedule for this graph, GPU and kernel whose context is nearest by ratio. Reports skipped entries.
-pub(crate) fn nearest(context: &Context, tokens: u32) -> Option<(ScheduleConfig, Entry)> {
-    let (best, notes) = nearest_in(&folder()?, context, tokens);
+/// The found schedule for this graph, GPU, kernel and number of sequences whose context is nearest by ratio. Reports
+/// skipped entries.
+pub(crate) fn nearest(
+    context: &Context,
+    tokens: u32,
+    batch: u32,
+) -> Option<(ScheduleConfig, Entry)> {
+    let (best, notes) = nearest_in(&folder()?, context, tokens, batch);
     for note in notes {
         report::say(&format!("note: {note}"));
     }
@@ -121,6 +139,7 @@ pub(crate) fn nearest_in(
     folder: &Path,
     context: &Context,
     tokens: u32,
+    batch: u32,
 ) -> (Option<(ScheduleConfig, Entry)>, Vec<String>) {
     let (mut found, mut notes) = (Vec::new(), Vec::new());
     let shape = GraphShape::from(context.graph());
@@ -133,7 +152,8 @@ pub(crate) fn nearest_in(
                 continue;
             }
         };
-        if entry.shape != shape || entry.target != context.target.name {
+        let other = entry.target != context.target.name || entry.batch != batch;
+        if entry.shape != shape || other {
             continue;
         }
         match usable(context, &entry) {
@@ -159,7 +179,7 @@ fn usable(context: &Context, entry: &Entry) -> Result<ScheduleConfig, String> {
     let text = entry.config.to_string();
     let config = *read_config(&text, context.graph(), &context.target)
         .map_err(|violations| violations.to_string())?;
-    let now = context.kernel_id(&config.kernel);
+    let now = context.kernel_id_of(&config.kernel, entry.batch);
     if entry.kernel_id != now {
         return Err(format!(
             "it was measured with kernel {}, and this one is {now}; run `amk loop` again",

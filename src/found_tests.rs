@@ -25,7 +25,7 @@ fn kept(folder: &Path, entry: &Entry) -> PathBuf {
 }
 
 fn found(folder: &Path, context: &Context, tokens: u32) -> Option<Entry> {
-    let (best, notes) = nearest_in(folder, context, tokens);
+    let (best, notes) = nearest_in(folder, context, tokens, 1);
     assert_eq!(notes, Vec::<String>::new());
     best.map(|(config, entry)| {
         assert_eq!(config.id(), entry.schedule_id);
@@ -75,9 +75,24 @@ fn a_schedule_of_another_kernel_is_ignored_and_said() {
     let h200 = toy("h200");
     let old = Entry { kernel_id: "0123456789abcdef".to_owned(), ..entry(&h200, 16, 9.0) };
     kept(home.path(), &old);
-    let (best, notes) = nearest_in(home.path(), &h200, 16);
+    let (best, notes) = nearest_in(home.path(), &h200, 16, 1);
     assert_eq!(best, None);
     assert!(notes[0].contains("measured with kernel 0123456789abcdef"), "{notes:?}");
+}
+
+#[test]
+fn a_schedule_for_several_sequences_is_found_for_as_many() {
+    let home = tempfile::tempdir().unwrap();
+    let (one, eight) = (toy("h200"), Context { batch: 8, ..toy("h200") });
+    kept(home.path(), &entry(&one, 16, 9.0));
+    let of_eight = entry(&eight, 16, 12.0);
+    assert_ne!(of_eight.kernel_id, entry(&one, 16, 9.0).kernel_id);
+    kept(home.path(), &of_eight);
+    for (batch, us) in [(1, Some(9.0)), (2, None), (8, Some(12.0))] {
+        let (best, notes) = nearest_in(home.path(), &one, 16, batch);
+        assert_eq!(best.map(|(_, entry)| entry.latency_us), us, "{batch}");
+        assert_eq!(notes, Vec::<String>::new(), "none is of another kernel");
+    }
 }
 
 #[test]
@@ -97,7 +112,7 @@ fn garbage_in_the_folder_is_ignored_and_said() {
     write("e.json", serde_json::to_string(&foreign).unwrap().as_bytes());
     write("f.json.99.partial", b"cut o");
     std::fs::create_dir(home.path().join("g.json")).unwrap();
-    let (best, notes) = nearest_in(home.path(), &h200, 16);
+    let (best, notes) = nearest_in(home.path(), &h200, 16, 1);
     assert_eq!(best.map(|(_, entry)| entry), Some(good));
     assert_eq!(notes.len(), 6, "{notes:?}");
     assert!(notes[3].contains("S-RANGE"), "{notes:?}");
@@ -117,7 +132,7 @@ fn writers_at_once_leave_whole_files() {
             });
         }
         for _ in 0..32 {
-            let (_, notes) = nearest_in(home.path(), &h200, 16);
+            let (_, notes) = nearest_in(home.path(), &h200, 16, 1);
             assert_eq!(notes, Vec::<String>::new(), "a file appears whole or not at all");
         }
     });

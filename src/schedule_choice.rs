@@ -140,7 +140,15 @@ fn by_name(
 /// The choice of `auto` where figures are proved, without output.
 pub(crate) fn reproducible(context: &Context, tokens: u32) -> ScheduleConfig {
     let known = shipped(context, tokens);
-    known.unwrap_or_else(|| default(context, tokens, "")).config
+    for_steps(context, known.unwrap_or_else(|| default(context, tokens, "")).config)
+}
+
+/// The schedule of steps of one sequence, for the number of sequences that the context's steps have.
+pub(crate) fn for_steps(context: &Context, config: ScheduleConfig) -> ScheduleConfig {
+    match context.batch {
+        1 => config,
+        batch => spread(config, context.graph(), &context.target, batch),
+    }
 }
 
 fn default(context: &Context, tokens: u32, why: &str) -> Chosen {
@@ -203,10 +211,16 @@ fn kernel_of(bundle: &str) -> Option<String> {
 }
 
 fn found(context: &Context, tokens: u32) -> Option<Chosen> {
-    let (config, entry) = found::nearest(context, tokens)?;
-    let Entry { target, card, context, kernel_id, latency_us, .. } = entry;
+    found_for(context, tokens, 1)
+}
+
+/// The schedule that a search found for steps of so many sequences.
+fn found_for(context: &Context, tokens: u32, seqs: u32) -> Option<Chosen> {
+    let (config, entry) = found::nearest(context, tokens, seqs)?;
+    let Entry { target, card, context, batch, kernel_id, latency_us, .. } = entry;
+    let of = if batch == 1 { String::new() } else { format!(" for {batch} sequences at once") };
     let why = format!(
-        "found on this machine ({card}) at {context} tokens of context, {latency_us:.1} us"
+        "found on this machine ({card}){of} at {context} tokens of context, {latency_us:.1} us"
     );
     let source = ScheduleSource {
         kind: "found",
@@ -223,8 +237,8 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
 /// Tokens of context for which the schedule of a batch is chosen, if the caches have room for as many.
 const BATCH_TOKENS: u32 = 512;
 
-/// The schedule of a kernel for several sequences: that for [`BATCH_TOKENS`], with as many splits of the keys as the one
-/// for a full cache has.
+/// The schedule of a kernel for several sequences: what a search found for them, else that for [`BATCH_TOKENS`] with as
+/// many splits of the keys as the one for a full cache has.
 pub(crate) fn for_batch(
     context: &Context,
     args: &ConfigArgs,
@@ -232,6 +246,13 @@ pub(crate) fn for_batch(
     seqs: u32,
 ) -> Result<Chosen, Failure> {
     let tokens = context.kv_capacity.min(BATCH_TOKENS);
+    if args.config.is_none()
+        && args.schedule.is_none_or(|choice| choice == ScheduleChoice::Auto)
+        && let Some(chosen) = found_for(context, tokens, seqs)
+    {
+        report::say(&format!("schedule: {}", chosen.source.why));
+        return Ok(chosen);
+    }
     let mut chosen = choose(context, args, tokens, Auto::Fastest)?;
     let splits = &mut chosen.config.tiling.attention.kv_split;
     *splits = full.config.tiling.attention.kv_split.max(*splits);

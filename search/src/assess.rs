@@ -290,7 +290,8 @@ pub fn bounds(gate: &Gate<'_>, device: &dyn Device, candidate: &Candidate, at: &
     let info = device.describe();
     let bandwidth = info.bandwidth.unwrap_or(gate.target().total_bandwidth() as f64);
     let program = &candidate.program;
-    let bytes = at.iter().map(|&at| (program.stream_bytes() + program.kv_bytes(at)) as f64);
+    let keys = |at| u64::from(gate.batch()) * program.kv_bytes(at);
+    let bytes = at.iter().map(|&at| (program.stream_bytes() + keys(at)) as f64);
     let beyond_cache = bytes.clone().map(|bytes| (bytes - info.cache_bytes as f64).max(0.0));
     Bounds {
         bound_us: geometric_mean(bytes) / bandwidth * 1e6,

@@ -28,6 +28,8 @@ pub const TIMED_TOKENS: usize = 8;
 pub struct Gate<'a> {
     /// The positions that predictions are for; empty for those that a device is timed at.
     contexts: Vec<u32>,
+    /// Sequences that a step runs at once on the device.
+    batch: u32,
     /// Thread pool of the reference VM beside the device; `None` uses the caller's pool.
     pool: Option<Arc<ThreadPool>>,
     /// The part that needs no device, with its cached results.
@@ -50,14 +52,14 @@ impl<'a> Gate<'a> {
     ) -> Self {
         let cpu = Cpu::new(graph, weights, target, options, kernel_id, expected);
         let ahead = Arc::new(Ahead::new(cpu));
-        Self { contexts: Vec::new(), pool: None, ahead, waited_s: 0.0 }
+        Self { contexts: Vec::new(), batch: 1, pool: None, ahead, waited_s: 0.0 }
     }
 
     /// The same gate for another device, or another search without helpers: both share the results that need no device.
     #[must_use]
     pub fn beside(&self) -> Self {
         let (pool, ahead) = (self.pool.clone(), self.ahead.clone());
-        Self { contexts: self.contexts.clone(), pool, ahead, waited_s: 0.0 }
+        Self { contexts: self.contexts.clone(), batch: self.batch, pool, ahead, waited_s: 0.0 }
     }
 
     /// Runs the reference VM on a pool of its own. Devices that share results need separate pools: a thread that waits
@@ -70,6 +72,17 @@ impl<'a> Gate<'a> {
     #[must_use]
     pub fn with_contexts(self, contexts: &[u32]) -> Self {
         Self { contexts: contexts.to_vec(), ..self }
+    }
+
+    /// Bounds are those of steps in which the device runs this many sequences.
+    #[must_use]
+    pub fn with_batch(self, batch: u32) -> Self {
+        Self { batch, ..self }
+    }
+
+    /// Sequences that a step runs at once on the device.
+    pub(crate) fn batch(&self) -> u32 {
+        self.batch
     }
 
     /// The model.

@@ -91,6 +91,7 @@ pub(crate) fn answer_on(
     let (resumed, header, past) = begun(args, &ledger_path)?;
     let several = cards::are_meant(args, &header)?;
     let context = Context::load(&header.model, &header.place(args))?;
+    let context = context.for_steps_of(header.batch.unwrap_or(1))?;
     let header = header.with_start(args, &context)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let mut device = if several { None } else { hardware.open(&context, args)? };

@@ -57,7 +57,7 @@ pub(crate) fn clocks(uuid: &str) -> Option<Clocks> {
 fn command(context: &Context, visible: Option<&str>) -> Command {
     let mut command = this_program();
     command.args(["device-child", "--model", &context.name, "--kv-capacity"]);
-    command.arg(context.kv_capacity.to_string());
+    command.args([context.kv_capacity.to_string(), "--batch".into(), context.batch.to_string()]);
     command.args(crate::log::arguments());
     if context.target.devices > 1 {
         command.args(["--target", &context.target.name]);
@@ -83,7 +83,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         gpus: args.gpus,
         ..PlaceArgs::default()
     };
-    let context = Context::open(&args.model, &place)?;
+    let context = Context::open(&args.model, &place)?.for_steps_of(args.batch)?;
     let monitor = SharedMonitor::default();
     let page = observe::publisher(&context, ("search", "cuda"), 0)?;
     let watch = Kernel::new(monitor.clone(), page.clone());

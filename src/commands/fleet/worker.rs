@@ -381,6 +381,7 @@ fn terms(args: &FleetWorkerArgs, leased: &Leased, folder: PathBuf) -> Result<Loo
         devices: Vec::new(),
         schedule: None,
         context: spec.contexts.clone(),
+        batch: None,
         budget: Some(spec.budget.parse().map_err(|e| unread(format!("{e}")))?),
         seed: Some(spec.seed),
         strategy: Some(spec.strategy.parse().map_err(|e| unread(format!("{e}")))?),

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::cli::{ConfigArgs, DeviceChoice, LoopArgs, PlaceArgs, ScheduleChoice};
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::schedule_choice::{Auto, Chosen, choose};
+use crate::schedule_choice::{Auto, Chosen, choose, for_steps};
 
 /// The model if none is named: real shapes, and small enough for two cores.
 const DEFAULT_MODEL: &str = "smollm2-135m";
@@ -72,6 +72,9 @@ pub(super) struct Header {
     /// The contexts that schedules are judged at, ascending; none for the end of the gate's tokens.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) contexts: Vec<u32>,
+    /// Sequences of a step; none for one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) batch: Option<u32>,
     /// The conditions of the measurement; none if predicted. Of several cards, those of the first.
     conditions: Option<Conditions>,
     /// The device's cache, which roofline bounds depend on.
@@ -142,6 +145,7 @@ impl Header {
             finalists: FINALISTS,
             kv_capacity: args.place.kv_capacity,
             contexts: contexts(args),
+            batch: args.batch,
             conditions: None,
             cache_bytes: 0,
             start: None,
@@ -230,6 +234,7 @@ impl Header {
                 Some(listed(&contexts(args))).filter(|given| !given.is_empty()),
                 listed(&self.contexts),
             ),
+            ("--batch", tokens(args.batch), tokens(self.batch).unwrap_or_else(|| "1".to_owned())),
             ("--devices", devices, "it has no cards by number".to_owned()),
             ("--schedule", schedule.map(|value| value.get_name().to_owned()), start.to_owned()),
             ("--device", device, self.kind.clone()),
@@ -262,6 +267,8 @@ impl Header {
             let given = ConfigArgs { config: None, schedule: args.schedule };
             let tokens = self.predicted_at(context)[0];
             let Chosen { config, source } = choose(context, &given, tokens, Auto::Reproducible)?;
+            let neutral = args.schedule == Some(ScheduleChoice::Neutral);
+            let config = if neutral { config } else { for_steps(context, config) };
             self.start = Some(Start { source: json!(source), config });
         }
         if let Some(start) = &self.start {
@@ -273,12 +280,14 @@ impl Header {
         Ok(self)
     }
 
-    /// The contexts, for people; empty if there are none.
+    /// The contexts and the sequences of a step, for people; empty if neither was chosen.
     pub(super) fn at_contexts(&self) -> String {
-        match &*self.contexts {
+        let contexts = match &*self.contexts {
             [] => String::new(),
             contexts => format!(" at {} tokens of context", listed(contexts)),
-        }
+        };
+        let batch = self.batch.map(|batch| format!(", steps of {batch} sequences"));
+        contexts + &batch.unwrap_or_default()
     }
 
     /// The contexts that schedules are predicted at.
@@ -325,6 +334,10 @@ impl Header {
             Some(_) => LatencyKind::MeasuredGpu,
             None => LatencyKind::Predicted,
         };
+        if kind == LatencyKind::Predicted && context.batch > 1 {
+            let message = "capability missing: --batch needs a GPU: the cost model predicts steps of one sequence";
+            return Err(Failure::missing(message));
+        }
         let name = info.as_ref().map_or_else(|| "cpu".to_owned(), |info| info.name.clone());
         if self.resumed {
             let one = self.conditions.as_slice();

@@ -39,6 +39,8 @@ pub struct Batch<'a> {
 pub struct SeqDecoded {
     /// Tokens that were generated, a stop token included. The last one is not run. None if its own tokens last longer.
     pub tokens: Vec<u32>,
+    /// The device's choice after each position that was run, also where a token was its own.
+    pub chosen: Vec<u32>,
     /// How it ended. `Length` with fewer steps than requested is a sequence that can continue: another one's end ended the batch.
     pub ending: Ending,
 }
@@ -97,7 +99,11 @@ impl Resident {
             let at = memory.tokens_at(seq.session, seq.position + fed);
             let last = (done.steps + 1).saturating_sub(fed);
             let generated = last - u32::from(ending == Ending::NoToken && last > 0);
-            Ok(SeqDecoded { tokens: memory.tokens.read_words(at, generated as usize), ending })
+            let tokens = memory.tokens.read_words(at, generated as usize);
+            let at = memory.tokens_at(seq.session, seq.position);
+            let at = at + memory.token_stride as usize * 4;
+            let chosen = memory.tokens.read_words(at, done.steps as usize);
+            Ok(SeqDecoded { tokens, chosen, ending })
         });
         Ok(BatchDecoded {
             seqs: seqs.collect::<Result<_, HostError>>()?,
@@ -116,6 +122,22 @@ impl Resident {
         let Idle { memory, vocab, .. } = self.idle();
         let rows = rows.min(memory.residents.logits_rows);
         memory.copier.rows(source, rows as usize, *vocab as usize)
+    }
+
+    /// The logits of one position of a sequence of the last batch that kept them, into a caller's memory; row 0 of one that
+    /// did not keep them are those of its last position.
+    ///
+    /// # Errors
+    /// If there is no such sequence or row, or a copy fails.
+    pub fn seq_row(&mut self, seq: u32, row: u32, out: &mut [f32]) -> Result<(), HostError> {
+        let source = self.lane_row(seq)?;
+        let Idle { memory, vocab, .. } = self.idle();
+        let rows = memory.residents.logits_rows;
+        if row >= rows {
+            return Err(HostError::Request(format!("row {row} of {rows} rows of logits")));
+        }
+        let before = u64::from(row) * u64::from(*vocab) * size_of::<f32>() as u64;
+        memory.copier.rows_into(source + before, out, *vocab as usize)
     }
 
     /// Fills the first rows of a sequence's logits with NaN.

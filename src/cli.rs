@@ -411,15 +411,6 @@ pub(crate) struct PlaceArgs {
     pub(crate) emulate: Option<u32>,
 }
 
-/// Whether a measurement may share the GPU.
-#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
-pub(crate) struct SharingArgs {
-    /// Measure even if other processes use the GPU. The conditions of the measurement say so.
-    #[arg(long)]
-    #[serde(default)]
-    pub(crate) shared_gpu: bool,
-}
-
 /// Arguments of `device-child`, which `amk` passes to itself.
 #[derive(Debug, Args)]
 pub(crate) struct DeviceChildArgs {
@@ -556,6 +547,10 @@ pub(crate) struct LoopArgs {
     #[arg(skip)]
     #[serde(skip)]
     pub(crate) fixed: Option<FixedTerms>,
+    /// The schedule of a server that tunes itself: never given on a command line.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) start: Option<ir::ScheduleConfig>,
 }
 
 #[derive(Debug, Args)]

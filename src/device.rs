@@ -18,6 +18,7 @@ use vm_host::{HostError, Idle, KvPool, Link, Loaded, Monitor, Resident, RingTap}
 use crate::context::Context;
 use crate::observe::SharedMonitor;
 
+mod between;
 mod builds;
 mod child;
 mod chunks;
@@ -33,8 +34,10 @@ mod sharing;
 mod slots;
 mod weights;
 
+pub(crate) use between::Compiler;
 pub(crate) use child::{clocks, serve};
 
+use between::Preemption;
 use builds::Builds;
 use probe::look_at;
 use slots::Slot;
@@ -121,6 +124,10 @@ pub(crate) struct Gpu<'a> {
     seqs: u32,
     /// Passes of the resident kernel's program that were not taken yet.
     passes: u64,
+    /// Ends the work of a search early, on the machine of a server.
+    preemption: Preemption,
+    /// Whether a search has used sessions since they were given to requests.
+    searched: bool,
 }
 
 impl<'a> Gpu<'a> {
@@ -150,6 +157,8 @@ impl<'a> Gpu<'a> {
             compiling_prompts: None,
             seqs: context.batch,
             passes: 0,
+            preemption: Preemption::default(),
+            searched: false,
         })
     }
 
@@ -203,6 +212,7 @@ impl Gpu<'_> {
         let free = || find(&|of| of.is_none());
         let index = own.or_else(free).or_else(|| find(&|of| of != self.leading)).unwrap_or(0);
         self.sequences[index] = None;
+        self.searched = true;
         self.slot(index)
     }
 
@@ -336,15 +346,18 @@ impl Gpu<'_> {
         let (board, vocab) = (self.board.clone(), self.context.graph().vocab as usize);
         let enter = |phase| board.iter().for_each(|board| board.enter(phase));
         enter(Phase::Loading);
+        let preemption = self.preemption.clone();
+        preemption.check()?;
         let running = self.activate(handle, first == 0)?;
-        let rows = running.logits_rows();
+        let rows = preemption.piece(running.logits_rows() as usize);
         if first == 0 {
             costs.load_s += timed(|| slot.poison(running))?;
         }
         let mut position = first as u32;
         let mut chosen = Vec::with_capacity(tokens.len() - first);
-        let places = logits.chunks_mut(rows as usize * vocab);
-        for (piece, place) in tokens[first..].chunks(rows as usize).zip(places) {
+        let places = logits.chunks_mut(rows * vocab);
+        for (piece, place) in tokens[first..].chunks(rows).zip(places) {
+            preemption.check()?;
             costs.load_s += timed(|| slot.poison_logits(running, piece.len() as u32))?;
             enter(Phase::Running);
             let fed = slot.feed(running, position, piece, true).map_err(device_error)?;
@@ -365,8 +378,14 @@ impl Gpu<'_> {
             return Ok(slot);
         }
         let slot = self.take_slot(handle);
+        let preemption = self.preemption.clone();
         let running = self.activate(handle, false)?;
-        slot.feed(running, 0, plan.tokens, false).map_err(device_error)?;
+        let mut position = 0;
+        for piece in plan.tokens.chunks(preemption.piece(plan.tokens.len())) {
+            preemption.check()?;
+            slot.feed(running, position, piece, false).map_err(device_error)?;
+            position += piece.len() as u32;
+        }
         self.sequences[slot.index as usize] = Some((handle, plan.tokens.to_vec()));
         Ok(slot)
     }
@@ -378,6 +397,7 @@ impl Gpu<'_> {
         plan: &Plan<'_>,
         switched: bool,
     ) -> Result<(f64, u32), DeviceError> {
+        self.preemption.check()?;
         let first = plan.first as u32;
         let running = self.activate(handle, false)?;
         let timed = &plan.tokens[plan.first..];

@@ -1,13 +1,16 @@
 //! The engines that run the model for `generate` and `serve`: sequences in places, tokens in, logits out.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use abi::{Ending, TELEMETRY_PROGRAMS};
 use ir::program::{Program, Verified};
 use ir::sampling::Sampling;
+use ir::schedule::KernelConfig;
 use reference_vm::Order;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::machine::{Machine, Run};
+use remote::Served;
 use search::Handle;
 use telemetry::now_ns;
 
@@ -17,11 +20,15 @@ use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::Failure;
 
+mod bench;
 mod kernel_choice;
+mod kernel_table;
 mod open;
 mod shared_pages;
 
+pub(crate) use bench::{Bench, Preempt};
 use kernel_choice::{Kernel, KernelChoice};
+pub(crate) use kernel_table::KernelTable;
 pub(crate) use open::{Built, Kernels, Opening, open};
 use shared_pages::Cached;
 pub(crate) use shared_pages::SharedPages;
@@ -131,6 +138,22 @@ pub(crate) trait Engine {
         0
     }
 
+    /// The machine, for a search between requests; `None` if a search has nothing to time on it.
+    fn bench(&mut self) -> Option<&mut dyn Bench> {
+        None
+    }
+
+    /// Runs a lone sequence by this program from now on, the kernel of this number in the server's list. No sequence is
+    /// open, and none shares pages.
+    fn switch(
+        &mut self,
+        _number: usize,
+        _program: &Arc<Verified<Program>>,
+        _kernel: &KernelConfig,
+    ) -> Result<(), String> {
+        Err("the machine has one schedule".to_owned())
+    }
+
     /// What its commands took so far.
     fn account(&self) -> Account {
         Account::default()
@@ -188,18 +211,21 @@ struct Hosted<S, B, R> {
     sequences: BTreeMap<usize, (S, Vec<u32>)>,
     shared: Option<SharedPages>,
     account: Account,
+    /// The number of the kernel that sequences begin with.
+    kernel: usize,
 }
 
 impl<S, B, R> Hosted<S, B, R> {
     fn new(begin: B, run: R, shared: Option<SharedPages>) -> Self {
-        Self { begin, run, sequences: BTreeMap::new(), shared, account: Account::default() }
+        let account = Account::default();
+        Self { begin, run, sequences: BTreeMap::new(), shared, account, kernel: 0 }
     }
 }
 
 /// The graph, with no schedule: `--device eval`.
 pub(crate) fn graph(context: &Context, shared: Option<SharedPages>) -> impl Engine {
     let (graph, weights) = (context.graph(), &*context.model.weights);
-    let begin = move || {
+    let begin = move |_: usize| {
         let evaluator = Evaluator::new(graph, weights).map_err(|error| error.to_string())?;
         Ok(evaluator.with_capacity(context.kv_capacity))
     };
@@ -215,8 +241,19 @@ pub(crate) fn reference<'a>(
     program: &'a Verified<Program>,
     shared: Option<SharedPages>,
 ) -> impl Engine + 'a {
+    reference_of(context, move |_| program, shared)
+}
+
+/// The same with the programs of kernels by their numbers. A sequence ends on the kernel that it began with.
+pub(crate) fn reference_of<'a>(
+    context: &'a Context,
+    programs: impl Fn(usize) -> &'a Verified<Program> + 'a,
+    shared: Option<SharedPages>,
+) -> impl Engine + 'a {
     let (graph, weights) = (context.graph(), &*context.model.weights);
-    let begin = move || Machine::new(program, graph, weights).map_err(|error| error.to_string());
+    let begin = move |kernel: usize| {
+        Machine::new(programs(kernel), graph, weights).map_err(|error| error.to_string())
+    };
     let run = |machine: &mut Machine<'a>, tokens: &[u32], _: Logits| match machine
         .run(tokens, Order::Waves)
         .map_err(|error| error.to_string())?
@@ -269,7 +306,7 @@ where
 impl<S, B, R> Engine for Hosted<S, B, R>
 where
     S: Cached,
-    B: Fn() -> Result<S, String>,
+    B: Fn(usize) -> Result<S, String>,
     R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
 {
     fn has_room(&mut self, positions: u64, prompt: &[u32]) -> bool {
@@ -277,7 +314,7 @@ where
     }
 
     fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
-        let mut sequence = (self.begin)().map_err(Broken::Sequence)?;
+        let mut sequence = (self.begin)(self.kernel).map_err(Broken::Sequence)?;
         let mut has = 0;
         if let Some(shared) = &mut self.shared {
             has = shared.begin(place, clamped(positions), prompt).map_err(refused)?;
@@ -311,6 +348,21 @@ where
         self.run(place, tokens, Logits::All)
     }
 
+    fn kernel(&self) -> usize {
+        self.kernel
+    }
+
+    fn switch(
+        &mut self,
+        number: usize,
+        _: &Arc<Verified<Program>>,
+        _: &KernelConfig,
+    ) -> Result<(), String> {
+        self.kernel = number;
+        self.account.passes[0] = 0; // those of another program
+        Ok(())
+    }
+
     fn account(&self) -> Account {
         self.account
     }
@@ -329,6 +381,8 @@ pub(crate) struct Megakernel<'a> {
     lone: Option<Handle>,
     choice: KernelChoice,
     ran_on: Kernel,
+    /// The numbers of the two kernels in the server's list.
+    numbers: [usize; 2],
     places: Vec<Place>,
     /// Whether sequences with equal beginnings share pages.
     shares: bool,
@@ -375,7 +429,8 @@ impl<'a> Megakernel<'a> {
         let (choice, ran_on) = (KernelChoice::default(), Kernel::Batch);
         let places = vec![Place::default(); places];
         let account = Account::default();
-        Self { gpu, program, lone: None, choice, ran_on, places, shares: false, account }
+        let (lone, numbers, shares) = (None, [0, 1], false);
+        Self { gpu, program, lone, choice, ran_on, numbers, places, shares, account }
     }
 
     /// Runs a lone sequence with this program, whose kernel is for one sequence.
@@ -528,7 +583,34 @@ impl Engine for Megakernel<'_> {
     }
 
     fn kernel(&self) -> usize {
-        self.ran_on as usize
+        self.numbers[self.ran_on as usize]
+    }
+
+    fn bench(&mut self) -> Option<&mut dyn Bench> {
+        Some(&mut self.gpu)
+    }
+
+    fn switch(
+        &mut self,
+        number: usize,
+        program: &Arc<Verified<Program>>,
+        kernel: &KernelConfig,
+    ) -> Result<(), String> {
+        if self.lone.is_none() && self.gpu.seqs() > 1 {
+            return Err("no kernel is for a lone sequence".to_owned());
+        }
+        let handle = self.gpu.prepare_lone(program, kernel).map_err(|error| error.to_string())?;
+        let (slot, held) = match &mut self.lone {
+            Some(lone) => (Kernel::Lone, lone),
+            None => (Kernel::Batch, &mut self.program),
+        };
+        let old = std::mem::replace(held, handle);
+        if old != handle {
+            self.gpu.release(old);
+        }
+        self.numbers[slot as usize] = number;
+        self.account.passes[slot as usize] = 0; // those of another program
+        Ok(())
     }
 
     fn account(&self) -> Account {

@@ -546,6 +546,10 @@ mod hostile;
 #[path = "serve_tools_tests.rs"]
 mod tools;
 
+/// Servers that tune themselves.
+#[path = "serve_tune_tests.rs"]
+mod tune;
+
 /// Prompts that begin alike.
 #[path = "serve_prefix_tests.rs"]
 mod prefix;

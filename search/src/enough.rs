@@ -29,7 +29,8 @@ impl Enough {
 }
 
 /// The share of the baseline's time that the incumbent saves at least: each kept trial counts with the low end of its interval.
-fn saved(trials: &[Trial]) -> f64 {
+#[must_use]
+pub fn saved(trials: &[Trial]) -> f64 {
     let kept = trials.iter().filter(|trial| trial.outcome == Outcome::Kept);
     let lows = kept.filter_map(|trial| trial.gain).map(|gain| gain.low);
     1.0 - lows.map(|low| 1.0 - low).product::<f64>()

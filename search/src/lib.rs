@@ -67,7 +67,7 @@ pub use device::{
 pub use diverge::left_in;
 pub use divergence::{DivergenceClass, FirstDivergence, TaskAt, place_name};
 pub use effort::{Interim, StoppingRule, spread};
-pub use enough::Enough;
+pub use enough::{Enough, saved};
 pub use equals::{Equal, Equals, equals};
 pub use evidence::{Build, Evidence};
 pub use expected::{Expected, POSITIONS_MAX, draw_tokens};

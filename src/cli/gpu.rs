@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
+use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
@@ -35,6 +36,15 @@ pub(super) fn card_schema() -> Value {
         "maximum": CARDS_MAX - 1,
         "pattern": "^(cuda:)?[0-9]+$"
     })
+}
+
+/// Whether a measurement may share the GPU.
+#[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
+pub(crate) struct SharingArgs {
+    /// Measure even if other processes use the GPU. The conditions of the measurement say so.
+    #[arg(long)]
+    #[serde(default)]
+    pub(crate) shared_gpu: bool,
 }
 
 /// The GPUs that run one step together: the first ones, or those that were named.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::TypedValueParser;
+use search::Budget;
 use vm_host::{ReadBy, Streaming};
 
 use super::{ConfigArgs, DeviceChoice, ModelArgs, PrefillArgs, ReadByChoice, SamplingArgs, gpu};
@@ -206,6 +207,30 @@ pub(crate) struct ServeArgs {
     pub(crate) seqs: Option<u32>,
     #[command(flatten)]
     pub(crate) log: CommandLogArgs,
+    #[command(flatten)]
+    pub(crate) tune: TuneArgs,
+}
+
+/// A search of a server between its requests. Its terms are those of `amk loop`.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Tuning")]
+pub(crate) struct TuneArgs {
+    /// Search for a faster schedule of one sequence while no request is in the server, and switch to what the search
+    /// keeps.
+    #[arg(long)]
+    pub(crate) tune: bool,
+    /// End the search when the kept trials save this percentage of the first schedule's time.
+    #[arg(long, value_name = "PERCENT", requires = "tune", value_parser = percent)]
+    pub(crate) goal: Option<f64>,
+    /// End the search when the time is within this percentage of its bound, bytes or hand-offs.
+    #[arg(long, value_name = "PERCENT", requires = "tune", value_parser = percent)]
+    pub(crate) stop_within: Option<f64>,
+    /// When to end it: a number of trials (64) or a time (90s, 10m, 2h). Default: 64.
+    #[arg(long, value_name = "TRIALS|TIME", requires = "tune")]
+    pub(crate) budget: Option<Budget>,
+    /// Where its ledger, table and best schedule go. Default: a new folder in runs/.
+    #[arg(long, value_name = "DIR", requires = "tune")]
+    pub(crate) out: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -69,6 +69,7 @@ pub(crate) fn run(args: &ReplayLogArgs) -> Outcome {
     let kernels = made.first().map(|batch| Kernels {
         batch: batch.built(),
         lone: made.get(1).filter(|_| on_gpu).map(Made::built),
+        table: None,
     });
     let opening = Opening {
         places: head.places,

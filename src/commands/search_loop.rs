@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 
 use crate::cli::LoopArgs;
 use crate::commands::rerun::{self, Inputs, Place};
+use crate::commands::runs::LEDGER;
 use crate::commands::runs::recorded::Recorded;
 use crate::context::Context;
 use crate::device::hardware::{Hardware, ThisMachine};
@@ -85,24 +86,48 @@ pub(crate) fn answer_on(
     watch: &dyn Watch,
     hardware: &dyn Hardware,
 ) -> Result<Answer<Found>, Failure> {
-    let _ = spent::clock(); // starts the clock
-    let folder = header::folder(args)?;
-    let (dir, ledger_path) = (folder.path.clone(), folder.path.join("ledger.jsonl"));
-    let (resumed, header, past) = begun(args, &ledger_path)?;
+    let begun = Begun::new(args)?;
+    let context = Context::load(&begun.header.model, &begun.header.place(args))?;
+    let context = context.for_steps_of(begun.header.batch.unwrap_or(1))?;
+    searched(args, watch, hardware, &context, begun)
+}
+
+/// The same with a loaded model, for a server.
+pub(crate) fn answer_in(
+    args: &LoopArgs,
+    watch: &dyn Watch,
+    hardware: &dyn Hardware,
+    context: &Context,
+) -> Result<Answer<Found>, Failure> {
+    searched(args, watch, hardware, context, Begun::new(args)?)
+}
+
+/// Whether these arguments can begin a search.
+pub(crate) fn check(args: &LoopArgs) -> Result<(), Failure> {
+    check_folder(args)?;
+    Header::fresh(args).map(|_| ())
+}
+
+fn searched(
+    args: &LoopArgs,
+    watch: &dyn Watch,
+    hardware: &dyn Hardware,
+    context: &Context,
+    Begun { folder, resumed, header, past }: Begun,
+) -> Result<Answer<Found>, Failure> {
+    let (dir, ledger_path) = (folder.path.clone(), folder.path.join(LEDGER));
     let several = cards::are_meant(args, &header)?;
-    let context = Context::load(&header.model, &header.place(args))?;
-    let context = context.for_steps_of(header.batch.unwrap_or(1))?;
-    let header = header.with_start(args, &context)?;
+    let header = header.with_start(args, context)?;
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
-    let mut device = if several { None } else { hardware.open(&context, args)? };
+    let mut device = if several { None } else { hardware.open(context, args)? };
     std::thread::scope(|scope| {
         let opened = match &device {
-            _ if several => Opened::Several(Box::new(cards::open(scope, &context, args, &header)?)),
+            _ if several => Opened::Several(Box::new(cards::open(scope, context, args, &header)?)),
             Some(gpu) => Opened::One(gpu.describe()),
             None => Opened::None,
         };
         let measures = opened.conditions(&header);
-        let header = with_known(args, &dir, &context, header, measures, several)?;
+        let header = with_known(args, &dir, context, header, measures, several)?;
         let (ledger, results) = open_files(resumed, &dir, &header)?;
         say_start(&header, &dir, past.rows.saturating_sub(1));
         watch.prepares(&resume_command(&dir, &header));
@@ -110,12 +135,12 @@ pub(crate) fn answer_on(
             && past.trials.is_empty()
         {
             // Compiled while the graph is evaluated.
-            device.foresee(&[header.start(&context).kernel]);
+            device.foresee(&[header.start(context).kernel]);
         }
         let positions = (opened.count() > 0).then_some(POSITIONS_MAX);
         let gate = context.gate_at(header.seed, positions, &kernel_id, &header.contexts)?;
-        let settings = settings(&context, &header);
-        let strategy = strategy(args, &context, &header, &settings)?;
+        let settings = settings(context, &header);
+        let strategy = strategy(args, context, &header, &settings)?;
         let (helpers, threads) = helpers(opened.count());
         let search = match opened {
             Opened::Several(pool) => Search::side_by_side(gate, *pool, settings),
@@ -133,12 +158,12 @@ pub(crate) fn answer_on(
         corpus::manifest::unseal_run(&dir)?;
         let results = results.map_or_else(|| table(&dir, &lines), Ok)?;
         let mut session = Session {
-            context: &context,
+            context,
             found: None,
             keeper: StoreSink::open(args, &dir, &ledger_path),
             ledger,
             results,
-            bar: bar(&header),
+            bar: if args.start.is_some() { ProgressBar::hidden() } else { bar(&header) },
             header: &header,
             clock: Instant::now(),
             before: Duration::try_from_secs_f64(began_s).unwrap_or_default(),
@@ -149,14 +174,28 @@ pub(crate) fn answer_on(
     })
 }
 
-/// The ledger to continue, if any, the terms, and the rows so far.
-fn begun(args: &LoopArgs, ledger: &Path) -> Result<(Option<Ledger>, Header, Recorded), Failure> {
-    if args.resume {
-        let (held, past) = reopen(ledger)?;
-        return Ok((Some(held), Header::resumed(args, &past.header, ledger)?, past));
+/// A search of these arguments: its folder, the ledger to continue, if any, the terms, and the rows so far.
+struct Begun {
+    folder: header::Folder,
+    resumed: Option<Ledger>,
+    header: Header,
+    past: Recorded,
+}
+
+impl Begun {
+    fn new(args: &LoopArgs) -> Result<Self, Failure> {
+        let _ = spent::clock(); // starts the clock
+        let folder = header::folder(args)?;
+        let ledger = folder.path.join(LEDGER);
+        if args.resume {
+            let (held, past) = reopen(&ledger)?;
+            let header = Header::resumed(args, &past.header, &ledger)?;
+            return Ok(Self { folder, resumed: Some(held), header, past });
+        }
+        check_folder(args)?;
+        let past = Recorded::of(&ledger);
+        Ok(Self { folder, resumed: None, header: Header::fresh(args)?, past })
     }
-    check_folder(args)?;
-    Ok((None, Header::fresh(args)?, Recorded::of(ledger)))
 }
 
 /// The terms of a search on these devices. A new one gets the trials in the store, if its strategy uses them.
@@ -194,13 +233,13 @@ pub(crate) fn check_folder(args: &LoopArgs) -> Result<(), Failure> {
     if args.resume {
         return Ok(());
     }
-    let ledger = dir.join("ledger.jsonl");
+    let ledger = dir.join(LEDGER);
     if std::fs::metadata(&ledger).is_ok_and(|file| file.len() > 0) {
         // A search that was killed while it wrote its first row is begun again; the ledger decides.
         let started = std::fs::read(&ledger).is_ok_and(|bytes| !bytes.contains(&b'\n'));
         return if started { Ok(()) } else { Err(CorpusError::Exists(ledger).into()) };
     }
-    let ours = |name: &OsStr| ["ledger.jsonl", "ledger.head"].iter().any(|file| name == *file);
+    let ours = |name: &OsStr| [LEDGER, "ledger.head"].iter().any(|file| name == *file);
     let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     match entries.find(|entry| !ours(&entry.file_name())) {
         None => Ok(()),
@@ -250,7 +289,7 @@ fn open_files(
     if let Some(ledger) = resumed {
         return Ok((ledger, None));
     }
-    let ledger = Ledger::create(&dir.join("ledger.jsonl"), &json!(header))?;
+    let ledger = Ledger::create(&dir.join(LEDGER), &json!(header))?;
     match table(dir, &[]) {
         Ok(results) => Ok((ledger, Some(results))),
         Err(error) => {

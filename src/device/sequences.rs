@@ -7,7 +7,7 @@ use search::{DeviceError, Handle};
 use vm_host::{Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident};
 
 use super::{Gpu, Machine, device_error};
-use crate::engine::{Broken, WeightsAt};
+use crate::engine::{Bench as _, Broken, WeightsAt};
 use crate::report;
 
 impl Gpu<'_> {
@@ -105,6 +105,9 @@ impl Gpu<'_> {
         positions: u32,
         prompt: &[u32],
     ) -> Result<u32, Broken> {
+        if self.preempts() {
+            self.leave();
+        }
         let begun = match &mut self.machine {
             Machine::Absent => Ok(0),
             Machine::Idle(idle) => idle.begin_session(session, positions, prompt),

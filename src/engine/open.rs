@@ -7,7 +7,7 @@ use ir::schedule::ScheduleConfig;
 use remote::Served;
 use vm_host::KvPool;
 
-use super::{Engine, Megakernel, SharedPages, graph, reference};
+use super::{Engine, KernelTable, Megakernel, SharedPages, graph, reference_of};
 use crate::cli::PrefillChoice;
 use crate::context::Context;
 use crate::device::Gpu;
@@ -26,6 +26,8 @@ pub(crate) struct Kernels<'p> {
     pub(crate) batch: Built<'p>,
     /// For a lone sequence, if kernels are switched by load.
     pub(crate) lone: Option<Built<'p>>,
+    /// The programs that a server may be switched to, by number.
+    pub(crate) table: Option<&'p KernelTable>,
 }
 
 /// What an engine is opened for.
@@ -48,7 +50,7 @@ pub(crate) fn open<'a>(
     let layers = context.graph().layers.len();
     let shared = || shares.then(|| SharedPages::new(places, context.kv_capacity, layers));
     Ok(match (gpu, kernels) {
-        (Some(mut gpu), Some(Kernels { batch, lone })) => {
+        (Some(mut gpu), Some(Kernels { batch, lone, .. })) => {
             gpu.set_prefill(prefill)?;
             gpu.set_seqs(1);
             let lone = lone.map(|lone| gpu.prepare(lone.program, &lone.config.kernel));
@@ -61,7 +63,11 @@ pub(crate) fn open<'a>(
             let engine = Megakernel::new(gpu, handle, places).switching(lone);
             Box::new(if shares { engine.sharing() } else { engine })
         }
-        (_, Some(Kernels { batch, .. })) => Box::new(reference(context, batch.program, shared())),
+        (_, Some(Kernels { batch, table, .. })) => {
+            let of = move |number| table.and_then(|table| table.program(number));
+            let programs = move |number| of(number).unwrap_or(batch.program);
+            Box::new(reference_of(context, programs, shared()))
+        }
         (_, None) => Box::new(graph(context, shared())),
     })
 }

@@ -258,6 +258,12 @@ impl Answering {
         }
     }
 
+    /// The kernels of its tokens, or without tokens those that ran its prompts.
+    fn kernels(&self) -> u32 {
+        let ran = self.choices.iter().fold(0, |all, choice| all | 1 << choice.kernel);
+        if self.kernels == 0 { ran } else { self.kernels }
+    }
+
     fn end(&mut self, index: usize, reason: &'static str) {
         let choice = &mut self.choices[index];
         choice.measure(&self.served.figures);
@@ -278,7 +284,7 @@ impl Answering {
         let ended = pieces.into_iter().map(|(piece, ending)| Some((piece, ending?)));
         let ended: Option<Vec<(Piece, Ending)>> = ended.collect();
         let ended = ended.ok_or_else(|| Refusal::failed("a choice has no ending"))?;
-        let fingerprint = self.served.fingerprint(self.kernels);
+        let fingerprint = self.served.fingerprint(self.kernels());
         Ok(Heading { fingerprint, ..heading.clone() }.whole(&ended, self.usage))
     }
 
@@ -339,7 +345,7 @@ impl Streamed {
 
     fn take(&mut self, Next { index, piece, ending }: Next) {
         let sent = self.answering.choices[index].sent;
-        self.heading.fingerprint = self.answering.served.fingerprint(self.answering.kernels);
+        self.heading.fingerprint = self.answering.served.fingerprint(self.answering.kernels());
         let part = Part { index, piece: &piece, sent, ending: ending.as_ref() };
         self.ready.extend(self.heading.chunk(&part, &mut self.progress));
         self.answering.choices[index].sent += piece.text.chars().count();

@@ -6,11 +6,25 @@ use std::sync::atomic::AtomicBool;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::*;
+use crate::cli::{DeviceChoice, PlaceArgs};
+use crate::context::Context;
+use crate::engine::KernelTable;
 use crate::host_rules::HostRules;
 use crate::sequence::Work;
 use crate::serve::decode::Admission;
 use crate::serve::request::Api;
 use crate::serve::{Served, Taking};
+
+/// A kernel of eight sequences, and one of one.
+fn kernels() -> Arc<KernelTable> {
+    let place = PlaceArgs { device: DeviceChoice::Cpu, ..PlaceArgs::default() };
+    let context = Context::load("toy", &place).unwrap_or_else(|f| panic!("{}", f.message));
+    let program = context.lowered(&context.neutral_config());
+    let program = Arc::new(program.unwrap_or_else(|f| panic!("{}", f.message)));
+    let table = KernelTable::default();
+    assert_eq!([8, 1].map(|seqs| table.add(seqs, &program)), [Some(0), Some(1)]);
+    Arc::new(table)
+}
 
 fn served() -> Served {
     let home = tempfile::tempdir().unwrap();
@@ -23,7 +37,7 @@ fn served() -> Served {
         device: "cuda",
         schedule: None,
         fingerprint: "amk-cuda".into(),
-        kernels: vec!["b8-x".into(), "b1-y".into()],
+        kernels: kernels(),
         vocab: 100,
         capacity: 100,
         seqs: 8,
@@ -94,16 +108,19 @@ fn tokens_that_came_together_are_one_piece() {
 fn answers_name_the_kernels_that_ran_them_and_count_what_was_cached() {
     let (to, mut answering) = answering();
     let print = |answering: &Answering| answering.served.fingerprint(answering.kernels);
-    assert_eq!(print(&answering), "amk-cuda-b8-x", "before there is a token");
+    let kernels = answering.served.kernels.clone();
+    let names: Vec<String> = kernels.names().map(|name| format!("amk-cuda-{name}")).collect();
+    assert_eq!(print(&answering), names[0], "before there is a token");
     for event in [Event::Reused(128), Event::Kernel(1), token(1)] {
         to.send(event).unwrap();
     }
     next(&mut answering);
-    assert_eq!(print(&answering), "amk-cuda-b1-y");
+    assert_eq!(print(&answering), names[1]);
     to.send(Event::Kernel(0)).unwrap();
     to.send(token(2)).unwrap();
     next(&mut answering);
-    assert_eq!((print(&answering).as_str(), answering.usage.cached), ("amk-cuda-b8-x+b1-y", 128));
+    let both = format!("amk-cuda-{}", kernels.names_of(3));
+    assert_eq!((print(&answering), answering.usage.cached), (both.clone(), 128));
     let (id, model) = ("id".to_owned(), "m".to_owned());
     let heading = Heading {
         api: Api::Completions,
@@ -119,6 +136,21 @@ fn answers_name_the_kernels_that_ran_them_and_count_what_was_cached() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let whole =
         runtime.block_on(answering.whole(&heading)).unwrap_or_else(|r| panic!("{}", r.message));
-    assert_eq!(whole["system_fingerprint"], "amk-cuda-b8-x+b1-y");
+    assert_eq!(whole["system_fingerprint"], both);
     assert_eq!(whole["usage"]["prompt_tokens_details"]["cached_tokens"], 128);
+}
+
+/// An answer without tokens is of the kernel that ran its prompt, whatever sequences begin with since.
+#[test]
+fn an_answer_without_tokens_names_what_ran_its_prompt() {
+    for ran in [0, 1] {
+        let (to, mut answering) = answering();
+        let kernels = answering.served.kernels.clone();
+        // The engine says it when it is not the first one.
+        (ran > 0).then(|| to.send(Event::Kernel(ran)).unwrap());
+        to.send(Event::End(Finish::Length)).unwrap();
+        next(&mut answering);
+        kernels.begin_with(1 - ran);
+        assert_eq!(kernels.names_of(answering.kernels()), kernels.names_of(1 << ran));
+    }
 }

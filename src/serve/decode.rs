@@ -125,6 +125,8 @@ fn say(to: &UnboundedSender<Event>, told: Told) {
     });
 }
 
+pub(super) use idle::{BetweenRequests, Task};
+
 pub(super) struct EngineLoop<'e> {
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
@@ -134,13 +136,15 @@ pub(super) struct EngineLoop<'e> {
     said: Sequences,
     /// Whether weights may still be on their way.
     streams: bool,
+    /// The search that has the machine between requests.
+    between: Option<BetweenRequests>,
 }
 
 impl<'e> EngineLoop<'e> {
     pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
         let (running, waiting) = (BTreeMap::new(), Fair::default());
-        Self { engine, scheduler, running, waiting, said, streams: true }
+        Self { engine, scheduler, running, waiting, said, streams: true, between: None }
     }
 
     /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].
@@ -151,9 +155,9 @@ impl<'e> EngineLoop<'e> {
         loop {
             if self.running.is_empty() && self.waiting.is_empty() {
                 self.said.enter(Activity::Idle);
-                match inbox.recv() {
-                    Ok(job) => self.arrived(job),
-                    Err(_) => return Ok(()),
+                match self.next_job(inbox) {
+                    Some(job) => self.arrived(job),
+                    None => return self.engine.lost().map_or(Ok(()), Err),
                 }
                 self.said.enter(Activity::Between);
             }
@@ -363,6 +367,8 @@ impl<'e> EngineLoop<'e> {
 
 #[path = "alike.rs"]
 mod alike;
+#[path = "idle.rs"]
+mod idle;
 #[path = "together.rs"]
 mod together;
 #[path = "weights.rs"]

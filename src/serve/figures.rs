@@ -14,6 +14,7 @@ use prometheus_client::registry::Registry;
 use telemetry::Page;
 
 use super::tenants::Tenants;
+use super::tune::TuneFigures;
 
 /// Bounds of times to the first token, in seconds: vLLM's.
 const FIRST: [f64; 22] = [
@@ -77,6 +78,12 @@ impl Figures {
         figures.register();
         figures.tenants.register(&mut figures.registry);
         figures
+    }
+
+    /// The same with those of a search that tunes the server.
+    pub(super) fn with_tuning(mut self, tuning: &TuneFigures) -> Self {
+        tuning.register(&mut self.registry);
+        self
     }
 
     /// The names. Of two for one metric, the second is that of older versions of vLLM.

@@ -25,6 +25,7 @@ mod text;
 mod tokens;
 mod tool_calls;
 mod tools;
+mod tune;
 
 use std::hash::{BuildHasher, Hasher};
 use std::net::SocketAddr;
@@ -48,7 +49,7 @@ use crate::command_log::{CommandLog, Head, Kernel, Logged};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
-use crate::engine::{self, Built, Engine, Kernels, Opening};
+use crate::engine::{self, Built, Engine, KernelTable, Kernels, Opening, Preempt};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences};
@@ -83,10 +84,9 @@ impl Lowered {
         Built { program: &self.program, config: &self.config, seqs: self.seqs }
     }
 
-    /// The name of its kernel in fingerprints: its sequences, and its program.
-    fn name(&self) -> String {
-        let id = self.program.id();
-        format!("b{}-{}", self.seqs, id.get(..8).unwrap_or(&id))
+    /// This one, and that of a lone sequence.
+    fn all(&self) -> impl Iterator<Item = &Self> {
+        std::iter::once(self).chain(self.lone.as_deref())
     }
 }
 
@@ -97,9 +97,9 @@ pub(crate) struct Served {
     device: &'static str,
     /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
-    /// The beginning of fingerprints, and the names of the kernels.
+    /// The beginning of fingerprints, and the kernels.
     fingerprint: String,
-    kernels: Vec<String>,
+    kernels: Arc<KernelTable>,
     vocab: u32,
     /// The most positions of a sequence.
     capacity: u32,
@@ -180,10 +180,7 @@ impl Served {
 
     /// The fingerprint of an answer by these kernels, a bit each; before there is a token, of the first.
     fn fingerprint(&self, kernels: u32) -> String {
-        let used =
-            self.kernels.iter().zip(0..).filter(|(_, index)| kernels.max(1) >> index & 1 == 1);
-        let names: Vec<&str> = used.map(|(name, _)| name.as_str()).collect();
-        let whole = [&self.fingerprint, "-", &names.join("+")].concat();
+        let whole = [&self.fingerprint, "-", &self.kernels.names_of(kernels)].concat();
         whole.trim_end_matches('-').to_owned()
     }
 
@@ -226,7 +223,7 @@ fn fresh_seed() -> u64 {
 
 /// Runs the server until Ctrl-C or SIGTERM.
 pub(crate) fn run(args: &ServeArgs) -> Outcome {
-    let context = Context::new(&args.model)?;
+    let context = Arc::new(Context::new(&args.model)?);
     let (device, mut gpu) = match args.model.place.device {
         DeviceChoice::Eval => ("eval", None),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda => {
@@ -238,22 +235,11 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     args.prefill.check(gpu.is_some())?;
     gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
     let kv_pool = kv_pool(args, device)?;
-    let most = abi::SESSIONS_MAX as usize;
-    let places = args.sessions.unwrap_or(8);
-    if !(1..=most).contains(&places) {
-        let message = format!("--sessions {places} is out of range: {device} takes 1 to {most}");
-        return Err(Failure::usage(message));
-    }
-    // The pages that sequences share are beside their own caches.
-    let copies = if shares(args) { 2 } else { 1 };
-    let (sequences, positions) = (copies * places as u64, u64::from(context.kv_capacity));
-    let host = Use::Host { sequences, positions };
-    memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
+    let places = places(args, &context, gpu.is_some())?;
     let lowered = match device {
         "eval" => None,
         _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
-    let seqs = lowered.as_ref().map_or(1, |lowered| lowered.seqs);
     let every = Duration::from_secs(u64::from(args.metrics_every));
     let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
     let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
@@ -262,18 +248,21 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         args.stream.streaming().into_iter().for_each(|streaming| gpu.stream_weights(streaming));
     }
     let said = Sequences::new(observer.publisher(), gpu.is_none());
-    let all = lowered.iter().chain(lowered.iter().filter_map(|lowered| lowered.lone.as_deref()));
-    all.clone().enumerate().for_each(|(number, of)| said.program(number, &of.program));
-    let kernels: Vec<String> = all.map(Lowered::name).collect();
+    let table = kernel_table(lowered.as_ref(), &said);
     let (jobs, inbox) = mpsc::channel();
-    let schedule = lowered.as_ref().map(|lowered| lowered.source.clone());
-    let page = observer.publisher().reader();
+    let admission = Admission::new(args.queue);
+    let of = (device, lowered.as_ref());
+    let tuner = tune::tuner(args, of, (&table, &said), &admission)?;
     let (loaded, loading) = watch::channel(false);
     let (tenants, keys) = access(args)?;
     let access = (keys, args.cors.clone());
     let figures = Figures::new(&names(&context, args)[0], tenants);
-    let of = (device, seqs, schedule, kernels);
-    let served = Arc::new(serving(&context, args, of, (jobs, page, loading, figures))?);
+    let figures = match &tuner {
+        Some(tuner) => figures.with_tuning(tuner.figures()),
+        None => figures,
+    };
+    let with = (jobs, observer.publisher().reader(), loading, figures);
+    let served = Arc::new(serving(&context, args, of, (table.clone(), admission), with)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     let log = args.log.begin(|| head(&context, args, (device, places), lowered.as_ref()))?;
     std::thread::scope(|scope| {
@@ -282,17 +271,50 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = std::thread::Builder::new().name("http".to_owned());
         let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
-        let of = (gpu, lowered.as_ref(), log.as_ref());
-        let engine = engine(&context, args, of, (places, kv_pool));
+        let preempt = tuner.as_ref().map(tune::Tuner::preempt);
+        let of = (gpu, lowered.as_ref(), &*table, log.as_ref());
+        let engine = engine(&context, args, of, (places, kv_pool, preempt));
         let worked = engine.and_then(|engine| {
+            let engine_loop = EngineLoop::new(engine, places, said);
             loaded.send_replace(true);
-            EngineLoop::new(engine, places, said).run(&inbox).map_err(|why| lost(&why))
+            match tuner {
+                Some(tuner) => tuner.beside(&context, engine_loop, &inbox),
+                None => engine_loop.run(&inbox),
+            }
+            .map_err(|why| lost(&why))
         });
         log.iter().for_each(|log| drop(log.close()));
         drop(alive);
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
         worked.and(listened)
     })
+}
+
+/// The kernels of the start, and their programs on the telemetry page.
+fn kernel_table(lowered: Option<&Lowered>, said: &Sequences) -> Arc<KernelTable> {
+    let table = KernelTable::default();
+    for (number, of) in lowered.into_iter().flat_map(Lowered::all).enumerate() {
+        said.program(number, &of.program);
+        let added = table.add(of.seqs, &of.program);
+        debug_assert_eq!(added, Some(number), "they differ in their sequences");
+    }
+    Arc::new(table)
+}
+
+/// The number of sequences that decode at the same time, if the model fits so.
+fn places(args: &ServeArgs, context: &Context, on_gpu: bool) -> Result<usize, Failure> {
+    let most = abi::SESSIONS_MAX as usize;
+    let places = args.sessions.unwrap_or(8);
+    if !(1..=most).contains(&places) {
+        let message = format!("--sessions {places} is out of range: 1 to {most}");
+        return Err(Failure::usage(message));
+    }
+    // The pages that sequences share are beside their own caches.
+    let copies = if shares(args) { 2 } else { 1 };
+    let (sequences, positions) = (copies * places as u64, u64::from(context.kv_capacity));
+    let host = Use::Host { sequences, positions };
+    memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
+    Ok(places)
 }
 
 /// The head of a log of the server's commands.
@@ -304,13 +326,12 @@ fn head(
 ) -> Head {
     let on_gpu = device == "cuda";
     let of = |of: &Lowered| Kernel::new(context, (&of.program, &of.config), of.seqs, on_gpu);
-    let lone = lowered.and_then(|lowered| lowered.lone.as_deref());
     Head {
         places,
         shares: shares(args),
         kv_pool: args.kv_pool,
         prefill: args.prefill.prefill.name(),
-        kernels: lowered.into_iter().chain(lone).map(of).collect(),
+        kernels: lowered.into_iter().flat_map(Lowered::all).map(of).collect(),
         ..Head::new(context, "serve", device)
     }
 }
@@ -327,16 +348,24 @@ fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// What an engine is made of: the GPU, the schedules, the kernels that it may be switched to, the log of its commands.
+type Parts<'a, 'l> =
+    (Option<Gpu<'a>>, Option<&'a Lowered>, &'a KernelTable, Option<&'l CommandLog>);
+
 /// Loads the model, and logs the commands if there is a log.
 fn engine<'a>(
     context: &'a Context,
     args: &ServeArgs,
-    (mut gpu, lowered, log): (Option<Gpu<'a>>, Option<&'a Lowered>, Option<&CommandLog>),
-    (places, kv_pool): (usize, KvPool),
+    (mut gpu, lowered, table, log): Parts<'a, '_>,
+    (places, kv_pool, preempt): (usize, KvPool, Option<Preempt>),
 ) -> Result<Box<dyn Engine + 'a>, Failure> {
     log.into_iter().zip(&mut gpu).for_each(|(log, gpu)| gpu.show_ring(log.tap()));
-    let kernels = lowered
-        .map(|of| Kernels { batch: of.built(), lone: of.lone.as_deref().map(Lowered::built) });
+    preempt.into_iter().zip(&mut gpu).for_each(|(preempt, gpu)| gpu.preempted_by(preempt));
+    let kernels = lowered.map(|of| Kernels {
+        batch: of.built(),
+        lone: of.lone.as_deref().map(Lowered::built),
+        table: Some(table),
+    });
     let prefill = args.prefill.prefill;
     let opening = Opening { places, kv_pool, prefill, shares: shares(args) };
     let engine = engine::open(context, gpu, kernels, &opening)?;
@@ -348,8 +377,9 @@ fn engine<'a>(
 
 /// Whether sequences with equal beginnings share pages of the cache.
 fn shares(args: &ServeArgs) -> bool {
-    // On a GPU keys and values of a prompt in chunks have other bits than those of steps.
-    !args.no_prefix_cache && !args.deterministic
+    // On a GPU keys and values of a prompt in chunks have other bits than those of steps, and those of one schedule
+    // other bits than those of the next.
+    !args.no_prefix_cache && !args.deterministic && !args.tune.tune
 }
 
 /// The failure of a server whose device is lost.
@@ -424,24 +454,25 @@ fn names(context: &Context, args: &ServeArgs) -> Vec<String> {
 fn serving(
     context: &Context,
     args: &ServeArgs,
-    (device, seqs, schedule, kernels): (&'static str, u32, Option<ScheduleSource>, Vec<String>),
+    (device, lowered): (&'static str, Option<&Lowered>),
+    (kernels, admission): (Arc<KernelTable>, Admission),
     (jobs, page, loaded, figures): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>, Figures),
 ) -> Result<Served, Failure> {
     let graph = context.graph();
     Ok(Served {
         names: names(context, args),
         device,
-        schedule,
+        schedule: lowered.map(|lowered| lowered.source.clone()),
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         kernels,
         vocab: graph.vocab,
         capacity: context.kv_capacity,
-        seqs,
+        seqs: lowered.map_or(1, |lowered| lowered.seqs),
         shares: shares(args),
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         grammars: OnceLock::new(),
-        admission: Admission::new(args.queue),
+        admission,
         jobs,
         began: seconds(),
         answers: AtomicU64::new(0),
@@ -583,7 +614,7 @@ fn announce(
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,
         "batch": served.seqs,
-        "kernels": served.kernels,
+        "kernels": served.kernels.names().collect::<Vec<_>>(),
         "prefix_cache": served.shares,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),

@@ -393,6 +393,7 @@ fn terms(args: &FleetWorkerArgs, leased: &Leased, folder: PathBuf) -> Result<Loo
         out: Some(folder),
         store: Some("none".into()),
         fixed: Some(FixedTerms { known, race: race.transpose()? }),
+        start: None,
     })
 }
 

@@ -262,6 +262,9 @@ impl Header {
             }
             let raced = args.fixed.as_ref().and_then(|fixed| fixed.race);
             self.start = raced.map(|[config, _]| Start { source: json!({"kind": "race"}), config });
+            if let Some(config) = args.start {
+                self.start = Some(Start { source: json!({"kind": "served"}), config });
+            }
         }
         if !self.resumed && self.start.is_none() {
             let given = ConfigArgs { config: None, schedule: args.schedule };

@@ -1,0 +1,116 @@
+//! What a search keeps becomes the schedule of the server, and what its confirmation reverts leaves it.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use ir::schedule::ScheduleConfig;
+use search::{
+    Decision, Device, Gate, KernelId, Outcome as End, POSITIONS_MAX, Rejection, Trial, assess,
+};
+
+use super::Tuned;
+use super::machine::Machine;
+use crate::commands::search_loop::{Found, Progress, Watch};
+use crate::context::Context;
+use crate::report;
+
+/// How often a search that waits for the end of the requests looks.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// Seed of the tokens of the gate before a switch: others than those of the search, whose seed is 0.
+const SEED: u64 = 1;
+
+/// An observer of the search.
+pub(super) struct Adopter<'a> {
+    pub(super) tuned: &'a Tuned,
+    pub(super) context: &'a Context,
+    pub(super) kernel_id: KernelId<'a>,
+    pub(super) state: RefCell<State<'a>>,
+}
+
+#[derive(Default)]
+pub(super) struct State<'a> {
+    /// The gate before a switch and the machine, from the first switch on.
+    gate: Option<(Gate<'a>, Option<Machine<'a>>)>,
+    trials: Vec<Trial>,
+    /// Whether another schedule than the first one serves.
+    switched: bool,
+}
+
+impl<'a> Adopter<'a> {
+    fn gate(&self) -> Result<(Gate<'a>, Option<Machine<'a>>), String> {
+        let machine = Machine::open(&self.tuned.tasks, self.context);
+        let machine = machine.map_err(|error| error.to_string())?;
+        let positions = machine.as_ref().map(|_| POSITIONS_MAX);
+        let gate = self.context.gate(SEED, positions, self.kernel_id);
+        Ok((gate.map_err(|failure| failure.message)?, machine))
+    }
+
+    /// Lets a schedule that was kept run requests, if it passes the gate on tokens that the search did not have.
+    fn adopt(&self, config: &ScheduleConfig) -> Result<(), String> {
+        let state = &mut *self.state.borrow_mut();
+        let gain = search::saved(&state.trials);
+        let (gate, machine) = match &mut state.gate {
+            Some(there) => there,
+            none => none.insert(self.gate()?),
+        };
+        let mut device = machine.as_mut().map(|machine| machine as &mut dyn Device);
+        let mut verdict = assess::begin(gate, device.as_deref(), config);
+        let failed = |why: Rejection| why.to_string();
+        let candidate = assess::lower(gate, config, &mut verdict).map_err(failed)?;
+        let program = candidate.program.clone();
+        let passed = assess::assess(gate, device.as_deref_mut(), candidate, &mut verdict);
+        let switched = passed.map_err(failed).map(|_| ());
+        let switched = switched.and_then(|()| self.tuned.switch(config, &program, gain));
+        state.switched |= switched.is_ok();
+        // The engine has prepared it for itself.
+        device.into_iter().for_each(|device| device.release(&program, &config.kernel));
+        switched
+    }
+
+    /// The end of the search: its confirmation decides whether the server keeps what it has.
+    pub(super) fn ended(&self, found: &Found) {
+        let (tuned, figures) = (self.tuned, &self.tuned.figures);
+        let confirmation = found.confirmation.as_ref();
+        let switched = self.state.borrow().switched;
+        let refuted = confirmation.filter(|c| switched && c.decision == Decision::Reverted);
+        if let Some(refuted) = refuted {
+            report::say(&format!(
+                "tune: not confirmed, back to the first schedule: {}",
+                refuted.why
+            ));
+            figures.rolled_back();
+            let (config, program, _) = &tuned.start;
+            if let Err(why) = tuned.switch(config, program, 0.0) {
+                report::say(&format!("tune: {why}"));
+            }
+        }
+        figures.state(&found.stopped_by);
+        report::say(&format!("tune: stopped: {}", found.stopped_by));
+    }
+}
+
+impl Watch for Adopter<'_> {
+    /// Waits for a moment without requests first: the search works beside none.
+    fn stopped(&self) -> bool {
+        while self.tuned.admission.inside() > 0 && !self.tuned.is_over() {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        self.tuned.is_over()
+    }
+
+    fn begins(&self, _: &Progress) {}
+
+    fn trial(&self, _: &Progress, trial: &Trial) {
+        let figures = &self.tuned.figures;
+        self.state.borrow_mut().trials.push(trial.clone());
+        figures.trial(trial.outcome == End::Kept);
+        if trial.outcome != End::Kept {
+            return;
+        }
+        if let Err(why) = self.adopt(&trial.config) {
+            figures.refused();
+            report::say(&format!("tune: trial {} does not serve: {why}", trial.trial));
+        }
+    }
+}

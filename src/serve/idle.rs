@@ -27,14 +27,12 @@ pub(in crate::serve) struct BetweenRequests {
     pub(in crate::serve) figures: Arc<TuneFigures>,
 }
 
-impl<'e> EngineLoop<'e> {
+impl EngineLoop<'_> {
     /// Lets a search have the machine between requests.
     pub(in crate::serve) fn tuned(self, between: BetweenRequests) -> Self {
         Self { between: Some(between), ..self }
     }
-}
 
-impl EngineLoop<'_> {
     /// Waits for a request; until it comes, the machine works for the search. `None` after the last one, or if the
     /// machine is lost.
     pub(super) fn next_job(&mut self, inbox: &Receiver<Job>) -> Option<Job> {

@@ -167,7 +167,6 @@ impl Tuner {
 
 impl Tuned {
     fn run(&self, context: &Context) {
-        self.figures.state("tuning");
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
         let state = RefCell::default();
         let adopter = Adopter { tuned: self, context, kernel_id: &kernel_id, state };

@@ -99,7 +99,9 @@ impl Watch for Adopter<'_> {
         self.tuned.is_over()
     }
 
-    fn begins(&self, _: &Progress) {}
+    fn begins(&self, _: &Progress) {
+        self.tuned.figures.state("tuning");
+    }
 
     fn trial(&self, _: &Progress, trial: &Trial) {
         let figures = &self.tuned.figures;

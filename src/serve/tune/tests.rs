@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
+use std::time::Instant;
 
 use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
@@ -278,8 +279,13 @@ fn clients(
 ) -> Vec<(Vec<u32>, u32)> {
     let mut answers = Vec::new();
     let inside = busy.then(|| admission.enter().unwrap());
-    let began = std::time::Instant::now();
-    while !figures.has_ended() && (!busy || began.elapsed() < Duration::from_millis(400)) {
+    let (began, mut ready) = (Instant::now(), None);
+    // A busy one goes on until the search could have done some trials.
+    let enough = |ready: &mut Option<Instant>| {
+        let begun = figures.state_now() != "waiting";
+        begun && ready.get_or_insert_with(Instant::now).elapsed() > Duration::from_millis(800)
+    };
+    while !figures.has_ended() && !(busy && enough(&mut ready)) {
         assert!(began.elapsed() < Duration::from_secs(120), "it does not end");
         answers.push(request(jobs, admission, answers.len() as u32));
         std::thread::sleep(Duration::from_millis(40));

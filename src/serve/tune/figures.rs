@@ -49,9 +49,13 @@ impl TuneFigures {
 
     fn relabel(&self, change: impl FnOnce(&mut Labels)) {
         let mut labels = self.labels.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let old = labels.clone();
         change(&mut labels);
-        self.info.clear();
+        // In this order: whoever reads the metrics meanwhile finds one.
         self.info.get_or_create(&labels).set(1);
+        if old != *labels {
+            self.info.remove(&old);
+        }
     }
 
     pub(super) fn state(&self, state: &str) {

@@ -63,7 +63,7 @@ impl<'a> Adopter<'a> {
         let switched = passed.map_err(failed).map(|_| ());
         let switched = switched.and_then(|()| self.tuned.switch(config, &program, gain));
         state.switched |= switched.is_ok();
-        // The engine has prepared it for itself.
+        // The engine has prepared one for itself.
         device.into_iter().for_each(|device| device.release(&program, &config.kernel));
         switched
     }

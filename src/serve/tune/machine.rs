@@ -96,7 +96,9 @@ impl Device for Machine<'_> {
             return Ok(self.programs[place].2);
         }
         self.compiler.iter().try_for_each(|compiler| compiler.compile(kernel))?;
-        let (of, with) = (program.clone(), *kernel);
+        // A program of its own: a device knows programs by their allocation, and the search releases what the server may
+        // still run.
+        let (of, with) = (Arc::new(Verified::clone(program)), *kernel);
         let handle = self.on(move |bench| bench.prepare_lone(&of, &with))?;
         self.programs.push((program.clone(), *kernel, handle));
         Ok(handle)

@@ -196,6 +196,9 @@ impl Engine for Clocked<'_> {
         kernel: &KernelConfig,
     ) -> Result<(), String> {
         self.seen.lock().unwrap().1.push(program.id());
+        // A device knows programs by their allocation: the search would release what the server runs.
+        let searched = self.programs.iter().any(|searched| Arc::ptr_eq(searched, program));
+        assert!(!searched, "the server has a program of the search");
         self.engine.switch(number, program, kernel)
     }
 }

@@ -113,7 +113,17 @@ impl Context {
         let device = place.device;
         let cards = place.gpus.map_or_else(|| (0..target.cards()).collect(), Gpus::cards);
         let batch = 1;
-        Ok(Self { model, target, kv_capacity, name, named_target, device, cards, shape_only, batch })
+        Ok(Self {
+            model,
+            target,
+            kv_capacity,
+            name,
+            named_target,
+            device,
+            cards,
+            shape_only,
+            batch,
+        })
     }
 
     /// The same for steps of several sequences at once, if the model's weights can be shared by them.
@@ -121,9 +131,8 @@ impl Context {
         if batch > 1 {
             self.one_gpu("a step of several sequences")?;
             let program = self.lowered(&self.default_config())?;
-            check_seqs(&program, batch).map_err(|violations| {
-                Failure::usage(format!("--batch {batch}: {violations}"))
-            })?;
+            check_seqs(&program, batch)
+                .map_err(|violations| Failure::usage(format!("--batch {batch}: {violations}")))?;
         }
         Ok(Self { batch, ..self })
     }

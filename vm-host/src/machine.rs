@@ -17,8 +17,8 @@ use ir::{Graph, Weights};
 use vm_device::Variant;
 
 use crate::boot::{
-    BootOptions, check_cards, check_devices, check_residency, check_shape, program_room, logits_bytes,
-    make_device, probe_abi,
+    BootOptions, check_cards, check_devices, check_residency, check_shape, logits_bytes,
+    make_device, probe_abi, program_room,
 };
 use crate::card::load_module;
 use crate::devices::Cards;

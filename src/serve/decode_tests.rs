@@ -133,7 +133,7 @@ impl Engine for Scripted {
         for token in tokens {
             let text = self.texts.entry(place).or_default();
             text.push(*token);
-            if text.len() % alike::PAGE == 0 {
+            if text.len().is_multiple_of(alike::PAGE) {
                 self.pages.insert(text.clone());
             }
         }
@@ -238,11 +238,12 @@ impl Engine for Scripted {
             }
         }
         self.commands.lock().unwrap().push(places);
-        let seq = |((mut text, broken), (_, fed)): ((Vec<u32>, Option<String>), &(_, &[u32]))| {
+        let mut done = Vec::new();
+        for ((mut text, broken), (_, fed)) in texts.into_iter().zip(broken).zip(seqs) {
             let chosen = text.split_off(fed.len());
-            broken.map_or(Ok(Advanced { chosen, ran, stopped: false }), Err)
-        };
-        Ok(texts.into_iter().zip(broken).zip(seqs).map(seq).collect())
+            done.push(broken.map_or(Ok(Advanced { chosen, ran, stopped: false }), Err));
+        }
+        Ok(done)
     }
 }
 

@@ -288,7 +288,7 @@ fn clients(
         let begun = figures.state_now() != "waiting";
         begun && ready.get_or_insert_with(Instant::now).elapsed() > Duration::from_millis(800)
     };
-    while !figures.has_ended() && !(busy && enough(&mut ready)) {
+    while !(figures.has_ended() || busy && enough(&mut ready)) {
         assert!(began.elapsed() < Duration::from_secs(120), "it does not end");
         answers.push(request(jobs, admission, answers.len() as u32));
         std::thread::sleep(Duration::from_millis(40));

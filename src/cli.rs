@@ -497,14 +497,12 @@ pub(crate) struct LoopArgs {
     #[serde(default)]
     #[schemars(with = "Option<String>", extend("enum" = ["auto", "found", "shipped", "default", "neutral"], "type" = "string"))]
     pub(crate) schedule: Option<ScheduleChoice>,
-    /// Tokens of context to judge schedules at, such as 128,2048: of several, by the geometric mean of their times. Default: about 128,
-    /// or the resumed search's.
+    /// Tokens of context to judge schedules at, such as 128,2048: of several, by the geometric mean of their times. Default: about 128.
     #[arg(long, value_delimiter = ',', value_name = "TOKENS")]
     #[serde(default)]
     pub(crate) context: Vec<u32>,
-    /// Time steps of this many sequences at once: 2, 4 or 8. Needs the GPU and 16-bit weights. Default: 1, or the resumed search's.
+    /// Sequences that a step runs at once: 2, 4 or 8. Default: 1.
     #[arg(long, value_name = "N", value_parser = gpu::several)]
-    #[schemars(extend("enum" = [2, 4, 8]))]
     pub(crate) batch: Option<u32>,
     /// When to end: a number of trials (64) or a time (90s, 10m, 2h). Default: 64, or the resumed search's.
     #[arg(long, value_name = "TRIALS|TIME")]
@@ -513,7 +511,7 @@ pub(crate) struct LoopArgs {
     #[arg(long)]
     pub(crate) seed: Option<u64>,
     /// The strategy: random, hill-climb or residual (the cost model, corrected by the trials here and in the store).
-    /// Default: residual, or the resumed search's.
+    /// Default: residual.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (docs/reference/cli.md, ask and tell). A

@@ -211,10 +211,10 @@ fn kernel_of(bundle: &str) -> Option<String> {
 }
 
 fn found(context: &Context, tokens: u32) -> Option<Chosen> {
-    found_for(context, tokens, 1)
+    found_for(context, tokens, context.batch)
 }
 
-/// The schedule that a search found for steps of so many sequences.
+/// The schedule that a search on this machine found for steps of `seqs` sequences.
 fn found_for(context: &Context, tokens: u32, seqs: u32) -> Option<Chosen> {
     let (config, entry) = found::nearest(context, tokens, seqs)?;
     let Entry { target, card, context, batch, kernel_id, latency_us, .. } = entry;
@@ -237,8 +237,8 @@ fn found_for(context: &Context, tokens: u32, seqs: u32) -> Option<Chosen> {
 /// Tokens of context for which the schedule of a batch is chosen, if the caches have room for as many.
 const BATCH_TOKENS: u32 = 512;
 
-/// The schedule of a kernel for several sequences: what a search found for them, else that for [`BATCH_TOKENS`] with as
-/// many splits of the keys as the one for a full cache has.
+/// The schedule of a kernel for several sequences: what a search found for them, else that for [`BATCH_TOKENS`], spread over
+/// them; with at least as many splits of the keys as the one for a full cache has.
 pub(crate) fn for_batch(
     context: &Context,
     args: &ConfigArgs,
@@ -246,17 +246,22 @@ pub(crate) fn for_batch(
     seqs: u32,
 ) -> Result<Chosen, Failure> {
     let tokens = context.kv_capacity.min(BATCH_TOKENS);
-    if args.config.is_none()
-        && args.schedule.is_none_or(|choice| choice == ScheduleChoice::Auto)
-        && let Some(chosen) = found_for(context, tokens, seqs)
-    {
-        report::say(&format!("schedule: {}", chosen.source.why));
-        return Ok(chosen);
-    }
-    let mut chosen = choose(context, args, tokens, Auto::Fastest)?;
+    let free =
+        args.config.is_none() && args.schedule.is_none_or(|choice| choice == ScheduleChoice::Auto);
+    let found = if free { found_for(context, tokens, seqs) } else { None };
+    let is_found = found.is_some();
+    let mut chosen = match found {
+        Some(found) => {
+            report::say(&format!("schedule: {}", found.source.why));
+            found
+        }
+        None => choose(context, args, tokens, Auto::Fastest)?,
+    };
     let splits = &mut chosen.config.tiling.attention.kv_split;
     *splits = full.config.tiling.attention.kv_split.max(*splits);
-    chosen.config = spread(chosen.config, context.graph(), &context.target, seqs);
+    if !is_found {
+        chosen.config = spread(chosen.config, context.graph(), &context.target, seqs);
+    }
     Ok(chosen)
 }
 

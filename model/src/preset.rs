@@ -311,15 +311,10 @@ impl Preset {
     pub fn shape(&self) -> Shape {
         Shape { name: self.name.to_owned(), ..(self.shape)() }
     }
-
-    /// Whether all its matrices are of 16 bits, so that it can have another format.
-    fn is_plain(&self) -> bool {
-        (self.shape)().options.coded.is_none()
-    }
 }
 
 /// The preset with this name; its weights are generated later. A preset of 16 bits has a name in each format of [`CODED`]
-/// too, such as `llama-3.1-8b-fp8`: its codes are drawn, not rounded, so that a large one is never whole in memory.
+/// too, such as `llama-3.1-8b-fp8`: its codes are drawn, not rounded from values of 16 bits.
 #[must_use]
 pub fn preset(name: &str) -> Option<Model> {
     let of = |name: &str| PRESETS.iter().find(|preset| preset.name == name);
@@ -329,8 +324,9 @@ pub fn preset(name: &str) -> Option<Model> {
             of(plain).map(|preset| (preset, *coded))
         })?;
         let shape = preset.shape();
+        let is_plain = shape.options.coded.is_none();
         let options = Options { coded: Some(coded), ..shape.options };
-        preset.is_plain().then_some(Shape { name: name.to_owned(), options, ..shape })
+        is_plain.then_some(Shape { name: name.to_owned(), options, ..shape })
     })?;
     Some(Model::random(shape, SEED))
 }

@@ -56,8 +56,8 @@ impl Default for BootOptions {
     }
 }
 
-/// Device memory for each loaded program of a kernel for so many sequences. Programs of other schedules have other
-/// activations, such as more splits of the keys: there is room for twice those of the first.
+/// Bytes of device memory for each loaded program, from the first one and the sequences of its kernel. Another schedule may
+/// need more activations, as for more splits of the keys: there is room for twice those of the first program.
 pub(crate) fn program_room(program: &Program, seqs: u32, least: u64) -> u64 {
     const TABLES: u64 = 32 << 20;
     let activations = u64::from(seqs) * program.arena_bytes.next_multiple_of(256);

@@ -22,13 +22,15 @@ impl Place {
     pub(super) fn of(header: &Value) -> Self {
         let text = |key: &str| header.get(key).and_then(Value::as_str).map(str::to_owned);
         let graph = text("graph_id").or_else(|| text("graph"));
-        // What a move brings at one context says little of another.
-        let contexts = header.get("contexts").map_or_else(String::new, |at| format!(" at {at}"));
+        // What a move brings at one context, or for one sequence, says little of another.
+        let part =
+            |key, word| header.get(key).map_or_else(String::new, |of| format!(" {word} {of}"));
+        let of = part("contexts", "at") + &part("batch", "by");
         Self {
             latency_kind: text("latency_kind").unwrap_or_default(),
             device: text("device").unwrap_or_default(),
             target: text("target").unwrap_or_default(),
-            graph: graph.unwrap_or_default() + &contexts,
+            graph: graph.unwrap_or_default() + &of,
             machines: cards(header).iter().map(machine).collect(),
         }
     }

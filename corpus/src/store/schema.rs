@@ -137,6 +137,7 @@ tables! {
         min_gain Real At("/min_gain"), "the least gain worth keeping, a share";
         kv_capacity Integer At("/kv_capacity"), "positions of the key/value cache";
         contexts Json At("/contexts"), "tokens of context that schedules are judged at; null: about 128";
+        batch Integer At("/batch"), "sequences of the steps that schedules are judged by; null: one";
         protocol Integer At("/protocol"), "version of how trials are gated, timed and decided";
         amk Text At("/amk"), "version of amk";
         source_commit Text At("/commit"), "the commit that amk was built from, if the build was told";
@@ -234,7 +235,7 @@ tables! {
         latency_kind Text Code, "`measured-gpu` or `predicted`; the two are never mixed";
         device Text Code, "the card's name, or `cpu`";
         target Text Code, "the target";
-        graph Text Code, "hash of the graph, or its name in ledgers without one; then ` at` and the contexts, if it had some";
+        graph Text Code, "hash of the graph, or its name in ledgers without one; then ` at` and the contexts, and ` by` and the sequences of a step, if it had some";
         move Text Code, "JSON object: path to the new value, paths in the order of the knob table";
         tries Integer Code, "trials that made it";
         kept Integer Code, "of them, those that led afterwards; a champion that its confirmation refuted did not";
@@ -246,7 +247,7 @@ tables! {
 
 /// The kept tables that each version of the schema added; a version that only changed derived tables added none. A
 /// file's `user_version` is the number of steps taken.
-pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[], &[], &[]];
+pub const STEPS: &[&[Table]] = &[&[RECORDS], &[PROGRAMS], &[], &[], &[], &[], &[]];
 
 /// The version that this build writes.
 pub const VERSION: i64 = STEPS.len() as i64;

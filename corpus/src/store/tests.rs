@@ -382,7 +382,7 @@ fn sums_over_runs_hold_in_whatever_order_the_runs_came() {
 }
 
 #[test]
-fn what_a_move_brought_is_kept_by_context() {
+fn what_a_move_brought_is_kept_by_context_and_by_sequences() {
     let folder = tempfile::tempdir().unwrap();
     let mut store = store(folder.path());
     store.add("r1", ledger(folder.path(), "r1", 3)).unwrap();
@@ -391,13 +391,22 @@ fn what_a_move_brought_is_kept_by_context() {
     at_contexts["contexts"] = json!([128, 2048]);
     Ledger::create(&path, &at_contexts).unwrap().append(&trial(1)).unwrap();
     store.add("r2", read(&path).unwrap().links()).unwrap();
-    let contexts = store.query("SELECT contexts FROM runs ORDER BY run", &[]).unwrap();
+    let path = folder.path().join("r3").join("ledger.jsonl");
+    let mut of_eight = header("r3");
+    of_eight["batch"] = json!(8);
+    Ledger::create(&path, &of_eight).unwrap().append(&trial(1)).unwrap();
+    store.add("r3", read(&path).unwrap().links()).unwrap();
+    let runs = store.query("SELECT contexts, batch FROM runs ORDER BY run", &[]).unwrap();
     assert_eq!(
-        contexts.iter().map(|row| &row["contexts"]).collect::<Vec<_>>(),
-        [&Value::Null, &json!("[128,2048]")]
+        runs.iter().map(|row| (&row["contexts"], &row["batch"])).collect::<Vec<_>>(),
+        [
+            (&Value::Null, &Value::Null),
+            (&json!("[128,2048]"), &Value::Null),
+            (&Value::Null, &json!(8))
+        ]
     );
     let graphs = store.query("SELECT DISTINCT graph FROM priors ORDER BY graph", &[]).unwrap();
     let graphs: Vec<&Value> = graphs.iter().map(|row| &row["graph"]).collect();
-    assert_eq!(graphs, [&json!("g0"), &json!("g0 at [128,2048]")]);
+    assert_eq!(graphs, [&json!("g0"), &json!("g0 at [128,2048]"), &json!("g0 by 8")]);
     assert_eq!(store.check().unwrap(), Ok(()));
 }

@@ -13,7 +13,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::report::{self, Answer};
 
 /// Header fields that must be equal: the name, the JSON pointer, and why it matters.
-const EQUAL: [(&str, &str, &str); 13] = [
+const EQUAL: [(&str, &str, &str); 14] = [
     ("model", "/graph", "latencies of two models say nothing about schedules"),
     ("graph", "/graph_id", "graphs of one name and other shapes are other models"),
     ("target", "/target", "schedules are for a target"),
@@ -25,6 +25,7 @@ const EQUAL: [(&str, &str, &str); 13] = [
     ("protocol", "/protocol", "trials were gated, timed or decided in another way"),
     ("key/value capacity", "/kv_capacity", "it changes the program"),
     ("contexts", "/contexts", "a step takes longer the more keys it reads"),
+    ("sequences of a step", "/batch", "a step of several sequences takes longer than one of one"),
     ("amk", "/amk", "another version may predict otherwise"),
     ("commit", "/commit", "another build may predict otherwise"),
 ];

@@ -90,7 +90,9 @@ fn context(found: &Recorded, device: DeviceChoice) -> Result<Context, Failure> {
         kv_capacity: capacity.and_then(|tokens| u32::try_from(tokens).ok()),
         ..PlaceArgs::default()
     };
-    Context::load(found.word("model").ok_or_else(|| missing("model"))?, &place)
+    let context = Context::load(found.word("model").ok_or_else(|| missing("model"))?, &place)?;
+    let batch = found.header.get("batch").and_then(Value::as_u64).unwrap_or(1);
+    context.for_steps_of(u32::try_from(batch).unwrap_or(u32::MAX))
 }
 
 /// The ledger was read and was valid; an invalid run was refused before.

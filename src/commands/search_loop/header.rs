@@ -270,8 +270,9 @@ impl Header {
             let given = ConfigArgs { config: None, schedule: args.schedule };
             let tokens = self.predicted_at(context)[0];
             let Chosen { config, source } = choose(context, &given, tokens, Auto::Reproducible)?;
-            let neutral = args.schedule == Some(ScheduleChoice::Neutral);
-            let config = if neutral { config } else { for_steps(context, config) };
+            // A found one is of as many sequences, and the neutral one is what it is.
+            let kept = ["found", "neutral"].contains(&source.kind);
+            let config = if kept { config } else { for_steps(context, config) };
             self.start = Some(Start { source: json!(source), config });
         }
         if let Some(start) = &self.start {

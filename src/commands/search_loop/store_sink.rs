@@ -78,13 +78,14 @@ impl StoreSink {
     }
 }
 
-/// The trials of the searches for a target that were judged at the same contexts, the newest search first.
+/// The trials of the searches for a target that were judged at the same contexts by steps of as many sequences, the newest
+/// search first.
 const MEASURED: &str = "SELECT t.run, t.config, t.latency_us, t.predicted_us, t.kernel_id, r.graph_id, \
     json_object('hidden', r.hidden, 'layers', r.layers, 'heads', r.heads, 'kv_heads', r.kv_heads, \
     'head_dim', r.head_dim, 'ffn', r.ffn, 'vocab', r.vocab, 'dtype', r.dtype, 'codes', r.codes) AS shape \
     FROM trials t JOIN runs r ON r.run = t.run WHERE r.latency_kind = ?1 AND r.target = ?2 \
     AND t.latency_us IS NOT NULL AND t.predicted_us IS NOT NULL AND r.hidden IS NOT NULL \
-    AND coalesce(r.contexts, '[]') = ?3 \
+    AND coalesce(r.contexts, '[]') = ?3 AND coalesce(r.batch, 1) = CAST(?4 AS INTEGER) \
     ORDER BY r.began_unix_s DESC, t.run, t.seq";
 
 /// Maximum trials of earlier searches that a search begins with: they are in its ledger's header.
@@ -112,7 +113,8 @@ pub(in crate::commands) fn known_in(
     contexts: &[u32],
 ) -> Result<Vec<KnownRun>, CorpusError> {
     let contexts = json!(contexts).to_string();
-    let rows = Store::existing(path)?.query(MEASURED, &[kind, &context.target.name, &contexts])?;
+    let (target, batch) = (&context.target.name, context.batch.to_string());
+    let rows = Store::existing(path)?.query(MEASURED, &[kind, target, &contexts, &batch])?;
     let here = GraphShape::from(context.graph());
     let mut runs: Vec<(String, KnownRun)> = Vec::new();
     for row in rows.iter().take(KNOWN_MAX) {
@@ -175,16 +177,21 @@ mod tests {
     use crate::cli::{DeviceChoice, PlaceArgs};
 
     #[test]
-    fn trials_at_other_contexts_are_not_learned_from() {
+    fn trials_at_other_contexts_or_of_other_batches_are_not_learned_from() {
         let folder = tempfile::tempdir().unwrap();
         let place = PlaceArgs { device: DeviceChoice::Cpu, ..PlaceArgs::default() };
         let context = Context::load("toy", &place).unwrap_or_else(|f| panic!("{}", f.message));
         let at = folder.path().join("store.sqlite");
         let mut store = Store::open(&at).unwrap();
-        for (run, contexts) in [("plain", json!([])), ("long", json!([2048]))] {
+        let one = Value::Null;
+        for (run, contexts, batch) in [
+            ("plain", json!([]), &one),
+            ("long", json!([2048]), &one),
+            ("eight", json!([]), &json!(8)),
+        ] {
             let header = json!({
                 "run": run, "graph_id": run, "target": "h200", "latency_kind": "measured-gpu",
-                "contexts": contexts, "shape": GraphShape::from(context.graph()),
+                "contexts": contexts, "batch": batch, "shape": GraphShape::from(context.graph()),
             });
             let trial = json!({
                 "kind": "trial", "trial": 0, "outcome": "baseline", "predicted_us": 10.0,
@@ -194,11 +201,14 @@ mod tests {
             corpus::Ledger::create(&path, &header).unwrap().append(&trial).unwrap();
             store.add(run, corpus::read(&path).unwrap().links()).unwrap();
         }
-        let known = |contexts: &[u32]| {
-            let found = known_in(&at, &context, "measured-gpu", contexts).unwrap();
+        let graphs = |context: &Context, contexts: &[u32]| {
+            let found = known_in(&at, context, "measured-gpu", contexts).unwrap();
             found.into_iter().map(|run| run.graph).collect::<Vec<_>>()
         };
+        let known = |contexts: &[u32]| graphs(&context, contexts);
         assert_eq!([known(&[]), known(&[2048])], [["plain"], ["long"]]);
         assert_eq!(known(&[128, 2048]), Vec::<String>::new());
+        let eight = Context { batch: 8, ..context };
+        assert_eq!(graphs(&eight, &[]), ["eight"]);
     }
 }

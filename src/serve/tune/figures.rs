@@ -51,7 +51,7 @@ impl TuneFigures {
         let mut labels = self.labels.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let old = labels.clone();
         change(&mut labels);
-        // In this order: whoever reads the metrics meanwhile finds one.
+        // The new label first: a reader between the two lines finds a schedule, not none.
         self.info.get_or_create(&labels).set(1);
         if old != *labels {
             self.info.remove(&old);

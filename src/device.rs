@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ir::BufferId;
 use ir::program::{Buffer, Program, Together, Verified};
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
@@ -565,7 +566,11 @@ impl Served for Gpu<'_> {
         Ok(())
     }
 
-    fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(
+        &mut self,
+        program: Handle,
+        which: &[BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         // Of several devices, each has written a part of what is not replicated.
         if self.context.target.devices > 1 {
             return Ok(None);
@@ -578,7 +583,8 @@ impl Served for Gpu<'_> {
             return Ok(None);
         }
         let arena = running.arena(loaded).map_err(device_error)?;
-        Ok(Some(prepared.program.buffers.iter().map(|buffer| words_of(buffer, &arena)).collect()))
+        let buffers = which.iter().filter_map(|id| prepared.program.buffers.get(id.index()));
+        Ok(Some(buffers.map(|buffer| words_of(buffer, &arena)).collect()))
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {

@@ -14,7 +14,7 @@ use remote::Served;
 use search::Handle;
 use telemetry::now_ns;
 
-use vm_host::{Batch, Request, Sequence};
+use vm_host::{Batch, Request, Sequence, Watch};
 
 use crate::context::Context;
 use crate::device::Gpu;
@@ -67,6 +67,14 @@ pub(crate) enum WeightsAt {
     /// They will not arrive, with the reason.
     Lost(String),
 }
+
+/// Hears of a command while it runs.
+pub(crate) trait Observer: Watch {
+    /// The kernel that runs it, by its index in the server's list; before any token.
+    fn kernel(&mut self, _number: usize) {}
+}
+
+impl<F: FnMut() -> bool> Observer for F {}
 
 /// Several sequences of one model.
 pub(crate) trait Engine {
@@ -121,14 +129,14 @@ pub(crate) trait Engine {
     }
 
     /// Runs tokens at the next positions of a sequence for which the machine samples, then samples at most `generate`
-    /// tokens and runs all but the last. Meanwhile `preempt` is polled: if true, it ends after the current step. It may
+    /// tokens and runs all but the last. Meanwhile `observer` is called: it hears of tokens, and if it yields, this ends after the current step. It may
     /// also end before the last of `tokens`.
     fn advance(
         &mut self,
         place: usize,
         _tokens: &[u32],
         _generate: u32,
-        _preempt: &mut dyn FnMut() -> bool,
+        _observer: &mut dyn Observer,
     ) -> Result<Advanced, Broken> {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
     }
@@ -176,14 +184,14 @@ pub(crate) trait Engine {
     }
 
     /// Runs at most `steps` positions of several sequences at once, each from its next tokens: one at least, and at most
-    /// one more than there are steps, which is then not run. Further tokens are sampled. Meanwhile `preempt` is polled: if
-    /// true, it ends after the current step, for all. A sequence that cannot continue returns an error; the others are
+    /// one more than there are steps, which is then not run. Further tokens are sampled. Meanwhile `observer` is called: if
+    /// it yields, this ends after the current step, for all. A sequence that cannot continue returns an error; the others are
     /// unaffected.
     fn together(
         &mut self,
         _seqs: &[(usize, &[u32])],
         _steps: u32,
-        _preempt: &mut dyn FnMut() -> bool,
+        _observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         Err(Broken::All("the machine runs one sequence at a time".into()))
     }
@@ -557,12 +565,13 @@ impl Engine for Megakernel<'_> {
         place: usize,
         tokens: &[u32],
         generate: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        observer: &mut dyn Observer,
     ) -> Result<Advanced, Broken> {
         if place >= self.places.len() {
             return Err(unknown(place));
         }
         let program = self.pick(place);
+        observer.kernel(self.numbers[self.ran_on as usize]);
         let held = &self.places[place];
         let request = Request {
             session: place as u32,
@@ -574,7 +583,7 @@ impl Engine for Megakernel<'_> {
             // A request without generated tokens needs no sampling.
             sampled: held.sampled && generate > 0,
         };
-        let done = self.gpu.command(program, &request, preempt)?;
+        let done = self.gpu.command(program, &request, observer)?;
         self.passed();
         let ran = tokens.iter().chain(&done.tokens).copied();
         self.ran(place, ran, done.steps);
@@ -629,7 +638,7 @@ impl Engine for Megakernel<'_> {
         &mut self,
         seqs: &[(usize, &[u32])],
         steps: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         let mut stop: Vec<u32> = Vec::new();
         for &(place, _) in seqs {
@@ -647,8 +656,9 @@ impl Engine for Megakernel<'_> {
         });
         let asked: Vec<Sequence<'_>> = asked.collect();
         let batch = Batch { seqs: &asked, steps, stop, keep_logits: false };
-        let done = self.gpu.batch(self.program, &batch, preempt)?;
         self.ran_on = Kernel::Batch;
+        observer.kernel(self.numbers[Kernel::Batch as usize]);
+        let done = self.gpu.batch(self.program, &batch, observer)?;
         self.passed();
         let ran = done.steps as usize;
         Ok(done

@@ -3,9 +3,10 @@
 use abi::SequenceEnd;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::Priority;
+use vm_host::Watch;
 
 use crate::constraint::Constraint;
-use crate::engine::{Advanced, Broken, Engine, How, PROMPT_SLICE};
+use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
 
 /// New tokens per turn if the machine samples them. It yields between turns, and within one to arriving requests.
@@ -93,6 +94,35 @@ pub(crate) enum Told {
 /// A callback for each token.
 pub(crate) type Tell<'a> = &'a mut dyn FnMut(Told);
 
+/// Reports tokens of a command while it runs.
+struct Teller<'t> {
+    /// The kernel that was reported last.
+    kernel: &'t mut usize,
+    /// Tokens reported so far.
+    told: usize,
+    tell: &'t mut dyn FnMut(Told),
+    preempt: &'t mut dyn FnMut() -> bool,
+}
+
+impl Watch for Teller<'_> {
+    fn token(&mut self, _sequence: usize, token: u32) {
+        (self.tell)(Told::Token(token, None));
+        self.told += 1;
+    }
+
+    fn yields(&mut self) -> bool {
+        (self.preempt)()
+    }
+}
+
+impl Observer for Teller<'_> {
+    fn kernel(&mut self, number: usize) {
+        if std::mem::replace(self.kernel, number) != number {
+            (self.tell)(Told::Kernel(number));
+        }
+    }
+}
+
 impl Sequence {
     pub(crate) fn new(work: Work) -> Self {
         let mut seen = Seen::default();
@@ -156,9 +186,12 @@ impl Sequence {
             let room = most as usize + 1 - tokens.len();
             let left = self.work.limit as usize - self.chosen.len();
             let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
-            let done = engine.advance(place, &tokens, generate, preempt)?;
+            let (kernel, told) = (&mut self.kernel, 0);
+            let mut teller = Teller { kernel, told, tell, preempt };
+            let done = engine.advance(place, &tokens, generate, &mut teller)?;
+            let told = teller.told;
             self.ran_on(engine.kernel(), tell);
-            return Ok((done.ran, self.took(done, tell)));
+            return Ok((done.ran, self.took(done, told, tell)));
         }
         let row = self.run(engine, (place, &tokens, read), tell)?;
         self.ran_on(engine.kernel(), tell);
@@ -231,20 +264,25 @@ impl Sequence {
         }
     }
 
-    /// Reports a change of the kernel.
+    /// Reports the kernel, if it is another one.
+    pub(crate) fn says_kernel(&self, number: usize, tell: Tell<'_>) {
+        if self.kernel != number {
+            tell(Told::Kernel(number));
+        }
+    }
+
+    /// Reports and notes a change of the kernel.
     pub(crate) fn ran_on(&mut self, kernel: usize, tell: Tell<'_>) {
         if std::mem::replace(&mut self.kernel, kernel) != kernel {
             tell(Told::Kernel(kernel));
         }
     }
 
-    /// Records the tokens that the machine sampled.
-    pub(crate) fn took(&mut self, done: Advanced, tell: Tell<'_>) -> Option<Finish> {
+    /// Records the tokens that the machine sampled, of which `told` were reported while it ran.
+    pub(crate) fn took(&mut self, done: Advanced, told: usize, tell: Tell<'_>) -> Option<Finish> {
         self.fed += done.ran;
-        for id in done.chosen {
-            tell(Told::Token(id, None));
-            self.chosen.push(id);
-        }
+        done.chosen.iter().skip(told).for_each(|id| tell(Told::Token(*id, None)));
+        self.chosen.extend(done.chosen);
         self.finish(done.stopped)
     }
 

@@ -23,6 +23,7 @@ use ir::{BufferId, DType, Scalar};
 use rayon::prelude::*;
 
 use crate::math::{LANES, argmax};
+use crate::routes::{Routed, Stray};
 
 /// Allowed error of a correct program, as a multiple of the change that the roundings of all hand-offs cause in the
 /// graph's own values. Both are the greatest of many errors with one distribution, so they differ by less than two; the
@@ -104,6 +105,21 @@ impl Tolerance {
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self { rel: self.rel.max(other.rel) }
+    }
+
+    /// Judges the routes of a run by the graph's logits on these routes: each may choose an expert in place of another
+    /// whose logit is greater by what rounding moves both of them. The layer of the error is counted among those with
+    /// experts.
+    ///
+    /// # Errors
+    /// The route that is least explained.
+    pub fn explains(self, routed: &Routed) -> Result<(), Disagreement> {
+        let Stray { position, layer, gap } = routed.worst();
+        let bound = 2.0 * self.rel;
+        if gap <= bound {
+            return Ok(());
+        }
+        Err(Disagreement::Stray { position, layer, gap, bound })
     }
 
     /// The tolerance relative to the row's largest expected magnitude.
@@ -205,6 +221,20 @@ pub enum Disagreement {
         /// Largest difference allowed.
         bound: f64,
     },
+    /// Rounding does not explain a choice of experts.
+    #[error(
+        "experts were chosen at position {position}, layer {layer} of those with experts, whose logits are {gap:.3e} of the greatest below those of others, where rounding explains {bound:.3e}"
+    )]
+    Stray {
+        /// The position.
+        position: usize,
+        /// The layer, counted among those with experts.
+        layer: usize,
+        /// The distance, as a share of the greatest logit's magnitude.
+        gap: f64,
+        /// Largest distance allowed.
+        bound: f64,
+    },
     /// The device continued with a token that is not the best of its own logits.
     #[error(
         "token {got} was chosen at position {position} where the device's own logits say {want}"
@@ -228,7 +258,8 @@ impl Disagreement {
             | Self::Elements { position, .. }
             | Self::NotFinite { position, .. }
             | Self::Chosen { position, .. }
-            | Self::Beyond { position, .. } => *position += first,
+            | Self::Beyond { position, .. }
+            | Self::Stray { position, .. } => *position += first,
             Self::Positions { .. } => {}
         }
         self

@@ -9,6 +9,7 @@ mod bind;
 mod experts;
 mod ops;
 mod routed;
+mod routing;
 
 use std::collections::BTreeSet;
 
@@ -19,6 +20,7 @@ use rayon::prelude::*;
 use attention::{Cache, Sees, attend};
 use bind::Binder;
 use experts::{BoundExperts, clamped_product};
+use routing::{Router, Routing};
 
 pub(crate) use ops::{Belongs, greatest};
 
@@ -111,6 +113,7 @@ pub struct Evaluator<'a> {
     positions: usize,
     capacity: usize,
     rounding: Rounding,
+    routing: Routing,
     /// The last position's input to `lm_head`; empty if there is none to continue from.
     last: Vec<f32>,
 }
@@ -178,6 +181,7 @@ impl<'a> Evaluator<'a> {
             positions: 0,
             capacity: graph.max_positions as usize,
             rounding: Rounding::None,
+            routing: Routing::default(),
             last: Vec::new(),
         })
     }
@@ -375,13 +379,22 @@ impl<'a> Evaluator<'a> {
         let rotations: Vec<_> =
             std::iter::once(&graph.inv_freq).chain(&graph.rotary).map(of_table).collect();
         self.rounding.handoff(&mut x);
+        let mut routed = 0..;
         for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
             let rotations = &rotations[layer.attention.body.rotary as usize];
             let add = Adding { graph, rounding: self.rounding };
             add.block(&layer.attention, &mut x, |attention, h| {
                 attention.attend(graph, cache, rotations, self.rounding, &h)
             });
-            add.block(&layer.mlp, &mut x, |mlp, h| mlp.feed_forward(graph, self.rounding, &h));
+            let (first, routing) = (self.positions, &mut self.routing);
+            add.block(&layer.mlp, &mut x, |mlp, h| match mlp {
+                BoundFeedForward::Gated(mlp) => mlp.feed_forward(graph, None, add.rounding, &h),
+                BoundFeedForward::Experts(experts) => {
+                    let layer = routed.next().unwrap_or_default();
+                    let router = Router { routing, layer, first };
+                    experts.feed_forward(graph, add.rounding, &h, router)
+                }
+            });
         }
         self.positions += tokens.len();
         let mut last = norm_rows(&x, Some(&self.final_norm), graph.norm_eps, hidden);
@@ -537,14 +550,6 @@ impl BoundAttention<'_> {
 }
 
 impl BoundFeedForward<'_> {
-    /// What the block adds to the residual stream for normed inputs `h`.
-    fn feed_forward(&self, graph: &Graph, rounding: Rounding, h: &[f32]) -> Vec<f32> {
-        match self {
-            Self::Gated(mlp) => mlp.feed_forward(graph, None, rounding, h),
-            Self::Experts(experts) => experts.feed_forward(graph, rounding, h),
-        }
-    }
-
     /// The MLP of a layer of a program, which has no others.
     fn gated(&self) -> Option<&BoundGated<'_>> {
         match self {

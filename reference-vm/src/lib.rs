@@ -26,6 +26,7 @@ mod ops;
 mod order;
 mod packed;
 mod products;
+pub mod routes;
 mod trace;
 mod trap;
 mod wave;

@@ -207,7 +207,9 @@ impl<'a> Machine<'a> {
         self
     }
 
-    pub(crate) fn program(&self) -> &'a Program {
+    /// The program.
+    #[must_use]
+    pub fn program(&self) -> &'a Program {
         self.program
     }
 

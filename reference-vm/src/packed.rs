@@ -140,10 +140,14 @@ impl<'a> Packed<'a> {
 
     /// Part, view and stored row of a packed row; `None` for padding.
     fn locate(&self, row: u32) -> Option<(usize, &math::Matrix<'a>, usize)> {
-        let (tensor, row) = self.map.locate(row)?;
-        let parts = self.parts.iter().enumerate();
-        let (index, part) = parts
-            .filter_map(|(index, part)| Some((index, part.as_ref()?)))
+        // Every expert has as many parts and rows as another: there are too many to look through for each row.
+        let each = self.parts.len() / self.experts.max(1) as usize;
+        let expert = (row / self.expert_rows().max(1)) as usize;
+        let own = expert * each..(expert + 1) * each;
+        let first = expert as u32 * self.expert_rows();
+        let (tensor, row) = self.map.locate_among(own.clone(), row - first)?;
+        let (index, part) = own
+            .filter_map(|index| Some((index, self.parts.get(index)?.as_ref()?)))
             .find(|(_, part)| part.tensor == tensor)?;
         Some((index, &part.view, row as usize))
     }

@@ -6,8 +6,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ir::KernelConfig;
 use ir::program::{Program, SealKey, Verified};
+use ir::{BufferId, KernelConfig};
 use search::{
     Clocks, Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples,
 };
@@ -381,13 +381,18 @@ impl Device for Remote<'_> {
         self.ask(&Request::HandOver { from: from.0, to: to.0 }, &[], Work::default())
     }
 
-    fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(
+        &mut self,
+        program: Handle,
+        which: &[BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         // A restarted process has run nothing yet.
         let has = |running: &Running| running.loaded.contains(&program.0);
         if !self.running.as_ref().is_some_and(has) {
             return Ok(None);
         }
-        self.ask(&Request::Buffers { handle: program.0 }, &[], Work::default())
+        let which = which.iter().map(|id| id.0).collect();
+        self.ask(&Request::Buffers { handle: program.0, which }, &[], Work::default())
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {

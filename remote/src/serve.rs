@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ir::KernelConfig;
 use ir::program::{Program, SealKey, Verified};
+use ir::{BufferId, KernelConfig};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Signal, getpid, kill_process, set_parent_process_death_signal};
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
@@ -62,7 +62,11 @@ pub trait Served {
     }
 
     /// As [`search::Device::buffers`].
-    fn buffers(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(
+        &mut self,
+        _program: Handle,
+        _which: &[BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         Ok(None)
     }
 
@@ -244,10 +248,11 @@ impl<D: Served> Session<D> {
                 self.device.foresee(&kernels);
                 Ok(Reply::Done)
             }
-            Request::Buffers { handle } => {
+            Request::Buffers { handle, which } => {
                 let handle = self.handle(handle)?;
                 self.board.enter(Phase::Reading);
-                let buffers = self.device.buffers(handle)?;
+                let which: Vec<BufferId> = which.into_iter().map(BufferId).collect();
+                let buffers = self.device.buffers(handle, &which)?;
                 let words = |buffers: &Vec<Vec<f32>>| buffers.iter().map(Vec::len).sum::<usize>();
                 Ok(Reply::Buffers(buffers.filter(|buffers| words(buffers) <= BUFFER_WORDS_MAX)))
             }

@@ -50,8 +50,8 @@ pub(crate) enum Request {
     Foresee { kernels: Vec<KernelConfig> },
     /// Unloads a program.
     Release { handle: u64 },
-    /// Reads a program's buffers.
-    Buffers { handle: u64 },
+    /// Reads some of a program's buffers.
+    Buffers { handle: u64, which: Vec<u32> },
 }
 
 /// The result of a request. Each kind has a type of its own.

@@ -8,6 +8,7 @@ use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
 use crate::effort::{Interim, StoppingRule};
+use crate::follow::Rows;
 use crate::gate::Gate;
 use crate::measure::{Interval, Latency, Predicted, geometric_mean};
 use crate::rejection::{BitsDiffer, Rejection};
@@ -28,6 +29,8 @@ pub struct Assessed {
     pub predicted: Predicted,
     /// Its agreement on the device, if there is one.
     pub on_device: Option<Agreement<OnDevice>>,
+    /// The expected logits, if its routes on the device are not the graph's own.
+    pub(crate) followed: Option<Rows>,
 }
 
 /// A candidate that agrees on the reference VM and, once, on the device: at the positions of the first stage or at all.
@@ -39,6 +42,7 @@ pub(crate) struct Screened {
     /// The outputs of the positions that the device ran.
     ran: Ran,
     agreement: Agreement<OnDevice>,
+    followed: Option<Rows>,
 }
 
 impl Screened {
@@ -155,7 +159,7 @@ pub fn assess(
         verdict.correct = true;
         let predicted = gate.predict(&candidate, &reference)?;
         verdict.chain_us = Some(predicted.chain_us());
-        return Ok(Assessed { candidate, reference, predicted, on_device: None });
+        return Ok(Assessed { candidate, reference, predicted, on_device: None, followed: None });
     };
     let screened = screen(gate, device, candidate, verdict, || std::time::Duration::ZERO)?;
     complete(gate, device, screened, verdict)
@@ -176,9 +180,9 @@ pub(crate) fn screen(
     let reference = reference?;
     passed_reference(gate, &candidate, reference, verdict);
     let ran = ran?;
-    let agreement = gate.agreed(reference, &ran)?;
+    let (agreement, followed) = gate.agreed(reference, &ran)?;
     set_errors(verdict, agreement.summary());
-    Ok(Screened { candidate, reference, ran, agreement })
+    Ok(Screened { candidate, reference, ran, agreement, followed })
 }
 
 /// Runs the positions that the first stage left out, if any.
@@ -193,7 +197,10 @@ pub(crate) fn extend(
         let rest = screened.candidate.run(device, tokens, first)?;
         screened.ran.logits.extend(rest.logits);
         screened.ran.chosen.extend(rest.chosen);
-        screened.agreement = gate.agreed(screened.reference, &screened.ran)?;
+        if let (Some(routes), Some(more)) = (&mut screened.ran.routes, rest.routes) {
+            routes.extend(more);
+        }
+        (screened.agreement, screened.followed) = gate.agreed(screened.reference, &screened.ran)?;
         set_errors(verdict, screened.agreement.summary());
     }
     Ok(screened)
@@ -209,7 +216,7 @@ pub(crate) fn complete(
     let Screened { candidate, reference, ran, .. } = extend(gate, device, screened, verdict)?;
     let tokens = &gate.expected().tokens;
     let again = candidate.run(device, tokens, 0)?;
-    let agreement = gate.agreed(reference, &again)?;
+    let (agreement, followed) = gate.agreed(reference, &again)?;
     if let Some(at) = bits_differ(&ran.logits, &again.logits) {
         return Err(Rejection::Unrepeatable(at));
     }
@@ -218,10 +225,11 @@ pub(crate) fn complete(
     let detail =
         format!("logits agree with the graph's at {positions} positions, twice with the same bits");
     verdict.passed("device", detail);
+    verdict.notes.extend(gate.said_of_routes(&again));
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
     verdict.chain_us = Some(predicted.chain_us());
-    Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement) })
+    Ok(Assessed { candidate, reference, predicted, on_device: Some(agreement), followed })
 }
 
 /// The first difference between two runs of the same positions. Both agree with the graph, so they have equally many
@@ -358,7 +366,8 @@ pub(crate) fn race(
         let mut each = Vec::new();
         for what in gate.timed_each() {
             let more = gate.time(device, contenders, what, Timing { rounds, warmup })?;
-            let timed = gate.timed(candidate.reference, what.last, &more);
+            let last = sides.map(|side| what.last(side.followed.as_ref()));
+            let timed = gate.timed(candidate.reference, last, &more);
             timed.map_err(|found| blamed(found, &incumbent.candidate, &candidate.candidate))?;
             each.push(more);
         }
@@ -382,13 +391,14 @@ pub(crate) fn quick_look(
     let Some(first) = incumbent.on_device.as_ref().filter(|_| !gate.has_contexts()) else {
         return Ok(None);
     };
-    let Screened { candidate, reference, agreement, .. } = screened;
+    let Screened { candidate, reference, agreement, followed, .. } = screened;
     let contenders = contenders(device, [(&incumbent.candidate, first), (candidate, agreement)])?;
     let positions = screened.positions();
     let once = Timing { rounds: 1, warmup: 0 };
     let what = gate.timed_within(positions);
     let samples = gate.time(device, contenders, what, once)?;
-    gate.timed(*reference, what.last, &samples)
+    let last = [&incumbent.followed, followed].map(|rows| what.last(rows.as_ref()));
+    gate.timed(*reference, last, &samples)
         .map_err(|found| blamed(found, &incumbent.candidate, candidate))?;
     let look = bar.look(&samples, seed);
     if look.decision != Some(Decision::Reverted) {

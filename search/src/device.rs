@@ -8,9 +8,11 @@
 use std::sync::Arc;
 
 use derive_more::{Add, AddAssign, Sub};
+use ir::BufferId;
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use reference_vm::compare::{Agreement, Device as OnDevice};
+use reference_vm::routes::{RoutePlace, Routes, places};
 use serde::{Deserialize, Serialize};
 
 use crate::clocks::{ClockReadings, Clocks};
@@ -111,6 +113,8 @@ pub struct Ran {
     pub logits: Vec<Vec<f32>>,
     /// The token that the device chose from each. A sequence continues with it, and no other check covers it.
     pub chosen: Vec<u32>,
+    /// The experts of each position, for a model that has some, if the device can say.
+    pub routes: Option<Routes>,
 }
 
 /// Why a device gave no result. The kind determines what the search does next.
@@ -226,12 +230,16 @@ pub trait Device {
         Err(DeviceError::Fault { reason: "this device keeps sequences apart".to_owned() })
     }
 
-    /// The contents of each buffer of a program after its last step; empty for buffers that are not activations. `None`
+    /// The contents of these buffers of a program after its last step; empty for those that are not activations. `None`
     /// if the device cannot read them.
     ///
     /// # Errors
     /// If the device trapped, hung or was lost, or has run something else since.
-    fn buffers(&mut self, _program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(
+        &mut self,
+        _program: Handle,
+        _which: &[BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         Ok(None)
     }
 
@@ -297,6 +305,34 @@ impl Drop for ProgramGuard<'_> {
             self.device.release(&self.program, &self.kernel);
         }
     }
+}
+
+/// As [`Device::run`]. A program with routes runs step by step, and the experts of each step are read after it.
+///
+/// # Errors
+/// As [`Device::run`].
+pub fn run(
+    device: &mut dyn Device,
+    (handle, program): (Handle, &Program),
+    tokens: &[u32],
+    first: usize,
+) -> Result<Ran, DeviceError> {
+    let routes: Vec<BufferId> = places(program).iter().map(|place| place.buffer).collect();
+    if routes.is_empty() {
+        return device.run(handle, tokens, first);
+    }
+    let mut ran = Ran { routes: Some(Routes::new(routes.len())), ..Ran::default() };
+    for position in first..tokens.len() {
+        let step = device.run(handle, &tokens[..=position], position)?;
+        ran.logits.extend(step.logits);
+        ran.chosen.extend(step.chosen);
+        let words = device.buffers(handle, &routes)?;
+        ran.routes = ran.routes.zip(words).map(|(mut routes, words)| {
+            routes.push(words.iter().map(|words| RoutePlace::experts(words)));
+            routes
+        });
+    }
+    Ok(ran)
 }
 
 /// Times two contenders and reads the clocks before and after.

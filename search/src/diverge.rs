@@ -4,6 +4,7 @@
 //! This runs only after a gate has rejected the candidate. The gates compare final outputs, so it adds nothing to their
 //! cost.
 
+use ir::BufferId;
 use ir::program::{Program, Verified};
 use reference_vm::compare::Disagreement;
 use reference_vm::divergence::{Divergence, Examiner};
@@ -24,7 +25,8 @@ fn position_of(at: &Disagreement) -> Option<usize> {
         | Disagreement::Elements { position, .. }
         | Disagreement::NotFinite { position, .. }
         | Disagreement::Chosen { position, .. }
-        | Disagreement::Beyond { position, .. } => Some(position),
+        | Disagreement::Beyond { position, .. }
+        | Disagreement::Stray { position, .. } => Some(position),
         Disagreement::Positions { .. } => None,
     }
 }
@@ -106,7 +108,8 @@ impl Gate<'_> {
         for _ in 0..2 {
             rows.push(candidate.run(device, tokens, 0)?.logits);
             let handle = candidate.load(device)?;
-            buffers = device.buffers(handle)?;
+            let all: Vec<_> = (0..program.buffers.len() as u32).map(BufferId).collect();
+            buffers = device.buffers(handle, &all)?;
         }
         let bits = |rows: &Vec<Vec<f32>>| -> Vec<u32> {
             rows.iter().flatten().map(|value| value.to_bits()).collect()

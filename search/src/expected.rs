@@ -11,8 +11,10 @@ use rand::RngExt;
 use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
 use reference_vm::machine::{Machine, Outputs, Run};
+use reference_vm::routes::Routed;
 use reference_vm::{Fired, Order};
 
+use crate::follow::OwnRoutes;
 use crate::propose::generator;
 use crate::rejection::{ExpectedError, Rejection};
 
@@ -55,7 +57,7 @@ const FAR_STREAM: u64 = u64::MAX - 1;
 type Layers = Vec<(Vec<f32>, Vec<f32>)>;
 
 /// The inputs of the gate and the values that the graph computes from them.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Expected {
     /// Tokens, from position zero.
     pub tokens: Vec<u32>,
@@ -67,12 +69,14 @@ pub struct Expected {
     pub on_device: Tolerance,
     /// What is timed, if the search has contexts of its own; by their length.
     pub(crate) timed: Vec<TimedAfter>,
-    near: Segment,
-    far: Option<Segment>,
+    /// The routes over these tokens, of a model with experts.
+    pub(crate) routes: Option<OwnRoutes>,
+    pub(crate) near: Segment,
+    pub(crate) far: Option<Segment>,
 }
 
 /// Tokens that are timed after a context.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct TimedAfter {
     /// The context, then the timed tokens.
     pub(crate) tokens: Vec<u32>,
@@ -83,22 +87,26 @@ pub(crate) struct TimedAfter {
 }
 
 /// Consecutive positions that the reference VM runs.
-#[derive(Debug)]
-struct Segment {
-    first: usize,
+#[derive(Clone, Debug)]
+pub(crate) struct Segment {
+    pub(crate) first: usize,
     /// The cache of the positions before.
-    before: Layers,
-    tokens: Vec<u32>,
-    logits: Vec<Vec<f32>>,
+    pub(crate) before: Layers,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logits: Vec<Vec<f32>>,
     /// Keys and values of these positions.
-    cache: Layers,
-    allowed: Allowed,
+    pub(crate) cache: Layers,
+    /// Routes and their logits, of a model with experts.
+    pub(crate) routed: Option<Routed>,
+    pub(crate) allowed: Allowed,
 }
 
 /// Tolerance of each kind of row.
-#[derive(Debug)]
-struct Allowed {
+#[derive(Clone, Debug)]
+pub(crate) struct Allowed {
     logits: Tolerance,
+    /// Of the logits that experts are chosen by.
+    pub(crate) routes: Tolerance,
     /// Of the keys and of the values of each layer.
     cache: Vec<[Tolerance; 2]>,
 }
@@ -140,14 +148,14 @@ impl Expected {
         let tokens = draw_tokens(seed, graph.vocab, positions);
         let mut expected = Self::of_tokens(graph, weights, tokens, reference_positions)?;
         if on_device.is_some() {
-            expected.on_device = on_a_device(graph, weights, &expected.tokens, &expected.logits)?;
+            expected.on_a_device(graph, weights)?;
         }
         if let Some(first) = far_first {
             let mut rng = generator(seed, FAR_STREAM);
             let tokens =
                 (0..FAR_POSITIONS).map(|_| rng.random_range(0..graph.vocab.max(1))).collect();
             let before = filled(graph, &expected.near.cache, first, &mut rng);
-            let mut evaluator = Evaluator::new(graph, weights)?;
+            let mut evaluator = Evaluator::new(graph, weights)?.recording_routes();
             let mut far = Segment::new(&mut evaluator, weights, graph, before, tokens, first)?;
             far.allowed = far.allowed.or(&expected.near.allowed);
             expected.far = Some(far);
@@ -170,6 +178,9 @@ impl Expected {
     ) -> Result<Self, ExpectedError> {
         let ends: Vec<usize> = contexts.iter().map(|&tokens| tokens as usize + timed).collect();
         let longest = ends.iter().copied().max().unwrap_or(0);
+        if self.routes.is_some() && longest > self.tokens.len() {
+            return Err(ExpectedError::Routes { most: self.tokens.len().saturating_sub(timed) });
+        }
         let tokens = draw_tokens(seed, graph.vocab, longest);
         let last: Vec<usize> = ends.iter().map(|end| end - 1).collect();
         let rows = Evaluator::new(graph, weights)?.run_at(&tokens, &last)?;
@@ -204,7 +215,7 @@ impl Expected {
         tokens: Vec<u32>,
         reference_positions: usize,
     ) -> Result<Self, ExpectedError> {
-        let mut evaluator = Evaluator::new(graph, weights)?;
+        let mut evaluator = Evaluator::new(graph, weights)?.recording_routes();
         let (first, rest) = tokens.split_at(reference_positions);
         let near = Segment::new(&mut evaluator, weights, graph, empty(graph), first.to_vec(), 0)?;
         let mut logits = near.logits.clone();
@@ -213,8 +224,26 @@ impl Expected {
             return Err(ExpectedError::Flat);
         }
         let on_device = Tolerance::DEVICE;
+        let routes = evaluator.routed().map(|routes| OwnRoutes { routes, on_device });
         let timed = Vec::new();
-        Ok(Self { tokens, logits, reference_positions, on_device, timed, near, far: None })
+        Ok(Self { tokens, logits, reference_positions, on_device, timed, routes, near, far: None })
+    }
+
+    /// Sets the tolerances of a device over all of these positions: the effect of its roundings on the logits, on the
+    /// same routes. All positions are needed, since errors of one position are up to thirteen times those of another
+    /// (tests/tests/device_bound.rs).
+    fn on_a_device(&mut self, graph: &Graph, weights: &dyn Weights) -> Result<(), EvalError> {
+        let mut rounded = Evaluator::new(graph, weights)?.with_device_roundings();
+        if let Some(own) = &self.routes {
+            rounded = rounded.on_routes(0, own.routes.routes.clone()).recording_routes();
+        }
+        let logits = rounded.run(&self.tokens, Logits::All)?;
+        let longest = longest(graph);
+        self.on_device = Tolerance::of_device(distance(rows(&self.logits), rows(&logits)), longest);
+        if let Some((own, rounded)) = self.routes.as_mut().zip(rounded.routed()) {
+            own.on_device = Tolerance::of_device(own.routes.distance(&rounded), longest);
+        }
+        Ok(())
     }
 
     fn stretches(&self) -> impl DoubleEndedIterator<Item = &Segment> {
@@ -315,6 +344,7 @@ impl Allowed {
         let layers = self.cache.iter().zip(&other.cache);
         Self {
             logits: self.logits.or(other.logits),
+            routes: self.routes.or(other.routes),
             cache: layers.map(|(a, b)| [a[0].or(b[0]), a[1].or(b[1])]).collect(),
         }
     }
@@ -330,7 +360,11 @@ impl Segment {
         first: usize,
     ) -> Result<Self, EvalError> {
         let (logits, cache) = evaluate(evaluator, graph, first, &before, &tokens)?;
+        let routed = evaluator.routed();
         let mut rounded = Evaluator::new(graph, weights)?.with_rounded_handoffs();
+        if let Some(own) = &routed {
+            rounded = rounded.on_routes(first, own.routes.clone()).recording_routes();
+        }
         let (rounded_logits, rounded_cache) =
             evaluate(&mut rounded, graph, first, &before, &tokens)?;
         let longest = longest(graph);
@@ -343,9 +377,19 @@ impl Segment {
         let pairs = cache.iter().zip(&rounded_cache);
         let allowed = Allowed {
             logits: Tolerance::of_response(response, longest),
+            routes: Tolerance::of_response(response_of(&routed, &rounded), longest),
             cache: pairs.map(|(want, got)| [of(&want.0, &got.0), of(&want.1, &got.1)]).collect(),
         };
-        Ok(Self { first, before, tokens, logits, cache, allowed })
+        Ok(Self { first, before, tokens, logits, cache, routed, allowed })
+    }
+
+    /// Logits, keys and values of these positions.
+    pub(crate) fn evaluated(
+        &self,
+        evaluator: &mut Evaluator<'_>,
+        graph: &Graph,
+    ) -> Result<(Vec<Vec<f32>>, Layers), EvalError> {
+        evaluate(evaluator, graph, self.first, &self.before, &self.tokens)
     }
 
     fn run(&self, machine: &mut Machine<'_>, chosen: &mut Vec<u32>) -> Result<Outputs, Rejection> {
@@ -414,17 +458,9 @@ fn rows(rows: &[Vec<f32>]) -> impl ExactSizeIterator<Item = &[f32]> {
     rows.iter().map(Vec::as_slice)
 }
 
-/// Tolerance of a device over all of these positions: the effect of its roundings on the logits. All positions are
-/// needed, since errors of one position are up to thirteen times those of another (tests/tests/device_bound.rs).
-fn on_a_device(
-    graph: &Graph,
-    weights: &dyn Weights,
-    tokens: &[u32],
-    logits: &[Vec<f32>],
-) -> Result<Tolerance, EvalError> {
-    let mut rounded = Evaluator::new(graph, weights)?.with_device_roundings();
-    let rounded = rounded.run(tokens, Logits::All)?;
-    Ok(Tolerance::of_device(distance(rows(logits), rows(&rounded)), longest(graph)))
+/// The effect of roundings on router logits; zero for a model without experts.
+fn response_of(own: &Option<Routed>, rounded: &Evaluator<'_>) -> f64 {
+    own.as_ref().zip(rounded.routed()).map_or(0.0, |(own, rounded)| own.distance(&rounded))
 }
 
 /// Number of products in the longest sum.

@@ -16,6 +16,7 @@ use crate::assess::Timing;
 use crate::cpu::{Candidate, Cpu, KernelId};
 use crate::device::{Contender, Device, DeviceError, Plan, Ran, Samples, Side};
 use crate::expected::{Expected, TimedAfter};
+use crate::follow::{Followed, Rows};
 use crate::measure::{Predicted, geometric_mean};
 use crate::rejection::Rejection;
 use crate::settings::{Clock, no_clock};
@@ -34,6 +35,8 @@ pub struct Gate<'a> {
     pool: Option<Arc<ThreadPool>>,
     /// The part that needs no device, with its cached results.
     pub(crate) ahead: Arc<Ahead<'a>>,
+    /// Expected values on the routes of devices.
+    pub(crate) followed: Arc<Followed>,
     /// Seconds so far in which the device had finished and waited for the reference VM, by the clock passed to
     /// [`judge_beside`](Self::judge_beside).
     pub(crate) waited_s: f64,
@@ -52,14 +55,17 @@ impl<'a> Gate<'a> {
     ) -> Self {
         let cpu = Cpu::new(graph, weights, target, options, kernel_id, expected);
         let ahead = Arc::new(Ahead::new(cpu));
-        Self { contexts: Vec::new(), batch: 1, pool: None, ahead, waited_s: 0.0 }
+        let followed = Arc::default();
+        Self { contexts: Vec::new(), batch: 1, pool: None, ahead, followed, waited_s: 0.0 }
     }
 
     /// The same gate for another device, or another search without helpers: both share the results that need no device.
     #[must_use]
     pub fn beside(&self) -> Self {
-        let (pool, ahead) = (self.pool.clone(), self.ahead.clone());
-        Self { contexts: self.contexts.clone(), batch: self.batch, pool, ahead, waited_s: 0.0 }
+        let (pool, ahead, followed) =
+            (self.pool.clone(), self.ahead.clone(), self.followed.clone());
+        let contexts = self.contexts.clone();
+        Self { contexts, batch: self.batch, pool, ahead, followed, waited_s: 0.0 }
     }
 
     /// Runs the reference VM on a pool of its own. Devices that share results need separate pools: a thread that waits
@@ -136,32 +142,35 @@ impl<'a> Gate<'a> {
         (found, done)
     }
 
-    /// Compares the outputs of a device at the first positions, all that it ran.
+    /// Compares the outputs of a device at the first positions, all that it ran. Returns the expected logits too, if
+    /// they are those on other routes than the graph's.
     pub(crate) fn agreed(
         &self,
         reference: Agreement<Reference>,
         ran: &Ran,
-    ) -> Result<Agreement<OnDevice>, Rejection> {
+    ) -> Result<(Agreement<OnDevice>, Option<Rows>), Rejection> {
         let expected = self.expected();
-        let rows = expected.logits.get(..ran.logits.len()).unwrap_or(&expected.logits);
-        reference
+        let followed = self.followed(ran)?;
+        let own = expected.logits.get(..ran.logits.len()).unwrap_or(&expected.logits);
+        let rows = followed.as_deref().map_or(own, Vec::as_slice);
+        let agreement = reference
             .and_device(rows, &ran.logits, &ran.chosen, expected.on_device)
-            .map_err(|at| Rejection::Disagreed { by: "device", at })
+            .map_err(|at| Rejection::Disagreed { by: "device", at })?;
+        Ok((agreement, followed))
     }
 
-    /// Checks the outputs of timed runs: a program that is right only when it is not timed is wrong. The error names
-    /// the side whose last logits, or the token chosen from them, disagree; the candidate is checked first.
+    /// Checks the outputs of timed runs by each side's expected ones: a program that is right only when it is not timed
+    /// is wrong. The error names the side whose last logits, or the token chosen from them, disagree; the candidate is checked first.
     pub(crate) fn timed(
         &self,
         proof: Agreement<Reference>,
-        last: &[f32],
+        last: [&[f32]; 2],
         samples: &Samples,
     ) -> Result<(), (Side, Rejection)> {
-        let last = &[last.to_vec()];
-        let sides = [Side::Incumbent, Side::Candidate].into_iter().zip(samples.last());
-        for (side, (actual, chosen)) in sides.rev() {
+        let sides = [Side::Incumbent, Side::Candidate].into_iter().zip(last).zip(samples.last());
+        for ((side, last), (actual, chosen)) in sides.rev() {
             let _ = proof
-                .and_device(last, actual, chosen, self.expected().on_device)
+                .and_device(&[last.to_vec()], actual, chosen, self.expected().on_device)
                 .map_err(|at| (side, Rejection::Disagreed { by: "timed", at }))?;
         }
         Ok(())
@@ -245,8 +254,19 @@ impl<'a> Gate<'a> {
 pub(crate) struct Timed<'a> {
     tokens: &'a [u32],
     first: usize,
-    /// The expected logits of the last position.
-    pub(crate) last: &'a [f32],
+    /// The expected logits of the last position, on the graph's own routes.
+    last: &'a [f32],
+}
+
+impl<'a> Timed<'a> {
+    /// The expected logits of the last position of a program, whose routes have rows of their own if they are not the graph's.
+    pub(crate) fn last<'r>(&self, followed: Option<&'r Rows>) -> &'r [f32]
+    where
+        'a: 'r,
+    {
+        let row = followed.and_then(|rows| rows.get(self.tokens.len() - 1));
+        row.map_or(self.last, Vec::as_slice)
+    }
 }
 
 /// First timed position of `tokens` tokens.

@@ -32,6 +32,7 @@ mod enough;
 mod equals;
 mod evidence;
 mod expected;
+mod follow;
 mod gate;
 mod history;
 mod measure;
@@ -62,7 +63,7 @@ pub use cpu::{Candidate, KernelId};
 pub use decide::{Decision, decide_measured, decide_predicted, predicted_gain};
 pub use device::{
     Contender, Costs, Device, DeviceError, DeviceInfo, Handle, Plan, ROUND, Ran, Samples, Side,
-    time,
+    run, time,
 };
 pub use diverge::left_in;
 pub use divergence::{DivergenceClass, FirstDivergence, TaskAt, place_name};

@@ -68,6 +68,14 @@ pub enum ExpectedError {
         "all its logits are equal at every position, so that a program which computes nothing would agree; are its weights zero?"
     )]
     Flat,
+    /// The routes of a long context are not followed.
+    #[error(
+        "the routes of a model with experts are followed over the gate's own tokens only, so contexts of up to {most} tokens can be timed"
+    )]
+    Routes {
+        /// The longest context.
+        most: usize,
+    },
 }
 
 /// The first word of the logits in which two runs of a device differ.

@@ -7,7 +7,7 @@ use ir::sampling::Sampling;
 use telemetry::now_ns;
 
 use super::{CommandLog, Done, Entry, Row, Said, Seq, Settings};
-use crate::engine::{Account, Advanced, Broken, Engine, How, WeightsAt};
+use crate::engine::{Account, Advanced, Broken, Engine, How, Observer, WeightsAt};
 
 /// An engine with a log.
 pub(crate) struct Logged<P> {
@@ -150,10 +150,10 @@ where
         place: usize,
         tokens: &[u32],
         generate: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        observer: &mut dyn Observer,
     ) -> Result<Advanced, Broken> {
         let (began, Held { session, position, .. }) = (now_ns(), self.held(place));
-        let answer = self.engine.advance(place, tokens, generate, preempt);
+        let answer = self.engine.advance(place, tokens, generate, observer);
         let (said, kernel, tokens) = (said(&answer, done), self.engine.kernel(), tokens.to_vec());
         self.moved(place, answer.as_ref().map_or(0, |done| done.ran));
         let entry = Entry::Advance { session, place, position, kernel, tokens, generate, said };
@@ -185,7 +185,7 @@ where
         &mut self,
         seqs: &[(usize, &[u32])],
         steps: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         let began = now_ns();
         let seq = |&(place, tokens): &(usize, &[u32])| {
@@ -194,7 +194,7 @@ where
             Seq { session, place, position, token, prompt: prompt.to_vec() }
         };
         let listed = seqs.iter().map(seq).collect();
-        let answer = self.engine.together(seqs, steps, preempt);
+        let answer = self.engine.together(seqs, steps, observer);
         let outcome = |of: &Result<Advanced, String>| self::said(of, done);
         let said = said(&answer, |all| all.iter().map(outcome).collect());
         for (outcome, (place, _)) in answer.iter().flatten().zip(seqs) {

@@ -2,6 +2,7 @@
 
 use ir::Rule;
 use ir::schedule::{Knob, ScheduleConfig, validate};
+use lower::{Predictor, Rates};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -25,8 +26,23 @@ pub(crate) struct Proposal {
     schedule_config: ScheduleConfig,
     /// Its hash.
     schedule_id: String,
+    /// The time of a step with it, by the cost model.
+    predicted: Prediction,
     /// Each knob's dotted path with its type, its choices or min, max and step, its default, what it acts on and what it decides.
     search_space: Map<String, Value>,
+}
+
+/// Predicted microseconds of a step of one sequence.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Prediction {
+    /// The step.
+    us_per_token: f64,
+    /// Reading its bytes, the least that it can take.
+    bound_us: f64,
+    /// Its critical path if bytes cost nothing.
+    chain_us: f64,
+    /// Tokens of context.
+    context: u32,
 }
 
 pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
@@ -49,15 +65,34 @@ pub(crate) fn answer(args: &ProposeArgs) -> Result<Answer<Proposal>, Failure> {
         search_space.len()
     ));
     report::say(&bound(&context));
+    let predicted = predicted(&context, &config)?;
+    let Prediction { us_per_token, context: tokens, .. } = predicted;
+    report::say(&format!(
+        "Predicted: {us_per_token:.0} us per token at {tokens} tokens of context"
+    ));
     let document = Proposal {
         schema: "amk.propose.v1",
         model: context.graph().name.clone(),
         target: context.target.name.clone(),
         schedule_config: config,
         schedule_id: config.id(),
+        predicted,
         search_space,
     };
     Ok(Answer { document, exit: Exit::Yes })
+}
+
+/// What the cost model says of a schedule.
+fn predicted(context: &Context, config: &ScheduleConfig) -> Result<Prediction, Failure> {
+    let (program, tokens) = (context.lowered(config)?, context.predicted_at());
+    let predictor = Predictor::new(&program, &config.kernel, &context.target, tokens);
+    let cost = predictor.predict(Rates::shipped());
+    Ok(Prediction {
+        us_per_token: cost.latency_us,
+        bound_us: cost.bound_us,
+        chain_us: predictor.chain_us(Rates::shipped()),
+        context: tokens,
+    })
 }
 
 /// Refuses a model beyond what the ops can do, with the least time that a step of it would take.

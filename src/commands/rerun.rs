@@ -3,6 +3,7 @@
 use std::cmp::Ordering;
 use std::sync::Arc;
 
+use ir::BufferId;
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use reference_vm::divergence::{Examiner, Word, ulps};
@@ -158,7 +159,8 @@ fn on_device(
     let program = Arc::new(program.clone());
     let handle = device.prepare(&program, &config.kernel)?;
     let rows = device.run(handle, &tokens(context, args), 0)?.logits;
-    let buffers = device.buffers(handle)?;
+    let all: Vec<_> = (0..program.buffers.len() as u32).map(BufferId).collect();
+    let buffers = device.buffers(handle, &all)?;
     let buffers =
         buffers.ok_or_else(|| Failure::missing("this device cannot say what its buffers hold"))?;
     Ok(Left { buffers, logits: rows.into_iter().last().unwrap_or_default() })

@@ -4,7 +4,9 @@ use abi::Ending;
 use ir::program::{Program, Together, Verified};
 use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
-use vm_host::{Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident};
+use vm_host::{
+    Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident, Watch,
+};
 
 use super::{Gpu, Machine, device_error};
 use crate::engine::{Bench as _, Broken, WeightsAt};
@@ -35,15 +37,15 @@ impl Gpu<'_> {
         })
     }
 
-    /// Runs a batch. Meanwhile `preempt` is polled: if true, the batch ends after the current step.
+    /// Runs a batch. Meanwhile `watch` is called: if it yields, the batch ends after the current step.
     pub(crate) fn batch(
         &mut self,
         handle: Handle,
         batch: &Batch<'_>,
-        preempt: &mut dyn FnMut() -> bool,
+        watch: &mut dyn Watch,
     ) -> Result<BatchDecoded, Broken> {
         self.sequences.fill(None); // those of searches
-        let done = self.undone(handle, |running| running.run_together(batch, preempt))?;
+        let done = self.undone(handle, |running| running.run_together(batch, watch))?;
         self.passes += u64::from(done.steps);
         if done.seqs.iter().any(|seq| !seq.tokens.is_empty()) {
             self.arrival.tokens();
@@ -178,13 +180,13 @@ impl Gpu<'_> {
         }
     }
 
-    /// Runs a command of a session, or the tokens of a prompt before its last in chunks. Meanwhile `preempt` is polled: if
-    /// true, the command ends after the current step.
+    /// Runs a command of a session, or the tokens of a prompt before its last in chunks. Meanwhile `watch` is called: if
+    /// it yields, the command ends after the current step.
     pub(crate) fn command(
         &mut self,
         handle: Handle,
         request: &Request<'_>,
-        preempt: &mut dyn FnMut() -> bool,
+        watch: &mut dyn Watch,
     ) -> Result<Decoded, Broken> {
         self.sequences.fill(None); // those of searches
         // Only the last token of a prompt needs sampling.
@@ -197,7 +199,7 @@ impl Gpu<'_> {
             let (steps, host_us, device_us) = (head.len() as u32, 0.0, 0.0);
             return Ok(Decoded { tokens, chosen, steps, ending, host_us, device_us });
         }
-        let done = self.undone(handle, |running| running.run(request, preempt))?;
+        let done = self.undone(handle, |running| running.run(request, watch))?;
         self.passes += u64::from(done.steps);
         if !done.tokens.is_empty() {
             self.arrival.tokens();

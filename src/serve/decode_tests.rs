@@ -9,7 +9,7 @@ use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::engine::{Advanced, How, PROMPT_SLICE, WeightsAt};
+use crate::engine::{Advanced, How, Observer, PROMPT_SLICE, WeightsAt};
 use crate::host_rules::HostRules;
 
 /// Tokens of the scripted model.
@@ -159,7 +159,7 @@ impl Engine for Scripted {
         place: usize,
         tokens: &[u32],
         generate: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        observer: &mut dyn Observer,
     ) -> Result<Advanced, Broken> {
         let chunked = self.chunks && tokens.len() >= CHUNK;
         let steps = match chunked {
@@ -167,15 +167,20 @@ impl Engine for Scripted {
             false => tokens.len() + (generate as usize).saturating_sub(1),
         };
         let mut all = tokens.to_vec();
-        let mut ran = 0;
+        let (mut ran, mut told) = (0, all.len());
         while ran < steps {
             let row = self.feed(place, &all[ran..=ran], true)?;
             self.fed.lock().unwrap().pop();
             ran += 1;
             if ran >= tokens.len() && generate > 0 {
                 all.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32);
+                // As on a device: all but the last ones are seen before the completion.
+                if ran < steps && ran.is_multiple_of(2) {
+                    all[told..].iter().for_each(|token| observer.token(0, *token));
+                    told = all.len();
+                }
             }
-            if ran < steps && preempt() {
+            if ran < steps && observer.yields() {
                 *self.preempted.lock().unwrap() += 1;
                 break;
             }
@@ -208,7 +213,7 @@ impl Engine for Scripted {
         &mut self,
         seqs: &[(usize, &[u32])],
         steps: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Advanced, String>>, Broken> {
         assert!(seqs.len() > 1 && seqs.len() <= self.width, "{seqs:?}");
         let tokens = 1..=steps as usize + 1;
@@ -216,6 +221,7 @@ impl Engine for Scripted {
         let places: Vec<usize> = seqs.iter().map(|(place, _)| *place).collect();
         let mut texts: Vec<Vec<u32>> = seqs.iter().map(|(_, fed)| fed.to_vec()).collect();
         let mut broken = vec![None; seqs.len()];
+        let mut told: Vec<usize> = texts.iter().map(Vec::len).collect();
         let mut ran = 0;
         while ran < steps as usize && broken.iter().all(Option::is_none) {
             for ((place, text), broken) in places.iter().zip(&mut texts).zip(&mut broken) {
@@ -232,7 +238,13 @@ impl Engine for Scripted {
                 }
             }
             ran += 1;
-            if ran < steps as usize && preempt() {
+            if ran.is_multiple_of(2) && ran < steps as usize && broken.iter().all(Option::is_none) {
+                for (index, (text, told)) in texts.iter().zip(&mut told).enumerate() {
+                    text.iter().skip(*told).for_each(|token| observer.token(index, *token));
+                    *told = text.len().max(*told);
+                }
+            }
+            if ran < steps as usize && observer.yields() {
                 *self.preempted.lock().unwrap() += 1;
                 break;
             }

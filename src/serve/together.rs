@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use sessions::{SessionId, Turn};
+use vm_host::Watch;
 
 use super::alike::PAGE;
 use super::{Broken, EngineLoop, Running, free, say};
-use crate::engine::Advanced;
+use crate::engine::{Advanced, Observer};
 use crate::observe::Command;
-use crate::sequence::{SLICE, Sequence};
+use crate::sequence::{SLICE, Sequence, Told};
 
 impl Running {
     /// The tokens that are known and not run yet, if the machine samples those that follow.
@@ -26,6 +27,36 @@ impl Running {
             rest => rest.min(PAGE - fed % PAGE),
         };
         steps.min(SLICE).min(usize::try_from(most).unwrap_or(usize::MAX))
+    }
+}
+
+/// Reports what a batch says of its sequences while it runs.
+struct Teller<'t> {
+    listeners: &'t [&'t Running],
+    /// Tokens reported so far of each.
+    told: Vec<usize>,
+    /// The kernel, once it is known and reported.
+    kernel: Option<usize>,
+    yields: &'t mut dyn FnMut() -> bool,
+}
+
+impl Watch for Teller<'_> {
+    fn token(&mut self, sequence: usize, token: u32) {
+        say(&self.listeners[sequence].to, Told::Token(token, None));
+        self.told[sequence] += 1;
+    }
+
+    fn yields(&mut self) -> bool {
+        (self.yields)()
+    }
+}
+
+impl Observer for Teller<'_> {
+    fn kernel(&mut self, number: usize) {
+        for running in self.listeners {
+            running.sequence.says_kernel(number, &mut |told| say(&running.to, told));
+        }
+        self.kernel = Some(number);
     }
 }
 
@@ -84,15 +115,20 @@ impl EngineLoop<'_> {
         self.said.begin(&firsts, steps);
         let admitted = &seqs[0].2.admitted;
         let before = free(admitted);
-        let mut preempt = || {
+        let mut yields = || {
             let gone = seqs.iter().any(|(_, _, running)| running.to.is_closed());
             gone || free(admitted) < before
         };
+        let listeners: Vec<&Running> = seqs.iter().map(|(.., running)| *running).collect();
+        let told = vec![0; listeners.len()];
+        let mut teller = Teller { listeners: &listeners, told, kernel: None, yields: &mut yields };
         let fed =
             seqs.iter().map(|&(place, unfed, _)| (place, &unfed[..unfed.len().min(steps + 1)]));
         let fed: Vec<(usize, &[u32])> = fed.collect();
         let began = Instant::now();
-        let done = self.engine.together(&fed, steps as u32, &mut preempt);
+        let done = self.engine.together(&fed, steps as u32, &mut teller);
+        let Teller { told, kernel: known, .. } = teller;
+        let mut told = told.into_iter();
         let (took, kernel) = (began.elapsed(), self.engine.kernel());
         let (place, first) = firsts[0];
         let mut command =
@@ -113,8 +149,12 @@ impl EngineLoop<'_> {
                 Ok(seq) => {
                     let (ran, chosen) = (seq.ran, seq.chosen.len());
                     let mut tell = |told| say(&running.to, told);
-                    running.sequence.ran_on(kernel, &mut tell);
-                    (ran, chosen, Ok(running.sequence.took(seq, &mut tell)))
+                    match known {
+                        Some(known) => running.sequence.ran_on(known, &mut |_| {}),
+                        None => running.sequence.ran_on(kernel, &mut tell),
+                    }
+                    let told = told.next().unwrap_or(0);
+                    (ran, chosen, Ok(running.sequence.took(seq, told, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),
             };

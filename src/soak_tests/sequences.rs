@@ -135,7 +135,7 @@ mod tests {
         let ran = |rows: usize, chosen: u32, best: usize| {
             let mut row = vec![0.0; 4];
             row[best] = 1.0;
-            Ran { logits: vec![row; rows], chosen: vec![chosen; rows] }
+            Ran { logits: vec![row; rows], chosen: vec![chosen; rows], ..Ran::default() }
         };
         let sequence = || Sequence::new(0, &script, 2);
         assert_eq!(sequence().next(&script, 0, &ran(1, 1, 1)), Ok(Found::More));

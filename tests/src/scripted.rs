@@ -341,7 +341,7 @@ impl Device for ScriptedDevice<'_> {
             row[word] = f32::from_bits(row[word].to_bits() ^ 1);
         }
         let chosen = rows.iter().map(|row| argmax(row)).collect();
-        Ok(Ran { logits: rows, chosen })
+        Ok(Ran { logits: rows, chosen, ..Ran::default() })
     }
 
     fn hand_over(&mut self, from: Handle, to: Handle) -> Result<(), DeviceError> {

@@ -454,7 +454,7 @@ impl Device for Cheating<'_> {
         if self.cheat == Cheat::AnotherToken {
             *chosen.last_mut().unwrap() ^= 1;
         }
-        Ok(Ran { logits, chosen })
+        Ok(Ran { logits, chosen, ..Ran::default() })
     }
 
     fn time(

@@ -49,7 +49,7 @@ pub use links::{Link, links};
 pub use machine::faults;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, Loaded, PROGRAMS_MAX, Request, Resident, SeqDecoded,
-    Sequence, TensorCheck, WeightStreamReport,
+    Sequence, TensorCheck, Watch, WeightStreamReport,
 };
 pub use monitor::Monitor;
 pub use nvml::{

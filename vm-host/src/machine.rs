@@ -39,11 +39,14 @@ mod chunks;
 mod paged;
 mod places;
 mod run;
+mod watch;
 
 use places::Places;
+use watch::Watched;
 
 pub use batch::{Batch, BatchDecoded, SeqDecoded, Sequence};
 pub use run::{Decoded, Request};
+pub use watch::Watch;
 
 /// Programs that can be loaded beside each other.
 pub const PROGRAMS_MAX: usize = 4;
@@ -498,7 +501,8 @@ impl Resident {
             program: address,
             ..Submission::default()
         };
-        self.command(&load, limit, &mut || false).map(|_| ())
+        let watched = Watched::default();
+        self.command(&load, limit, watched).map(|_| ())
     }
 
     /// Logits of the first `rows` positions of the last command that kept them.
@@ -599,7 +603,7 @@ impl Resident {
         self.command(
             &Submission { command: Command::Ping as u32, ..Submission::default() },
             limit,
-            &mut || false,
+            Watched::default(),
         )?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
@@ -608,7 +612,7 @@ impl Resident {
         &mut self,
         submission: &Submission,
         limit: Duration,
-        preempt: &mut dyn FnMut() -> bool,
+        mut watched: Watched<'_>,
     ) -> Result<Completion, HostError> {
         if self.failed {
             return Err(HostError::Request(
@@ -617,9 +621,13 @@ impl Resident {
         }
         let Idle { memory, compute, weight_stream, .. } = self.idle();
         memory.ring.publish(submission)?;
-        let answer =
-            wait_for_answer(&mut memory.ring, compute, weight_stream.as_ref(), limit, preempt);
-        let lost = weight_stream.as_ref().and_then(WeightStream::failure);
+        let weight_stream = weight_stream.as_ref();
+        if weight_stream.is_some_and(WeightStream::under_way) {
+            watched.places.clear(); // the first step may be void
+        }
+        let mut look = || watched.look(&memory.tokens);
+        let answer = wait_for_answer(&mut memory.ring, compute, weight_stream, limit, &mut look);
+        let lost = weight_stream.and_then(WeightStream::failure);
         match answer {
             Ok(completion) if completion.trap == abi::Trap::None as u32 => Ok(completion),
             Ok(completion) if completion.trap == abi::Trap::BadCommand as u32 => {

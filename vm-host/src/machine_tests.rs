@@ -129,12 +129,12 @@ fn a_command_for_positions_without_pages_is_refused_by_the_device() {
         ..Submission::default()
     };
     let limit = Duration::from_secs(5);
-    let refused = machine.command(&decode, limit, &mut || false);
+    let refused = machine.command(&decode, limit, Watched::default());
     assert!(matches!(refused, Err(HostError::Request(_))), "{refused:?}");
     let said = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect("with pages it decodes");
-    machine.command(&decode, limit, &mut || false).expect("there are pages now");
+    machine.command(&decode, limit, Watched::default()).expect("there are pages now");
     machine.end_session(0).expect("it ends");
-    let refused = machine.command(&decode, limit, &mut || false);
+    let refused = machine.command(&decode, limit, Watched::default());
     assert!(matches!(refused, Err(HostError::Request(_))), "given back: {refused:?}");
     let again = machine.decode(0, 0, &[1, 2, 3], 8, &[], false).expect("with new pages");
     assert_eq!(again.tokens, said.tokens);
@@ -196,14 +196,14 @@ fn die() {
         Submission { command: Command::LoadProgram as u32, program: base, ..Submission::default() };
     let limit = Duration::from_secs(60);
     let start = Instant::now();
-    let died = machine.command(&load, limit, &mut || false).and_then(|_| {
+    let died = machine.command(&load, limit, Watched::default()).and_then(|_| {
         let decode = Submission {
             command: Command::Decode as u32,
             steps: 1,
             forced: 1,
             ..Submission::default()
         };
-        machine.command(&decode, limit, &mut || false)
+        machine.command(&decode, limit, Watched::default())
     });
     let waited = start.elapsed();
     let error = died.expect_err("there are no tasks");

@@ -2,6 +2,7 @@
 //! resident: `machine` owns all of it.
 
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
@@ -101,6 +102,14 @@ impl HostBuffer {
         let fits = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
         assert!(fits, "{bytes} bytes at {offset} of {}", self.bytes);
         self.host.wrapping_add(offset)
+    }
+
+    /// The word at `offset`, which the device may be writing: it writes words whole.
+    pub(crate) fn word(&self, offset: usize) -> u32 {
+        let place = self.range(offset, size_of::<u32>()).cast::<u32>();
+        assert!(place.is_aligned(), "a word at byte {offset}");
+        // SAFETY: in range and aligned; the host writes no word while it can be read here, and the device only whole ones.
+        u32::from_le(unsafe { AtomicU32::from_ptr(place) }.load(Ordering::Relaxed))
     }
 
     /// Reads this many words from `offset`, as [`read`](Self::read).

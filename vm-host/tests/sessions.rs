@@ -10,7 +10,7 @@ use ir::Target;
 use ir::sampling::{Sampling, Seen};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
-use vm_host::{BootOptions, HostError, Idle, Request, Resident};
+use vm_host::{BootOptions, HostError, Idle, Request, Resident, Watch};
 
 mod device;
 #[path = "sessions/paged.rs"]
@@ -263,6 +263,41 @@ fn a_command_yields_and_goes_on_with_the_same_tokens() {
     machine.stop().expect("it stops");
 }
 
+/// What is heard of a command while it runs, each token with its time.
+#[derive(Default)]
+struct Heard(Vec<(u32, Instant)>);
+
+impl Watch for Heard {
+    fn token(&mut self, _sequence: usize, token: u32) {
+        self.0.push((token, Instant::now()));
+    }
+
+    fn yields(&mut self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn tokens_are_heard_step_by_step_while_the_command_runs() {
+    let Some((mut machine, _)) = machine("smollm2-135m", 2, 4) else { return };
+    let prompt: Vec<u32> = (0..40).map(|i| i * 131 % 49_152).collect();
+    let request = Request { tokens: &prompt, generate: 200, ..Request::default() };
+    let silent = machine.run(&request, &mut || false).expect("it runs");
+    let mut heard = Heard::default();
+    let done = machine.run(&request, &mut heard).expect("it runs");
+    let tokens: Vec<u32> = heard.0.iter().map(|(token, _)| *token).collect();
+    assert_eq!(done.tokens, silent.tokens);
+    assert!(tokens.len() >= 190, "{} of 200", tokens.len());
+    assert_eq!(tokens, done.tokens[..tokens.len()]);
+    let mut gaps: Vec<Duration> = heard.0.windows(2).map(|pair| pair[1].1 - pair[0].1).collect();
+    gaps.sort_unstable();
+    let (median, longest) = (gaps[gaps.len() / 2], gaps[gaps.len() - 1]);
+    let step = Duration::from_secs_f64(done.host_us / f64::from(done.steps) / 1e6);
+    eprintln!("a step {step:?}; between tokens {median:?} at the median, {longest:?} at most");
+    assert!(median < step * 2, "they do not come all at once, and not late");
+    machine.stop().expect("it stops");
+}
+
 /// An error in a session ends that session's commands only.
 #[test]
 fn a_faulty_session_is_faulted_alone() {
@@ -378,7 +413,7 @@ impl Speaker {
         machine: &mut Resident,
         session: u32,
         slice: u32,
-        preempt: &mut dyn FnMut() -> bool,
+        preempt: &mut dyn Watch,
     ) -> Ending {
         let left = self.generate - self.said.len() as u32;
         let request = Request {

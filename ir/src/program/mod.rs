@@ -26,6 +26,8 @@ pub use verify::{
     Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify,
 };
 
+use std::ops::Range;
+
 use abi::{BufferKind, Opcode};
 use serde::{Deserialize, Serialize};
 
@@ -63,9 +65,15 @@ impl RowMap {
     /// The tensor and row of packed row `row`; `None` for padding or zeros.
     #[must_use]
     pub fn locate(&self, row: u32) -> Option<(TensorId, u32)> {
-        let mut row = row;
+        self.locate_among(0..self.parts.len(), row)
+    }
+
+    /// As [`locate`](Self::locate), for a row counted from the first of these parts, such as those of one expert.
+    #[must_use]
+    pub fn locate_among(&self, parts: Range<usize>, row: u32) -> Option<(TensorId, u32)> {
+        let (mut row, parts) = (row, self.parts.get(parts)?);
         if self.interleaved {
-            for pair in self.parts.chunks(2) {
+            for pair in parts.chunks(2) {
                 let of_pair = |rows: u32| rows.next_multiple_of(abi::UNIT_ROWS) * pair.len() as u32;
                 let all = pair.first().map_or(0, |&(_, rows)| of_pair(rows));
                 if row < all {
@@ -79,7 +87,7 @@ impl RowMap {
             }
             return None;
         }
-        for &(tensor, rows) in &self.parts {
+        for &(tensor, rows) in parts {
             if row < rows {
                 return tensor.map(|t| (t, row));
             }

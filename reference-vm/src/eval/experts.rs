@@ -2,6 +2,7 @@
 
 use ir::{Clamped, Graph};
 
+use super::routing::Router;
 use super::{BoundGated, BoundLinear, Rounding, add};
 
 pub(super) struct BoundExperts<'a> {
@@ -23,11 +24,17 @@ impl BoundExperts<'_> {
     ///
     /// Each expert's weights are read once for all positions that chose it. A position's sum is in the order of the
     /// experts' numbers, so it does not depend on the other positions.
-    pub(super) fn feed_forward(&self, graph: &Graph, rounding: Rounding, h: &[f32]) -> Vec<f32> {
+    pub(super) fn feed_forward(
+        &self,
+        graph: &Graph,
+        rounding: Rounding,
+        h: &[f32],
+        mut router: Router<'_>,
+    ) -> Vec<f32> {
         let hidden = graph.hidden as usize;
         let logits = self.router.apply(h);
-        let choices: Vec<_> =
-            logits.chunks_exact(self.experts.len()).map(|logits| self.choose(logits)).collect();
+        let rows = logits.chunks_exact(self.experts.len()).enumerate();
+        let choices: Vec<_> = rows.map(|(row, logits)| router.choose(self, row, logits)).collect();
         let mut sums = vec![0.0; h.len()];
         for (number, expert) in self.experts.iter().enumerate() {
             let chosen = choices.iter().enumerate().filter_map(|(position, choice)| {
@@ -57,14 +64,15 @@ impl BoundExperts<'_> {
         sums
     }
 
-    /// The experts of a position with their weights, the largest logit first.
-    pub(super) fn choose(&self, logits: &[f32]) -> Vec<(usize, f32)> {
+    /// The experts of a position with their weights, the largest logit first: the best ones, or those of `given`.
+    pub(super) fn choose(&self, logits: &[f32], given: Option<&[u32]>) -> Vec<(usize, f32)> {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
-        let chosen = &order[..self.top_k];
+        let is_chosen = |expert: &usize| given.is_none_or(|set| set.contains(&(*expert as u32)));
+        let chosen: Vec<usize> = order.iter().copied().filter(is_chosen).take(self.top_k).collect();
         let best = f64::from(logits[order[0]]);
         let weight = |expert: &usize| (f64::from(logits[*expert]) - best).exp();
-        let among = if self.normalised { chosen } else { &order[..] };
+        let among = if self.normalised { &chosen } else { &order };
         let total: f64 = among.iter().map(weight).sum();
         chosen.iter().map(|expert| (*expert, (weight(expert) / total) as f32)).collect()
     }

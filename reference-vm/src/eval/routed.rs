@@ -29,7 +29,7 @@ impl Evaluator<'_> {
         let experts = self.experts(layer)?;
         let (logits, gate) = logits.split_at_checked(experts.experts.len())?;
         let chosen =
-            if shared { vec![(0, sigmoid(*gate.first()?))] } else { experts.choose(logits) };
+            if shared { vec![(0, sigmoid(*gate.first()?))] } else { experts.choose(logits, None) };
         let numbers = chosen.iter().map(|(number, _)| *number as f32);
         let values: Vec<f32> = numbers.chain(chosen.iter().map(|(_, weight)| *weight)).collect();
         let scales = (0..values.len()).map(|word| if word < chosen.len() { 0.0 } else { 1.0 });

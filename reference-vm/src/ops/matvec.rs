@@ -1,5 +1,7 @@
 //! Multiplies rows of a streamed matrix with a vector.
 
+use std::collections::BTreeMap;
+
 use abi::{Activation, Epilogue, MatvecParams, Prologue, UNIT_ROWS};
 use ir::MatrixId;
 use rayon::prelude::*;
@@ -134,9 +136,13 @@ fn routed(
     (matrix, route): (&Packed<'_>, &Route),
     rows: &Rows,
 ) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
-    let Operand { x, scale, .. } = operand(context, p, matrix)?;
-    let [scales, biases] = expert_constants(context, matrix)?;
-    let bias = |row: u32| biases.as_ref().map_or(0.0, |biases| biases[row as usize]);
+    // Products are not kept: what is known of a matrix is known of all its experts.
+    let Operand { x, scale, .. } = operand(Context { products: None, ..context }, p, matrix)?;
+    let ExpertConstants { scales, biases } = expert_constants(context, matrix, route)?;
+    let bias = |row: u32| {
+        let (expert, row) = (row / matrix.expert_rows(), row % matrix.expert_rows());
+        biases.get(&expert).map_or(0.0, |biases| biases[row as usize])
+    };
     let row_scale = |row: u32| {
         let row = (row % matrix.expert_rows()) as usize;
         f64::from(scales.as_ref().map_or(1.0, |scales| scales[row]))
@@ -166,18 +172,31 @@ fn routed(
     finish(context, p, rows, (rows.row0..rows.row1).map(of).collect(), &[])
 }
 
-/// The scales of an expert's rows and, behind them, the biases of all experts; `None` where there are none.
+/// What is added to or multiplied with the products of experts.
+struct ExpertConstants {
+    /// Of the rows of any expert.
+    scales: Option<Vec<f32>>,
+    /// Of the rows of each chosen expert that has some.
+    biases: BTreeMap<u32, Vec<f32>>,
+}
+
+/// The scales of an expert's rows, and the biases of the chosen experts, which lie behind the scales with all others.
 fn expert_constants(
     context: Context<'_>,
     matrix: &Packed<'_>,
-) -> Result<[Option<Vec<f32>>; 2], Fault> {
-    if !matrix.is_scaled() {
-        return Ok([None, context.read_optional(2, 0, matrix.rows())?]);
-    }
-    let scales = matrix.expert_rows();
+    route: &Route,
+) -> Result<ExpertConstants, Fault> {
+    let each = matrix.expert_rows();
     let words = context.task.reads[2].map_or(0, |buffer| context.memory.words(buffer));
-    let biases = (words > scales).then(|| context.read(2, scales, matrix.rows())).transpose()?;
-    Ok([Some(context.read(2, 0, scales)?), biases])
+    let first = if matrix.is_scaled() { each } else { 0 };
+    let scales = (first > 0).then(|| context.read(2, 0, first)).transpose()?;
+    let mut biases = BTreeMap::new();
+    if words > first {
+        for expert in route.experts() {
+            biases.insert(expert, context.read(2, first + expert * each, each)?);
+        }
+    }
+    Ok(ExpertConstants { scales, biases })
 }
 
 /// The biases of a task's rows, if there are any: behind the scales.

@@ -66,6 +66,11 @@ impl Route {
         slots.collect::<Result<_, _>>().map(|slots| Some(Self(slots)))
     }
 
+    /// The expert of each slot.
+    pub(super) fn experts(&self) -> impl Iterator<Item = u32> {
+        self.0.iter().map(|&(expert, _)| expert)
+    }
+
     pub(super) fn slots(&self) -> u32 {
         self.0.len() as u32
     }

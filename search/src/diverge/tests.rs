@@ -73,12 +73,16 @@ impl Device for Copy<'_> {
             rows[0][0] = rows[0][0].next_up();
         }
         let chosen = rows.iter().map(|row| reference_vm::argmax(row)).skip(first).collect();
-        Ok(Ran { logits: rows.split_off(first), chosen })
+        Ok(Ran { logits: rows.split_off(first), chosen, ..Ran::default() })
     }
 
-    fn buffers(&mut self, _: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+    fn buffers(
+        &mut self,
+        _: Handle,
+        which: &[ir::BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         self.looked += 1;
-        Ok(Some(self.buffers.clone()))
+        Ok(Some(which.iter().map(|id| self.buffers[id.index()].clone()).collect()))
     }
 
     fn time(&mut self, _: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {

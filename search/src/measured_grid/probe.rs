@@ -122,7 +122,8 @@ impl<'g, 'a> Probe<'g, 'a> {
         }
         let (candidate, reference) = &self.anchor;
         let handle = candidate.load(device)?;
-        let ran = device.run(handle, &self.gate.expected().tokens[..self.timed.end], 0)?;
+        let tokens = &self.gate.expected().tokens[..self.timed.end];
+        let ran = candidate.run(device, tokens, 0)?;
         let _ = self.gate.agreed(*reference, &ran)?;
         self.holder = Some((handle, candidate.clone()));
         Ok(handle)
@@ -154,7 +155,7 @@ impl<'g, 'a> Probe<'g, 'a> {
         let plan = Plan { tokens, first, rounds: self.rounds, warmup: 0 };
         let samples = quiet(|| device.time([contender; 2], &plan))?;
         self.gate
-            .timed(reference, &expected.logits[end - 1], &samples)
+            .timed(reference, [&expected.logits[end - 1]; 2], &samples)
             .map_err(|(_, dropped)| dropped)?;
         let at = u32::midpoint(first as u32, end as u32);
         let bound = assess::bounds(self.gate, device, candidate, &[at]).artefact_us;

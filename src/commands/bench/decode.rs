@@ -1,15 +1,18 @@
 //! A step of one sequence: the gates of a search, then accuracy and time at the row's context.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
+use ir::FeedForward;
+use ir::program::Program;
 use ir::schedule::ScheduleConfig;
 use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
-    Contender, Device, Gate, Handle, POSITIONS_MAX, Plan, Ran, Rejection, Samples, Timing, assess,
-    draw_tokens,
+    Contender, Device, DeviceError, Gate, Handle, POSITIONS_MAX, Plan, Ran, Rejection, Samples,
+    Timing, assess, draw_tokens,
 };
 
 use super::{Measured, Row, TIMED_TOKENS};
@@ -34,7 +37,8 @@ pub(super) struct Passage {
     /// First timed position.
     pub(super) context: usize,
     pub(super) positions: Vec<usize>,
-    pub(super) expected: Vec<Vec<f32>>,
+    /// The rows of these positions; none for a model with experts, whose rows depend on the routes of a run.
+    pub(super) expected: Option<Vec<Vec<f32>>>,
     pub(super) seed: u64,
 }
 
@@ -78,13 +82,27 @@ impl Passage {
         let length = end.min(row.context.kv_capacity) as usize;
         let tokens = draw_tokens(args.seed, graph.vocab, length);
         let positions = compared(length);
-        report::say(&format!("evaluating the graph at {length} positions"));
-        let start = Instant::now();
-        let mut evaluator = Evaluator::new(graph, &*row.context.model.weights)?;
-        let expected = evaluator.run_at(&tokens, &positions)?;
-        report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
+        let mut expected = None;
+        if !graph.layers.iter().any(|layer| matches!(layer.mlp.body, FeedForward::Experts(_))) {
+            report::say(&format!("evaluating the graph at {length} positions"));
+            let start = Instant::now();
+            let mut evaluator = Evaluator::new(graph, &*row.context.model.weights)?;
+            expected = Some(evaluator.run_at(&tokens, &positions)?);
+            report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
+        }
         let (context, seed) = (args.context as usize, args.seed);
         Ok(Self { tokens, context, positions, expected, seed })
+    }
+
+    /// The graph's rows: those of a run's routes for a model with experts.
+    fn expected_of(&self, gate: &Gate<'_>, actual: &Ran) -> Result<Cow<'_, [Vec<f32>]>, Rejection> {
+        if let Some(expected) = &self.expected {
+            return Ok(Cow::Borrowed(expected));
+        }
+        let routes = actual.routes.as_ref().ok_or_else(|| DeviceError::Unavailable {
+            reason: "it cannot say which experts it chose".to_owned(),
+        })?;
+        Ok(Cow::Owned(gate.follow(&self.tokens, routes, Some(&self.positions))?))
     }
 }
 
@@ -128,19 +146,20 @@ impl Bench<'_, '_> {
         let candidate = &assessed.candidate;
         let kernel = &candidate.config.kernel;
         let handle = self.device.prepare(&candidate.program, kernel).map_err(Rejection::Failed)?;
-        let actual = rows_at(self.device, handle, passage)?;
-        let accuracy = Accuracy::of(&passage.expected, &actual.logits, Tolerance::DEVICE);
+        let actual = rows_at(self.device, (handle, &candidate.program), passage)?;
+        let expected = passage.expected_of(self.gate, &actual)?;
+        let accuracy = Accuracy::of(&expected, &actual.logits, Tolerance::DEVICE);
         let disagreed = |by| move |at| Rejection::Disagreed { by, at };
         let agreement = assessed
             .reference
-            .and_device(&passage.expected, &actual.logits, &actual.chosen, Tolerance::DEVICE)
+            .and_device(&expected, &actual.logits, &actual.chosen, Tolerance::DEVICE)
             .map_err(disagreed("device"))?;
         let contender = Contender::new(handle, &agreement);
         let Timing { rounds, warmup } = self.timing;
         let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
         let samples: Samples =
             search::time(self.device, [contender; 2], &plan).map_err(Rejection::Failed)?;
-        let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
+        let last = expected.last().map(std::slice::from_ref).unwrap_or_default();
         for (actual, chosen) in samples.last() {
             let _ = assessed
                 .reference
@@ -159,12 +178,20 @@ impl Bench<'_, '_> {
 }
 
 /// The device's logits at the passage's positions. The others are dropped piece by piece: at a long context they would not fit.
-fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Rejection> {
+fn rows_at(
+    device: &mut dyn Device,
+    program: (Handle, &Program),
+    passage: &Passage,
+) -> Result<Ran, Rejection> {
     let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
     let mut kept = Ran::default();
     for first in (0..passage.tokens.len()).step_by(PIECE) {
         let end = passage.tokens.len().min(first + PIECE);
-        let ran = device.run(handle, &passage.tokens[..end], first).map_err(Rejection::Failed)?;
+        let ran = search::run(device, program, &passage.tokens[..end], first)?;
+        match (&mut kept.routes, ran.routes) {
+            (Some(routes), Some(more)) => routes.extend(more),
+            (routes, more) => *routes = more.filter(|_| first == 0),
+        }
         let positions = ran.logits.into_iter().zip(ran.chosen).zip(first..);
         for ((row, token), _) in positions.filter(|(_, position)| wanted.contains(position)) {
             kept.logits.push(row);

@@ -37,7 +37,7 @@ fn bench_of(
     let mut evaluator = Evaluator::new(graph, weights).expect("the toy can be evaluated");
     let rows = evaluator.run(&tokens, Logits::All).expect("the toy can be evaluated");
     let positions = compared(tokens.len());
-    let expected = positions.iter().map(|&position| rows[position].clone()).collect();
+    let expected = Some(positions.iter().map(|&position| rows[position].clone()).collect());
     let passage = Passage { tokens, context: 268, positions, expected, seed: 3 };
     let gate_inputs = Expected::new(graph, weights, 512, 3, Some(POSITIONS_MAX)).expect("as above");
     let mut answers = rows;

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, mpsc};
 
+use ir::BufferId;
 use ir::program::{Program, Verified};
 use ir::schedule::KernelConfig;
 use search::{
@@ -116,11 +117,17 @@ impl Device for Machine<'_> {
             let chosen = bench.run(program, &tokens, first, &mut rows)?;
             Ok((rows, chosen))
         })?;
-        Ok(Ran { logits: rows.chunks(vocab).map(<[f32]>::to_vec).collect(), chosen })
+        let logits = rows.chunks(vocab).map(<[f32]>::to_vec).collect();
+        Ok(Ran { logits, chosen, ..Ran::default() })
     }
 
-    fn buffers(&mut self, program: Handle) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
-        self.on(move |bench| bench.buffers(program))
+    fn buffers(
+        &mut self,
+        program: Handle,
+        which: &[BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        let which = which.to_vec();
+        self.on(move |bench| bench.buffers(program, &which))
     }
 
     fn foresee(&mut self, kernels: &[KernelConfig]) {

@@ -48,6 +48,9 @@ impl Fate {
                 };
                 Self::Gate { by, beyond }
             }
+            Disagreement::Stray { gap, bound, .. } => {
+                Self::Gate { by: "routes", beyond: gap / bound }
+            }
             Disagreement::Chosen { .. } => Self::Gate { by: "tokens", beyond: f64::INFINITY },
             Disagreement::Nothing { .. }
             | Disagreement::Positions { .. }

@@ -4,6 +4,7 @@ use abi::{Completion, Ending, SEQ_ENDING_BITS, SEQ_FORCED_MAX, SEQS_MAX, Submiss
 use ir::program::Together;
 
 use super::run::decode;
+use super::watch::{Watch, Watched};
 use super::{Idle, Loaded, Memory, Request, Resident};
 use crate::error::HostError;
 
@@ -75,7 +76,7 @@ impl Resident {
     }
 
     /// Runs steps of several sessions at once, each with the tokens that it would get alone, whether it is still in its prompt or not. While
-    /// it runs, `preempt` is called now and then; once it returns true, the batch ends after the current step. A session continues, in any
+    /// it runs, `watch` is called now and then; once it yields, the batch ends after the current step. A session continues, in any
     /// batch or alone, `steps` positions further, with the rest of its tokens or the last generated one.
     ///
     /// # Errors
@@ -84,14 +85,19 @@ impl Resident {
     pub fn run_together(
         &mut self,
         batch: &Batch<'_>,
-        preempt: &mut dyn FnMut() -> bool,
+        watch: &mut dyn Watch,
     ) -> Result<BatchDecoded, HostError> {
         let seqs = self.seqs();
         Bounds { seqs, ..self.idle().bounds() }.check(batch).map_err(HostError::Request)?;
         for &Sequence { session, position, tokens, sampled } in batch.seqs {
             self.begin(session, position..position + batch.steps, tokens, sampled)?;
         }
-        let (done, host_us, device_us) = self.timed(&submission(batch), preempt)?;
+        let expects = |seq: &Sequence<'_>| {
+            self.expects(seq.session, seq.position, seq.tokens.len(), batch.steps, batch.steps)
+        };
+        let places = batch.seqs.iter().map(expects).collect();
+        let (done, host_us, device_us) =
+            self.timed(&submission(batch), Watched { watch: Some(watch), places })?;
         let memory = &self.idle().memory;
         let seqs = batch.seqs.iter().zip(0_u32..).map(|(seq, index)| {
             let ending = ending(&done, index)?;

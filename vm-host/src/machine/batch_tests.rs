@@ -2,7 +2,7 @@
 
 use abi::{Completion, Ending, Submission};
 
-use super::{Batch, Bounds, Sequence, ending, submission};
+use super::{Batch, Bounds, Sequence, Watched, ending, submission};
 
 const BOUNDS: Bounds = Bounds { seqs: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
 
@@ -168,12 +168,12 @@ fn the_device_refuses_what_it_cannot_run() {
         (behind, "a position behind the cache"),
     ] {
         let limit = std::time::Duration::from_secs(2);
-        let refused = machine.command(&bad, limit, &mut || false);
+        let refused = machine.command(&bad, limit, Watched::default());
         let refused = refused.map(|done| done.seq_endings);
         assert!(matches!(refused, Err(crate::HostError::Request(_))), "{what}: {refused:?}");
     }
     let limit = std::time::Duration::from_secs(2);
-    let done = machine.command(&good, limit, &mut || false).expect("the good one runs");
+    let done = machine.command(&good, limit, Watched::default()).expect("the good one runs");
     assert_eq!((done.steps, done.seq_endings), (4, 0));
     machine.stop().expect("it stops");
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use abi::{Command, Completion, Ending, Submission};
 use ir::sampling::Sampling;
 
+use super::watch::{NOT_YET, Watch, Watched};
 use super::{Idle, Memory, Resident};
 use crate::error::HostError;
 use crate::weight_stream::WeightStream;
@@ -73,7 +74,7 @@ impl Resident {
         self.run(&request, &mut || false)
     }
 
-    /// Runs a request. While it runs, `preempt` is called now and then; once it returns true, the command ends after the current step. A
+    /// Runs a request. While it runs, `watch` is called now and then; once it yields, the command ends after the current step. A
     /// request that starts with the last token, at its position, continues as if there had been no end.
     ///
     /// # Errors
@@ -82,18 +83,20 @@ impl Resident {
     pub fn run(
         &mut self,
         request: &Request<'_>,
-        preempt: &mut dyn FnMut() -> bool,
+        watch: &mut dyn Watch,
     ) -> Result<Decoded, HostError> {
         let steps = self.idle().bounds().check_request(request).map_err(HostError::Request)?;
         let Request { session, position, tokens, generate, stop, sampled, .. } = *request;
         self.begin(session, position..position + steps, tokens, sampled)?;
+        let places = vec![self.expects(session, position, tokens.len(), steps, generate)];
         let submission = Submission {
             session,
             position,
             forced: position + tokens.len() as u32,
             ..decode(steps, stop, request.keep_logits, sampled)
         };
-        let (done, host_us, device_us) = self.timed(&submission, preempt)?;
+        let (done, host_us, device_us) =
+            self.timed(&submission, Watched { watch: Some(watch), places })?;
         let ending = super::batch::ending(&done, 0)?;
         let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let generated = last - u32::from(ending == Ending::NoToken && last > 0);
@@ -134,16 +137,32 @@ impl Resident {
         Ok(())
     }
 
+    /// Marks the places of the tokens that a command of `steps` steps generates at most, as not written yet.
+    pub(super) fn expects(
+        &mut self,
+        session: u32,
+        position: u32,
+        fed: usize,
+        steps: u32,
+        most: u32,
+    ) -> Range<usize> {
+        let memory = &mut self.idle().memory;
+        let count = (steps as usize + 1).saturating_sub(fed).min(most as usize);
+        let at = memory.tokens_at(session, position + fed as u32);
+        memory.tokens.write(at, bytemuck::cast_slice(&vec![NOT_YET; count]));
+        at..at + count * size_of::<u32>()
+    }
+
     /// Runs a decode command; returns its completion, and its microseconds by the clocks of host and device.
     pub(super) fn timed(
         &mut self,
         submission: &Submission,
-        preempt: &mut dyn FnMut() -> bool,
+        watched: Watched<'_>,
     ) -> Result<(Completion, f64, f64), HostError> {
         let deadline = self.idle().options.deadline;
         let limit = deadline * 2 + Duration::from_millis(100) * submission.steps;
         let start = Instant::now();
-        let done = self.command(submission, limit, preempt)?;
+        let done = self.command(submission, limit, watched)?;
         let host_us = start.elapsed().as_secs_f64() * 1e6;
         Ok((done, host_us, done.end_ns.saturating_sub(done.start_ns) as f64 / 1000.0))
     }

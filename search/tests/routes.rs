@@ -1,0 +1,232 @@
+//! Devices that choose other experts than the graph: within rounding they are followed, beyond it they are refused.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ir::program::{Program, Verified};
+use ir::schedule::{KernelConfig, neutral_config};
+use ir::{BufferId, FeedForward, Graph, Target, TensorId, Weights};
+use model::Model;
+use reference_vm::eval::{Evaluator, Logits};
+use reference_vm::routes::{Routed, Routes, places};
+use search::{
+    Contender, Device, DeviceError, DeviceInfo, Expected, Gate, Handle, Plan, Ran, Samples, Timing,
+    Verdict, assess,
+};
+
+const SEED: u64 = 5;
+
+/// A mixture whose first two experts have the same router row in every layer, so that each can stand for the other.
+struct Mixture {
+    model: Model,
+    rows: Vec<(TensorId, Vec<u8>)>,
+}
+
+impl Mixture {
+    fn new() -> Self {
+        let folder = tests::root().join("corpus/families/qwen3-moe-bf16");
+        let model = model::import(Path::new(&folder)).unwrap();
+        let mut rows = Vec::new();
+        for layer in &model.graph.layers {
+            let FeedForward::Experts(experts) = &layer.mlp.body else { continue };
+            let mut bytes = model.weights.bytes(experts.router.weight).to_vec();
+            let row = bytes.len() / experts.experts.len();
+            bytes.copy_within(..row, row);
+            rows.push((experts.router.weight, bytes));
+        }
+        Self { model, rows }
+    }
+
+    fn graph(&self) -> &Graph {
+        &self.model.graph
+    }
+
+    /// The graph's own routes on the gate's tokens.
+    fn routed(&self, tokens: &[u32]) -> Routed {
+        let mut evaluator = Evaluator::new(self.graph(), self).unwrap().recording_routes();
+        evaluator.run(tokens, Logits::Skip).unwrap();
+        evaluator.routed().unwrap()
+    }
+}
+
+impl Weights for Mixture {
+    fn bytes(&self, tensor: TensorId) -> &[u8] {
+        let changed = self.rows.iter().find(|(id, _)| *id == tensor);
+        changed.map_or_else(|| self.model.weights.bytes(tensor), |(_, bytes)| bytes)
+    }
+}
+
+/// Routes with one set changed.
+fn changed(
+    routed: &Routed,
+    at: (usize, usize),
+    change: impl Fn(&[u32], &[f32]) -> Vec<u32>,
+) -> Routes {
+    let layers = routed.routes.layers();
+    let mut routes = Routes::new(layers);
+    for position in 0..routed.routes.positions() {
+        routes.push((0..layers).map(|layer| {
+            let set = routed.routes.set(position, layer).unwrap();
+            match (position, layer) == at {
+                true => change(set, &routed.logits[position * layers + layer]),
+                false => set.to_vec(),
+            }
+        }));
+    }
+    routes
+}
+
+/// A device that takes these routes, and says that it took those.
+struct Routing<'a> {
+    mixture: &'a Mixture,
+    takes: Routes,
+    says: Routes,
+    position: usize,
+    steps: usize,
+}
+
+impl Routing<'_> {
+    fn rows(&self, tokens: &[u32]) -> Vec<Vec<f32>> {
+        let evaluator = Evaluator::new(self.mixture.graph(), self.mixture).unwrap();
+        evaluator.on_routes(0, self.takes.clone()).run(tokens, Logits::All).unwrap()
+    }
+}
+
+impl Device for Routing<'_> {
+    fn describe(&self) -> DeviceInfo {
+        DeviceInfo { name: "routes".to_owned(), ..DeviceInfo::default() }
+    }
+
+    fn prepare(
+        &mut self,
+        _: &Arc<Verified<Program>>,
+        _: &KernelConfig,
+    ) -> Result<Handle, DeviceError> {
+        Ok(Handle(0))
+    }
+
+    fn run(&mut self, _: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
+        self.position = tokens.len() - 1;
+        self.steps += 1;
+        let logits = self.rows(tokens).split_off(first);
+        let chosen = logits.iter().map(|row| reference_vm::argmax(row)).collect();
+        Ok(Ran { logits, chosen, ..Ran::default() })
+    }
+
+    fn buffers(
+        &mut self,
+        _: Handle,
+        which: &[BufferId],
+    ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
+        let words = |layer: usize| {
+            let set = self.says.set(self.position, layer).unwrap();
+            let numbers = set.iter().map(|&expert| expert as f32);
+            numbers.chain(set.iter().map(|_| 0.5)).collect()
+        };
+        Ok(Some((0..which.len()).map(words).collect()))
+    }
+
+    fn time(&mut self, _: [Contender<'_>; 2], plan: &Plan<'_>) -> Result<Samples, DeviceError> {
+        let last = self.rows(plan.tokens).pop().unwrap();
+        let chosen = reference_vm::argmax(&last);
+        let rounds = vec![[100.0; 4]; plan.rounds];
+        let (last_logits, last_chosen) = ([last.clone(), last], [chosen; 2]);
+        Ok(Samples { rounds, last_logits, last_chosen, ..Samples::default() })
+    }
+
+    fn release(&mut self, _: &Arc<Verified<Program>>, _: &KernelConfig) {}
+}
+
+/// The gate's verdict on a device, by the routes that it takes and says, made from the graph's own.
+fn verdict(devices: impl Fn(&Routed) -> [Routes; 2]) -> (Verdict, usize) {
+    let mixture = Mixture::new();
+    let target = Target::by_name("h200").unwrap();
+    let expected = Expected::new(mixture.graph(), &mixture, 64, SEED, Some(24)).unwrap();
+    let [takes, says] = devices(&mixture.routed(&expected.tokens));
+    let mut device = Routing { mixture: &mixture, takes, says, position: 0, steps: 0 };
+    let options = lower::Options { kv_capacity: 64 };
+    let mut gate =
+        Gate::new(mixture.graph(), &mixture, &target, options, &KernelConfig::id, expected);
+    let config = neutral_config(mixture.graph(), &target);
+    let timing = Timing { rounds: 4, warmup: 0 };
+    let (verdict, _) = assess::evaluate(&mut gate, Some(&mut device), &config, timing, SEED);
+    (verdict, device.steps)
+}
+
+/// A place where exactly one of the two equal experts is chosen, so that the other is as good.
+fn tied(routed: &Routed) -> (usize, usize) {
+    let layers = routed.routes.layers();
+    let places = (0..routed.routes.positions()).flat_map(|p| (0..layers).map(move |l| (p, l)));
+    let one = |set: &[u32]| set.contains(&0) != set.contains(&1);
+    let mut found = places.filter(|&(p, l)| one(routed.routes.set(p, l).unwrap()));
+    found.next().expect("a tie at the border of a route")
+}
+
+fn swapped(set: &[u32], _: &[f32]) -> Vec<u32> {
+    set.iter().map(|&expert| if expert < 2 { 1 - expert } else { expert }).collect()
+}
+
+/// The best expert replaced by the worst.
+fn worse(set: &[u32], logits: &[f32]) -> Vec<u32> {
+    let by = |a: &u32, b: &u32| logits[*a as usize].total_cmp(&logits[*b as usize]);
+    let (best, all) = (set.iter().copied().max_by(by).unwrap(), 0..logits.len() as u32);
+    let worst = all.min_by(by).unwrap();
+    set.iter().map(|&expert| if expert == best { worst } else { expert }).collect()
+}
+
+#[test]
+fn a_device_on_the_graphs_own_routes_agrees_step_by_step() {
+    let (verdict, steps) = verdict(|own| [own.routes.clone(), own.routes.clone()]);
+    assert!(verdict.correct, "{verdict:?}");
+    assert_eq!(steps, 2 * 24);
+    let said = verdict.notes.iter().any(|note| note.contains("choices of experts are the graph's"));
+    assert!(said, "{:?}", verdict.notes);
+}
+
+#[test]
+fn a_choice_within_rounding_is_followed_and_said() {
+    let (verdict, _) = verdict(|own| {
+        let routes = changed(own, tied(own), swapped);
+        [routes.clone(), routes]
+    });
+    assert!(verdict.correct, "{verdict:?}");
+    // The two are equal: neither is another one than the graph's best.
+    let said = verdict.notes.iter().any(|note| note.starts_with("0 of ") && note.contains("other"));
+    assert!(said, "{:?}", verdict.notes);
+}
+
+#[test]
+fn a_choice_that_nothing_explains_is_refused_by_its_place() {
+    let (verdict, _) = verdict(|own| {
+        let routes = changed(own, (7, 1), worse);
+        [routes.clone(), routes]
+    });
+    assert!(!verdict.correct);
+    let reason = verdict.rejected_reason.unwrap();
+    assert!(reason.contains("experts were chosen at position 7, layer 1"), "{reason}");
+}
+
+#[test]
+fn a_device_that_lies_about_its_routes_has_other_values() {
+    for lie in [false, true] {
+        let (verdict, _) = verdict(|own| {
+            let (honest, other) = (own.routes.clone(), changed(own, tied(own), swapped));
+            if lie { [honest, other] } else { [other, honest] }
+        });
+        let reason = verdict.rejected_reason.unwrap();
+        assert!(reason.contains("device disagrees with the graph: logits differ"), "{reason}");
+    }
+}
+
+#[test]
+fn a_program_has_one_place_for_each_layer_of_experts() {
+    let mixture = Mixture::new();
+    let target = Target::by_name("h200").unwrap();
+    let config = neutral_config(mixture.graph(), &target);
+    let config = ir::schedule::validate(config, mixture.graph(), &target).unwrap();
+    let options = lower::Options { kv_capacity: 64 };
+    let program = lower::lower(&config, mixture.graph(), &target, options).unwrap();
+    let found = places(&program);
+    assert_eq!(found.len(), mixture.rows.len());
+    assert!(found.is_sorted_by_key(|place| place.layer));
+}

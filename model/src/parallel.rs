@@ -11,8 +11,8 @@ pub(crate) fn threads() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Zeros to be filled. Large buffers ask for huge pages: with small ones the system takes longer to find the pages than a
-/// core to fill them.
+/// Zeros to be filled. Large buffers ask for huge pages: with small ones the system takes longer to find the pages
+/// than a core to fill them.
 pub(crate) fn zeroed(bytes: usize) -> Vec<u8> {
     const PAGE: usize = 1 << 12;
     let mut out = vec![0; bytes];

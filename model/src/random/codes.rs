@@ -1,5 +1,5 @@
-//! Random codes: words of the stream, eight or sixteen codes each. Drawing them is compiled once for each width of vectors,
-//! since a preset of 70 billion codes would else take longer to make than to copy to a GPU.
+//! Random codes: words of the stream, eight or sixteen codes each. Drawing them is compiled once for each width of
+//! vectors, since a preset of 70 billion codes would else take longer to make than to copy to a GPU.
 
 use half::f16;
 use ir::{CodeBlock, DType, Scalar};

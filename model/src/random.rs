@@ -45,7 +45,7 @@ impl Weights for Random {
     fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
         let i = tensor.index();
         let make = || Cow::Owned(self.recipes[i].make(self.seed, &parallel::threads));
-        self.made[i].get().map_or_else(make, |made| Cow::Borrowed(made))
+        self.made[i].get().map_or_else(make, |made| Cow::Borrowed(&made[..]))
     }
 }
 

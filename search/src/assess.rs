@@ -8,6 +8,7 @@ use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
 use crate::effort::{Interim, StoppingRule};
+use crate::expected::why_fewer_positions;
 use crate::gate::Gate;
 use crate::measure::{Interval, Latency, Predicted, geometric_mean};
 use crate::rejection::{BitsDiffer, Rejection};
@@ -218,6 +219,7 @@ pub(crate) fn complete(
     let detail =
         format!("logits agree with the graph's at {positions} positions, twice with the same bits");
     verdict.passed("device", detail);
+    verdict.notes.extend(why_fewer_positions(gate.graph()));
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
     verdict.chain_us = Some(predicted.chain_us());

@@ -3,13 +3,14 @@
 use std::collections::BTreeSet;
 use std::time::Instant;
 
+use ir::Graph;
 use ir::schedule::ScheduleConfig;
 use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
-    Contender, Device, Gate, Handle, POSITIONS_MAX, Plan, Ran, Rejection, Samples, Timing, assess,
-    draw_tokens,
+    Contender, Device, Expected, Gate, Handle, Plan, Ran, Rejection, Samples, Timing, assess,
+    device_positions, draw_tokens, why_fewer_positions,
 };
 
 use super::{Measured, Row, TIMED_TOKENS};
@@ -33,6 +34,8 @@ pub(super) struct Passage {
     pub(super) tokens: Vec<u32>,
     /// First timed position.
     pub(super) context: usize,
+    /// Those at which the graph was evaluated: the last timed one is among them, but for large models at a long
+    /// context.
     pub(super) positions: Vec<usize>,
     pub(super) expected: Vec<Vec<f32>>,
     pub(super) seed: u64,
@@ -47,7 +50,7 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let name = &context.graph().name;
     let _working = Spinner::on(format!("evaluating {name}, then judging the schedule"));
-    let positions = device.is_some().then_some(POSITIONS_MAX);
+    let positions = device.is_some().then(|| device_positions(context.graph()));
     let gate = context.gate(args.seed, positions, &kernel_id)?;
     let mut gate = gate.with_contexts(&[args.context]);
     let (mut measured, outcome) = match &mut device {
@@ -57,7 +60,7 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
             (Measured::new(verdict, *config, None), outcome.map(drop))
         }
         Some(device) => {
-            let passage = Passage::new(row).map_err(|e| context.unevaluated(e))?;
+            let passage = Passage::new(row, gate.expected()).map_err(|e| context.unevaluated(e))?;
             Bench { gate: &mut gate, device, passage: &passage, timing: row.timing() }.run(config)
         }
     };
@@ -72,20 +75,56 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
 }
 
 impl Passage {
-    fn new(row: &Row<'_>) -> Result<Self, search::ExpectedError> {
+    fn new(row: &Row<'_>, gate: &Expected) -> Result<Self, search::ExpectedError> {
         let (args, graph) = (row.args, row.context.graph());
         let end = args.context.saturating_add(TIMED_TOKENS);
         let length = end.min(row.context.kv_capacity) as usize;
         let tokens = draw_tokens(args.seed, graph.vocab, length);
-        let positions = compared(length);
-        report::say(&format!("evaluating the graph at {length} positions"));
+        let evaluated = length.min(evaluated_max(graph));
+        let positions = compared(evaluated);
+        let (context, seed) = (args.context as usize, args.seed);
+        // The gate's tokens begin alike, and a position's logits do not depend on those behind.
+        if let Some(known) = known(gate, &tokens[..evaluated], &positions) {
+            return Ok(Self { tokens, context, positions, expected: known, seed });
+        }
+        report::say(&format!("evaluating the graph at {evaluated} positions"));
         let start = Instant::now();
         let mut evaluator = Evaluator::new(graph, &*row.context.model.weights)?;
-        let expected = evaluator.run_at(&tokens, &positions)?;
+        let expected = evaluator.run_at(&tokens[..evaluated], &positions)?;
         report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
-        let (context, seed) = (args.context as usize, args.seed);
         Ok(Self { tokens, context, positions, expected, seed })
     }
+
+    /// The expected logits of the last timed position, if the graph was evaluated there.
+    fn last(&self) -> Option<&[Vec<f32>]> {
+        let last = self.tokens.len().checked_sub(1)?;
+        let expected = self.expected.last().map(std::slice::from_ref);
+        expected.filter(|_| self.positions.last() == Some(&last))
+    }
+
+    /// How timed rows are checked if the graph was not evaluated there.
+    fn note(&self) -> Option<String> {
+        let (all, evaluated) =
+            (self.tokens.len(), self.positions.last().map_or(0, |last| last + 1));
+        self.last().is_none().then(|| {
+            format!(
+                "the graph was evaluated at the first {evaluated} of {all} positions: the last timed row is compared with the one of the same program that ran untimed"
+            )
+        })
+    }
+}
+
+/// Positions that a bench evaluates the graph at. Of large models no more than are compared in full: a context of
+/// thousands would take the CPU an hour.
+fn evaluated_max(graph: &Graph) -> usize {
+    if why_fewer_positions(graph).is_some() { COMPARE_ALL } else { usize::MAX }
+}
+
+/// The logits of these positions if the gate was evaluated on all of these tokens.
+fn known(gate: &Expected, tokens: &[u32], positions: &[usize]) -> Option<Vec<Vec<f32>>> {
+    gate.tokens
+        .starts_with(tokens)
+        .then(|| positions.iter().map(|&at| gate.logits[at].clone()).collect())
 }
 
 /// The positions out of `length` whose logits are compared, in order; the last one is among them.
@@ -128,7 +167,7 @@ impl Bench<'_, '_> {
         let candidate = &assessed.candidate;
         let kernel = &candidate.config.kernel;
         let handle = self.device.prepare(&candidate.program, kernel).map_err(Rejection::Failed)?;
-        let actual = rows_at(self.device, handle, passage)?;
+        let (actual, last_ran) = rows_at(self.device, handle, passage)?;
         let accuracy = Accuracy::of(&passage.expected, &actual.logits, Tolerance::DEVICE);
         let disagreed = |by| move |at| Rejection::Disagreed { by, at };
         let agreement = assessed
@@ -140,7 +179,8 @@ impl Bench<'_, '_> {
         let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
         let samples: Samples =
             search::time(self.device, [contender; 2], &plan).map_err(Rejection::Failed)?;
-        let last = passage.expected.last().map(std::slice::from_ref).unwrap_or_default();
+        let last = passage.last().unwrap_or(&last_ran);
+        verdict.notes.extend(passage.note());
         for (actual, chosen) in samples.last() {
             let _ = assessed
                 .reference
@@ -158,18 +198,24 @@ impl Bench<'_, '_> {
     }
 }
 
-/// The device's logits at the passage's positions. The others are dropped piece by piece: at a long context they would not fit.
-fn rows_at(device: &mut dyn Device, handle: Handle, passage: &Passage) -> Result<Ran, Rejection> {
+/// The device's logits at the passage's positions, and those of its last token. The others are dropped piece by piece:
+/// at a long context they would not fit.
+fn rows_at(
+    device: &mut dyn Device,
+    handle: Handle,
+    passage: &Passage,
+) -> Result<(Ran, Vec<Vec<f32>>), Rejection> {
     let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
-    let mut kept = Ran::default();
+    let (mut kept, mut last) = (Ran::default(), Vec::new());
     for first in (0..passage.tokens.len()).step_by(PIECE) {
         let end = passage.tokens.len().min(first + PIECE);
         let ran = device.run(handle, &passage.tokens[..end], first).map_err(Rejection::Failed)?;
+        last = ran.logits.last().cloned().into_iter().collect();
         let positions = ran.logits.into_iter().zip(ran.chosen).zip(first..);
         for ((row, token), _) in positions.filter(|(_, position)| wanted.contains(position)) {
             kept.logits.push(row);
             kept.chosen.push(token);
         }
     }
-    Ok(kept)
+    Ok((kept, last))
 }

@@ -104,7 +104,6 @@ impl Code for StoredE4m3 {
     const CENTRE: f32 = 0.0;
 
     #[inline(always)]
-    #[expect(clippy::needless_range_loop, reason = "indices: see `decode_row`")]
     fn decode(codes: &[u8], scaled: Scaled, out: &mut [f32]) {
         let codes = &codes[..out.len()];
         for at in 0..out.len() {
@@ -117,7 +116,6 @@ impl Code for StoredInt8 {
     const CENTRE: f32 = 0.0;
 
     #[inline(always)]
-    #[expect(clippy::needless_range_loop, reason = "indices: see `decode_row`")]
     fn decode(codes: &[u8], scaled: Scaled, out: &mut [f32]) {
         let codes = &codes[..out.len()];
         for at in 0..out.len() {
@@ -135,7 +133,6 @@ macro_rules! halves {
             const CENTRE: f32 = $centre;
 
             #[inline(always)]
-            #[expect(clippy::needless_range_loop, reason = "indices: see `decode_row`")]
             fn decode(codes: &[u8], scaled: Scaled, out: &mut [f32]) {
                 let words = out.len() / 8;
                 let (whole, vectors) = (&codes.as_chunks::<4>().0[..words], &mut out[..8 * words]);

@@ -198,6 +198,7 @@ impl Context {
         for &tokens in contexts {
             self.check_timed(tokens, TIMED_TOKENS as u32, self.kv_capacity)?;
         }
+        memory::check(&self.model, Use::Gate { on_gpu: positions.is_some() })?;
         let (graph, weights) = (self.graph(), &*self.model.weights);
         let mut expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
             .map_err(|error| self.unevaluated(error))?;
@@ -217,7 +218,7 @@ impl Context {
         positions: Option<usize>,
         kernel_id: KernelId<'a>,
     ) -> Result<Gate<'a>, Failure> {
-        memory::check(&self.model, Use::Gate)?;
+        memory::check(&self.model, Use::Gate { on_gpu: positions.is_some() })?;
         let (graph, weights) = (self.graph(), &*self.model.weights);
         let expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
             .map_err(|error| self.unevaluated(error))?;

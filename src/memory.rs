@@ -18,6 +18,8 @@ const HOST_BYTES: u64 = 4;
 const DEVICE_BYTES: u64 = 2;
 /// Device memory for programs and for the rest of what is set aside (docs/guide/your-own-model.md).
 const DEVICE_WORKSPACE: u64 = (384 + 256) << 20;
+/// Tensors that a loader to a GPU holds at once: a pair of rows' halves, and the next.
+const LOADED_AT_ONCE: u64 = 3;
 /// Most bytes of the gate's copies of a far context, and how many of them there are at once.
 const FAR_BYTES: u64 = 4 * (64 << 20);
 
@@ -26,9 +28,10 @@ const FAR_BYTES: u64 = 4 * (64 << 20);
 pub(crate) enum Use {
     /// Sequences on the host, each of this many positions: the graph or the reference VM.
     Host { sequences: u64, positions: u64 },
-    /// The gate of a search: some positions on the reference VM beside the evaluator.
-    Gate,
-    /// The resident kernel: the host has the weights alone.
+    /// The gate of a search: some positions on the reference VM beside the evaluator, which keep all weights, and if
+    /// there is a GPU its process, which does not.
+    Gate { on_gpu: bool },
+    /// The resident kernel: weights that are made pass through the host, a few tensors at once.
     Device,
 }
 
@@ -43,20 +46,27 @@ pub(crate) struct Needs {
 }
 
 impl Needs {
-    /// Of the model in this use; `made`: the bytes of weights that are made in memory.
-    pub(crate) fn new(graph: &Graph, made: u64, of: Use) -> Self {
+    /// Of the model in this use; `made`: the bytes of weights that are made in memory, and those of the largest tensor.
+    pub(crate) fn new(graph: &Graph, made: [u64; 2], of: Use) -> Self {
+        let [made, largest] = made;
+        let loaded = made.min(LOADED_AT_ONCE * largest);
+        let weights = match of {
+            Use::Host { .. } | Use::Gate { on_gpu: false } => made,
+            Use::Gate { on_gpu: true } => made + loaded,
+            Use::Device => loaded,
+        };
         let token = token_bytes(graph, HOST_BYTES);
         let cache = match of {
             Use::Host { sequences, positions } => {
                 sequences.saturating_mul(positions).saturating_mul(token)
             }
-            Use::Gate => (u64::from(graph.max_positions) * token).min(FAR_BYTES),
+            Use::Gate { .. } => (u64::from(graph.max_positions) * token).min(FAR_BYTES),
             Use::Device => 0,
         };
         // A row of logits for each position of a pass, and the vectors of a layer.
         let rows = 64 * 4 * (u64::from(graph.vocab) + 8 * u64::from(graph.hidden));
         let rows = if of == Use::Device { 0 } else { rows };
-        Self { weights: made, cache, workspace: WORKSPACE + rows }
+        Self { weights, cache, workspace: WORKSPACE + rows }
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -97,11 +107,12 @@ pub(crate) fn free() -> Option<Free> {
     [machine, group, limit].into_iter().flatten().min_by_key(|free| free.bytes)
 }
 
-/// Bytes of the weights that are in no file, so that they are made in memory.
-fn made(model: &Model) -> u64 {
+/// Bytes of the weights that are in no file, so that they are made in memory: of all, and of the largest.
+fn made(model: &Model) -> [u64; 2] {
     let ids = (0..model.graph.tensors.len()).map(|index| TensorId(index as u32));
     let made = ids.filter(|&id| model.weights.file_range(id).is_none());
-    made.map(|id| model.graph.tensor(id).bytes() as u64).sum()
+    let bytes = made.map(|id| model.graph.tensor(id).bytes() as u64);
+    bytes.fold([0, 0], |[all, largest], bytes| [all + bytes, largest.max(bytes)])
 }
 
 /// Refuses a run that does not fit into what is free.
@@ -130,7 +141,7 @@ fn fits(graph: &Graph, needs: Needs, of: Use, free: Option<Free>) -> Result<(), 
         Use::Host { .. } => {
             "lower --kv-capacity or --max-new-tokens, take a smaller model, or run it on a GPU with --device cuda"
         }
-        Use::Gate | Use::Device => {
+        Use::Gate { .. } | Use::Device => {
             "take a smaller model or a machine with more memory; weights of a folder stay in their files, those of a preset do not"
         }
     };
@@ -198,12 +209,20 @@ mod tests {
     #[test]
     fn needs_are_weights_and_keys_and_values_of_every_sequence() {
         let of = Use::Host { sequences: 2, positions: 4096 };
-        let needs = Needs::new(&graph(), graph().weight_bytes() as u64, of);
-        assert_eq!(needs.weights, graph().weight_bytes() as u64);
+        let made = [graph().weight_bytes() as u64, 2 * 128_256 * 4096];
+        let needs = Needs::new(&graph(), made, of);
+        assert_eq!(needs.weights, made[0]);
+        assert_eq!(
+            Needs::new(&graph(), made, Use::Device).weights,
+            3 * made[1],
+            "they pass through"
+        );
+        let gate = |on_gpu| Needs::new(&graph(), made, Use::Gate { on_gpu }).weights;
+        assert_eq!([gate(false), gate(true)], [made[0], made[0] + 3 * made[1]]);
         // 32 layers of 8 heads of 128, keys and values, f32.
         assert_eq!(needs.cache, 2 * 4096 * 32 * 1024 * 2 * 4);
-        assert_eq!(Needs::new(&graph(), 0, of).weights, 0, "they stay in their files");
-        assert_eq!(Needs::new(&graph(), 0, Use::Device).bytes(), WORKSPACE);
+        assert_eq!(Needs::new(&graph(), [0, 0], of).weights, 0, "they stay in their files");
+        assert_eq!(Needs::new(&graph(), [0, 0], Use::Device).bytes(), WORKSPACE);
         // The guide's figure: 128 KB per token on a GPU.
         assert_eq!(token_bytes(&graph(), DEVICE_BYTES), 128 << 10);
         assert!(on_device(&graph(), 4096) > 16 << 30);

@@ -257,6 +257,27 @@ impl Graph {
         all - embed - self.layers.iter().map(idle).sum::<usize>()
     }
 
+    /// Multiply-adds of the matrices that a step of one sequence takes: of experts those that are chosen.
+    #[must_use]
+    pub fn step_macs(&self) -> u64 {
+        let len = |linear: &Linear| self.tensor(linear.weight).len() as u64;
+        let gated = |mlp: &Gated| [mlp.gate, mlp.up, mlp.down].iter().map(len).sum::<u64>();
+        let layer = |layer: &Layer| {
+            let attention = &layer.attention.body;
+            let heads = [attention.q, attention.k, attention.v, attention.o];
+            let mlp = match &layer.mlp.body {
+                FeedForward::Gated(mlp) => gated(mlp),
+                FeedForward::Experts(experts) => {
+                    let chosen = experts.experts.iter().take(experts.top_k as usize);
+                    let shared = experts.shared.iter().map(|shared| gated(&shared.mlp));
+                    len(&experts.router) + chosen.map(gated).chain(shared).sum::<u64>()
+                }
+            };
+            heads.iter().map(len).sum::<u64>() + mlp
+        };
+        self.tensor(self.lm_head).len() as u64 + self.layers.iter().map(layer).sum::<u64>()
+    }
+
     /// Bytes of all stored tensors.
     #[must_use]
     pub fn weight_bytes(&self) -> usize {

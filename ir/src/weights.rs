@@ -1,5 +1,7 @@
 //! Access to stored weights, independent of how they are read.
 
+use std::borrow::Cow;
+
 use abi::{CodeBlock, Scalar};
 use half::{bf16, f16};
 
@@ -21,6 +23,12 @@ pub struct FileRange {
 pub trait Weights: Sync {
     /// The tensor's bytes. They need not be aligned.
     fn bytes(&self, tensor: TensorId) -> &[u8];
+
+    /// The tensor's bytes for a reader that needs them once, such as a loader: weights that are made in memory are not
+    /// kept for it, so that a model may be larger than the host's memory.
+    fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
+        Cow::Borrowed(self.bytes(tensor))
+    }
 
     /// The tensor's range in a file, if it is in one.
     fn file_range(&self, _tensor: TensorId) -> Option<FileRange> {

@@ -11,6 +11,26 @@ pub(crate) fn threads() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
+/// Zeros to be filled. Large buffers ask for huge pages: with small ones the system takes longer to find the pages
+/// than a core to fill them.
+pub(crate) fn zeroed(bytes: usize) -> Vec<u8> {
+    const PAGE: usize = 1 << 12;
+    let mut out = vec![0; bytes];
+    let pages = out.as_mut_ptr().align_offset(PAGE);
+    if let Some(len) = bytes.checked_sub(pages).map(|len| len / PAGE * PAGE)
+        && bytes >= PARALLEL_MIN
+    {
+        // SAFETY: the range is inside of the buffer, and this advice changes no contents.
+        let advised = unsafe {
+            let first = out.as_mut_ptr().add(pages).cast();
+            rustix::mm::madvise(first, len, rustix::mm::Advice::LinuxHugepage)
+        };
+        // A system without huge pages fills small ones.
+        let _ = advised;
+    }
+    out
+}
+
 /// Calls `work` with parts of `out` and the index of each part's first unit. A part is a whole number of units of
 /// `unit` bytes, except for the last.
 pub(crate) fn fill(

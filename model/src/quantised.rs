@@ -15,6 +15,7 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
@@ -56,6 +57,20 @@ pub(crate) enum Source {
     Scales(Vec<u8>),
 }
 
+impl Source {
+    /// The bytes of a tensor that is made; `None` if it is there.
+    fn make(&self, files: &Files) -> Option<Vec<u8>> {
+        match self {
+            Self::Rows(matrix, place, row_bytes) => {
+                Some(matrix.gather(files.slice(*place), *row_bytes))
+            }
+            Self::Made(matrix, dtype) => Some(matrix.dequantise(files, *dtype)),
+            Self::Grouped(grouped) => Some(grouped.encode(files)),
+            Self::Stored(_) | Self::Piece(_) | Self::Scales(_) => None,
+        }
+    }
+}
+
 /// In which form quantised matrices are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
@@ -71,15 +86,18 @@ impl Weights for Dequantised {
         match &self.sources[i] {
             Source::Stored(place) => self.files.slice(*place),
             Source::Piece(piece) => piece.bytes(&self.files),
-            Source::Rows(matrix, place, row_bytes) => {
-                self.made[i].get_or_init(|| matrix.gather(self.files.slice(*place), *row_bytes))
-            }
-            Source::Made(matrix, dtype) => {
-                self.made[i].get_or_init(|| matrix.dequantise(&self.files, *dtype))
-            }
-            Source::Grouped(grouped) => self.made[i].get_or_init(|| grouped.encode(&self.files)),
             Source::Scales(bytes) => bytes,
+            made @ (Source::Rows(..) | Source::Made(..) | Source::Grouped(_)) => {
+                self.made[i].get_or_init(|| made.make(&self.files).unwrap_or_default())
+            }
         }
+    }
+
+    fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
+        let i = tensor.index();
+        let make = || self.sources[i].make(&self.files);
+        let made = if self.made[i].get().is_none() { make() } else { None };
+        made.map_or_else(|| Cow::Borrowed(self.bytes(tensor)), Cow::Owned)
     }
 
     fn file_range(&self, tensor: TensorId) -> Option<FileRange> {

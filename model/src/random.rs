@@ -1,12 +1,15 @@
 //! Seeded random weights: every element is a function of the seed, the tensor's name and the element's index. So a
 //! tensor is the same when generated alone, in any order, on any machine and with any number of threads.
 
+use std::borrow::Cow;
 use std::sync::OnceLock;
 
 use half::{bf16, f16};
-use ir::{CodeBlock, DType, Graph, Scalar, Tensor, TensorId, Weights, e2m1, e4m3};
+use ir::{Graph, Scalar, Tensor, TensorId, Weights, e2m1, e4m3};
 
 use crate::parallel;
+
+mod codes;
 
 /// Elements from one 64-bit word of a matrix: four bytes are summed for each.
 const MATRIX_PER_WORD: usize = 2;
@@ -17,7 +20,7 @@ const SUMS: usize = 4 * 255 + 1;
 /// Variance of a sum of four uniform bytes: `4 * (256^2 - 1) / 12`.
 const SUM_VARIANCE: f64 = 21_845.0;
 
-/// The weights of a preset. A tensor is generated on first use.
+/// The weights of a preset. A tensor is generated on first use, or each time that it is read without being kept.
 pub(crate) struct Random {
     seed: u64,
     recipes: Vec<Recipe>,
@@ -37,6 +40,12 @@ impl Weights for Random {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
         let i = tensor.index();
         self.made[i].get_or_init(|| self.recipes[i].make(self.seed, &parallel::threads))
+    }
+
+    fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
+        let i = tensor.index();
+        let make = || Cow::Owned(self.recipes[i].make(self.seed, &parallel::threads));
+        self.made[i].get().map_or_else(make, |made| Cow::Borrowed(&made[..]))
     }
 }
 
@@ -80,22 +89,11 @@ impl Recipe {
     }
 
     fn make(&self, seed: u64, threads: &dyn Fn() -> usize) -> Vec<u8> {
-        let mut out = vec![0; self.tensor.bytes()];
+        let mut out = parallel::zeroed(self.tensor.bytes());
         let key = key(seed, &self.tensor.name);
-        if let (Law::Codes(std), Some(block)) = (self.law, self.tensor.dtype.block()) {
-            let bytes = block.bytes();
-            let scale = (std / spread(self.tensor.dtype.scalar())) as f32;
-            parallel::fill(&mut out, bytes, threads, |first, out| {
-                for (n, out) in out.chunks_exact_mut(bytes).enumerate() {
-                    fill_block(self.tensor.dtype, block, scale, (key, first + n), out);
-                }
-            });
-            return out;
-        }
-        if let Law::Codes(_) = self.law {
-            parallel::fill(&mut out, 8, threads, |first, out| {
-                fill_codes(self.tensor.dtype, (key, first), out);
-            });
+        if let Law::Codes(std) = self.law {
+            let dtype = self.tensor.dtype;
+            codes::fill(dtype, (std / spread(dtype.scalar())) as f32, key, &mut out, threads);
             return out;
         }
         // Words of matrices and of norms both divide this many elements.
@@ -177,41 +175,6 @@ fn spread(scalar: Scalar) -> f64 {
     };
     let squares = (0..=codes).map(|code| f64::from(value(code)).powi(2)).sum::<f64>();
     (squares / (f64::from(codes) + 1.0)).sqrt()
-}
-
-/// Fills the block of this number of a tensor.
-fn fill_block(
-    dtype: DType,
-    block: CodeBlock,
-    scale: f32,
-    (key, number): (u64, usize),
-    out: &mut [u8],
-) {
-    let (codes, constants) = out.split_at_mut(CodeBlock::CODE_BYTES);
-    fill_codes(dtype, (key, number * (CodeBlock::CODE_BYTES / 8)), codes);
-    for constants in constants.chunks_exact_mut(block.group_scale_bytes()) {
-        if block.powers {
-            constants[0] = (scale.to_bits() >> 23) as u8;
-        } else if block.shared {
-            constants.copy_from_slice(&scale.to_le_bytes());
-        } else {
-            constants[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
-            if block.zeros {
-                constants[2..].copy_from_slice(&f16::from_f32(8.0).to_le_bytes());
-            }
-        }
-    }
-}
-
-/// Fills codes from the word of this number on.
-fn fill_codes(dtype: DType, (key, first): (u64, usize), out: &mut [u8]) {
-    for (codes, index) in out.chunks_mut(8).zip(first as u64..) {
-        codes.copy_from_slice(&word(key, index).to_le_bytes()[..codes.len()]);
-    }
-    if dtype.scalar() == Scalar::E4m3 {
-        // No code of NaN.
-        out.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
-    }
 }
 
 /// The sums of the low four and of the high four bytes of a word.

@@ -14,6 +14,9 @@ mod blocks;
 mod product;
 mod vector;
 
+use blocks::InBlocks;
+use product::{Plain, Rows};
+
 pub(crate) use blend::{Blend, blend, exp_below};
 pub(crate) use product::dot;
 pub(crate) use vector::Width;
@@ -40,6 +43,18 @@ struct StoredE4m3;
 struct StoredInt8;
 /// A row that is already decoded.
 struct Decoded;
+
+/// The bits of a small float without its sign: exponent and mantissa are at their places in an f32, but the exponent
+/// has this bias. Exact and branch-free, and never by way of a subnormal f32, on which a CPU takes a hundred times as
+/// long: one in 16 random codes is subnormal.
+#[inline(always)]
+fn small_float(magnitude: u32, bias: u32) -> u32 {
+    let is_subnormal = u32::from(magnitude >> 23 == 0);
+    // A subnormal has the exponent after its own, and is less by a one before the point.
+    let exponent = (127 - bias + is_subnormal) << 23;
+    let one = f32::from_bits(is_subnormal * exponent);
+    (f32::from_bits(magnitude + exponent) - one).to_bits()
+}
 
 impl Element for StoredF32 {
     type Raw = [u8; 4];
@@ -82,10 +97,8 @@ impl Element for StoredE4m3 {
     /// Branch-free, as f16. There are no infinities, and NaN is refused when a model is read.
     #[inline(always)]
     fn value(raw: u8) -> f32 {
-        let raw = u32::from(raw);
-        // Sign, exponent and mantissa at their places in an f32, but the exponent has bias 7.
-        let misbiased = (raw & 0x80) << 24 | (raw & 0x7f) << 20;
-        f32::from_bits(misbiased) * f32::from_bits((127 + 120) << 23)
+        let (sign, magnitude) = (u32::from(raw & 0x80) << 24, u32::from(raw & 0x7f) << 20);
+        f32::from_bits(small_float(magnitude, 7) | sign)
     }
 }
 
@@ -170,69 +183,39 @@ impl<'a> Matrix<'a> {
         self.cols
     }
 
-    /// Bytes of some rows.
-    fn rows_bytes(&self, first: usize, rows: usize) -> &'a [u8] {
-        let size = self.dtype.row_bytes(self.cols);
-        &self.bytes[first * size..][..rows * size]
-    }
-
-    /// Rows as f32, if their elements lie in blocks: the first `cols` elements of each.
-    fn decoded(&self, first: usize, rows: usize, cols: usize) -> Option<Vec<f32>> {
-        let block = self.dtype.block()?;
-        let mut out = vec![0.0; rows * cols];
-        let stored = self.rows_bytes(first, rows).chunks_exact(self.dtype.row_bytes(self.cols));
-        for (row, out) in stored.zip(out.chunks_exact_mut(cols.max(1))) {
-            blocks::decode_row(self.dtype, block, row, out);
+    /// Passes the rows to `to` as what they are.
+    fn rows_to<T: ToRows>(&self, to: T) -> T::Output {
+        let (bytes, cols) = (self.bytes, self.cols);
+        if let Some(block) = self.dtype.block() {
+            return to.run(&InBlocks::new(self.dtype, block, bytes, cols));
         }
-        Some(out)
+        match self.dtype.scalar() {
+            Scalar::F32 => to.run(&Plain::<StoredF32> { raw: bytes.as_chunks().0, cols }),
+            Scalar::F16 => to.run(&Plain::<StoredF16> { raw: bytes.as_chunks().0, cols }),
+            Scalar::Bf16 => to.run(&Plain::<StoredBf16> { raw: bytes.as_chunks().0, cols }),
+            Scalar::E4m3 => to.run(&Plain::<StoredE4m3> { raw: bytes, cols }),
+            Scalar::Int8 => to.run(&Plain::<StoredInt8> { raw: bytes, cols }),
+            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
+        }
     }
 
     pub(crate) fn decode_row(&self, row: usize, start: usize, out: &mut [f32]) {
-        if let Some(decoded) = self.decoded(row, 1, start + out.len()) {
-            out.copy_from_slice(&decoded[start..]);
-            return;
-        }
-        let size = self.dtype.bytes();
-        let bytes = &self.rows_bytes(row, 1)[start * size..][..out.len() * size];
-        match self.dtype.scalar() {
-            Scalar::F32 => decode::<StoredF32>(bytes.as_chunks().0, out),
-            Scalar::F16 => decode::<StoredF16>(bytes.as_chunks().0, out),
-            Scalar::Bf16 => decode::<StoredBf16>(bytes.as_chunks().0, out),
-            Scalar::E4m3 => decode::<StoredE4m3>(bytes, out),
-            Scalar::Int8 => decode::<StoredInt8>(bytes, out),
-            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
-        }
+        let mut from_zero = vec![0.0; start + out.len()];
+        self.rows_to(DecodeRow { row, out: &mut from_zero });
+        out.copy_from_slice(&from_zero[start..]);
     }
 
     /// Row `row` times `x`, which may be shorter than the row.
     pub(crate) fn dot_row(&self, row: usize, x: &[f32]) -> f32 {
-        if let Some(decoded) = self.decoded(row, 1, x.len()) {
-            return dot(&decoded, x);
-        }
         let mut out = [0.0];
-        self.single(&self.rows_bytes(row, 1)[..x.len() * self.dtype.bytes()], x, &mut out);
+        self.dot_rows(row, x, &mut out);
         out[0]
     }
 
-    /// Products of `x`, which is as long as a row, with the rows from `first` on; as many as `out` has elements.
+    /// Products of `x`, which is not longer than a row, with the rows from `first` on; as many as `out` has elements.
     pub(crate) fn dot_rows(&self, first: usize, x: &[f32], out: &mut [f32]) {
-        if let Some(decoded) = self.decoded(first, out.len(), self.cols) {
-            product::single::<Decoded>(Width::best(), &decoded, x, out);
-            return;
-        }
-        self.single(self.rows_bytes(first, out.len()), x, out);
-    }
-
-    fn single(&self, bytes: &[u8], x: &[f32], out: &mut [f32]) {
-        let width = Width::best();
-        match self.dtype.scalar() {
-            Scalar::F32 => product::single::<StoredF32>(width, bytes.as_chunks().0, x, out),
-            Scalar::F16 => product::single::<StoredF16>(width, bytes.as_chunks().0, x, out),
-            Scalar::Bf16 => product::single::<StoredBf16>(width, bytes.as_chunks().0, x, out),
-            Scalar::E4m3 => product::single::<StoredE4m3>(width, bytes, x, out),
-            Scalar::Int8 => product::single::<StoredInt8>(width, bytes, x, out),
-            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
-        }
+        assert!(x.len() <= self.cols && first + out.len() <= self.rows);
+        self.rows_to(DotRows { first, x, out });
     }
 
     /// `W x` for each of the vectors in `xs` (`[n, cols]`), as `[n, rows]`.
@@ -241,54 +224,76 @@ impl<'a> Matrix<'a> {
     }
 
     fn apply_with(&self, width: Width, xs: &[f32]) -> Vec<f32> {
-        if self.dtype.block().is_some() {
-            return self.apply_decoded(width, xs);
-        }
-        match self.dtype.scalar() {
-            Scalar::F32 => self.apply_stored::<StoredF32>(width, self.bytes.as_chunks().0, xs),
-            Scalar::F16 => self.apply_stored::<StoredF16>(width, self.bytes.as_chunks().0, xs),
-            Scalar::Bf16 => self.apply_stored::<StoredBf16>(width, self.bytes.as_chunks().0, xs),
-            Scalar::E4m3 => self.apply_stored::<StoredE4m3>(width, self.bytes, xs),
-            Scalar::Int8 => self.apply_stored::<StoredInt8>(width, self.bytes, xs),
-            Scalar::Int4 | Scalar::E2m1 => unreachable!("{} lies in blocks", self.dtype.name()),
-        }
+        self.rows_to(Apply { width, rows: self.rows, cols: self.cols, xs })
     }
+}
 
-    /// The same for elements that lie in blocks: a few rows at a time are decoded.
-    fn apply_decoded(&self, width: Width, xs: &[f32]) -> Vec<f32> {
-        let n = xs.len() / self.cols;
-        let mut by_row = vec![0f32; self.rows * n];
-        let rows_per_task = (TASK_MACS / self.cols).max(1);
-        let vectors = product::Vectors::new(xs, self.cols);
-        let tasks = by_row.par_chunks_mut(rows_per_task * n.max(1)).enumerate();
-        tasks.for_each_init(product::Scratch::default, |scratch, (task, out)| {
-            let decoded = self.decoded(task * rows_per_task, out.len() / n, self.cols);
-            product::panel::<Decoded>(width, &decoded.unwrap_or_default(), &vectors, scratch, out);
-        });
-        transpose(&by_row, n)
+/// Work on the rows of a matrix, whatever they are.
+trait ToRows {
+    type Output;
+
+    fn run<R: Rows>(self, rows: &R) -> Self::Output;
+}
+
+/// The first elements of a row.
+struct DecodeRow<'a> {
+    row: usize,
+    out: &'a mut [f32],
+}
+
+impl ToRows for DecodeRow<'_> {
+    type Output = ();
+
+    fn run<R: Rows>(self, rows: &R) {
+        rows.decode(self.row, 0, self.out);
     }
+}
 
-    fn apply_stored<E: Element>(&self, width: Width, raw: &[E::Raw], xs: &[f32]) -> Vec<f32> {
-        let (rows, cols) = (self.rows, self.cols);
+/// [`Matrix::dot_rows`].
+struct DotRows<'a> {
+    first: usize,
+    x: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl ToRows for DotRows<'_> {
+    type Output = ();
+
+    fn run<R: Rows>(self, rows: &R) {
+        product::single(Width::best(), rows, self.first, self.x, self.out);
+    }
+}
+
+/// [`Matrix::apply`] with registers of a width.
+struct Apply<'a> {
+    width: Width,
+    rows: usize,
+    cols: usize,
+    xs: &'a [f32],
+}
+
+impl ToRows for Apply<'_> {
+    type Output = Vec<f32>;
+
+    fn run<R: Rows>(self, stored: &R) -> Vec<f32> {
+        let Self { width, rows, cols, xs } = self;
         let n = xs.len() / cols;
         // `[rows, n]`, so that each parallel task owns a contiguous part of the result.
         let mut by_row = vec![0f32; rows * n];
         if n <= 1 {
             let rows_per_task = (TASK_MACS / cols).max(1);
-            by_row
-                .par_chunks_mut(rows_per_task)
-                .zip(raw.par_chunks(rows_per_task * cols))
-                .for_each(|(out, raw)| product::single::<E>(width, raw, xs, out));
+            let tasks = by_row.par_chunks_mut(rows_per_task).enumerate();
+            tasks.for_each(|(task, out)| {
+                product::single(width, stored, task * rows_per_task, xs, out);
+            });
             return by_row;
         }
         let vectors = product::Vectors::new(xs, cols);
         let rows_per_task = product::rows_per_panel(rows, rayon::current_num_threads());
-        by_row
-            .par_chunks_mut(rows_per_task * n)
-            .zip(raw.par_chunks(rows_per_task * cols))
-            .for_each_init(product::Scratch::default, |scratch, (out, raw)| {
-                product::panel::<E>(width, raw, &vectors, scratch, out);
-            });
+        let tasks = by_row.par_chunks_mut(rows_per_task * n).enumerate();
+        tasks.for_each_init(product::Scratch::default, |scratch, (task, out)| {
+            product::panel(width, (stored, task * rows_per_task), &vectors, scratch, out);
+        });
         transpose(&by_row, n)
     }
 }

@@ -8,6 +8,7 @@ use crate::cpu::Candidate;
 use crate::decide::Decision;
 use crate::device::{Contender, Device, DeviceError, ProgramGuard, Ran, Samples, Side};
 use crate::effort::{Interim, StoppingRule};
+use crate::expected::why_fewer_positions;
 use crate::follow::Rows;
 use crate::gate::Gate;
 use crate::measure::{Interval, Latency, Predicted, geometric_mean};
@@ -226,6 +227,7 @@ pub(crate) fn complete(
         format!("logits agree with the graph's at {positions} positions, twice with the same bits");
     verdict.passed("device", detail);
     verdict.notes.extend(gate.said_of_routes(&again));
+    verdict.notes.extend(why_fewer_positions(gate.graph()));
     verdict.correct = true;
     let predicted = gate.predict(&candidate, &reference)?;
     verdict.chain_us = Some(predicted.chain_us());

@@ -28,6 +28,10 @@ const REFERENCE_POSITIONS_MIN: usize = 8;
 /// Maximum positions that any executor runs, if the model allows: more than one block of the default `kv_block`.
 pub const POSITIONS_MAX: usize = 144;
 
+/// Multiply-adds of the graph's matrices that the CPU may take for the positions of a device: 144 of a model of nine
+/// billion weights. They are evaluated twice, once as the device rounds.
+const DEVICE_MACS: u64 = POSITIONS_MAX as u64 * 9_000_000_000;
+
 /// Positions of the far segment: the first ends a block of keys, the second begins one and reads what the first stored.
 const FAR_POSITIONS: usize = 2;
 
@@ -523,9 +527,53 @@ pub(crate) fn affordable(graph: &Graph, kv_capacity: u32, bytes: u64, most: usiz
     usize::try_from(positions).unwrap_or(most).clamp(REFERENCE_POSITIONS_MIN, most).min(room)
 }
 
+/// Positions that a device runs and is compared at: [`POSITIONS_MAX`], fewer for models beyond nine billion weights
+/// that a step multiplies.
+#[must_use]
+pub fn device_positions(graph: &Graph) -> usize {
+    let positions = DEVICE_MACS / graph.step_macs().max(1);
+    usize::try_from(positions).unwrap_or(usize::MAX).clamp(REFERENCE_POSITIONS_MIN, POSITIONS_MAX)
+}
+
+/// Why a device is compared at fewer positions than [`POSITIONS_MAX`], for verdicts; `None` if it is not.
+#[must_use]
+pub fn why_fewer_positions(graph: &Graph) -> Option<String> {
+    let (positions, billions) = (device_positions(graph), graph.step_macs() as f64 / 1e9);
+    (positions < POSITIONS_MAX).then(|| {
+        format!(
+            "compared at {positions} positions, not {POSITIONS_MAX}: each is {billions:.1} billion multiply-adds on the CPU"
+        )
+    })
+}
+
 /// Tokens that depend on the seed alone.
 #[must_use]
 pub fn draw_tokens(seed: u64, vocab: u32, count: usize) -> Vec<u32> {
     let mut rng = generator(seed, TOKENS_STREAM);
     (0..count).map(|_| rng.random_range(0..vocab.max(1))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_models_are_compared_at_fewer_positions_and_the_verdict_says_so() {
+        for preset in model::PRESETS {
+            let graph = preset.shape().graph();
+            let expected = match preset.name {
+                "mixtral-8x7b" => 101,
+                "qwen3-32b" => 40,
+                "llama-3.1-70b" => 18,
+                _ => POSITIONS_MAX,
+            };
+            assert_eq!(device_positions(&graph), expected, "{}", preset.name);
+            assert_eq!(why_fewer_positions(&graph).is_some(), expected < POSITIONS_MAX);
+        }
+        // The format of the weights changes nothing about what the CPU multiplies.
+        let graph = model::preset("llama-3.1-70b-int4-g128").expect("a preset").graph;
+        let why = why_fewer_positions(&graph).expect("it is large");
+        assert!(why.contains("18 positions, not 144") && why.contains("69.5 billion"), "{why}");
+        assert_eq!(graph.step_macs(), 69_501_714_432);
+    }
 }

@@ -71,7 +71,7 @@ pub use effort::{Interim, StoppingRule, spread};
 pub use enough::{Enough, saved};
 pub use equals::{Equal, Equals, equals};
 pub use evidence::{Build, Evidence};
-pub use expected::{Expected, POSITIONS_MAX, draw_tokens};
+pub use expected::{Expected, POSITIONS_MAX, device_positions, draw_tokens, why_fewer_positions};
 pub use gate::{Gate, TIMED_TOKENS};
 pub use measure::{
     BelowBound, Interval, Latency, Predicted, gain, median, median_interval, noise_floor,

@@ -56,7 +56,7 @@ fn needed(name: &str, capacity: Option<u32>) -> Result<[Check; 2], Failure> {
     let capacity = kv_capacity(capacity, &graph)?;
     let of = Use::Host { sequences: 1, positions: capacity.into() };
     let weights = graph.weight_bytes() as u64;
-    let needs = Needs::new(&graph, if made { weights } else { 0 }, of);
+    let needs = Needs::new(&graph, [if made { weights } else { 0 }, 0], of);
     let weights = format!("{}{}", Bytes(weights), if made { "" } else { " in files" });
     let host = format!(
         "{} needs {} on the host: weights {weights}, {} of keys and values for {capacity} tokens, {} workspace",

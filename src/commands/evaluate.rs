@@ -2,7 +2,7 @@
 
 use ir::Violations;
 use schemars::JsonSchema;
-use search::{Assessed, Decision, Device, Gate, POSITIONS_MAX, Rejection, Timing, Verdict};
+use search::{Assessed, Decision, Device, Gate, Rejection, Timing, Verdict, device_positions};
 use serde::Serialize;
 use serde_json::json;
 
@@ -58,7 +58,7 @@ fn judge(args: &EvaluateArgs) -> Result<(Answer<Judgement>, Option<Exit>), Failu
     };
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let working = Spinner::on(format!("judging a schedule of {}", context.graph().name));
-    let positions = device.is_some().then_some(POSITIONS_MAX);
+    let positions = device.is_some().then(|| device_positions(context.graph()));
     let mut gate = context.gate(args.seed, positions, &kernel_id)?;
     let (mut verdict, outcome) = search::assess::evaluate(
         &mut gate,

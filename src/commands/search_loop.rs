@@ -14,8 +14,8 @@ use lower::Rates;
 use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{
     Budget, Conditions, Confirmation, Decision, Device, DeviceInfo, LatencyKind, Origin,
-    Outcome as End, POSITIONS_MAX, Row, Search, SearchError, Settings, Step, StoppedBy, Timing,
-    Trial,
+    Outcome as End, Row, Search, SearchError, Settings, Step, StoppedBy, Timing, Trial,
+    device_positions,
 };
 use serde_json::{Value, json};
 
@@ -137,7 +137,7 @@ fn searched(
             // Compiled while the graph is evaluated.
             device.foresee(&[header.start(context).kernel]);
         }
-        let positions = (opened.count() > 0).then_some(POSITIONS_MAX);
+        let positions = (opened.count() > 0).then(|| device_positions(context.graph()));
         let gate = context.gate_at(header.seed, positions, &kernel_id, &header.contexts)?;
         let settings = settings(context, &header);
         let strategy = strategy(args, context, &header, &settings)?;

@@ -110,12 +110,12 @@ impl Resident {
             let rows = rows_by_tensor(matrix);
             checks.par_extend(rows.par_iter().map(|(&tensor, rows)| {
                 let of = graph.tensor(tensor);
-                let stored = weights.bytes(tensor);
+                let stored = weights.read(tensor);
                 TensorCheck {
                     tensor: of.name.clone(),
                     bytes: stored.len() as u64,
                     device: unpacked_hash(matrix, &packed, rows),
-                    file: blake3::hash(stored).to_hex().to_string(),
+                    file: blake3::hash(&stored).to_hex().to_string(),
                 }
             }));
         }

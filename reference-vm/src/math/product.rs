@@ -28,24 +28,44 @@ pub(super) fn rows_per_panel(rows: usize, threads: usize) -> usize {
     even.min(PANEL_ROWS)
 }
 
-/// The dot product of the module's description. `row` and `x` have the same length; `decoded` is scratch.
+/// The rows of a stored matrix, decoded where they are multiplied: so decoding is compiled for each width of vectors.
+pub(super) trait Rows: Sync {
+    /// Decodes `out.len()` elements of a row from column `first` on, a multiple of [`SINGLE_COLS`].
+    fn decode(&self, row: usize, first: usize, out: &mut [f32]);
+}
+
+/// Rows of single elements.
+pub(super) struct Plain<'a, E: Element> {
+    pub(super) raw: &'a [E::Raw],
+    pub(super) cols: usize,
+}
+
+impl<E: Element> Rows for Plain<'_, E> {
+    #[inline(always)]
+    fn decode(&self, row: usize, first: usize, out: &mut [f32]) {
+        decode::<E>(&self.raw[row * self.cols + first..][..out.len()], out);
+    }
+}
+
+/// The dot product of the module's description, over as many elements as `x` has; `decoded` is scratch.
 ///
 /// The running sums are registers: with an array of them the compiler processes one element at a time.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indices keep the sums in registers, see inside")]
-fn lane_dot<E: Element, V: Vector>(
-    row: &[E::Raw],
+fn lane_dot<R: Rows, V: Vector>(
+    rows: &R,
+    row: usize,
     x: &[f32],
     decoded: &mut [f32; SINGLE_COLS],
 ) -> f32 {
-    assert!(row.len() == x.len() && V::LEN >= 8 && LANES.is_multiple_of(V::LEN));
+    assert!(V::LEN >= 8 && LANES.is_multiple_of(V::LEN) && SINGLE_COLS.is_multiple_of(LANES));
     // Plain indices and no closures: iterators over the sums would keep them in memory.
     let mut sums = [V::splat(0.0); LANES / 8];
-    let whole = row.len() / LANES * LANES;
+    let mut lanes = [0f32; LANES];
     let mut start = 0;
-    while start < whole {
-        let count = SINGLE_COLS.min(whole - start);
-        decode::<E>(&row[start..start + count], &mut decoded[..count]);
+    while start + LANES <= x.len() {
+        let count = SINGLE_COLS.min(x.len() - start) / LANES * LANES;
+        rows.decode(row, start, &mut decoded[..count]);
         let x = &x[start..start + count];
         for chunk in 0..count / LANES {
             for r in 0..LANES / V::LEN {
@@ -58,46 +78,52 @@ fn lane_dot<E: Element, V: Vector>(
         }
         start += count;
     }
-    let mut lanes = [0f32; LANES];
     for r in 0..LANES / V::LEN {
         // SAFETY: `(r + 1) * V::LEN <= LANES`.
         unsafe { sums[r].store(lanes.as_mut_ptr().add(r * V::LEN)) };
     }
-    for ((sum, &raw), &x) in lanes.iter_mut().zip(&row[whole..]).zip(&x[whole..]) {
-        *sum = E::value(raw).mul_add(x, *sum);
+    if start < x.len() {
+        // The rest begins in the middle of a block of codes: the part that it ends is decoded again.
+        let first = start / SINGLE_COLS * SINGLE_COLS;
+        let decoded = &mut decoded[..x.len() - first];
+        rows.decode(row, first, decoded);
+        for ((sum, &a), &x) in lanes.iter_mut().zip(&decoded[start - first..]).zip(&x[start..]) {
+            *sum = a.mul_add(x, *sum);
+        }
     }
     tree(&lanes)
 }
 
-/// One vector with each of several stored rows.
-struct Single<'a, E: Element> {
-    raw: &'a [E::Raw],
+/// One vector with each of several stored rows, from row `first` on.
+struct Single<'a, R: Rows> {
+    rows: &'a R,
+    first: usize,
     x: &'a [f32],
     out: &'a mut [f32],
 }
 
-impl<E: Element> Kernel for Single<'_, E> {
+impl<R: Rows> Kernel for Single<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector>(self) {
-        let len = self.x.len();
         let mut decoded = [0f32; SINGLE_COLS];
         for (row, out) in self.out.iter_mut().enumerate() {
-            *out = lane_dot::<E, V>(&self.raw[row * len..][..len], self.x, &mut decoded);
+            *out = lane_dot::<R, V>(self.rows, self.first + row, self.x, &mut decoded);
         }
     }
 }
 
-/// `out[row] = rows[row] . x` for rows as long as `x`.
-pub(super) fn single<E: Element>(width: Width, raw: &[E::Raw], x: &[f32], out: &mut [f32]) {
-    dispatch(width, Single::<E> { raw, x, out });
+/// `out[row] = rows[first + row] . x`, over as many elements as `x` has.
+pub(super) fn single<R: Rows>(width: Width, rows: &R, first: usize, x: &[f32], out: &mut [f32]) {
+    dispatch(width, Single { rows, first, x, out });
 }
 
 /// Dot product of two decoded vectors of one length.
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
     let mut out = [0.0];
-    single::<Decoded>(Width::best(), a, b, &mut out);
+    single(Width::best(), &Plain::<Decoded> { raw: a, cols: a.len() }, 0, b, &mut out);
     out[0]
 }
 
@@ -136,43 +162,44 @@ pub(super) struct Scratch {
     sums: Vec<f32>,
 }
 
-/// Several vectors with each of several stored rows.
-struct Panel<'a, E: Element> {
-    raw: &'a [E::Raw],
+/// Several vectors with each of several stored rows, from row `first_row` on.
+struct Panel<'a, R: Rows> {
+    stored: &'a R,
+    first_row: usize,
     xs: &'a Vectors<'a>,
     scratch: &'a mut Scratch,
     out: &'a mut [f32],
 }
 
-/// `out[row][n] = rows[row] . xs[n]`, for the rows of one panel.
-pub(super) fn panel<E: Element>(
+/// `out[row][n] = rows[first_row + row] . xs[n]`, for the rows of one panel.
+pub(super) fn panel<R: Rows>(
     width: Width,
-    raw: &[E::Raw],
+    (stored, first_row): (&R, usize),
     xs: &Vectors<'_>,
     scratch: &mut Scratch,
     out: &mut [f32],
 ) {
-    dispatch(width, Panel::<E> { raw, xs, scratch, out });
+    dispatch(width, Panel { stored, first_row, xs, scratch, out });
 }
 
-impl<E: Element> Kernel for Panel<'_, E> {
+impl<R: Rows> Kernel for Panel<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector>(self) {
-        let Self { raw, xs, scratch, out } = self;
+        let Self { stored, first_row, xs, scratch, out } = self;
         let (n, cols) = (xs.len(), xs.cols);
-        let rows = raw.len() / cols;
+        let rows = out.len() / n.max(1);
         let tiles = rows.div_ceil(TILE_ROWS);
         scratch.panel.resize(tiles * TILE_ROWS * PANEL_COLS, 0.0);
         scratch.sums.clear();
         scratch.sums.resize(tiles * n * TILE_ROWS * LANES, 0.0);
         for first in (0..cols).step_by(PANEL_COLS) {
             let len = PANEL_COLS.min(cols - first);
-            for (panel, row) in
-                scratch.panel.chunks_exact_mut(PANEL_COLS).zip(raw.chunks_exact(cols))
+            for (row, panel) in
+                (first_row..).zip(scratch.panel.chunks_exact_mut(PANEL_COLS).take(rows))
             {
-                decode::<E>(&row[first..first + len], &mut panel[..len]);
+                stored.decode(row, first, &mut panel[..len]);
                 panel[len..len.next_multiple_of(LANES)].fill(0.0);
             }
             let steps = len.div_ceil(LANES);

@@ -76,7 +76,7 @@ fn codes_of_8_bits_decode_as_elsewhere() {
 #[test]
 fn codes_in_blocks_decode_as_elsewhere() {
     for &dtype in DTYPES.iter().filter(|dtype| dtype.block().is_some()) {
-        for cols in [1, 33, 64, 128, 300] {
+        for cols in [1, 33, 64, 128, 300, 1300] {
             // Never the code of NaN.
             let values: Vec<f32> = noise(5, 3 * cols).iter().map(|v| v.abs() * 0.9).collect();
             let bytes = stored_rows(dtype, &values, cols);
@@ -86,6 +86,16 @@ fn codes_in_blocks_decode_as_elsewhere() {
                 matrix.decode_row(row, 0, &mut mine);
                 ir::decode(dtype, stored, &mut other);
                 assert_eq!(mine, other, "{dtype:?} {cols}");
+                // Of a part of the row too, which ends anywhere.
+                for len in [cols, cols.div_ceil(2)] {
+                    let x = noise(9, len);
+                    let product = matrix.dot_row(row, &x);
+                    assert_eq!(
+                        product.to_bits(),
+                        dot(&mine[..len], &x).to_bits(),
+                        "{dtype:?} {len}"
+                    );
+                }
                 assert!(cols == 1 || mine.iter().any(|&value| value != 0.0), "{dtype:?} {cols}");
             }
         }
@@ -132,7 +142,7 @@ fn products_are_close_to_f64() {
 #[test]
 fn positions_together_have_the_bits_of_positions_alone() {
     for &dtype in DTYPES {
-        for (rows, cols, n) in [(3, 5, 2), (70, 96, 7), (300, 1000, 3)] {
+        for (rows, cols, n) in [(3, 5, 2), (70, 96, 7), (300, 1000, 3), (9, 2100, 4)] {
             // One byte off, so that rows are unaligned.
             let mut bytes = vec![0];
             bytes.extend(stored_rows(dtype, &noise(1, rows * cols), cols));

@@ -4,15 +4,15 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use ir::FeedForward;
 use ir::program::Program;
 use ir::schedule::ScheduleConfig;
+use ir::{FeedForward, Graph};
 use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
 use search::{
-    Contender, Device, DeviceError, Gate, Handle, POSITIONS_MAX, Plan, Ran, Rejection, Samples,
-    Timing, assess, draw_tokens,
+    Contender, Device, DeviceError, Expected, Gate, Handle, Plan, Ran, Rejection, Samples, Timing,
+    assess, device_positions, draw_tokens, why_fewer_positions,
 };
 
 use super::{Measured, Row, TIMED_TOKENS};
@@ -36,6 +36,8 @@ pub(super) struct Passage {
     pub(super) tokens: Vec<u32>,
     /// First timed position.
     pub(super) context: usize,
+    /// Those at which the graph was evaluated: the last timed one is among them, but for large models at a long
+    /// context.
     pub(super) positions: Vec<usize>,
     /// The rows of these positions; none for a model with experts, whose rows depend on the routes of a run.
     pub(super) expected: Option<Vec<Vec<f32>>>,
@@ -51,7 +53,7 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
     let kernel_id = |kernel: &_| context.kernel_id(kernel);
     let name = &context.graph().name;
     let _working = Spinner::on(format!("evaluating {name}, then judging the schedule"));
-    let positions = device.is_some().then_some(POSITIONS_MAX);
+    let positions = device.is_some().then(|| device_positions(context.graph()));
     let gate = context.gate(args.seed, positions, &kernel_id)?;
     let mut gate = gate.with_contexts(&[args.context]);
     let (mut measured, outcome) = match &mut device {
@@ -61,7 +63,7 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
             (Measured::new(verdict, *config, None), outcome.map(drop))
         }
         Some(device) => {
-            let passage = Passage::new(row).map_err(|e| context.unevaluated(e))?;
+            let passage = Passage::new(row, gate.expected()).map_err(|e| context.unevaluated(e))?;
             Bench { gate: &mut gate, device, passage: &passage, timing: row.timing() }.run(config)
         }
     };
@@ -76,21 +78,26 @@ pub(super) fn measure(row: &Row<'_>) -> Result<Measured, Failure> {
 }
 
 impl Passage {
-    fn new(row: &Row<'_>) -> Result<Self, search::ExpectedError> {
+    fn new(row: &Row<'_>, gate: &Expected) -> Result<Self, search::ExpectedError> {
         let (args, graph) = (row.args, row.context.graph());
         let end = args.context.saturating_add(TIMED_TOKENS);
         let length = end.min(row.context.kv_capacity) as usize;
         let tokens = draw_tokens(args.seed, graph.vocab, length);
-        let positions = compared(length);
-        let mut expected = None;
-        if !graph.layers.iter().any(|layer| matches!(layer.mlp.body, FeedForward::Experts(_))) {
-            report::say(&format!("evaluating the graph at {length} positions"));
-            let start = Instant::now();
-            let mut evaluator = Evaluator::new(graph, &*row.context.model.weights)?;
-            expected = Some(evaluator.run_at(&tokens, &positions)?);
-            report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
-        }
+        let evaluated = length.min(evaluated_max(graph));
+        let positions = compared(evaluated);
         let (context, seed) = (args.context as usize, args.seed);
+        if graph.layers.iter().any(|layer| matches!(layer.mlp.body, FeedForward::Experts(_))) {
+            return Ok(Self { tokens, context, positions, expected: None, seed });
+        }
+        // The gate's tokens begin alike, and a position's logits do not depend on those behind.
+        if let Some(known) = known(gate, &tokens[..evaluated], &positions) {
+            return Ok(Self { tokens, context, positions, expected: Some(known), seed });
+        }
+        report::say(&format!("evaluating the graph at {evaluated} positions"));
+        let start = Instant::now();
+        let mut evaluator = Evaluator::new(graph, &*row.context.model.weights)?;
+        let expected = Some(evaluator.run_at(&tokens[..evaluated], &positions)?);
+        report::say(&format!("evaluated in {:.1} s", start.elapsed().as_secs_f64()));
         Ok(Self { tokens, context, positions, expected, seed })
     }
 
@@ -102,8 +109,38 @@ impl Passage {
         let routes = actual.routes.as_ref().ok_or_else(|| DeviceError::Unavailable {
             reason: "it cannot say which experts it chose".to_owned(),
         })?;
-        Ok(Cow::Owned(gate.follow(&self.tokens, routes, Some(&self.positions))?))
+        let evaluated = self.positions.last().map_or(0, |last| last + 1);
+        Ok(Cow::Owned(gate.follow(&self.tokens[..evaluated], routes, Some(&self.positions))?))
     }
+
+    /// Whether the graph was evaluated at the last timed position.
+    fn reaches_the_end(&self) -> bool {
+        self.positions.last().map(|last| last + 1) == Some(self.tokens.len())
+    }
+
+    /// How timed rows are checked if the graph was not evaluated there.
+    fn note(&self) -> Option<String> {
+        let (all, evaluated) =
+            (self.tokens.len(), self.positions.last().map_or(0, |last| last + 1));
+        (!self.reaches_the_end()).then(|| {
+            format!(
+                "the graph was evaluated at the first {evaluated} of {all} positions: the last timed row is compared with the one of the same program that ran untimed"
+            )
+        })
+    }
+}
+
+/// Positions that a bench evaluates the graph at. Of large models no more than are compared in full: a context of
+/// thousands would take the CPU an hour.
+fn evaluated_max(graph: &Graph) -> usize {
+    if why_fewer_positions(graph).is_some() { COMPARE_ALL } else { usize::MAX }
+}
+
+/// The logits of these positions if the gate was evaluated on all of these tokens.
+fn known(gate: &Expected, tokens: &[u32], positions: &[usize]) -> Option<Vec<Vec<f32>>> {
+    gate.tokens
+        .starts_with(tokens)
+        .then(|| positions.iter().map(|&at| gate.logits[at].clone()).collect())
 }
 
 /// The positions out of `length` whose logits are compared, in order; the last one is among them.
@@ -146,7 +183,7 @@ impl Bench<'_, '_> {
         let candidate = &assessed.candidate;
         let kernel = &candidate.config.kernel;
         let handle = self.device.prepare(&candidate.program, kernel).map_err(Rejection::Failed)?;
-        let actual = rows_at(self.device, (handle, &candidate.program), passage)?;
+        let (actual, last_ran) = rows_at(self.device, (handle, &candidate.program), passage)?;
         let expected = passage.expected_of(self.gate, &actual)?;
         let accuracy = Accuracy::of(&expected, &actual.logits, Tolerance::DEVICE);
         let disagreed = |by| move |at| Rejection::Disagreed { by, at };
@@ -159,7 +196,9 @@ impl Bench<'_, '_> {
         let plan = Plan { tokens: &passage.tokens, first: passage.context, rounds, warmup };
         let samples: Samples =
             search::time(self.device, [contender; 2], &plan).map_err(Rejection::Failed)?;
-        let last = expected.last().map(std::slice::from_ref).unwrap_or_default();
+        let last = expected.last().filter(|_| passage.reaches_the_end());
+        let last = last.map_or(&*last_ran, std::slice::from_ref);
+        verdict.notes.extend(passage.note());
         for (actual, chosen) in samples.last() {
             let _ = assessed
                 .reference
@@ -177,14 +216,15 @@ impl Bench<'_, '_> {
     }
 }
 
-/// The device's logits at the passage's positions. The others are dropped piece by piece: at a long context they would not fit.
+/// The device's logits at the passage's positions, and those of its last token. The others are dropped piece by piece:
+/// at a long context they would not fit.
 fn rows_at(
     device: &mut dyn Device,
     program: (Handle, &Program),
     passage: &Passage,
-) -> Result<Ran, Rejection> {
+) -> Result<(Ran, Vec<Vec<f32>>), Rejection> {
     let wanted: BTreeSet<usize> = passage.positions.iter().copied().collect();
-    let mut kept = Ran::default();
+    let (mut kept, mut last) = (Ran::default(), Vec::new());
     for first in (0..passage.tokens.len()).step_by(PIECE) {
         let end = passage.tokens.len().min(first + PIECE);
         let ran = search::run(device, program, &passage.tokens[..end], first)?;
@@ -192,11 +232,12 @@ fn rows_at(
             (Some(routes), Some(more)) => routes.extend(more),
             (routes, more) => *routes = more.filter(|_| first == 0),
         }
+        last = ran.logits.last().cloned().into_iter().collect();
         let positions = ran.logits.into_iter().zip(ran.chosen).zip(first..);
         for ((row, token), _) in positions.filter(|(_, position)| wanted.contains(position)) {
             kept.logits.push(row);
             kept.chosen.push(token);
         }
     }
-    Ok(kept)
+    Ok((kept, last))
 }

@@ -30,13 +30,22 @@ fn bench_of(
     edit: impl Fn(&mut Vec<f32>),
     behaviour: Behaviour,
 ) -> (Measured, Result<(), Rejection>) {
+    bench_evaluated_to(300, edit, behaviour)
+}
+
+/// The same, where the graph is evaluated at the first positions only.
+fn bench_evaluated_to(
+    evaluated: usize,
+    edit: impl Fn(&mut Vec<f32>),
+    behaviour: Behaviour,
+) -> (Measured, Result<(), Rejection>) {
     let model = model::preset("toy").expect("a preset");
     let (graph, weights) = (&model.graph, &*model.weights);
     let target = Target::by_name("h200").expect("a known target");
     let tokens = draw_tokens(3, graph.vocab, 300);
     let mut evaluator = Evaluator::new(graph, weights).expect("the toy can be evaluated");
     let rows = evaluator.run(&tokens, Logits::All).expect("the toy can be evaluated");
-    let positions = compared(tokens.len());
+    let positions = compared(evaluated);
     let expected = Some(positions.iter().map(|&position| rows[position].clone()).collect());
     let passage = Passage { tokens, context: 268, positions, expected, seed: 3 };
     let gate_inputs = Expected::new(graph, weights, 512, 3, Some(POSITIONS_MAX)).expect("as above");
@@ -89,6 +98,22 @@ fn what_was_measured_becomes_a_bundle_that_holds() {
         serde_json::from_value(document.clone()).expect("what a manifest reads");
     assert_eq!(Some(process.median_us()), measured.verdict.latency_us);
     assert_eq!(document["us"], document["us_per_token"]);
+}
+
+/// A large model at a long context: what runs in time is compared with what ran before.
+#[test]
+fn timed_rows_that_were_not_evaluated_are_compared_with_untimed_ones() {
+    let (measured, outcome) = bench_evaluated_to(192, |_| (), Behaviour::takes(50.0));
+    assert_eq!(outcome, Ok(()));
+    assert_eq!(measured.accuracy.expect("it was measured").positions, 192);
+    let says = |note: &String| note.contains("the first 192 of 300 positions");
+    assert!(measured.verdict.notes.iter().any(says), "{:?}", measured.verdict.notes);
+    let wrong = Behaviour { wrong_when_timed: true, ..Behaviour::takes(50.0) };
+    let (measured, outcome) = bench_evaluated_to(192, |_| (), wrong);
+    assert!(matches!(outcome, Err(Rejection::Disagreed { by: "timed", .. })), "{outcome:?}");
+    assert!(!measured.verdict.correct && measured.verdict.latency_us.is_none());
+    let (measured, _) = bench_of(|_| (), Behaviour::takes(50.0));
+    assert!(!measured.verdict.notes.iter().any(|note| note.contains("was evaluated")));
 }
 
 /// Beyond the gate's positions: each logit is within the tolerance, which scales with the greatest one, but the row's error is too large.

@@ -1,7 +1,7 @@
 //! `amk runs replay`: repeats a trial of a run. A stage that cannot run here is reported, and is not a failure.
 
 use search::replay::{Place, Repeated, Stage, replay};
-use search::{Conditions, Device, LatencyKind, POSITIONS_MAX};
+use search::{Conditions, Device, LatencyKind, device_positions};
 use serde_json::{Value, json};
 
 use super::recorded::Recorded;
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         let recorded = found.card(trial.card);
         let mut device = if measured { card(&context, args, recorded.as_ref())? } else { None };
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
-        let positions = measured.then_some(POSITIONS_MAX);
+        let positions = measured.then(|| device_positions(context.graph()));
         let contexts = found.header.get("contexts").cloned().unwrap_or_default();
         let contexts: Vec<u32> = serde_json::from_value(contexts).unwrap_or_default();
         let mut gate = context.gate_at(seed, positions, &kernel_id, &contexts)?;

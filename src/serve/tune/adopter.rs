@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ir::schedule::ScheduleConfig;
 use search::{
-    Decision, Device, Gate, KernelId, Outcome as End, POSITIONS_MAX, Rejection, Trial, assess,
+    Decision, Device, Gate, KernelId, Outcome as End, Rejection, Trial, assess, device_positions,
 };
 
 use super::Tuned;
@@ -41,7 +41,7 @@ impl<'a> Adopter<'a> {
     fn gate(&self) -> Result<(Gate<'a>, Option<Machine<'a>>), String> {
         let machine = Machine::open(&self.tuned.tasks, self.context);
         let machine = machine.map_err(|error| error.to_string())?;
-        let positions = machine.as_ref().map(|_| POSITIONS_MAX);
+        let positions = machine.as_ref().map(|_| device_positions(self.context.graph()));
         let gate = self.context.gate(SEED, positions, self.kernel_id);
         Ok((gate.map_err(|failure| failure.message)?, machine))
     }

@@ -139,15 +139,15 @@ fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
     reads
 }
 
-/// Packs tiles. `row` returns a stored row; missing rows are zero.
+/// Packs as many tiles as `out` has room for, from `tile0` on. `row` returns a stored row; missing rows are zero.
 pub(crate) fn pack<'a>(
     matrix: &Matrix,
-    piece: &Piece,
+    tile0: u32,
     row: impl Fn(TensorId, u32) -> &'a [u8],
     out: &mut [u8],
 ) {
     let tile_bytes = matrix.tile_bytes();
-    for (tile, out) in (piece.tile0..).zip(out.chunks_exact_mut(tile_bytes)) {
+    for (tile, out) in (tile0..).zip(out.chunks_exact_mut(tile_bytes)) {
         let rows = std::array::from_fn(|inner| {
             let found = matrix.map.locate(tile * abi::UNIT_ROWS + inner as u32);
             found.map_or(&[][..], |(tensor, index)| row(tensor, index))

@@ -1,5 +1,7 @@
 //! Weight streaming without a device: the packed bytes, their order, and every failure on the way.
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -33,6 +35,32 @@ fn packed_by_definition(matrix: &Matrix, weights: &dyn Weights) -> Vec<u8> {
         }
     }
     packed
+}
+
+/// The tensors of a preset, which count how often they are made and that none is kept.
+struct Made<'a>(&'a Model, Mutex<BTreeMap<u32, usize>>);
+
+impl Weights for Made<'_> {
+    fn bytes(&self, tensor: TensorId) -> &[u8] {
+        unreachable!("{tensor} would stay in memory")
+    }
+
+    fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
+        *self.1.lock().expect("no panic").entry(tensor.0).or_default() += 1;
+        Cow::Owned(self.0.weights.read(tensor).into_owned())
+    }
+}
+
+#[test]
+fn weights_that_are_made_are_made_once_and_not_kept_by_a_loader() {
+    let model = model::preset("toy-2l").expect("a preset");
+    let plan = Arc::new(plan(&model));
+    let (made, mut memory) = (Made(&model, Mutex::default()), Memory::new(&plan));
+    in_memory::land(&plan, &made, &mut memory).expect("it lands");
+    assert!(made.1.lock().expect("no panic").values().all(|&count| count == 1));
+    for (matrix, there) in plan.matrices.iter().zip(&memory.matrices) {
+        assert!(*there == packed_by_definition(matrix, &*model.weights), "{}", matrix.name);
+    }
 }
 
 #[test]
@@ -332,19 +360,13 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
                 let source = |tensor: TensorId, index: u32| {
                     &weights.0[tensor.index()][index as usize * row..][..row]
                 };
-                pack(&matrix, piece, source, out);
+                pack(&matrix, piece.tile0, source, out);
             }
             let expected = packed_by_definition(&matrix, &weights);
             assert!(packed == expected, "{dtype:?} of {cols} columns, {:?}", matrix.map);
             // The comparison detects a difference: the same bytes of another tile.
-            let shifted = Piece { tile0: 1, tiles: 1, reads: vec![], ..plan.pieces[0].clone() };
             let mut other = vec![0; matrix.units_per_tile() as usize * 512];
-            pack(
-                &matrix,
-                &shifted,
-                |t, i| &weights.0[t.index()][i as usize * row..][..row],
-                &mut other,
-            );
+            pack(&matrix, 1, |t, i| &weights.0[t.index()][i as usize * row..][..row], &mut other);
             assert!(other != expected[..other.len()], "{dtype:?} of {cols} columns");
         }
     }

@@ -85,6 +85,9 @@ impl Plan<'_> {
             *free = Some(self.flow.buffer(output));
             task.signal = self.counters[output.0].map(|wait| wait.counter);
         }
+        if let Some(stream) = phase.stream {
+            task.writes[1] = Some(self.flow.buffer(stream));
+        }
         task
     }
 

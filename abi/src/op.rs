@@ -31,10 +31,10 @@ macro_rules! for_each_op {
             ///
             /// Reads `[x, norm weight, bias, residual, route]` (each but `x` may be none), writes `[out, candidates]`.
             ///
-            /// With `post_norm`, `x` is a block's result, the residual the stream that its norm is added to, and the norm weights are
-            /// those of this norm and, if the sum is normed too, the second norm's behind them. The sum is the stream that the next block
-            /// reads. Each task may store a part of it in the place of the candidates: with `g` groups of four elements per tile of the
-            /// matrix, just enough for all of them, those of its tiles.
+            /// With `post_norm`, `x` is a block's result, the residual the stream that its norm is added to, and the norm
+            /// weights are those of this norm and, if the sum is normed too, the second norm's behind them. The sum is the
+            /// stream that the next block reads. Each task stores a part of it in the place of the candidates, or none: with
+            /// equally many groups of four elements per tile of the matrix, just enough for all, those of its tiles.
             ///
             /// With a route of k slots the matrix holds experts one after the other, of which the route chooses one per slot. With
             /// `silu_mul` its rows are those of the first slot's expert, of the second's, and so on, and each result is multiplied by

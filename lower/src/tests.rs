@@ -669,7 +669,8 @@ fn readers_of_a_normed_result_read_and_store_the_stream_in_order() {
     // A stream that is stored as plain words is ordered by nothing.
     let plain = refused(&program, |program| {
         let mut stored = None;
-        products(program, PhaseClass::GateUp, 1).for_each(|task| stored = task.writes[1]);
+        products(program, PhaseClass::GateUp, 1)
+            .for_each(|task| stored = stored.or(task.writes[1]));
         program.buffers[stored.expect("it stores the stream").index()].kind = BufferKind::Plain;
     });
     says(plain, "R-HAPPENS");

@@ -14,7 +14,7 @@ const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 /// Elements of an input vector that arrive within the last trip; measured with an exchange of so many words.
 const TRIP_ELEMENTS: f64 = 2048.0;
 
-/// A sum over all warps before the vector of a product is staged: five steps between lanes, a barrier of the warps, eight
+/// A sum over all warps before the vector of a product is staged: five shuffles, a barrier of the warps, eight
 /// words of shared memory and a root. Some 400 cycles by counting instructions; not measured. What is added to the vector
 /// is there before it.
 const POST_NORM_US: f64 = 0.25;

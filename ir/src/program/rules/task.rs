@@ -10,7 +10,7 @@ use abi::{
 
 use crate::id::BufferId;
 use crate::program::stream::uncountable;
-use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses};
+use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses, stream_part};
 use crate::violation::{At, Rule, Violations};
 
 use super::{buffer_name, named, tasks};
@@ -290,6 +290,9 @@ impl<'a> Op<'a> {
         }
         if epilogue != Some(Epilogue::Logits) && self.task.writes[1].is_some() {
             self.write_words("the sum", 1, ACTIVATION, one);
+            if stream_part(p).is_empty() {
+                self.arity("stores no part of the sum, and names a buffer for it".into());
+            }
         }
         self.row_constants(p);
     }

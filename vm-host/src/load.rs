@@ -649,7 +649,10 @@ mod tests {
         assert!(said.contains("[true, true]") && said.contains("false in every layer"), "{said}");
         let (gemma, with_all) = lower("gemma-3-1b");
         let plain = Variant { features: 0, ..with_all };
-        assert!(refused(&gemma, &plain).contains("needs gelu_tanh, embed_scale, norm"));
+        assert!(refused(&gemma, &plain).contains("needs gelu_tanh, embed_scale, post_norm"));
+        let [hidden, rest @ ..] = with_all.widths;
+        let wider = Variant { widths: [2 * hidden, rest[0], rest[1]], ..with_all };
+        assert!(refused(&gemma, &wider).contains("norms results of 1152 elements"));
         let said = refused(&program, &Variant { head_dim: 64, ..variant });
         assert!(said.contains("heads of 128 elements") && said.contains("64"), "{said}");
         let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);

@@ -618,11 +618,11 @@ fn with_post_norms(handoff: &'static str) -> Program {
 }
 
 /// The products of this phase in a layer.
-fn products<'p>(
-    program: &'p mut Program,
+fn products(
+    program: &mut Program,
     class: PhaseClass,
     layer: u16,
-) -> impl Iterator<Item = &'p mut ir::program::Task> {
+) -> impl Iterator<Item = &mut ir::program::Task> {
     let matrix: Vec<bool> = program
         .matrices
         .iter()

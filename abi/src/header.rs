@@ -33,7 +33,9 @@ fn language() -> String {
         let _ = writeln!(out, "{name} {value}");
     }
     enumeration(&mut out, "OP", Opcode::ALL.iter().map(|op| (op.info().name, *op as u32)));
-    enumeration(&mut out, "PROLOGUE", Prologue::ALL.iter().map(|v| (v.name(), *v as u32)));
+    // Appended later: it changes no program that does not have it, and a build without it refuses those that have.
+    let prologues = Prologue::ALL.iter().filter(|v| **v != Prologue::PostNorm);
+    enumeration(&mut out, "PROLOGUE", prologues.map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ACTIVATION", Activation::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "SCORING", Scoring::ALL.iter().map(|v| (v.name(), *v as u32)));

@@ -31,6 +31,11 @@ macro_rules! for_each_op {
             ///
             /// Reads `[x, norm weight, bias, residual, route]` (each but `x` may be none), writes `[out, candidates]`.
             ///
+            /// With `post_norm`, `x` is a block's result, the residual the stream that its norm is added to, and the norm
+            /// weights are those of this norm and, if the sum is normed too, the second norm's behind them. The sum is the
+            /// stream that the next block reads. Each task stores a part of it in the place of the candidates, or none: with
+            /// equally many groups of four elements per tile of the matrix, just enough for all, those of its tiles.
+            ///
             /// With a route of k slots the matrix holds experts one after the other, of which the route chooses one per slot. With
             /// `silu_mul` its rows are those of the first slot's expert, of the second's, and so on, and each result is multiplied by
             /// its slot's weight. Otherwise `x` has a part for each slot, and a row is the sum of the chosen experts' rows times these
@@ -52,7 +57,7 @@ macro_rules! for_each_op {
                 pub prologue: u32,
                 /// An `Epilogue`.
                 pub epilogue: u32,
-                /// Epsilon of the norm, for `rms`.
+                /// Epsilon of the norms, for `rms` and `post_norm`.
                 pub eps: f32,
                 /// Splits of the attention partials, for `merge`.
                 pub splits: u32,
@@ -130,10 +135,10 @@ macro_rules! for_each_op {
                 /// Zero.
                 pub reserved: [u32; 15],
             }
-            /// Normalises a vector in one or two parts: `out = residual + x * weight / rms(part)`. What follows them is copied.
+            /// Normalises a vector in one or two parts: `out = x * weight / rms(part)`. What follows them is copied.
             ///
-            /// Reads `[x, norm weight, none, residual]` (the residual may be none), writes `[out]`.
-            norm = Norm = 6 NormParams amk_norm_params { reads 4, writes 1 } {
+            /// Reads `[x, norm weight]`, writes `[out]`.
+            norm = Norm = 6 NormParams amk_norm_params { reads 2, writes 1 } {
                 /// First element written.
                 pub offset: u32,
                 /// Elements written.
@@ -317,6 +322,8 @@ wire_enum! {
         Rms = 1 "rms",
         /// Combines the attention partials of the active splits.
         Merge = 2 "merge",
+        /// Adds the norm of a block's result to the residual stream; with a second norm's weights it goes on as `rms` does with the sum.
+        PostNorm = 3 "post_norm",
     }
 }
 
@@ -377,5 +384,7 @@ wire_enum! {
         Sinks = 6 "sinks",
         /// `clamped_silu` in place of `silu`.
         ClampedSilu = 7 "clamped_silu",
+        /// The prologue `post_norm`.
+        PostNorm = 8 "post_norm",
     }
 }

@@ -129,6 +129,7 @@ mod tests {
             handoff,
             input,
             residual,
+            stream: None,
             route,
             output,
             reads,

@@ -2,7 +2,7 @@
 //!
 //! Every matrix is split by rows of its output, so that each word is summed by one worker in the order that it has on one
 //! device. A device has whole key/value heads, with their queries and caches; heads that do not divide are dealt as evenly
-//! as whole heads can be. What is small and needs the whole input (the embedding row, norms of results) is done on every
+//! as whole heads can be. What is small and needs the whole input (the embedding row, norms over all heads) is done on every
 //! device.
 
 use std::ops::Range;

@@ -7,7 +7,7 @@ use abi::{
     SampleParams,
 };
 use ir::CounterId;
-use ir::program::{Task, Wait, Worker};
+use ir::program::{Task, Wait, Worker, stream_part};
 
 use crate::assign::Shares;
 use crate::flow::{Flow, Op, Phase, ValueId};
@@ -109,6 +109,10 @@ impl Plan<'_> {
                 let candidate = if p.epilogue == Epilogue::Logits as u32 { candidate } else { 0 };
                 let params = MatvecParams { tile0: items.start, tiles: len, candidate, ..p };
                 push(Task::new(opcode, layer, params));
+                let stream = phase.stream.filter(|_| !stream_part(&params).is_empty());
+                if let (Some(stream), Some(task)) = (stream, worker.tasks.last_mut()) {
+                    task.writes[1] = Some(self.flow.buffer(stream));
+                }
             }
             // The splits of a head go to neighbouring workers, so that the split which is always active is spread over
             // all workers.

@@ -46,8 +46,10 @@ pub(crate) struct Phase {
     pub(crate) handoff: Option<Handoff>,
     /// First input of its tasks.
     pub(crate) input: ValueId,
-    /// The value that its products are added to.
+    /// The value that its products are added to; with the prologue `post_norm` what its input's norm is added to.
     pub(crate) residual: Option<ValueId>,
+    /// The residual stream that it stores beside its output, with that prologue.
+    pub(crate) stream: Option<ValueId>,
     /// The route that its products follow.
     pub(crate) route: Option<ValueId>,
     /// `None` for `sample`, which has no reader.
@@ -64,6 +66,13 @@ pub(crate) struct Phase {
     pub(crate) item_bytes: u64,
     /// Which items each device does.
     pub(crate) split: Split,
+}
+
+impl Phase {
+    /// Whether each of its tasks reads the whole residual, and not only its own rows.
+    pub(crate) fn reads_whole_residual(&self) -> bool {
+        matches!(self.op, Op::Matvec(p) if p.prologue == Prologue::PostNorm as u32)
+    }
 }
 
 /// A value of a flow, by index.
@@ -115,7 +124,8 @@ impl Flow {
         for phase in self.phases.iter().filter(|phase| phase.class != PhaseClass::Sample) {
             let whole = [Some(phase.input), phase.route];
             let reads = whole.into_iter().flatten().map(|value| (value, false));
-            for (value, own) in reads.chain(phase.residual.map(|value| (value, true))) {
+            let own = !phase.reads_whole_residual();
+            for (value, own) in reads.chain(phase.residual.map(|value| (value, own))) {
                 let Some(writer) = self.values[value.0].writer else { continue };
                 let written = &self.phases[writer].split;
                 self.values[value.0].replicated |= match (written, &phase.split) {
@@ -139,6 +149,32 @@ impl Flow {
     pub(crate) fn writer(&self, value: ValueId) -> Option<usize> {
         self.values[value.0].writer
     }
+}
+
+/// The residual stream between two blocks.
+#[derive(Clone, Debug)]
+struct Stream {
+    x: ValueId,
+    /// What is still to be added to it: the first reader does that.
+    pending: Option<Pending>,
+}
+
+/// The result of a block that ends with a norm.
+#[derive(Clone, Debug)]
+struct Pending {
+    sums: ValueId,
+    norm: TensorId,
+    /// The name of the stream with it.
+    name: String,
+}
+
+/// How a product reads the residual stream.
+struct Reading {
+    prologue: Prologue,
+    input: ValueId,
+    weights: Option<BufferId>,
+    residual: Option<ValueId>,
+    stream: Option<ValueId>,
 }
 
 /// Adds phases, and their constants in the same order.
@@ -174,16 +210,50 @@ impl Builder<'_> {
                 Phase { items: graph.hidden, block: EMBED_BLOCK, item_bytes, split, ..embed };
             x = self.push(embed, graph.hidden.into());
         }
+        let mut stream = Stream { x, pending: None };
         for (n, (layer, packed)) in (0_u32..).zip(graph.layers.iter().zip(&packed.layers)) {
-            x = self.attention_block(n, layer, &packed.attention, x);
-            x = match (&layer.mlp.body, &packed.router) {
+            stream = self.attention_block(n, layer, &packed.attention, stream);
+            stream = match (&layer.mlp.body, &packed.router) {
                 (FeedForward::Experts(experts), Some(router)) => {
-                    self.experts_block(n, &layer.mlp, (experts, router, &packed.mlp), x)
+                    self.experts_block(n, &layer.mlp, (experts, router, &packed.mlp), stream)
                 }
-                _ => self.mlp_block(n, &layer.mlp, &packed.mlp, x),
+                _ => self.mlp_block(n, &layer.mlp, &packed.mlp, stream),
             };
         }
-        self.head(graph.layers.len() as u32, x);
+        self.head(graph.layers.len() as u32, stream);
+    }
+
+    /// How the next product reads the stream, after a norm if there is one. What is pending is added by this product; it
+    /// also stores the sum, which is then the stream, unless it is the last reader.
+    fn read_stream(
+        &mut self,
+        stream: &mut Stream,
+        norm: Option<TensorId>,
+        name: String,
+        last: bool,
+    ) -> Reading {
+        let hidden = self.graph.hidden;
+        let x = stream.x;
+        let Some(pending) = stream.pending.take() else {
+            let weights = norm.map(|norm| self.vector(name, norm, hidden));
+            let prologue = if norm.is_some() { Prologue::Rms } else { Prologue::Copy };
+            return Reading { prologue, input: x, weights, residual: None, stream: None };
+        };
+        let parts = std::iter::once(pending.norm).chain(norm);
+        let parts = parts.map(|norm| (Some(norm), hidden)).collect();
+        let weights = self.constant(name, RowMap { parts, interleaved: false });
+        // The tasks that store it signal for their output, so that only its own words can announce it.
+        let stored = (!last).then(|| {
+            self.value(pending.name, Handoff::FlagInData, hidden.into(), self.flow.phases.len())
+        });
+        stream.x = stored.unwrap_or(x);
+        Reading {
+            prologue: Prologue::PostNorm,
+            input: pending.sums,
+            weights: Some(weights),
+            residual: Some(x),
+            stream: stored,
+        }
     }
 
     fn attention_block(
@@ -191,16 +261,16 @@ impl Builder<'_> {
         n: u32,
         layer: &Layer,
         packed: &PackedAttention,
-        x: ValueId,
-    ) -> ValueId {
+        mut stream: Stream,
+    ) -> Stream {
         let (graph, tiling) = (self.graph, self.config.tiling.attention);
         let (head_dim, kv_block, splits) = (graph.head_dim, tiling.kv_block, tiling.kv_split);
         let Block { norm, post_norm, body } = &layer.attention;
         let window = body.window.unwrap_or(0);
         let name = |part: &str| format!("layers.{n}.{part}");
-        let norm = norm.map(|norm| self.vector(name("attn_norm"), norm, graph.hidden));
-        let params = product(first_prologue(norm), Epilogue::Store);
-        let mut qkv = self.matvec(PhaseClass::Qkv, n, &packed.qkv, params, x, norm);
+        let reading = self.read_stream(&mut stream, *norm, name("attn_norm"), false);
+        let params = product(reading.prologue, Epilogue::Store);
+        let mut qkv = self.reader(PhaseClass::Qkv, n, &packed.qkv, params, &reading);
         if !graph.norms_all_heads(layer) {
             let (q, kv) = (graph.q_width(), graph.kv_width());
             let parts = vec![(0, q), (q, kv), (q + kv, kv)];
@@ -253,25 +323,23 @@ impl Builder<'_> {
             }
         };
         let o = self.matvec(PhaseClass::OProj, n, &packed.o, params, attended, None);
-        self.end_block(o, *post_norm, x)
+        self.end_block(o, *post_norm, stream)
     }
 
-    /// Adds the product that ends a block, and what adds it to the residual stream `x`: the product itself, or a norm
-    /// of its result.
-    fn end_block(&mut self, last: Phase, post_norm: Option<TensorId>, x: ValueId) -> ValueId {
-        let hidden = self.graph.hidden;
-        let Op::Matvec(params) = last.op else { return x };
+    /// Adds the product that ends a block. It adds its result to the residual stream, or leaves that to the next reader
+    /// if the result is normed before: each reader needs all of it for that.
+    fn end_block(&mut self, last: Phase, post_norm: Option<TensorId>, stream: Stream) -> Stream {
+        let (hidden, x) = (self.graph.hidden, stream.x);
+        let (Op::Matvec(params), Some(name)) = (last.op, last.class.buffer(last.layer)) else {
+            return stream;
+        };
         let Some(norm) = post_norm else {
             let op = Op::Matvec(MatvecParams { epilogue: Epilogue::Residual as u32, ..params });
-            return self.push(Phase { op, residual: Some(x), ..last }, hidden.into());
+            let x = self.push(Phase { op, residual: Some(x), ..last }, hidden.into());
+            return Stream { x, pending: None };
         };
-        let (class, layer) = (last.class, last.layer);
-        let Some(name) = class.buffer(layer) else { return x };
         let sums = self.push_named(last, format!("{name}.sums"), hidden.into());
-        let weight = self.vector(format!("{name}.norm"), norm, hidden);
-        let params = NormParams { width: hidden, first: hidden, ..NormParams::default() };
-        let norm = self.norm(class, layer, params, sums, weight);
-        self.push_named(Phase { residual: Some(x), ..norm }, name, hidden.into())
+        Stream { x, pending: Some(Pending { sums, norm, name }) }
     }
 
     /// Adds the norm of all queries and of all keys; values pass through.
@@ -281,30 +349,18 @@ impl Builder<'_> {
         let map = RowMap { parts, interleaved: false };
         let weight = self.constant(format!("layers.{n}.qk_norm"), map);
         let width = q + 2 * kv;
-        let params = NormParams { width, first: q, second: kv, ..NormParams::default() };
-        let norm = self.norm(PhaseClass::Qkv, n, params, qkv, weight);
-        self.push_named(norm, format!("layers.{n}.qkv.normed"), width.into())
-    }
-
-    /// A norm after a product of this class; it is handed over like the product's result.
-    fn norm(
-        &self,
-        after: PhaseClass,
-        layer: u32,
-        params: NormParams,
-        input: ValueId,
-        weight: BufferId,
-    ) -> Phase {
-        let params = NormParams { eps: self.graph.norm_eps, ..params };
-        Phase {
-            handoff: after.handoff(self.config),
+        let eps = self.graph.norm_eps;
+        let params = NormParams { width, first: q, second: kv, eps, ..NormParams::default() };
+        let norm = Phase {
+            handoff: PhaseClass::Qkv.handoff(self.config),
             reads: [None, Some(weight), None, None, None],
-            items: params.width,
+            items: width,
             block: NORM_BLOCK,
             item_bytes: 4,
             split: Split::Whole,
-            ..self.phase(PhaseClass::Norm, layer, Op::Norm(params), input)
-        }
+            ..self.phase(PhaseClass::Norm, n, Op::Norm(params), qkv)
+        };
+        self.push_named(norm, format!("layers.{n}.qkv.normed"), width.into())
     }
 
     fn merge(&mut self, n: u32, window: u32, partials: ValueId) -> ValueId {
@@ -332,17 +388,17 @@ impl Builder<'_> {
         n: u32,
         block: &Block<B>,
         packed: &PackedMlp,
-        x: ValueId,
-    ) -> ValueId {
+        mut stream: Stream,
+    ) -> Stream {
         let graph = self.graph;
-        let norm =
-            block.norm.map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
-        let params = gated(graph.activation, norm);
-        let h = self.matvec(PhaseClass::GateUp, n, &packed.gate_up, params, x, norm);
+        let name = format!("layers.{n}.mlp_norm");
+        let reading = self.read_stream(&mut stream, block.norm, name, false);
+        let params = gated(graph.activation, reading.prologue);
+        let h = self.reader(PhaseClass::GateUp, n, &packed.gate_up, params, &reading);
         let h = self.push(h, graph.ffn.into());
         let params = product(Prologue::Copy, Epilogue::Store);
         let down = self.matvec(PhaseClass::Down, n, &packed.down, params, h, None);
-        self.end_block(down, block.post_norm, x)
+        self.end_block(down, block.post_norm, stream)
     }
 
     /// A layer's experts: a router's logits, the route, and the products that follow it. Those of the shared expert come
@@ -352,46 +408,51 @@ impl Builder<'_> {
         n: u32,
         block: &Block<FeedForward>,
         (experts, router, packed): (&Experts, &PackedRouter, &PackedMlp),
-        mut x: ValueId,
-    ) -> ValueId {
+        mut stream: Stream,
+    ) -> Stream {
         let graph = self.graph;
-        let norm =
-            block.norm.map(|norm| self.vector(format!("layers.{n}.mlp_norm"), norm, graph.hidden));
+        let name = || format!("layers.{n}.mlp_norm");
+        // The router's tasks store what they add, so that later products read it like any residual.
+        let reading = self.read_stream(&mut stream, block.norm, name(), false);
         let count = experts.experts.len() as u32;
-        let params = product(first_prologue(norm), Epilogue::Store);
-        let logits = self.matvec(PhaseClass::Router, n, &router.router, params, x, norm);
+        let params = product(reading.prologue, Epilogue::Store);
+        let logits = self.reader(PhaseClass::Router, n, &router.router, params, &reading);
         let logits = Phase { handoff: PhaseClass::GateUp.handoff(self.config), ..logits };
         let logits = self.push(logits, u64::from(count + u32::from(router.shared.is_some())));
+        let reading = match reading.residual {
+            Some(_) => self.read_stream(&mut stream, block.norm, name(), false),
+            None => reading,
+        };
         let scoring = if experts.normalised { Scoring::Chosen } else { Scoring::All };
         let route = self.route(n, "route", logits, (0, count, experts.top_k, scoring));
         let (up, down) = (PhaseClass::GateUp, PhaseClass::Down);
         let mut hidden = None;
         if let (Some(packed), Some(shared)) = (&router.shared, &experts.shared) {
             let route = self.route(n, "shared_route", logits, (count, 1, 1, Scoring::Sigmoid));
-            let params = gated(graph.activation, norm);
-            let h = self.matvec(PhaseClass::SharedUp, n, &packed.gate_up, params, x, norm);
+            let params = gated(graph.activation, reading.prologue);
+            let h = self.reader(PhaseClass::SharedUp, n, &packed.gate_up, params, &reading);
             let h = Phase { route: Some(route), ..self.like(up, h) };
             hidden = Some((packed, self.push(h, shared.ffn.into())));
         }
-        let mut params = gated(graph.activation, norm);
+        let mut params = gated(graph.activation, reading.prologue);
         if let Some(clamped) = experts.clamped {
             params.activation = Activation::ClampedSilu as u32;
             params.cap = clamped.limit;
         }
         params.rows = experts.top_k;
-        let h = self.matvec(up, n, &packed.gate_up, params, x, norm);
+        let h = self.reader(up, n, &packed.gate_up, params, &reading);
         let width = u64::from(experts.top_k) * u64::from(graph.expert_width(experts));
         let h = self.push(Phase { route: Some(route), ..h }, width);
         if let Some((packed, h)) = hidden {
             let params = product(Prologue::Copy, Epilogue::Residual);
             let shared = self.matvec(PhaseClass::SharedDown, n, &packed.down, params, h, None);
-            let shared = Phase { residual: Some(x), ..self.like(down, shared) };
-            x = self.push(shared, graph.hidden.into());
+            let shared = Phase { residual: Some(stream.x), ..self.like(down, shared) };
+            stream.x = self.push(shared, graph.hidden.into());
         }
         let params = product(Prologue::Copy, Epilogue::Store);
         let params = MatvecParams { units: experts.top_k, ..params };
         let last = self.matvec(down, n, &packed.down, params, h, None);
-        self.end_block(Phase { route: Some(route), ..last }, block.post_norm, x)
+        self.end_block(Phase { route: Some(route), ..last }, block.post_norm, stream)
     }
 
     /// Adds a route of `slots` among `experts`, by logits from `first` on. Loaders poll its words, so they are always
@@ -421,18 +482,32 @@ impl Builder<'_> {
     }
 
     /// Adds the logits and the sampling of a token; each product also writes the best of its rows as two words.
-    fn head(&mut self, n: u32, x: ValueId) {
+    fn head(&mut self, n: u32, mut stream: Stream) {
         let (graph, packed) = (self.graph, self.packed);
-        let norm = self.vector("final_norm".into(), graph.final_norm, graph.hidden);
+        let norm = Some(graph.final_norm);
+        let reading = self.read_stream(&mut stream, norm, "final_norm".into(), true);
         let logits =
             self.buffer("logits".into(), BufferKind::Logits, graph.vocab, BufferSource::Scratch);
         let cap = graph.logit_cap.unwrap_or(0.0);
-        let params = MatvecParams { cap, ..product(Prologue::Rms, Epilogue::Logits) };
-        let lm_head = self.matvec(PhaseClass::LmHead, n, &packed.lm_head, params, x, Some(norm));
+        let params = MatvecParams { cap, ..product(reading.prologue, Epilogue::Logits) };
+        let lm_head = self.reader(PhaseClass::LmHead, n, &packed.lm_head, params, &reading);
         let candidates = self.push(Phase { writes: [Some(logits), None], ..lm_head }, 2);
         self.flow.values[candidates.0].per_task = true;
         let sample = self.phase(PhaseClass::Sample, n, Op::Sample, candidates);
         self.push(Phase { items: 1, split: Split::Whole, ..sample }, 0);
+    }
+
+    /// The product of a matrix with the residual stream.
+    fn reader(
+        &mut self,
+        class: PhaseClass,
+        n: u32,
+        packed: &PackedMatrix,
+        params: MatvecParams,
+        reading: &Reading,
+    ) -> Phase {
+        let &Reading { input, weights, residual, stream, .. } = reading;
+        Phase { residual, stream, ..self.matvec(class, n, packed, params, input, weights) }
     }
 
     /// Adds the product of a matrix with the prologue's result on `input`. `params.rows` and `params.units` are the slots
@@ -483,6 +558,7 @@ impl Builder<'_> {
             handoff: class.handoff(self.config),
             input,
             residual: None,
+            stream: None,
             route: None,
             output: None,
             reads: [None; READS_MAX],
@@ -515,18 +591,17 @@ impl Builder<'_> {
     fn push_named(&mut self, phase: Phase, name: String, words: u64) -> ValueId {
         // A candidate holds a row number, which leaves no bits for a tag: it has no knob.
         let handoff = phase.handoff.unwrap_or(Handoff::Counter);
-        let (writer, handoff) = (Some(self.flow.phases.len()), Some(handoff));
-        self.flow.values.push(Value {
-            writer,
-            handoff,
-            name,
-            words,
-            per_task: false,
-            replicated: false,
-        });
-        let next = ValueId(self.flow.values.len() - 1);
+        let next = self.value(name, handoff, words, self.flow.phases.len());
         self.flow.phases.push(Phase { output: Some(next), ..phase });
         next
+    }
+
+    /// Adds a value that the phase of this number writes.
+    fn value(&mut self, name: String, handoff: Handoff, words: u64, writer: usize) -> ValueId {
+        let (writer, handoff) = (Some(writer), Some(handoff));
+        let value = Value { writer, handoff, name, words, ..Value::default() };
+        self.flow.values.push(value);
+        ValueId(self.flow.values.len() - 1)
     }
 
     fn buffer(
@@ -549,18 +624,14 @@ impl Builder<'_> {
     }
 }
 
-fn first_prologue(norm: Option<BufferId>) -> Prologue {
-    if norm.is_some() { Prologue::Rms } else { Prologue::Copy }
-}
-
 fn product(prologue: Prologue, epilogue: Epilogue) -> MatvecParams {
     let (prologue, epilogue) = (prologue as u32, epilogue as u32);
     MatvecParams { prologue, epilogue, ..MatvecParams::default() }
 }
 
 /// The first product of an MLP.
-fn gated(activation: Activation, norm: Option<BufferId>) -> MatvecParams {
-    let params = product(first_prologue(norm), Epilogue::SiluMul);
+fn gated(activation: Activation, prologue: Prologue) -> MatvecParams {
+    let params = product(prologue, Epilogue::SiluMul);
     MatvecParams { activation: activation as u32, ..params }
 }
 

@@ -21,7 +21,7 @@ pub(crate) struct PhaseOrder {
     catches_up: Vec<Vec<bool>>,
 }
 
-/// The rows of the residual stream that a worker writes or adds to.
+/// The rows of the residual stream that a worker writes or adds to, unless it reads all of them.
 fn rows(phase: &Phase, share: &Range<u32>) -> Range<u32> {
     let each = if matches!(phase.op, Op::Matvec(_)) { abi::UNIT_ROWS } else { 1 };
     share.start * each..share.end * each
@@ -53,11 +53,13 @@ impl PhaseOrder {
                 if let Some(theirs) = input.and_then(|before| released[before].as_ref()) {
                     join(mine, theirs);
                 }
+                let whole = phases[phase].reads_whole_residual();
                 let added = |wrote: &Range<u32>| {
-                    shares[phase][worker].iter().any(|share| {
-                        let added = rows(&phases[phase], share);
-                        wrote.start < added.end && added.start < wrote.end
-                    })
+                    whole
+                        || shares[phase][worker].iter().any(|share| {
+                            let added = rows(&phases[phase], share);
+                            wrote.start < added.end && added.start < wrote.end
+                        })
                 };
                 let unknown = |&written: &usize| {
                     shares[written].iter().zip(mine.iter()).any(|(part, &known)| {

@@ -1,6 +1,6 @@
 //! Tests that every schedule of every graph lowers and verifies, and that every knob has an effect.
 
-use abi::{MatvecParams, Opcode};
+use abi::{BufferKind, MatvecParams, Opcode};
 use ir::program::{Program, Verified};
 use ir::schedule::{
     ActsOn, EmbedGrouping, Evict, Handoff, MergeGrouping, SmAssignment, Value, default_config,
@@ -157,18 +157,20 @@ fn a_step_has_the_phases_of_the_table_in_their_order() {
 }
 
 #[test]
-fn norms_of_results_are_phases_that_are_handed_over_like_their_products() {
+fn norms_of_results_are_parts_of_the_products_that_read_them() {
     let graph = preset("gemma-3-1b", 2);
     let config = default_config(&graph, &target("h200"));
     assert_eq!(config.fusion_grouping.embed, EmbedGrouping::Separate, "the embedding has a factor");
     let flow = flow::Flow::new(&config, &graph, &PackedModel::new(&graph), 64);
-    let normed: Vec<_> = flow.phases.iter().filter(|p| p.class == PhaseClass::Norm).collect();
-    assert_eq!(normed.len(), 4, "two of each layer");
-    for norm in normed {
-        let product = flow.writer(norm.input).map(|writer| &flow.phases[writer]).unwrap();
-        assert!(norm.residual.is_some() && product.residual.is_none());
-        assert_eq!(norm.handoff, product.handoff);
+    assert!(flow.phases.iter().all(|phase| phase.class != PhaseClass::Norm));
+    let readers: Vec<_> = flow.phases.iter().filter(|p| p.reads_whole_residual()).collect();
+    let classes: Vec<_> = readers.iter().map(|reader| (reader.class, reader.layer)).collect();
+    let (up, qkv, head) = (PhaseClass::GateUp, PhaseClass::Qkv, PhaseClass::LmHead);
+    assert_eq!(classes, [(up, 0), (qkv, 1), (up, 1), (head, 2)], "one behind each block");
+    for (reader, next) in readers.iter().zip(&readers[1..]) {
+        assert_eq!(reader.stream, next.residual, "it stores what the next one adds to");
     }
+    assert_eq!(readers[3].stream, None, "nothing reads it");
     let mut fused = config;
     fused.fusion_grouping.embed = EmbedGrouping::Qkv;
     let refused = validate(fused, &graph, &target("h200")).unwrap_err();
@@ -212,7 +214,7 @@ proptest! {
     #[test]
     fn any_combination_of_knobs_verifies(
         pick in proptest::collection::vec(0_usize..64, Knob::ALL.len()),
-        which in 0_usize..4,
+        which in 0_usize..5,
         gpu in 0_usize..7,
         layers in 1_u32..5,
     ) {
@@ -220,6 +222,7 @@ proptest! {
             0 => preset("toy-2l", layers),
             1 => awkward(),
             2 => preset("smollm2-135m", layers),
+            3 => preset("gemma-3-1b", layers),
             _ => preset("llama-3.2-1b", layers),
         };
         let target = &Target::all()[gpu];
@@ -598,5 +601,100 @@ fn rows_of_codes_have_scales() {
         assert!(table.contains("an embedding is read without scales"), "{table}");
         let seqs = ir::program::check_seqs(&program, 2).expect_err("refused").to_string();
         assert!(seqs.contains("16-bit weights only"), "{seqs}");
+    }
+}
+
+/// A small model that norms the results of its blocks, and its program with every hand-off of this kind.
+fn with_post_norms(handoff: &'static str) -> Program {
+    let graph = Shape { family: Family::Gemma3, layers: 3, ..Shape::default() }.graph();
+    let target = Target { sms: 8, ..target("h200") };
+    let mut config = neutral_config(&graph, &target);
+    for knob in Knob::ALL.iter().filter(|knob| knob.path().starts_with("sync.")) {
+        config.set(*knob, Value::Name(handoff)).expect("a hand-off");
+    }
+    config.set(Knob::SyncEmbed, Value::Name("counter")).expect("a hand-off");
+    config.tiling.qkv.rows = 64; // two shares for eight workers
+    lowered(config, &graph, &target).into_inner()
+}
+
+/// The products of this phase in a layer.
+fn products(
+    program: &mut Program,
+    class: PhaseClass,
+    layer: u16,
+) -> impl Iterator<Item = &mut ir::program::Task> {
+    let matrix: Vec<bool> = program
+        .matrices
+        .iter()
+        .map(|matrix| matrix.name.rsplit('.').next() == class.matrix())
+        .collect();
+    let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);
+    tasks.filter(move |task| {
+        task.opcode == Opcode::Matvec
+            && task.layer == layer
+            && matrix[task.params::<MatvecParams>().matrix as usize]
+    })
+}
+
+#[test]
+fn readers_of_a_normed_result_read_and_store_the_stream_in_order() {
+    let program = with_post_norms("flag_in_data");
+    let one = |change: &dyn Fn(&mut ir::program::Task)| {
+        refused(&program, |program| {
+            products(program, PhaseClass::GateUp, 1).take(1).for_each(change)
+        })
+    };
+    let says = |found: String, what: &str| assert!(found.contains(what), "{what:?}: {found}");
+    says(one(&|task| task.writes[1] = None), "no task writes words 0..");
+    says(one(&|task| task.reads[4] = task.reads[0]), "read 4 is not used by this matvec");
+    says(one(&|task| task.reads[3] = None), "the residual stream is missing");
+    says(one(&|task| task.reads[1] = task.reads[0]), "the norm weights is");
+    says(one(&|task| task.writes[1] = task.reads[0]), "are written by");
+    let residual = refused(&program, |program| {
+        products(program, PhaseClass::Qkv, 1).for_each(|task| {
+            let p = MatvecParams { epilogue: abi::Epilogue::Residual as u32, ..task.params() };
+            task.params = ir::program::Task::new(Opcode::Matvec, 1, p).params;
+        });
+    });
+    says(residual, "adds another");
+    let weights = refused(&program, |program| {
+        let mut norms = None;
+        products(program, PhaseClass::GateUp, 1).for_each(|task| norms = task.reads[1]);
+        let buffer = &mut program.buffers[norms.expect("norms").index()];
+        let ir::program::BufferSource::Vector(map) = &mut buffer.source else { panic!("a vector") };
+        map.parts[1].1 -= 8;
+        buffer.words = map.rows();
+    });
+    says(weights, "norm weights, expected");
+    // A stream that is stored as plain words is ordered by nothing.
+    let plain = refused(&program, |program| {
+        let mut stored = None;
+        products(program, PhaseClass::GateUp, 1)
+            .for_each(|task| stored = stored.or(task.writes[1]));
+        program.buffers[stored.expect("it stores the stream").index()].kind = BufferKind::Plain;
+    });
+    says(plain, "R-HAPPENS");
+    // A worker without tiles of q, k and v learns from no other counter that the embedding is there.
+    let early = refused(&program, |program| {
+        products(program, PhaseClass::GateUp, 0).for_each(|task| task.waits.clear());
+    });
+    says(early, "R-HAPPENS");
+    let counters = with_post_norms("counter").counters;
+    assert!(counters > 3 * 4, "{counters}");
+}
+
+/// Every element of the stream is stored by one task, whatever the shapes.
+#[test]
+fn parts_of_the_stream_cover_it() {
+    for (rows, k_len) in [(16, 2560), (20480, 2560), (4096, 64), (24, 20), (8, 4), (1000, 36)] {
+        let tiles = u32::div_ceil(rows, 8);
+        let mut next = 0;
+        for tile0 in 0..tiles {
+            let p = MatvecParams { rows, k_len, tile0, tiles: 1, ..MatvecParams::default() };
+            let part = ir::program::stream_part(&p);
+            assert_eq!(part.start, next, "{rows} rows, {k_len} elements, tile {tile0}");
+            next = part.end;
+        }
+        assert_eq!(next, k_len, "{rows} rows");
     }
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue, RouteParams, Scoring};
-use ir::program::{BufferSource, Program, Task, active_splits, attended, split_range};
+use ir::program::{Program, Task, active_splits, attended, split_range};
 use ir::{BufferId, FeedForward, Gated, Graph, Layer, TensorId, Weights, WorkerId};
 
 use crate::eval::{Belongs, EvalError, Evaluator, greatest};
@@ -279,8 +279,16 @@ impl<'s, 'a> Step<'s, 'a> {
         }
     }
 
-    /// The residual at the start of a layer.
+    /// The residual at the start of a layer, as the layer's first product has it.
     fn before(&self, layer: usize) -> Option<Vec<f32>> {
+        match layer.checked_sub(1) {
+            Some(before) => self.after_block(before, true),
+            None => self.stored_before(layer),
+        }
+    }
+
+    /// The same as later products read it: what was stored.
+    fn stored_before(&self, layer: usize) -> Option<Vec<f32>> {
         match layer.checked_sub(1) {
             Some(before) => self.had.get(&Role::AfterMlp(before)).cloned(),
             None => match self.had.get(&Role::Embedded) {
@@ -288,6 +296,21 @@ impl<'s, 'a> Step<'s, 'a> {
                 None => Some(self.examiner.ops.embedded(self.token).values),
             },
         }
+    }
+
+    /// The residual after a block, the MLP's if `mlp`, as the product behind it has it: what was stored, or, where the
+    /// block's result is normed, the sum that this product computes itself.
+    fn after_block(&self, layer: usize, mlp: bool) -> Option<Vec<f32>> {
+        let (sums, after) = match mlp {
+            true => (Role::MlpSums(layer), Role::AfterMlp(layer)),
+            false => (Role::AttentionSums(layer), Role::AfterAttention(layer)),
+        };
+        let Some(sums) = self.had.get(&sums) else { return self.had.get(&after).cloned() };
+        let x = match mlp {
+            true => self.had.get(&Role::AfterAttention(layer)).cloned(),
+            false => self.stored_before(layer),
+        };
+        Some(self.examiner.ops.after_norm(layer, mlp, &x?, sums).values)
     }
 
     fn heads(&mut self, layer: usize) -> Option<&[Vec<f32>; 3]> {
@@ -330,7 +353,7 @@ impl<'s, 'a> Step<'s, 'a> {
         let ops = &self.examiner.ops;
         let had = |role: Role| self.had.get(&role);
         match role {
-            Role::Router(layer) => ops.router(layer, had(Role::AfterAttention(layer))?),
+            Role::Router(layer) => ops.router(layer, &self.after_block(layer, false)?),
             Role::Route(layer) => ops.route(layer, had(Role::Router(layer))?, false),
             Role::SharedRoute(layer) => ops.route(layer, had(Role::Router(layer))?, true),
             Role::SharedHidden(layer) => {
@@ -362,18 +385,16 @@ impl<'s, 'a> Step<'s, 'a> {
             }
             Role::AfterAttention(layer) if self.had.contains_key(&Role::AttentionSums(layer)) => {
                 let sums = self.had.get(&Role::AttentionSums(layer))?;
-                Some(ops.after_norm(layer, false, &self.before(layer)?, sums))
+                Some(ops.after_norm(layer, false, &self.stored_before(layer)?, sums))
             }
             Role::AfterAttention(layer) => {
                 let mixed = match self.had.get(&Role::Mixed(layer)) {
                     Some(mixed) => mixed.clone(),
                     None => self.mixed(layer)?.values,
                 };
-                Some(ops.after_attention(layer, &self.before(layer)?, mixed))
+                Some(ops.after_attention(layer, &self.stored_before(layer)?, mixed))
             }
-            Role::Hidden(layer) => {
-                Some(ops.hidden(layer, self.had.get(&Role::AfterAttention(layer))?))
-            }
+            Role::Hidden(layer) => Some(ops.hidden(layer, &self.after_block(layer, false)?)),
             Role::MlpSums(layer) => {
                 Some(ops.mlp_sums(layer, self.had.get(&Role::Hidden(layer))?.clone()))
             }
@@ -534,9 +555,15 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
         Opcode::Embed => Some(Role::Embedded),
         Opcode::Attention => inside.then_some(Role::Partials(layer)),
         Opcode::AttentionMerge => inside.then_some(Role::Mixed(layer)),
-        Opcode::Norm => graph.layers.get(layer).map(|of| normed(program, of, task, layer)),
+        Opcode::Norm => inside.then_some(Role::NormedQkv(layer)),
         Opcode::Matvec => {
             let p: MatvecParams = task.params();
+            if p.prologue == Prologue::PostNorm as u32
+                && p.epilogue != Epilogue::Logits as u32
+                && index > 0
+            {
+                return stream(role(graph, program, task, 0)?);
+            }
             match Epilogue::new(p.epilogue)? {
                 Epilogue::Store => {
                     graph.layers.get(layer).map(|of| stored(graph, program, of, &p, layer))
@@ -564,6 +591,15 @@ fn role(graph: &Graph, program: &Program, task: &Task, index: usize) -> Option<R
             }
         }
     }
+}
+
+/// The role of the residual stream that a product stores beside this one.
+fn stream(product: Role) -> Option<Role> {
+    if let Role::Qkv(layer) = product {
+        return layer.checked_sub(1).map(Role::AfterMlp);
+    }
+    let (Role::Router(layer) | Role::Hidden(layer)) = product else { return None };
+    Some(Role::AfterAttention(layer))
 }
 
 /// The shared expert of a layer.
@@ -594,12 +630,13 @@ fn multiplies(program: &Program, p: &MatvecParams, weight: TensorId) -> bool {
 /// The role of products that are stored as they are. A wrong matrix is one of the same size: then the sizes decide.
 fn stored(graph: &Graph, program: &Program, of: &Layer, p: &MatvecParams, layer: usize) -> Role {
     let is = |weight: TensorId| multiplies(program, p, weight);
+    let prologue = Prologue::new(p.prologue).unwrap_or_default();
     if let FeedForward::Experts(experts) = &of.mlp.body
         && is(experts.router.weight)
     {
         Role::Router(layer)
     } else if is(of.attention.body.q.weight)
-        || p.prologue == Prologue::Rms as u32
+        || [Prologue::Rms, Prologue::PostNorm].contains(&prologue)
         || p.rows != graph.hidden
     {
         Role::Qkv(layer)
@@ -609,24 +646,6 @@ fn stored(graph: &Graph, program: &Program, of: &Layer, p: &MatvecParams, layer:
         Role::MlpSums(layer)
     } else {
         Role::AttentionSums(layer)
-    }
-}
-
-/// The role of a norm's result.
-fn normed(program: &Program, of: &Layer, task: &Task, layer: usize) -> Role {
-    let weight = task.reads[1].and_then(|buffer| program.buffers.get(buffer.index()));
-    let is = |norm: Option<TensorId>| match weight.map(|buffer| &buffer.source) {
-        Some(BufferSource::Vector(map)) => {
-            norm.is_some() && map.parts.iter().any(|part| part.0 == norm)
-        }
-        _ => false,
-    };
-    if is(of.mlp.post_norm) {
-        Role::AfterMlp(layer)
-    } else if is(of.attention.post_norm) {
-        Role::AfterAttention(layer)
-    } else {
-        Role::NormedQkv(layer)
     }
 }
 

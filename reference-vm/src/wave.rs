@@ -19,6 +19,8 @@ pub(crate) struct Operand {
     pub(crate) x: Vec<f32>,
     /// Factor of each product.
     pub(crate) scale: Option<f64>,
+    /// The residual stream after the block that ends here, for the prologue `post_norm`; else empty.
+    pub(crate) stream: Vec<f32>,
     /// Cached products, if the machine may use them.
     pub(crate) known: Option<Known>,
 }

@@ -21,6 +21,9 @@ static_assert(CONSUMERS % SEQ_SUMS == 0, "a thread finishes rows of one sequence
 // What the warps exchange besides the sums of products. It is in the shared memory where kernels of one sequence keep those sums.
 struct BatchScratch {
   float squares[2][SEQS][AMK_WARPS]; // double-buffered by barrier
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+  float sums[SEQS][AMK_WARPS]; // of squares of a block's result
+#endif
   float best_value[CONSUMERS / AMK_UNIT_ROWS];
   uint32_t best_row[CONSUMERS / AMK_UNIT_ROWS];
 };
@@ -246,6 +249,107 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
   }
 }
 
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+// Sums the squares of a sequence's elements over the four threads of a warp that hold them; the first of these has the sum.
+__device__ __forceinline__ bool batch_sum_squares(Worker const& w, float& square) {
+  square += __shfl_xor_sync(~0u, square, 1);
+  square += __shfl_xor_sync(~0u, square, 2);
+  return w.thread % 4 == 0 && w.thread % 32 / 4 < SEQS;
+}
+
+// The groups of 4 words of COUNT units of this warp that the vector has, from its unit `from` on: a bit each. `first`: its first element.
+template <uint32_t COUNT> __device__ __forceinline__ uint32_t batch_wanted(uint32_t first, uint32_t from, uint32_t mine, uint32_t k_len) {
+  uint32_t wanted = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 2 * COUNT; ++i) {
+    wanted |= from + i / 2 < mine && first + (from + i / 2) * STEP_ELEMENTS + i % 2 * SECOND < k_len ? 1u << i : 0;
+  }
+  return wanted;
+}
+
+// All warps: the factor of a block's result in the norm that ends the block, in the sequence of this thread's operands. The whole result is
+// read for it, before the parts of it become operands.
+__device__ __forceinline__ float batch_post_factor(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
+  constexpr uint32_t ONCE = 4; // units
+  Worker const own = in_seq(w, operand_seq(w));
+  Words const words = buffer_words(own, st.buffer[0]);
+  uint32_t const warp = w.thread / 32, first = operand_element(w, warp), mine = warp_share(w, p.units);
+  float4 four = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (uint32_t j = 0; j < mine; j += ONCE) {
+    uint4 v[2 * ONCE];
+    batch_wait<false>(own, words, [&](uint32_t i) { return first + (j + i / 2) * STEP_ELEMENTS + i % 2 * SECOND; }, batch_wanted<ONCE>(first, j, mine, p.k_len), v);
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * ONCE; ++i) {
+      vec4_square(vec4_value(words, v[i]), four);
+    }
+  }
+  float square = vec4_sum(four);
+  BatchScratch& scratch = batch_scratch(w);
+  if (batch_sum_squares(w, square)) {
+    scratch.sums[w.thread % 32 / 4][warp] = square;
+  }
+  consumers_sync();
+  float const* s = scratch.sums[own.seq];
+  float sum = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    sum += s[i];
+  }
+  return rsqrtf(fmaf(sum, __fdividef(1.f, (float)p.k_len), p.eps));
+}
+
+// Loads units `unit0`.. of the stream after a block, in which its result has this factor; stores the task's part of it if `stores`. The
+// result has arrived.
+__device__ __forceinline__ float batch_stage_post_norm(Worker const& own, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, float factor, bool stores, SeqInput& x) {
+  constexpr uint32_t ONCE = 4; // units
+  Words const sums = buffer_words(own, st.buffer[0]);
+  Residual const residual = residual_of(own, st);
+  PostNorm const norm = post_norm_of(st, p);
+  StreamPart part = stream_part(own, st, p);
+  if (!stores || own.thread % 32 / 4 >= seqs_running(own)) {
+    part.end = 0;
+  }
+  uint32_t const first = operand_element(own, unit0 + own.thread / 32);
+  float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (uint32_t j = 0; j < SHARE; j += ONCE) {
+    auto const at = [&](uint32_t i) { return first + (j + i / 2) * STEP_ELEMENTS + i % 2 * SECOND; };
+    uint32_t const wanted = batch_wanted<ONCE>(first, j, mine, p.k_len);
+    uint4 v[2 * ONCE], r[2 * ONCE];
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * ONCE; ++i) {
+      v[i] = (wanted >> i & 1) != 0 ? load_u32x4(sums.at + at(i)) : make_uint4(0, 0, 0, 0);
+    }
+    if (residual.buffer.kind == AMK_BUFFER_EMBEDDING) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * ONCE; ++i) {
+        r[i] = (wanted >> i & 1) != 0 ? residual_load(own, residual, at(i)) : make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      batch_wait<false>(own, residual.words, at, wanted, r);
+    }
+    float4 y[2 * ONCE];
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * ONCE; ++i) {
+      // A group that is not wanted is zero, and so is its product with the norms' first weights.
+      uint32_t const e = (wanted >> i & 1) != 0 ? at(i) : 0;
+      y[i] = post_normed(vec4_value(sums, v[i]), load_constant(norm.first + e), factor, vec4_value(residual.words, r[i]));
+      vec4_square(y[i], square);
+      if ((wanted >> i & 1) != 0) {
+        part.store(e, y[i]);
+      }
+      y[i] = norm.second != nullptr ? vec4_times(y[i], load_constant(norm.second + e)) : y[i];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < ONCE; ++i) {
+      operand_of(vec4_halves(y[2 * i]), vec4_halves(y[2 * i + 1]), x.half[j + i]);
+    }
+  }
+  return vec4_sum(square);
+}
+#endif
+
 // Layout of a task's tiles in the ring.
 struct BatchTiles {
   uint32_t units, part;      // per tile; per part of it, except the last
@@ -261,9 +365,15 @@ template <bool FULL> __device__ __forceinline__ void batch_take(Worker const& w,
 }
 
 // Loads units `unit0`.. of the prologue's result, for all sequences, into registers. Returns the thread's part of its sequence's sum of squares.
-__device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
+// `factor`, `stores`: see batch_stage_post_norm.
+__device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, float factor, bool stores, SeqInput& x) {
   Worker const own = in_seq(w, operand_seq(w));
   ResolvedBuffer const& in = st.buffer[0];
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+  if (p.prologue == AMK_PROLOGUE_POST_NORM) {
+    return batch_stage_post_norm(own, st, p, unit0, mine, factor, stores, x);
+  }
+#endif
   float const* norm = p.prologue == AMK_PROLOGUE_RMS ? (float const*)st.buffer[1].address : nullptr;
   if (in.kind == AMK_BUFFER_EMBEDDING) {
     return batch_stage_embedding(own, in, norm, p, unit0, mine, x);
@@ -433,12 +543,17 @@ __device__ __forceinline__ float batch_scale(Worker const& w, uint32_t buffer, a
 __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st, Cursor& c) {
   amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params; // read again where it is used: registers are for vectors
   BatchTiles const k = {p.units, st.task.tile_parts == 1 ? p.units : st.task.stage_units, st.task.tile_parts, st.task.stage_tiles};
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
+  bool const rms = is_normed(st, p);
   Worker const out = in_seq(w, out_seq(w));
   SeqInput x;
   uint32_t left = k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages left in the task
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
-  float scale = 1.f, square = 0.f;
+  float scale = 1.f, square = 0.f, factor = 1.f;
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+  if (p.prologue == AMK_PROLOGUE_POST_NORM) {
+    factor = batch_post_factor(w, st, p);
+  }
+#endif
 #pragma unroll 1
   for (uint32_t done = 0; done < p.tiles; done += BATCH_TILES) {
     uint32_t const buffer = w.parity, tiles = p.tiles - done < BATCH_TILES ? p.tiles - done : BATCH_TILES;
@@ -449,7 +564,7 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
     for (uint32_t part = 0; part < k.parts; ++part) {
       uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
       if (done == 0 || k.parts > 1) {
-        square += batch_stage(w, st, p, unit0, mine, x);
+        square += batch_stage(w, st, p, unit0, mine, factor, done == 0, x);
         if (w.thread == 0) {
           flag_store(&w.shared->near, left <= 3); // its last stages have arrived already
         }

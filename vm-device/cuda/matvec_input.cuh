@@ -106,6 +106,159 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
   return square;
 }
 
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+// The residual stream before a block, which is the embedding table or words.
+struct Residual {
+  ResolvedBuffer buffer;
+  Words words;
+};
+__device__ __forceinline__ Residual residual_of(Worker const& w, StagedTask const& st) { return Residual{st.buffer[3], buffer_words(w, st.buffer[3])}; }
+// Requests 4 elements. Words may be too old: their block's result may arrive before them, since neither orders the other.
+__device__ __forceinline__ uint4 residual_load(Worker const& w, Residual const& r, uint32_t e) {
+  if (r.buffer.kind == AMK_BUFFER_EMBEDDING) {
+    float4 const v = embedding_read4(w, r.buffer, e);
+    return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+  }
+  return load_u32x4(r.words.at + e);
+}
+
+// The elements of the stream after a block that a task stores: those of its tiles. Same as ir::program::stream_part.
+struct StreamPart {
+  Words words;
+  uint32_t begin, end;
+  __device__ __forceinline__ void store(uint32_t e, float4 v) const {
+    if (e >= begin && e < end) {
+      word_write(words, e, v.x), word_write(words, e + 1, v.y), word_write(words, e + 2, v.z), word_write(words, e + 3, v.w);
+    }
+  }
+};
+__device__ __forceinline__ StreamPart stream_part(Worker const& w, StagedTask const& st, amk_matvec_params const& p) {
+  ResolvedBuffer const& to = st.buffer[AMK_READS_STAGED + 1];
+  if (p.epilogue == AMK_EPILOGUE_LOGITS || to.address == 0) { // the second output is another, or there is none
+    return StreamPart{Words{}, 0, 0};
+  }
+  uint32_t const groups = (p.k_len + 3) / 4, tiles = (p.rows + AMK_UNIT_ROWS - 1) / AMK_UNIT_ROWS, each = (groups + tiles - 1) / tiles * 4;
+  uint32_t const begin = p.tile0 * each, end = begin + p.tiles * each;
+  return StreamPart{buffer_words(w, to), begin, end < p.k_len ? end : p.k_len};
+}
+
+// The weights of the norm that ends a block; those of the next block's norm lie behind them, if it has one.
+struct PostNorm {
+  float const* first;
+  float const* second;
+};
+__device__ __forceinline__ PostNorm post_norm_of(StagedTask const& st, amk_matvec_params const& p) {
+  float const* const first = (float const*)st.buffer[1].address;
+  return PostNorm{first, st.buffer[1].units > p.k_len ? first + p.k_len : nullptr};
+}
+__device__ __forceinline__ float4 post_normed(float4 sum, float4 weight, float factor, float4 residual) {
+  return make_float4(fmaf(sum.x * weight.x, factor, residual.x), fmaf(sum.y * weight.y, factor, residual.y), fmaf(sum.z * weight.z, factor, residual.z), fmaf(sum.w * weight.w, factor, residual.w));
+}
+__device__ __forceinline__ float vec4_squares(float4 v, float sum) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
+
+#if AMK_SEQS == 1
+// Sum over all threads. Its scratch is free until the candidates of the task: every warp has read it before the task's barrier, and what a
+// task writes there next is behind that.
+__device__ __forceinline__ float consumers_sum(Worker const& w, float v) {
+  v = warp_sum(v);
+  if (w.thread % 32 == 0) {
+    w.shared->best_value[w.thread / 32] = v;
+  }
+  consumers_sync();
+  float sum = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < AMK_WARPS; ++i) {
+    sum += w.shared->best_value[i];
+  }
+  return sum;
+}
+
+// One warp: stages its columns of the stream after a block, times the next norm if there is one; stores the task's part of it; returns the
+// lane's sum of squares. The block's result is read twice if registers do not hold all of it: its norm is a sum over the whole vector.
+template <uint32_t WIDTH, uint32_t MOST>
+__device__ __forceinline__ float stage_post_norm(Worker const& w, ResolvedBuffer const& in, StagedTask const& st, amk_matvec_params const& p, VectorUnits const& u) {
+  constexpr uint32_t N = turns_at_once(WIDTH, MOST);
+  constexpr bool ONCE = N == turns_of(WIDTH);
+  Words const sums = buffer_words(w, in);
+  Residual const residual = residual_of(w, st);
+  PostNorm const norm = post_norm_of(st, p);
+  StreamPart const part = stream_part(w, st, p);
+  uint32_t at[N];
+  bool wanted[N];
+  uint4 v[N], r[N];
+  float4 n[N], m[N];
+  auto const place = [&](uint32_t first) {
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      at[i] = first + i * TURN_COLS + u.first;
+      wanted[i] = at[i] < WIDTH;
+    }
+  };
+  // Requests what is there before the block's result is.
+  auto const early = [&] {
+    float4 const ones = make_float4(1.f, 1.f, 1.f, 1.f);
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      r[i] = wanted[i] ? residual_load(w, residual, at[i]) : make_uint4(0, 0, 0, 0);
+      n[i] = wanted[i] ? load_constant(norm.first + at[i]) : ones;
+      m[i] = wanted[i] && norm.second != nullptr ? load_constant(norm.second + at[i]) : ones;
+    }
+  };
+  float square = 0.f;
+#pragma unroll 1
+  for (uint32_t first = 0; first < WIDTH; first += N * TURN_COLS) {
+    place(first);
+    if (ONCE) {
+      early();
+    }
+    vec4s_wait(w, sums, at, wanted, v);
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      square = vec4_squares(vec4_value(sums, v[i]), square);
+    }
+  }
+  float const factor = rsqrtf(fmaf(consumers_sum(w, square), __fdividef(1.f, (float)WIDTH), p.eps));
+  square = 0.f;
+#pragma unroll 1
+  for (uint32_t first = 0; first < WIDTH; first += N * TURN_COLS) {
+    if (!ONCE) {
+      place(first);
+      early();
+      vec4s_wait(w, sums, at, wanted, v);
+    }
+    bool late = false;
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      late |= wanted[i] && !vec4_here(residual.words, r[i]);
+    }
+    if (__builtin_expect(late, 0)) {
+      vec4s_wait(w, residual.words, at, wanted, r);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+      float4 const x = post_normed(vec4_value(sums, v[i]), n[i], factor, vec4_value(residual.words, r[i]));
+      square = vec4_squares(x, square);
+      part.store(at[i], x);
+      if (at[i] < u.elements) { // beyond the vector they are zero
+        stage_x4(w, at[i], make_float4(x.x * m[i].x, x.y * m[i].y, x.z * m[i].z, x.w * m[i].w));
+      }
+    }
+  }
+  return square;
+}
+#endif
+#endif
+
+// Whether the staged vector is a norm's but for its factor, which the products are multiplied by.
+__device__ __forceinline__ bool is_normed(StagedTask const& st, amk_matvec_params const& p) {
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+  if (p.prologue == AMK_PROLOGUE_POST_NORM) {
+    return post_norm_of(st, p).second != nullptr;
+  }
+#endif
+  return p.prologue == AMK_PROLOGUE_RMS;
+}
+
 // A buffer of a task. In one load, which is before those of the fragments: otherwise it would have to wait for them.
 __device__ __forceinline__ ResolvedBuffer buffer_of(StagedTask const& st, uint32_t number) {
   if constexpr (SPARE_REGISTERS) {
@@ -130,6 +283,11 @@ __device__ __forceinline__ float stage_input(Worker const& w, Input const& input
   ResolvedBuffer const& in = input.vector;
   float const* const norm = input.norm;
   VectorUnits const u = vector_units(w, p.units, st.task.unpack);
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1 && AMK_SEQS == 1
+  if (p.prologue == AMK_PROLOGUE_POST_NORM) {
+    return stage_post_norm<AMK_HIDDEN, 4>(w, in, st, p, u);
+  }
+#endif
   if (in.kind == AMK_BUFFER_EMBEDDING) {
     return stage_embedding(w, in, norm, p, u);
   }

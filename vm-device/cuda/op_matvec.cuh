@@ -621,7 +621,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   if (SPARE_REGISTERS) {
     asm volatile("" : "+f"(inverse)); // computed here, not where it is used
   }
-  bool const rms = p.prologue == AMK_PROLOGUE_RMS;
+  bool const rms = is_normed(st, p);
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);

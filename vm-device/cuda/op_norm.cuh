@@ -1,4 +1,4 @@
-// norm: normalises the parts of a vector and adds the residual. Same as reference-vm/src/ops/norm.rs.
+// norm: normalises the parts of a vector. Same as reference-vm/src/ops/norm.rs.
 #pragma once
 
 #if AMK_FEATURES >> AMK_FEATURE_NORM & 1
@@ -36,14 +36,13 @@ __device__ __forceinline__ void norm_vector(Worker const& w, StagedTask const& s
   }
   float const first = rsqrtf(__fdividef(square.x, (float)p.first) + p.eps);
   float const second = p.second != 0 ? rsqrtf(__fdividef(square.y, (float)p.second) + p.eps) : 0.f;
-  bool const residual = st.buffer[3].address != 0;
 #pragma unroll 1
   for (uint32_t i = p.offset + t; i < p.offset + p.len; i += CONSUMERS) {
     float v = word_wait(w, in, i);
     if (i < normed) {
       v = v * __ldg(norm + i) * (i < p.first ? first : second);
     }
-    word_write(out, i, residual ? v + buffer_read(w, st.buffer[3], i) : v);
+    word_write(out, i, v);
   }
   consumers_sync(); // the sums are overwritten next
 }

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x7920444b754747ddull
+#define AMK_ABI_HASH 0xe33cdb891de8cfdaull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -85,6 +85,7 @@ typedef long long int64_t;
 #define AMK_PROLOGUE_COPY 0u
 #define AMK_PROLOGUE_RMS 1u
 #define AMK_PROLOGUE_MERGE 2u
+#define AMK_PROLOGUE_POST_NORM 3u
 
 #define AMK_EPILOGUE_STORE 0u
 #define AMK_EPILOGUE_RESIDUAL 1u
@@ -107,6 +108,7 @@ typedef long long int64_t;
 #define AMK_FEATURE_ROUTE 5u
 #define AMK_FEATURE_SINKS 6u
 #define AMK_FEATURE_CLAMPED_SILU 7u
+#define AMK_FEATURE_POST_NORM 8u
 
 #define AMK_BUFFER_PLAIN 0u
 #define AMK_BUFFER_FLAG_IN_DATA 1u
@@ -504,7 +506,7 @@ struct alignas(4) amk_matvec_params {
   uint32_t rows; // Rows of the matrix that count; the rest of the last tile is padding.
   uint32_t prologue; // A `Prologue`.
   uint32_t epilogue; // An `Epilogue`.
-  float eps; // Epsilon of the norm, for `rms`.
+  float eps; // Epsilon of the norms, for `rms` and `post_norm`.
   uint32_t splits; // Splits of the attention partials, for `merge`.
   uint32_t head_dim; // Elements of a head, for `merge`.
   uint32_t kv_block; // Keys of a block, for `merge`.

@@ -68,9 +68,9 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
 
 /// What the model needs beside what every kernel has. Bit n: the `Feature` of number n.
 pub(crate) fn features(graph: &Graph) -> u32 {
-    let normed = |layer: &ir::Layer| {
-        layer.attention.post_norm.or(layer.mlp.post_norm).is_some() || graph.norms_all_heads(layer)
-    };
+    let normed = |layer: &ir::Layer| graph.norms_all_heads(layer);
+    let post_normed =
+        |layer: &ir::Layer| layer.attention.post_norm.or(layer.mlp.post_norm).is_some();
     let experts = || graph.layers.iter().filter_map(experts_of);
     let needed = [
         (Feature::GeluTanh, graph.activation == Activation::GeluTanh),
@@ -81,6 +81,7 @@ pub(crate) fn features(graph: &Graph) -> u32 {
         (Feature::Route, experts().next().is_some()),
         (Feature::Sinks, graph.layers.iter().any(|layer| layer.attention.body.sinks.is_some())),
         (Feature::ClampedSilu, experts().any(|experts| experts.clamped.is_some())),
+        (Feature::PostNorm, graph.layers.iter().any(post_normed)),
     ];
     needed.iter().fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32)
 }

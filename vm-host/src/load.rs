@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use abi::{Activation, BufferDesc, Epilogue, Feature, NONE, Params, ProgramHeader, Queue};
+use abi::{
+    Activation, BufferDesc, Epilogue, Feature, NONE, Params, ProgramHeader, Prologue, Queue,
+};
 use ir::program::staging::Stagings;
 use ir::program::{
     Buffer, BufferSource, Load, Program, RowMap, Selection, Task, Verified, check_seqs, smem,
@@ -250,7 +252,7 @@ fn check_fits(program: &Program, residents: &Residents) -> Result<(), HostError>
     Ok(())
 }
 
-/// Refuses a program if the kernel was compiled for another attention: whether queries and keys are normalised is compiled in, so a task
+/// Refuses a program if the kernel was compiled for another attention, or without what it needs: whether queries and keys are normalised is compiled in, so a task
 /// that disagrees would read its norm from nowhere, or omit it.
 pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), HostError> {
     let group = program.dims.heads / program.dims.kv_heads.max(1);
@@ -269,6 +271,13 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
         return Err(HostError::Request(format!(
             "the program needs {}, which the kernel was compiled without",
             missing.join(", ")
+        )));
+    }
+    let hidden = program.dims.hidden;
+    if needed >> Feature::PostNorm as u32 & 1 != 0 && hidden != variant.widths[0] {
+        let compiled = variant.widths[0];
+        return Err(HostError::Request(format!(
+            "the program norms results of {hidden} elements, the kernel was compiled for {compiled}"
         )));
     }
     for task in tasks().filter(|task| task.opcode == abi::Opcode::Attention) {
@@ -294,6 +303,7 @@ fn needed_by(task: &Task) -> u32 {
                 | bit(Feature::GeluTanh, activation(Activation::GeluTanh))
                 | bit(Feature::ClampedSilu, activation(Activation::ClampedSilu))
                 | bit(Feature::Route, task.reads[4].is_some())
+                | bit(Feature::PostNorm, p.prologue == Prologue::PostNorm as u32)
         }
         Params::Attention(p) => {
             bit(Feature::ScoreCap, p.cap != 0.0) | bit(Feature::Sinks, task.reads[4].is_some())
@@ -639,7 +649,10 @@ mod tests {
         assert!(said.contains("[true, true]") && said.contains("false in every layer"), "{said}");
         let (gemma, with_all) = lower("gemma-3-1b");
         let plain = Variant { features: 0, ..with_all };
-        assert!(refused(&gemma, &plain).contains("needs gelu_tanh, embed_scale, norm"));
+        assert!(refused(&gemma, &plain).contains("needs gelu_tanh, embed_scale, post_norm"));
+        let [hidden, rest @ ..] = with_all.widths;
+        let wider = Variant { widths: [2 * hidden, rest[0], rest[1]], ..with_all };
+        assert!(refused(&gemma, &wider).contains("norms results of 1152 elements"));
         let said = refused(&program, &Variant { head_dim: 64, ..variant });
         assert!(said.contains("heads of 128 elements") && said.contains("64"), "{said}");
         let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);

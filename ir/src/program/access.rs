@@ -1,6 +1,8 @@
 //! The words of each buffer that a task accesses. `verify` proves order and coverage on these regions; the reference VM
 //! checks tags on them. The device accesses exactly the same words.
 
+use std::ops::Range;
+
 use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Params, Prologue};
 
 use crate::id::BufferId;
@@ -50,11 +52,23 @@ pub fn accesses(program: &Program, task: &Task) -> Accesses {
         }
         Params::Norm(p) => {
             finder.read(0, 0, p.width);
-            finder.read(3, p.offset, p.len);
             finder.write(0, p.offset, p.len);
         }
     }
     finder.found
+}
+
+/// Elements of a group of the residual stream that one thread stores.
+const GROUP: u32 = 4;
+
+/// The elements of the residual stream that a product with the prologue `post_norm` stores, if it stores any: those of its
+/// tiles, when the matrix's tiles in order have equally many groups of elements until none are left.
+#[must_use]
+pub fn stream_part(p: &MatvecParams) -> Range<u32> {
+    let (groups, tiles) = (p.k_len.div_ceil(GROUP), p.rows.div_ceil(abi::UNIT_ROWS).max(1));
+    let each = groups.div_ceil(tiles) * GROUP;
+    let at = |tile: u32| tile.saturating_mul(each).min(p.k_len);
+    at(p.tile0)..at(p.tile0.saturating_add(p.tiles))
 }
 
 struct Finder<'a> {
@@ -96,6 +110,13 @@ impl Finder<'_> {
             self.partials(0, heads, heads, p.head_dim, p.splits);
         } else {
             self.read(0, 0, p.k_len);
+        }
+        if p.prologue == Prologue::PostNorm as u32 {
+            self.read(3, 0, p.k_len);
+            let part = stream_part(p);
+            if p.epilogue != Epilogue::Logits as u32 && !part.is_empty() {
+                self.write(1, part.start, part.end - part.start);
+            }
         }
         if let Some(route) = self.task.reads[4].and_then(|id| self.program.buffers.get(id.index()))
         {

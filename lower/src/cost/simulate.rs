@@ -14,6 +14,11 @@ const FLAG_IN_DATA_TRIPS: f64 = 2.0;
 /// Elements of an input vector that arrive within the last trip; measured with an exchange of so many words.
 const TRIP_ELEMENTS: f64 = 2048.0;
 
+/// A sum over all warps before the vector of a product is staged: five shuffles, a barrier of the warps, eight
+/// words of shared memory and a root. Some 400 cycles by counting instructions; not measured. What is added to the vector
+/// is there before it.
+const POST_NORM_US: f64 = 0.25;
+
 /// Stages per microsecond of a stream that nobody waits for.
 const ENDLESS: f64 = 1e12;
 
@@ -345,9 +350,10 @@ impl Speeds {
             splits => rates.merge_us + f64::from(splits) * split_us,
         };
         match *work {
-            Work::Product { elements, merged, .. } => Aside {
+            Work::Product { elements, merged, normed, .. } => Aside {
                 before: (elements - TRIP_ELEMENTS).max(0.0) / 1024.0 * rates.vector_us
-                    + merge(merged, rates.fused_split_us),
+                    + merge(merged, rates.fused_split_us)
+                    + if normed { POST_NORM_US } else { 0.0 },
                 after: rates.task_us,
             },
             Work::Attention { .. } => Aside { before: rates.attention_us, after: 0.0 },

@@ -22,9 +22,9 @@ fn block_keys(head_dim: u32) -> u32 {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Work {
-    /// Products over this many bytes, stages and tiles, after staging a vector of `elements` and merging `merged`
-    /// splits.
-    Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32 },
+    /// Products over this many bytes, stages and tiles, after staging a vector of `elements`, merging `merged` splits, and
+    /// adding the vector to another after a norm of its own if it is `normed`.
+    Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32, normed: bool },
     /// Attention in this many passes over this many bytes of keys and values, which come through the ring.
     Attention { passes: u32, bytes: f64 },
     /// A merge of this many splits.
@@ -379,6 +379,7 @@ impl<'a> Builder<'a> {
                     tiles: f64::from(p.tiles),
                     elements: f64::from(p.k_len),
                     merged,
+                    normed: p.prologue == Prologue::PostNorm as u32,
                 };
                 (work, bytes)
             }

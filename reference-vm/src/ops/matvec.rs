@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use abi::{Activation, Epilogue, MatvecParams, Prologue, UNIT_ROWS};
 use ir::MatrixId;
+use ir::program::stream_part;
 use rayon::prelude::*;
 
 use super::attention_merge::Partials;
@@ -15,6 +16,9 @@ use crate::memory::Span;
 use crate::packed::Packed;
 use crate::trap::Fault;
 use crate::wave::Operand;
+
+/// A store of a task: buffer, first word, words.
+type Store = (ir::BufferId, u32, Vec<u32>);
 
 /// The rows that a task multiplies: packed rows `row0..row1` of its tiles, without padding.
 struct Rows {
@@ -72,6 +76,7 @@ pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>
     }
     let mut spans = match prologue(p)? {
         Prologue::Copy | Prologue::Rms => vec![context.span(0, 0, p.k_len)?],
+        Prologue::PostNorm => vec![context.span(0, 0, p.k_len)?, context.span(3, 0, p.k_len)?],
         Prologue::Merge => partials(p)?.spans(context, context.step)?,
     };
     if epilogue(p)? == Epilogue::Residual {
@@ -92,7 +97,7 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
         let writes = routed(context, p, (matrix, &route), &rows)?;
         return Ok(Effects { writes, ..Effects::default() });
     }
-    let mut y = products(context, p, matrix, &rows)?;
+    let (mut y, stream) = products(context, p, matrix, &rows)?;
     if matrix.is_scaled() {
         let scales = context.read(2, rows.row0, rows.len())?;
         y.iter_mut().zip(scales).for_each(|(y, scale)| *y *= scale);
@@ -100,7 +105,8 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
     if let Some(bias) = biases(context, p, matrix, &rows)? {
         y.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
     }
-    let writes = finish(context, p, &rows, y, &[])?;
+    let mut writes = finish(context, p, &rows, y, &[])?;
+    writes.extend(stream);
     Ok(Effects { writes, ..Effects::default() })
 }
 
@@ -135,7 +141,7 @@ fn routed(
     p: &MatvecParams,
     (matrix, route): (&Packed<'_>, &Route),
     rows: &Rows,
-) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
+) -> Result<Vec<Store>, Fault> {
     // Products are not kept: what is known of a matrix is known of all its experts.
     let Operand { x, scale, .. } = operand(Context { products: None, ..context }, p, matrix)?;
     let ExpertConstants { scales, biases } = expert_constants(context, matrix, route)?;
@@ -218,40 +224,88 @@ fn biases(
 
 /// The vector of a task: `prologue(x)`, with the scale of the norm kept apart.
 fn operand(context: Context<'_>, p: &MatvecParams, matrix: &Packed<'_>) -> Result<Operand, Fault> {
+    let mut stream = Vec::new();
     let (x, scale) = match prologue(p)? {
         Prologue::Copy => (context.read(0, 0, p.k_len)?, None),
         Prologue::Rms => {
             let x = context.read(0, 0, p.k_len)?;
             let norm = context.read(1, 0, p.k_len)?;
-            let scale = Defect::norm_scale(context.defect, 1.0 / root_mean_square(&x, p.eps));
-            (x.iter().zip(norm).map(|(x, norm)| x * norm).collect(), Some(scale))
+            normed(context, p, &x, &norm)
+        }
+        Prologue::PostNorm => {
+            stream = after_block(context, p)?;
+            let words = context.task.reads[1].map_or(0, |buffer| context.memory.words(buffer));
+            if words == p.k_len {
+                (stream.clone(), None)
+            } else {
+                normed(context, p, &stream, &context.read(1, p.k_len, p.k_len)?)
+            }
         }
         Prologue::Merge => (partials(p)?.merge(context)?, None),
     };
     let known = context.products.map(|(products, _)| matrix.known(products, &x));
-    Ok(Operand { x, scale, known })
+    Ok(Operand { x, scale, stream, known })
 }
 
-/// `W[row] . prologue(x)` of every row.
+/// A vector times the weights of its norm, and the norm's factor.
+fn normed(
+    context: Context<'_>,
+    p: &MatvecParams,
+    x: &[f32],
+    norm: &[f32],
+) -> (Vec<f32>, Option<f64>) {
+    let scale = Defect::norm_scale(context.defect, 1.0 / root_mean_square(x, p.eps));
+    (x.iter().zip(norm).map(|(x, norm)| x * norm).collect(), Some(scale))
+}
+
+/// The residual stream after a block: the norm of its result, added to the stream before it.
+fn after_block(context: Context<'_>, p: &MatvecParams) -> Result<Vec<f32>, Fault> {
+    let residual = context.read(3, 0, p.k_len)?;
+    let (sums, scale) =
+        normed(context, p, &context.read(0, 0, p.k_len)?, &context.read(1, 0, p.k_len)?);
+    let scale = scale.unwrap_or(1.0);
+    let add = |(sum, residual)| {
+        (f64::from(sum) * scale) as f32 + Defect::residual(context.defect, residual)
+    };
+    Ok(sums.into_iter().zip(residual).map(add).collect())
+}
+
+/// The part of the residual stream that a task stores.
+fn stream_store(
+    context: Context<'_>,
+    p: &MatvecParams,
+    stream: &[f32],
+) -> Result<Option<Store>, Fault> {
+    let part = stream_part(p);
+    let stores = prologue(p)? == Prologue::PostNorm && epilogue(p)? != Epilogue::Logits;
+    let Some(buffer) = context.task.writes[1].filter(|_| stores && !part.is_empty()) else {
+        return Ok(None);
+    };
+    let words = stream.get(part.start as usize..part.end as usize);
+    let words = words.ok_or(Fault::Parameter { name: "k_len", value: p.k_len })?;
+    Ok(Some((buffer, part.start, bits(words))))
+}
+
+/// `W[row] . prologue(x)` of every row, and the part of the residual stream that the task stores.
 fn products(
     context: Context<'_>,
     p: &MatvecParams,
     matrix: &Packed<'_>,
     rows: &Rows,
-) -> Result<Vec<f32>, Fault> {
+) -> Result<(Vec<f32>, Option<Store>), Fault> {
     let scaled = |product: f32, scale: Option<f64>| {
         scale.map_or(product, |scale| (f64::from(product) * scale) as f32)
     };
     let Some((memo, wave)) = context.products else {
-        let Operand { x, scale, .. } = operand(context, p, matrix)?;
+        let Operand { x, scale, stream, .. } = operand(context, p, matrix)?;
         let product = |row| scaled(matrix.dot_row(row, &x), scale);
         let rows_per_task = (TASK_MACS / x.len().max(1)).max(1);
         let rows = (rows.row0..rows.row1).into_par_iter().with_min_len(rows_per_task);
-        return Ok(rows.map(product).collect());
+        return Ok((rows.map(product).collect(), stream_store(context, p, &stream)?));
     };
     let shared =
         wave.operand((context.step.device, context.task), p, || operand(context, p, matrix));
-    let Operand { x, scale, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
+    let Operand { x, scale, stream, known } = shared.as_ref().as_ref().map_err(|fault| *fault)?;
     if let Some(known) = known {
         // Outside of the wave's lock: a thread that waits for the thread pool may take up another task of the wave.
         matrix.fill(memo, x, known);
@@ -261,7 +315,8 @@ fn products(
         None => matrix.dot_row(row, x),
     };
     // Most are cached, which leaves too little work to parallelise.
-    Ok((rows.row0..rows.row1).map(|row| scaled(product(row), *scale)).collect())
+    let y = (rows.row0..rows.row1).map(|row| scaled(product(row), *scale)).collect();
+    Ok((y, stream_store(context, p, stream)?))
 }
 
 /// Applies the epilogue and returns the stores. `weights`: of rows whose slots have them.
@@ -271,7 +326,7 @@ fn finish(
     rows: &Rows,
     mut y: Vec<f32>,
     weights: &[f32],
-) -> Result<Vec<(ir::BufferId, u32, Vec<u32>)>, Fault> {
+) -> Result<Vec<Store>, Fault> {
     let out = context.writes(0)?;
     match epilogue(p)? {
         Epilogue::Store => Ok(vec![(out, rows.row0, bits(&y))]),

@@ -1,4 +1,4 @@
-//! Norms the parts of a vector, and adds the residual.
+//! Norms the parts of a vector.
 
 use abi::NormParams;
 
@@ -20,11 +20,7 @@ fn parts(p: &NormParams) -> Result<[u32; 2], Fault> {
 pub(super) fn inputs(context: Context<'_>, p: &NormParams) -> Result<Vec<Span>, Fault> {
     reserved(&p.reserved)?;
     parts(p)?;
-    let mut spans = vec![context.span(0, 0, p.width)?];
-    if context.task.reads[3].is_some() {
-        spans.push(context.span(3, p.offset, p.len)?);
-    }
-    Ok(spans)
+    Ok(vec![context.span(0, 0, p.width)?])
 }
 
 pub(super) fn fire(context: Context<'_>, p: &NormParams) -> Result<Effects, Fault> {
@@ -44,11 +40,6 @@ pub(super) fn fire(context: Context<'_>, p: &NormParams) -> Result<Effects, Faul
         let scale = scales[usize::from(i >= first)];
         (f64::from(value * weight[i as usize]) * scale) as f32
     });
-    let mut out: Vec<f32> = normed.collect();
-    if let Some(residual) = context.read_optional(3, p.offset, p.len)? {
-        for (out, residual) in out.iter_mut().zip(residual) {
-            *out += Defect::residual(context.defect, residual);
-        }
-    }
+    let out: Vec<f32> = normed.collect();
     Ok(Effects::store(context.writes(0)?, p.offset, &out))
 }

@@ -160,7 +160,9 @@ fn has(program: &Program, defect: Defect, task: &Task) -> bool {
         Defect::NextToken => task.reads.iter().flatten().any(|buffer| {
             matches!(program.buffers[buffer.index()].source, BufferSource::Embedding(_))
         }),
-        Defect::NoNormScale => prologue(Prologue::Rms) || task.opcode == Opcode::Norm,
+        Defect::NoNormScale => {
+            prologue(Prologue::Rms) || prologue(Prologue::PostNorm) || task.opcode == Opcode::Norm
+        }
         Defect::LateQueries
         | Defect::LateKeys
         | Defect::LateBoth
@@ -174,7 +176,7 @@ fn has(program: &Program, defect: Defect, task: &Task) -> bool {
         | Defect::NoTotals
         | Defect::NoGreatest => task.opcode == Opcode::Attention,
         Defect::NoResidual | Defect::TwiceResidual => {
-            epilogue(Epilogue::Residual) || task.opcode == Opcode::Norm && task.reads[3].is_some()
+            epilogue(Epilogue::Residual) || prologue(Prologue::PostNorm)
         }
         Defect::Relu | Defect::Gelu | Defect::Linear => epilogue(Epilogue::SiluMul),
         Defect::LeastLikely => task.opcode == Opcode::Sample,

@@ -54,7 +54,6 @@ pub const LEFT_TO_THE_GATE: &[&str] = &[
     "norm.eps",
     "norm.reads[0]",
     "norm.reads[1]",
-    "norm.reads[3]",
     "route.first",
     "route.reads[0]",
     "route.scoring",

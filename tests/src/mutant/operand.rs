@@ -126,7 +126,9 @@ fn read_word(task: &Task, name: &str) -> Option<usize> {
                 "splits" | "head_dim" | "kv_block" | "window" => {
                     p.prologue == Prologue::Merge as u32
                 }
-                "eps" => p.prologue == Prologue::Rms as u32,
+                "eps" => {
+                    [Prologue::Rms, Prologue::PostNorm].map(|of| of as u32).contains(&p.prologue)
+                }
                 "candidate" => p.epilogue == Epilogue::Logits as u32,
                 "cap" => {
                     p.epilogue == Epilogue::Logits as u32

@@ -33,8 +33,9 @@ impl Patched<'_> {
             || task.opcode == Opcode::Matvec
                 && task.params::<MatvecParams>().prologue == Prologue::Merge as u32;
         let attends = task.opcode == Opcode::Attention;
+        let prologues = [Prologue::Rms, Prologue::PostNorm].map(|prologue| prologue as u32);
         let norms = task.opcode == Opcode::Matvec
-            && task.params::<MatvecParams>().prologue == Prologue::Rms as u32
+            && prologues.contains(&task.params::<MatvecParams>().prologue)
             || attends && task.reads[1].is_some()
             || task.opcode == Opcode::Norm;
         let epilogue = |which: Epilogue| {

@@ -10,7 +10,7 @@ use abi::{
 
 use crate::id::BufferId;
 use crate::program::stream::uncountable;
-use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses};
+use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses, stream_part};
 use crate::violation::{At, Rule, Violations};
 
 use super::{buffer_name, named, tasks};
@@ -252,6 +252,7 @@ impl<'a> Op<'a> {
                 self.read_words("the input", 0, VECTOR, p.k_len.into());
                 prologue == Prologue::Rms
             }
+            Prologue::PostNorm => return self.post_norm(p),
             Prologue::Merge => {
                 self.read_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
                 self.splits(p.head_dim, p.splits, p.kv_block);
@@ -266,6 +267,41 @@ impl<'a> Op<'a> {
             self.none(&[1], &[]);
         }
         self.row_constants(p);
+    }
+
+    /// A prologue that adds a block's result to the residual stream. Read 3 is the stream, so that no epilogue can add
+    /// another residual, and there is no place for a route's constants.
+    fn post_norm(&mut self, p: &MatvecParams) {
+        // The kernel has registers for vectors of this width.
+        self.equal("k_len", p.k_len, self.program.dims.hidden);
+        self.read_words("the block's result", 0, ACTIVATION, p.k_len.into());
+        let weights = self.read("the norm weights", 1, CONSTANT).map(|found| found.words);
+        let one = u64::from(p.k_len);
+        if weights.is_some_and(|words| ![one, 2 * one].contains(&u64::from(words))) {
+            let words = weights.unwrap_or(0);
+            self.shape(format!("{words} norm weights, expected {one} or twice as many"));
+        }
+        self.finite("eps", p.eps);
+        self.read_words("the residual stream", 3, VECTOR, one);
+        self.none(&[4], &[]);
+        let epilogue = Epilogue::new(p.epilogue);
+        if epilogue == Some(Epilogue::Residual) {
+            self.arity("a product after a norm that is added to the residual adds another".into());
+        }
+        if epilogue != Some(Epilogue::Logits) && self.task.writes[1].is_some() {
+            self.write_words("the sum", 1, ACTIVATION, one);
+            if stream_part(p).is_empty() {
+                self.arity("stores no part of the sum, and names a buffer for it".into());
+            }
+        }
+        self.row_constants(p);
+    }
+
+    /// Requires that the places of the residual and of a second output are unused, but for a prologue that has both.
+    fn one_output(&mut self, p: &MatvecParams) {
+        if p.prologue != Prologue::PostNorm as u32 {
+            self.none(&[3], &[1]);
+        }
     }
 
     /// Scales and biases: one for each row of the matrix, the scales first, which experts share.
@@ -300,7 +336,7 @@ impl<'a> Op<'a> {
         match epilogue {
             Epilogue::Store => {
                 self.write_words("the output", 0, ACTIVATION, p.rows.into());
-                self.none(&[3], &[1]);
+                self.one_output(p);
             }
             Epilogue::Residual => {
                 self.read_words("the residual", 3, VECTOR, p.rows.into());
@@ -332,13 +368,15 @@ impl<'a> Op<'a> {
                 if !pairs {
                     self.shape(format!("m{} does not alternate tiles of gate and up", p.matrix));
                 }
-                self.none(&[3], &[1]);
+                self.one_output(p);
             }
             Epilogue::Logits => {
                 self.write_words("the logits", 0, &[BufferKind::Logits], p.rows.into());
                 self.equal("rows", p.rows, self.program.dims.vocab);
                 self.write("the candidates", 1, CANDIDATES);
-                self.none(&[3], &[]);
+                if p.prologue != Prologue::PostNorm as u32 {
+                    self.none(&[3], &[]);
+                }
             }
         }
     }
@@ -363,11 +401,8 @@ impl<'a> Op<'a> {
         self.finite("eps", p.eps);
         self.read_words("the input", 0, ACTIVATION, p.width.into());
         self.read_words("the norm weight", 1, CONSTANT, parts);
-        if self.task.reads[3].is_some() {
-            self.read_words("the residual", 3, VECTOR, p.width.into());
-        }
         self.write_words("the output", 0, ACTIVATION, p.width.into());
-        self.none(&[2, 4], &[1]);
+        self.none(&[2, 3, 4], &[1]);
     }
 
     fn route(&mut self, p: &RouteParams) {

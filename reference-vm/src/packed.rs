@@ -160,30 +160,43 @@ pub(crate) fn vector(
     weights: &dyn Weights,
 ) -> Result<Option<Vec<f32>>, MachineError> {
     let Some(rows) = rows(map) else { return Ok(None) };
-    let mut out = vec![0f32; rows as usize];
-    for &(tensor, part_rows) in &map.parts {
-        let Some(tensor) = tensor else { continue };
-        let stored = stored(tensor, graph, weights)?;
-        if stored.shape.len() != 1 || stored.shape[0] < part_rows {
-            return Err(MachineError::Tensor(tensor));
-        }
-        let mut values = vec![0f32; stored.shape[0] as usize];
-        ir::decode(stored.dtype, stored.bytes, &mut values);
-        for (row, out) in (0..rows).zip(&mut out) {
-            if let Some((_, element)) = map.locate(row).filter(|&(id, _)| id == tensor) {
-                *out = values[element as usize];
+    let mut out = Vec::with_capacity(rows as usize);
+    // The biases of experts have too many parts to look through all of them for each row.
+    let together = if map.interleaved { 2 } else { 1 };
+    for first in (0..map.parts.len()).step_by(together) {
+        let own = first..map.parts.len().min(first + together);
+        let mut values = Vec::new();
+        let mut rows = 0;
+        for &(tensor, part_rows) in &map.parts[own.clone()] {
+            rows += padded(map, part_rows).unwrap_or(0);
+            let Some(tensor) = tensor else { continue };
+            let stored = stored(tensor, graph, weights)?;
+            if stored.shape.len() != 1 || stored.shape[0] < part_rows {
+                return Err(MachineError::Tensor(tensor));
             }
+            let mut elements = vec![0f32; stored.shape[0] as usize];
+            ir::decode(stored.dtype, stored.bytes, &mut elements);
+            values.push((tensor, elements));
         }
+        let element = |row: u32| {
+            let (tensor, element) = map.locate_among(own.clone(), row)?;
+            let of = values.iter().find(|(id, _)| *id == tensor)?;
+            of.1.get(element as usize).copied()
+        };
+        out.extend((0..rows).map(|row| element(row).unwrap_or(0.0)));
     }
     Ok(Some(out))
 }
 
+/// Rows that a part takes.
+fn padded(map: &RowMap, rows: u32) -> Option<u32> {
+    if map.interleaved { rows.checked_next_multiple_of(abi::UNIT_ROWS) } else { Some(rows) }
+}
+
 /// Rows of a map that has parts, unless they overflow.
 fn rows(map: &RowMap) -> Option<u32> {
-    let padded = |rows: u32| {
-        if map.interleaved { rows.checked_next_multiple_of(abi::UNIT_ROWS) } else { Some(rows) }
-    };
-    let sum = map.parts.iter().try_fold(0u32, |sum, &(_, rows)| sum.checked_add(padded(rows)?))?;
+    let add = |sum: u32, &(_, rows): &(_, u32)| sum.checked_add(padded(map, rows)?);
+    let sum = map.parts.iter().try_fold(0, add)?;
     (!map.parts.is_empty()).then_some(sum)
 }
 

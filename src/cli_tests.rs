@@ -194,8 +194,13 @@ fn wrong_usage_is_exit_2_with_a_document() {
 fn propose_gives_a_config_and_the_whole_space() {
     let document =
         amk(&["propose", "--model", "toy", "--device", "cpu"]).succeeds("amk.propose.v1");
-    let expected = ["schema", "model", "target", "schedule_config", "schedule_id", "search_space"];
-    assert_eq!(keys(&document), expected);
+    let expected =
+        "schema model target schedule_config schedule_id predicted search_space".split(' ');
+    assert_eq!(keys(&document), expected.collect::<Vec<_>>());
+    let predicted =
+        ["us_per_token", "bound_us", "chain_us"].map(|us| document["predicted"][us].as_f64());
+    let [us, bound, chain] = predicted.map(Option::unwrap);
+    assert!(us >= bound && us >= chain && bound > 0.0 && chain > 0.0, "{us} {bound} {chain}");
     assert_eq!((&document["model"], &document["target"]), (&"toy".into(), &"h200".into()));
     for (path, knob) in document["search_space"].as_object().unwrap() {
         assert!(knob.get("choices").is_some() || knob.get("max").is_some(), "{path}");

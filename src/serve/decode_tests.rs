@@ -166,6 +166,7 @@ impl Engine for Scripted {
             true => tokens.len() - usize::from(generate > 0),
             false => tokens.len() + (generate as usize).saturating_sub(1),
         };
+        observer.kernel(usize::from(self.width > 1)); // as `kernel` has it afterwards
         let mut all = tokens.to_vec();
         let (mut ran, mut told) = (0, all.len());
         while ran < steps {
@@ -218,6 +219,7 @@ impl Engine for Scripted {
         assert!(seqs.len() > 1 && seqs.len() <= self.width, "{seqs:?}");
         let tokens = 1..=steps as usize + 1;
         assert!(seqs.iter().all(|(_, fed)| tokens.contains(&fed.len())), "{steps} of {seqs:?}");
+        observer.kernel(0);
         let places: Vec<usize> = seqs.iter().map(|(place, _)| *place).collect();
         let mut texts: Vec<Vec<u32>> = seqs.iter().map(|(_, fed)| fed.to_vec()).collect();
         let mut broken = vec![None; seqs.len()];

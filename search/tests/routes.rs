@@ -15,6 +15,8 @@ use search::{
 };
 
 const SEED: u64 = 5;
+/// The cache's capacity: the reference VM runs so small a model at all of them, and so does the device.
+const POSITIONS: u32 = 64;
 
 /// A mixture whose first two experts have the same router row in every layer, so that each can stand for the other.
 struct Mixture {
@@ -141,7 +143,7 @@ impl Device for Routing<'_> {
 fn verdict(devices: impl Fn(&Routed) -> [Routes; 2]) -> (Verdict, usize) {
     let mixture = Mixture::new();
     let target = Target::by_name("h200").unwrap();
-    let expected = Expected::new(mixture.graph(), &mixture, 64, SEED, Some(24)).unwrap();
+    let expected = Expected::new(mixture.graph(), &mixture, POSITIONS, SEED, Some(24)).unwrap();
     let [takes, says] = devices(&mixture.routed(&expected.tokens));
     let mut device = Routing { mixture: &mixture, takes, says, position: 0, steps: 0 };
     let options = lower::Options { kv_capacity: 64 };
@@ -178,7 +180,7 @@ fn worse(set: &[u32], logits: &[f32]) -> Vec<u32> {
 fn a_device_on_the_graphs_own_routes_agrees_step_by_step() {
     let (verdict, steps) = verdict(|own| [own.routes.clone(), own.routes.clone()]);
     assert!(verdict.correct, "{verdict:?}");
-    assert_eq!(steps, 2 * 24);
+    assert_eq!(steps, 2 * POSITIONS as usize);
     let said = verdict.notes.iter().any(|note| note.contains("choices of experts are the graph's"));
     assert!(said, "{:?}", verdict.notes);
 }
@@ -190,8 +192,7 @@ fn a_choice_within_rounding_is_followed_and_said() {
         [routes.clone(), routes]
     });
     assert!(verdict.correct, "{verdict:?}");
-    // The two are equal: neither is another one than the graph's best.
-    let said = verdict.notes.iter().any(|note| note.starts_with("0 of ") && note.contains("other"));
+    let said = verdict.notes.iter().any(|note| note.contains("other ones than the graph's"));
     assert!(said, "{:?}", verdict.notes);
 }
 

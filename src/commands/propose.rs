@@ -26,22 +26,20 @@ pub(crate) struct Proposal {
     schedule_config: ScheduleConfig,
     /// Its hash.
     schedule_id: String,
-    /// The time of a step with it, by the cost model.
+    /// Its time by the cost model.
     predicted: Prediction,
     /// Each knob's dotted path with its type, its choices or min, max and step, its default, what it acts on and what it decides.
     search_space: Map<String, Value>,
 }
 
-/// Predicted microseconds of a step of one sequence.
+/// Microseconds of a step.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Prediction {
-    /// The step.
     us_per_token: f64,
-    /// Reading its bytes, the least that it can take.
+    /// Its bytes.
     bound_us: f64,
-    /// Its critical path if bytes cost nothing.
+    /// Its hand-offs.
     chain_us: f64,
-    /// Tokens of context.
     context: u32,
 }
 

@@ -131,12 +131,10 @@ impl EngineLoop<'_> {
         let mut told = told.into_iter();
         let (took, kernel) = (began.elapsed(), self.engine.kernel());
         let (place, first) = firsts[0];
-        let mut command =
-            Command { place, first, sequences: turns.len(), positions: 0, tokens: 0, took };
-        for seq in done.iter().flatten().flatten() {
-            command.positions = command.positions.max(seq.ran);
-            command.tokens += seq.chosen.len();
-        }
+        let ran = || done.iter().flatten().flatten();
+        let positions = ran().map(|seq| seq.ran).max().unwrap_or(0);
+        let tokens = ran().map(|seq| seq.chosen.len()).sum();
+        let command = Command { place, first, sequences: turns.len(), positions, tokens, took };
         self.said.ran(&command, &self.engine.account());
         let mut outcomes = outcomes(done, turns.len()).into_iter();
         for turn in turns {

@@ -18,9 +18,7 @@ use crate::report::{self, Answer};
 pub(crate) struct Proposal {
     #[schemars(extend("const" = "amk.propose.v1"))]
     schema: &'static str,
-    /// The model.
     model: String,
-    /// The target GPU.
     target: String,
     /// The schedule; any subset of it is a config.
     schedule_config: ScheduleConfig,
@@ -28,18 +26,20 @@ pub(crate) struct Proposal {
     schedule_id: String,
     /// Its time by the cost model.
     predicted: Prediction,
-    /// Each knob's dotted path with its type, its choices or min, max and step, its default, what it acts on and what it decides.
+    /// Each knob's dotted path with its type, legal values and default, what it acts on and what it decides.
     search_space: Map<String, Value>,
 }
 
-/// Microseconds of a step.
+/// Predicted microseconds of a step of one sequence.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Prediction {
+    /// The step.
     us_per_token: f64,
-    /// Its bytes.
+    /// Reading its bytes, the least that it can take.
     bound_us: f64,
-    /// Its hand-offs.
+    /// Its critical path if bytes cost nothing.
     chain_us: f64,
+    /// Tokens of context.
     context: u32,
 }
 

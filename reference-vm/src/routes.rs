@@ -69,6 +69,8 @@ pub struct Routed {
     pub routes: Routes,
     /// The logits of all experts.
     pub logits: Vec<Vec<f32>>,
+    /// The number of experts that each layer chooses.
+    pub sizes: Vec<usize>,
 }
 
 /// The route that its logits explain least.
@@ -93,22 +95,30 @@ impl Routed {
     /// The number of routes that do not choose the best experts.
     #[must_use]
     pub fn strays(&self) -> usize {
-        let pairs = self.routes.sets.iter().zip(&self.logits);
-        pairs.filter(|(set, logits)| gap(set, logits) > 0.0).count()
+        self.gaps().filter(|gap| *gap > 0.0).count()
     }
 
     /// The route with the greatest gap; its gap is zero if all of them choose the best experts.
     #[must_use]
     pub fn worst(&self) -> Stray {
         let mut worst = Stray::default();
-        for (index, (set, logits)) in self.routes.sets.iter().zip(&self.logits).enumerate() {
-            let gap = gap(set, logits);
+        for (index, gap) in self.gaps().enumerate() {
             if gap > worst.gap {
                 let layers = self.routes.layers.max(1);
                 worst = Stray { position: index / layers, layer: index % layers, gap };
             }
         }
         worst
+    }
+
+    /// The gap of each route.
+    fn gaps(&self) -> impl Iterator<Item = f64> {
+        let sets = self.routes.sets.iter().zip(&self.logits).zip(self.sizes.iter().cycle());
+        sets.map(
+            |((set, logits), size)| {
+                if set.len() == *size { gap(set, logits) } else { f64::INFINITY }
+            },
+        )
     }
 }
 
@@ -181,21 +191,28 @@ mod tests {
     fn a_route_of_the_best_experts_has_no_gap_and_another_has_its_distance() {
         let logits = vec![1.0, -4.0, 0.9, 0.5];
         let worst = |set: &[u32]| {
-            Routed { routes: routes(&[&[0, 2], set]), logits: vec![logits.clone(); 2] }.worst()
+            Routed {
+                routes: routes(&[&[0, 2], set]),
+                logits: vec![logits.clone(); 2],
+                sizes: vec![2],
+            }
+            .worst()
         };
         assert_eq!(worst(&[2, 0]), Stray::default());
         let logits_of = || vec![logits.clone(); 2];
-        let strays =
-            |sets: &[&[u32]]| Routed { routes: routes(sets), logits: logits_of() }.strays();
+        let strays = |sets: &[&[u32]]| {
+            Routed { routes: routes(sets), logits: logits_of(), sizes: vec![2] }.strays()
+        };
         assert_eq!([strays(&[&[0, 2], &[2, 0]]), strays(&[&[0, 3], &[0, 1]])], [0, 2]);
         let near = worst(&[0, 3]);
         assert_eq!((near.position, near.layer), (1, 0));
         assert!((near.gap - 0.1).abs() < 1e-7, "{near:?}");
         assert!((worst(&[1, 3]).gap - 1.25).abs() < 1e-7);
-        for nonsense in [&[0, 0][..], &[0, 4]] {
+        for nonsense in [&[0, 0][..], &[0, 4], &[0], &[], &[0, 1, 2]] {
             assert_eq!(worst(nonsense).gap, f64::INFINITY);
         }
-        let broken = Routed { routes: routes(&[&[0]]), logits: vec![vec![f32::NAN, 1.0]] };
+        let logits = vec![vec![f32::NAN, 1.0]];
+        let broken = Routed { routes: routes(&[&[0]]), logits, sizes: vec![1] };
         assert_eq!(broken.worst().gap, f64::INFINITY, "a logit that is no number explains nothing");
     }
 

@@ -108,14 +108,15 @@ impl Gate<'_> {
 
     /// What is to be said of a run's routes: the number that the graph would not have taken.
     pub(crate) fn said_of_routes(&self, ran: &Ran) -> Option<String> {
-        let routes = ran.routes.as_ref().filter(|_| self.expected().routes.is_some())?;
+        let (routes, own) = ran.routes.as_ref().zip(self.expected().routes.as_ref())?;
         let all = routes.positions() * routes.layers();
-        Some(match self.followed.known(routes) {
-            None => format!("all {all} choices of experts are the graph's"),
-            Some(Evaluated { strays, .. }) => format!(
-                "{strays} of {all} choices of experts are other ones than the graph's, within rounding; expected values are those on the device's choices"
-            ),
-        })
+        if routes.begins(&own.routes.routes) {
+            return Some(format!("all {all} choices of experts are the graph's"));
+        }
+        let Evaluated { strays, .. } = self.followed.known(routes)?;
+        Some(format!(
+            "{strays} of {all} choices of experts are other ones than the graph's, within rounding; expected values are those on the device's choices"
+        ))
     }
 }
 
@@ -132,16 +133,16 @@ impl Expected {
         weights: &dyn Weights,
         machine: &mut Machine<'_>,
     ) -> Result<Option<Self>, Rejection> {
-        let taken = self.routes_of(machine);
-        let mut same = true;
-        let mut follow = |segment: &Segment, routes: Routes| -> Result<Segment, Rejection> {
-            same &= segment.routed.as_ref().is_none_or(|own| routes.begins(&own.routes));
-            segment.on_routes(graph, weights, routes)
+        let [near, far] = self.routes_of(machine);
+        let is_own = |segment: &Segment, routes: &Routes| {
+            segment.routed.as_ref().is_none_or(|own| routes.begins(&own.routes))
         };
-        let [near, far] = taken;
-        let near = follow(&self.near, near)?;
-        let far = self.far.as_ref().map(|segment| follow(segment, far)).transpose()?;
-        Ok((!same).then(|| Self { near, far, ..self.clone() }))
+        if is_own(&self.near, &near) && self.far.as_ref().is_none_or(|own| is_own(own, &far)) {
+            return Ok(None);
+        }
+        let near = self.near.on_routes(graph, weights, near)?;
+        let far = self.far.as_ref().map(|own| own.on_routes(graph, weights, far)).transpose()?;
+        Ok(Some(Self { near, far, ..self.clone() }))
     }
 
     /// The routes of a program's run of the near and of the far segment.

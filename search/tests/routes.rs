@@ -219,6 +219,29 @@ fn a_device_that_lies_about_its_routes_has_other_values() {
     }
 }
 
+/// Routes of the wrong length choose nothing worse than what they leave out, and are refused all the same.
+#[test]
+fn a_route_of_too_few_experts_is_refused() {
+    let (verdict, _) = verdict(|own| {
+        let routes = changed(own, (9, 0), |set, _| set[1..].to_vec());
+        [routes.clone(), routes]
+    });
+    let reason = verdict.rejected_reason.unwrap();
+    assert!(reason.contains("experts were chosen at position 9, layer 0"), "{reason}");
+}
+
+#[test]
+fn the_graphs_own_routes_give_its_own_bits() {
+    let mixture = Mixture::new();
+    let target = Target::by_name("h200").unwrap();
+    let expected = Expected::new(mixture.graph(), &mixture, POSITIONS, SEED, Some(24)).unwrap();
+    let (tokens, logits) = (expected.tokens.clone(), expected.logits.clone());
+    let options = lower::Options { kv_capacity: POSITIONS };
+    let gate = Gate::new(mixture.graph(), &mixture, &target, options, &KernelConfig::id, expected);
+    let rows = gate.follow(&tokens, &mixture.routed(&tokens).routes, None).unwrap();
+    assert_eq!(rows, logits);
+}
+
 #[test]
 fn a_program_has_one_place_for_each_layer_of_experts() {
     let mixture = Mixture::new();

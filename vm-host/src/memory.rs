@@ -58,7 +58,8 @@ pub(crate) struct HostBuffer {
 
 // SAFETY: the memory belongs to this value alone; the pointer is not tied to a thread.
 unsafe impl Send for HostBuffer {}
-// SAFETY: through a shared reference the host only reads; what the device writes is waited for before it is read.
+// SAFETY: through a shared reference the host only reads; what the device writes is waited for before it is read, or read a word at a
+// time by `word`.
 unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {

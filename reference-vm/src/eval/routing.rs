@@ -1,7 +1,7 @@
 //! Routes that an evaluation takes: the graph's own or given ones, and a record of them.
 
-use super::Evaluator;
 use super::experts::BoundExperts;
+use super::{BoundFeedForward, BoundLayer, Evaluator};
 use crate::routes::{Routed, Routes};
 
 /// The given routes, and the record.
@@ -73,7 +73,12 @@ impl Evaluator<'_> {
     #[must_use]
     pub fn routed(&self) -> Option<Routed> {
         let record = self.routing.record.as_ref().filter(|layers| !layers.is_empty())?;
-        let mut routed = Routed { routes: Routes::new(record.len()), logits: Vec::new() };
+        let size = |layer: &BoundLayer<'_>| match &layer.mlp.body {
+            BoundFeedForward::Experts(experts) => Some(experts.top_k),
+            BoundFeedForward::Gated(_) => None,
+        };
+        let sizes = self.layers.iter().filter_map(size).collect();
+        let mut routed = Routed { routes: Routes::new(record.len()), logits: Vec::new(), sizes };
         for position in 0..record[0].len() {
             let choices = || record.iter().filter_map(|layer| layer.get(position));
             routed.routes.push(choices().map(|(set, _)| set.clone()));

@@ -27,7 +27,7 @@ mod open;
 mod shared_pages;
 
 pub(crate) use bench::{Bench, Preempt};
-use kernel_choice::{Kernel, KernelChoice};
+use kernel_choice::{ALONE, Kernel, KernelChoice};
 pub(crate) use kernel_table::KernelTable;
 pub(crate) use open::{Built, Kernels, Opening, open};
 use shared_pages::Cached;
@@ -474,8 +474,9 @@ impl<'a> Megakernel<'a> {
         Self { shares: true, ..self }
     }
 
-    /// Counts the passes of the command that has just run.
-    fn passed(&mut self) {
+    /// Counts the passes of the command that has just run this many positions.
+    fn passed(&mut self, positions: u32) {
+        self.choice.ran(positions);
         self.account.passes[self.ran_on as usize] += self.gpu.take_passes();
     }
 
@@ -530,7 +531,7 @@ impl Engine for Megakernel<'_> {
         let (session, first) = (place as u32, held.position);
         let program = self.pick(place);
         let row = self.gpu.feed(program, session, first, tokens, read)?;
-        self.passed();
+        self.passed(tokens.len() as u32);
         self.ran(place, tokens.iter().copied(), tokens.len() as u32);
         Ok(row)
     }
@@ -572,6 +573,9 @@ impl Engine for Megakernel<'_> {
         }
         let program = self.pick(place);
         observer.kernel(self.numbers[self.ran_on as usize]);
+        // Before a switch of kernels a command is short.
+        let waits = self.lone.is_some() && self.ran_on == Kernel::Batch;
+        let generate = if waits { generate.min(ALONE) } else { generate };
         let held = &self.places[place];
         let request = Request {
             session: place as u32,
@@ -584,7 +588,7 @@ impl Engine for Megakernel<'_> {
             sampled: held.sampled && generate > 0,
         };
         let done = self.gpu.command(program, &request, observer)?;
-        self.passed();
+        self.passed(done.steps);
         let ran = tokens.iter().chain(&done.tokens).copied();
         self.ran(place, ran, done.steps);
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
@@ -659,7 +663,7 @@ impl Engine for Megakernel<'_> {
         self.ran_on = Kernel::Batch;
         observer.kernel(self.numbers[Kernel::Batch as usize]);
         let done = self.gpu.batch(self.program, &batch, observer)?;
-        self.passed();
+        self.passed(done.steps);
         let ran = done.steps as usize;
         Ok(done
             .seqs

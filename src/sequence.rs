@@ -9,8 +9,12 @@ use crate::constraint::Constraint;
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
 
-/// New tokens per turn if the machine samples them. It yields between turns, and within one to arriving requests.
-pub(crate) const SLICE: usize = 16;
+/// New tokens of a command if the machine samples them and nobody waits for it. They are sent as they come, and the
+/// command ends early for whoever arrives or leaves, so only the gap behind it counts: some 0.2 ms.
+pub(crate) const SLICE: usize = 128;
+
+/// The same while other sequences wait for a turn.
+pub(crate) const SHARED_SLICE: usize = 16;
 
 /// A generation request.
 #[derive(Clone, Debug)]

@@ -12,28 +12,36 @@ pub(crate) enum Kernel {
     Lone = 1,
 }
 
-/// Commands of a lone sequence before its kernel is worth a switch: others often come at once.
-const ALONE: u32 = 3;
+/// Positions that a sequence runs alone before its kernel is worth a switch: others often come at once. Its commands on the
+/// other kernel are no longer than this.
+pub(crate) const ALONE: u32 = 48;
 /// Positions that a sequence may still run for the switch to be worth it: some 100 us are saved with each.
 const LEFT: u64 = 64;
 
 /// The choice, from the load.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct KernelChoice {
-    /// Commands since there was more than one sequence.
+    /// Positions since there was more than one sequence.
     alone: u32,
 }
 
 impl KernelChoice {
     /// The kernel of the next command of one sequence that may run `left` more positions, among `sequences`.
     pub(crate) fn next(&mut self, resident: Option<Kernel>, sequences: usize, left: u64) -> Kernel {
-        self.alone = if sequences > 1 { 0 } else { self.alone.saturating_add(1) };
+        if sequences > 1 {
+            self.alone = 0;
+        }
         match resident {
             None if sequences > 1 => Kernel::Batch,
             None => Kernel::Lone,
             Some(Kernel::Batch) if self.alone >= ALONE && left >= LEFT => Kernel::Lone,
             Some(kernel) => kernel,
         }
+    }
+
+    /// Notes a command.
+    pub(crate) fn ran(&mut self, positions: u32) {
+        self.alone = self.alone.saturating_add(positions);
     }
 }
 
@@ -52,9 +60,13 @@ mod tests {
     #[test]
     fn a_resident_kernel_is_left_only_by_a_sequence_that_stays_alone_and_has_some_way_to_go() {
         let mut choice = KernelChoice::default();
-        let mut next = |sequences, left| choice.next(Some(Batch), sequences, left);
+        let mut next = |sequences, left| {
+            let kernel = choice.next(Some(Batch), sequences, left);
+            choice.ran(ALONE / 2);
+            kernel
+        };
         assert_eq!([next(1, 500), next(1, 500), next(2, 500)], [Batch; 3], "another came");
-        assert_eq!([next(1, 500), next(1, 500), next(1, 500)], [Batch, Batch, Lone]);
+        assert_eq!([next(1, 500), next(1, 500), next(1, 500)], [Batch, Lone, Lone]);
         assert_eq!(next(1, LEFT - 1), Batch, "nearly done");
         let mut choice = KernelChoice::default();
         // A batch switches by itself; a prompt beside others does not.
@@ -66,6 +78,7 @@ mod tests {
         let (mut choice, mut resident, mut switches) = (KernelChoice::default(), Batch, 0);
         for command in 0..1000 {
             let next = choice.next(Some(resident), 1, 5000 - command);
+            choice.ran(1);
             switches += u32::from(next != resident);
             resident = next;
         }

@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use crate::engine::{Broken, Engine};
 use crate::observe::{Command, Sequences, TurnEnd};
 pub(super) use crate::sequence::{Finish, Work};
-use crate::sequence::{Sequence, Told};
+use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
 
 /// A request on its way to the decode thread. Dropping it frees its place in the queue.
 #[derive(Debug)]
@@ -97,23 +97,18 @@ impl Running {
         }
     }
 
-    /// Runs a turn of `most` positions. If the machine samples, it yields when a request arrives or this one's client disconnects.
+    /// Runs a turn of `most` positions. If the machine samples, it yields when `preempt` says so or this one's client
+    /// disconnects.
     fn turn(
         &mut self,
         engine: &mut dyn Engine,
-        place: usize,
-        most: u64,
+        (place, most): (usize, u64),
+        preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
-        let Self { sequence, to, admitted, .. } = self;
-        let free = free(admitted);
-        let mut preempt = || to.is_closed() || self::free(admitted) < free;
+        let Self { sequence, to, .. } = self;
+        let mut preempt = || preempt() || to.is_closed();
         sequence.turn(engine, (place, most), &mut |told| say(to, told), &mut preempt)
     }
-}
-
-/// The number of free permits. A decrease means that a request has arrived.
-fn free(admitted: &OwnedSemaphorePermit) -> usize {
-    admitted.semaphore().available_permits()
 }
 
 /// Sends a token. A disconnected client is noticed at the next turn.
@@ -123,6 +118,23 @@ fn say(to: &UnboundedSender<Event>, told: Told) {
         Told::Kernel(kernel) => Event::Kernel(kernel),
         Told::Token(id, logprobs) => Event::Token { id, logprobs },
     });
+}
+
+fn arrived(waiting: &mut Fair<Job>, job: Job) {
+    waiting.push(job.tenant.clone(), job);
+}
+
+/// Takes the requests that have come while a command runs. Returns whether the command is to end for them, or for the end
+/// of the server.
+fn takes(inbox: &Receiver<Job>, waiting: &mut Fair<Job>) -> bool {
+    match inbox.try_recv() {
+        Ok(job) => {
+            arrived(waiting, job);
+            true
+        }
+        Err(TryRecvError::Empty) => false,
+        Err(TryRecvError::Disconnected) => true,
+    }
 }
 
 pub(super) use idle::{BetweenRequests, Task};
@@ -156,14 +168,14 @@ impl<'e> EngineLoop<'e> {
             if self.running.is_empty() && self.waiting.is_empty() {
                 self.said.enter(Activity::Idle);
                 match self.next_job(inbox) {
-                    Some(job) => self.arrived(job),
+                    Some(job) => arrived(&mut self.waiting, job),
                     None => return self.engine.lost().map_or(Ok(()), Err),
                 }
                 self.said.enter(Activity::Between);
             }
             loop {
                 match inbox.try_recv() {
-                    Ok(job) => self.arrived(job),
+                    Ok(job) => arrived(&mut self.waiting, job),
                     Err(TryRecvError::Empty) => break,
                     Err(TryRecvError::Disconnected) => {
                         self.leave(&Finish::Leaving);
@@ -173,13 +185,14 @@ impl<'e> EngineLoop<'e> {
             }
             self.admit();
             self.weights();
-            match self.scheduler.next(self.engine.prompt_slice()) {
+            match self.scheduler.next(self.slice()) {
                 Some(turn) if self.streams => self.wait_io(turn),
-                Some(turn) => self.turns(turn),
+                Some(turn) => self.turns(turn, inbox),
                 // All wait for weights, or have left.
                 None if self.running.is_empty() => {}
                 None => {
-                    inbox.recv_timeout(LOOK_EVERY).into_iter().for_each(|job| self.arrived(job))
+                    let job = inbox.recv_timeout(LOOK_EVERY);
+                    job.into_iter().for_each(|job| arrived(&mut self.waiting, job));
                 }
             }
             if let Some(why) = self.engine.lost() {
@@ -189,8 +202,9 @@ impl<'e> EngineLoop<'e> {
         }
     }
 
-    fn arrived(&mut self, job: Job) {
-        self.waiting.push(job.tenant.clone(), job);
+    /// The most positions of a turn: a piece of a prompt, or new tokens.
+    fn slice(&self) -> u64 {
+        self.engine.prompt_slice().max(SLICE as u64)
     }
 
     fn leave(mut self, finish: &Finish) {
@@ -246,7 +260,7 @@ impl<'e> EngineLoop<'e> {
     }
 
     /// Runs a turn, and with it the turns that can be batched.
-    fn turns(&mut self, turn: Turn) {
+    fn turns(&mut self, turn: Turn, inbox: &Receiver<Job>) {
         let session = turn.session();
         let Some(running) = self.running.get_mut(&session) else {
             unreachable!("every open session has its request")
@@ -262,24 +276,29 @@ impl<'e> EngineLoop<'e> {
             return self.settle(turn, 0, 0, Ok(None));
         }
         let turns = self.joined(turn);
-        self.together(turns);
+        self.together(turns, inbox);
     }
 
     /// One turn alone: a piece of a prompt, or new tokens.
-    fn turn(&mut self, turn: Turn) {
+    fn turn(&mut self, turn: Turn, inbox: &Receiver<Job>) {
         let (session, place) = (turn.session(), turn.session().place());
         let others = self.running.len() > 1;
         let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;
         let (first, chosen) = (sequence.fed, sequence.chosen.len());
-        let most = match sequence.work.prompt.len().saturating_sub(first) {
+        let piece = self.engine.prompt_slice();
+        let most = match sequence.work.prompt.len().saturating_sub(first) as u64 {
+            rest if rest > piece => piece,
             // Once its prompt is read it joins the batch of the others, which wait for this turn.
-            rest @ 1.. if others && self.engine.seqs() > 1 => turn.tokens().min(rest as u64),
-            _ => turn.tokens(),
+            rest @ 1.. if others && self.engine.seqs() > 1 => rest,
+            rest if others => rest.max(SHARED_SLICE as u64),
+            rest => rest + SLICE as u64,
         };
+        let most = turn.tokens().min(most);
         self.said.begin(&[(place, first)], sequence.next(most).len());
         let began = Instant::now();
-        let done = running.turn(&mut *self.engine, place, most);
+        let mut preempt = || takes(inbox, &mut self.waiting);
+        let done = running.turn(&mut *self.engine, (place, most), &mut preempt);
         let took = began.elapsed();
         let positions = done.as_ref().map_or(0, |(ran, _)| *ran);
         let tokens = running.sequence.chosen.len() - chosen;

@@ -599,7 +599,7 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
             before.remove(place);
             continue;
         }
-        assert!(*ran <= PROMPT_SLICE as usize);
+        assert!(*ran <= SLICE);
         if let Some(last) = before.insert(*place, turns) {
             longest = longest.max(turns - last - 1);
         }
@@ -644,20 +644,26 @@ fn tenants_share_places_whatever_they_offer() {
     assert!((15..=26).contains(&last), "b's tenth request was number {last}: {ran:?}");
 }
 
-/// A turn ends early when its client disconnects or another request arrives.
+/// A turn ends early when its client disconnects, or another request has arrived, which is taken.
 #[test]
 fn a_turn_yields() {
-    let (admission, other) = (Admission::new(2), Admission::new(1));
-    let (job, events) = job(&[1], 60, &admission);
+    let admission = Admission::new(3);
+    let (first, events) = job(&[1], 60, &admission);
     let mut engine = Scripted { chooses: true, ..Scripted::default() };
-    let mut running = Running::new(job);
+    let mut running = Running::new(first);
     running.sequence.begin(&mut engine, 0).unwrap();
-    assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (8, None));
-    let entered = other.enter();
-    assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (8, None), "of another server");
-    drop(entered);
+    let ((jobs, inbox), mut waiting) = (channel(), Fair::default());
+    let mut turn =
+        || running.turn(&mut engine, (0, 8), &mut || takes(&inbox, &mut waiting)).unwrap();
+    assert_eq!(turn(), (8, None));
+    let entered = admission.enter();
+    assert_eq!(turn(), (8, None), "a request that is still being read stops nobody");
+    jobs.send(job(&[2], 1, &admission).0).unwrap();
+    assert_eq!(turn(), (1, None), "it has come");
+    assert_eq!(turn(), (8, None), "it waits");
     drop(events);
-    assert_eq!(running.turn(&mut engine, 0, 8).unwrap(), (1, None), "nobody listens");
-    assert_eq!(*engine.preempted.lock().unwrap(), 1);
-    assert_eq!(running.sequence.chosen, expected(&[1], 17));
+    assert_eq!(turn(), (1, None), "nobody listens");
+    drop(entered);
+    assert_eq!((waiting.len(), *engine.preempted.lock().unwrap()), (1, 2));
+    assert_eq!(running.sequence.chosen, expected(&[1], 26));
 }

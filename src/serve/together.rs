@@ -1,15 +1,16 @@
 //! Batched turns: sessions that decode or have little left to read, if the machine samples and runs several at once.
 
+use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 use sessions::{SessionId, Turn};
 use vm_host::Watch;
 
 use super::alike::PAGE;
-use super::{Broken, EngineLoop, Running, free, say};
+use super::{Broken, EngineLoop, Job, Running, say, takes};
 use crate::engine::{Advanced, Observer};
 use crate::observe::Command;
-use crate::sequence::{SLICE, Sequence, Told};
+use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
 
 impl Running {
     /// The tokens that are known and not run yet, if the machine samples those that follow.
@@ -18,15 +19,15 @@ impl Running {
         (self.sequence.chosen_there && !unfed.is_empty() && !self.to.is_closed()).then_some(unfed)
     }
 
-    /// The most positions that a turn of `most` may run in a batch. A prompt ends there, so that its first token is said at
+    /// The most positions that a turn of `most` may run in a batch, `slice` of them at once. A prompt ends there, so that its first token is said at
     /// once, and so does a page of it, which others may wait for.
-    fn steps(&self, most: u64) -> usize {
+    fn steps(&self, most: u64, slice: usize) -> usize {
         let Sequence { work, fed, chosen, .. } = &self.sequence;
         let steps = match work.prompt.len().saturating_sub(*fed) {
             0 | 1 => (work.limit as usize).saturating_sub(chosen.len()),
             rest => rest.min(PAGE - fed % PAGE),
         };
-        steps.min(SLICE).min(usize::try_from(most).unwrap_or(usize::MAX))
+        steps.min(slice).min(usize::try_from(most).unwrap_or(usize::MAX))
     }
 }
 
@@ -64,7 +65,7 @@ impl EngineLoop<'_> {
     /// The turn, and the turns that can be batched with it, in the scheduler's order: those of sessions that decode, or
     /// have little of their prompt left.
     pub(super) fn joined(&mut self, turn: Turn) -> Vec<Turn> {
-        let (seqs, slice) = (self.engine.seqs(), self.engine.prompt_slice());
+        let (seqs, slice) = (self.engine.seqs(), self.slice());
         let (running, engine) = (&self.running, &*self.engine);
         let batches = |session: SessionId| {
             let unfed = running.get(&session).and_then(Running::unfed);
@@ -89,9 +90,9 @@ impl EngineLoop<'_> {
 
     /// Runs turns as a batch, or the only one alone. A batch ends for all sequences when one ends or has read its prompt, a
     /// request arrives, or a client disconnects.
-    pub(super) fn together(&mut self, mut turns: Vec<Turn>) {
+    pub(super) fn together(&mut self, mut turns: Vec<Turn>, inbox: &Receiver<Job>) {
         if turns.len() < 2 {
-            return turns.pop().into_iter().for_each(|turn| self.turn(turn));
+            return turns.pop().into_iter().for_each(|turn| self.turn(turn, inbox));
         }
         let held = |turn: &Turn| {
             let running = self.running.get(&turn.session())?;
@@ -105,19 +106,18 @@ impl EngineLoop<'_> {
             };
             let (gone, turns): (Vec<Turn>, Vec<Turn>) = turns.into_iter().partition(left);
             gone.into_iter().for_each(|turn| self.gone(turn));
-            return self.together(turns);
+            return self.together(turns, inbox);
         };
-        let steps =
-            seqs.iter().zip(&turns).map(|((.., running), turn)| running.steps(turn.tokens()));
+        let slice = if self.running.len() > turns.len() { SHARED_SLICE } else { SLICE };
+        let steps = seqs.iter().zip(&turns);
+        let steps = steps.map(|((.., running), turn)| running.steps(turn.tokens(), slice));
         let steps = steps.min().unwrap_or(1).max(1);
         let firsts: Vec<(usize, usize)> =
             seqs.iter().map(|(place, _, running)| (*place, running.sequence.fed)).collect();
         self.said.begin(&firsts, steps);
-        let admitted = &seqs[0].2.admitted;
-        let before = free(admitted);
         let mut yields = || {
             let gone = seqs.iter().any(|(_, _, running)| running.to.is_closed());
-            gone || free(admitted) < before
+            takes(inbox, &mut self.waiting) || gone
         };
         let listeners: Vec<&Running> = seqs.iter().map(|(.., running)| *running).collect();
         let told = vec![0; listeners.len()];

@@ -33,6 +33,7 @@ struct Distribution {
     p50: f64,
     p95: f64,
     p99: f64,
+    p99_9: f64,
     max: f64,
 }
 
@@ -106,6 +107,7 @@ impl Times {
             p50: self.quantile(0.5)?,
             p95: self.quantile(0.95)?,
             p99: self.quantile(0.99)?,
+            p99_9: self.quantile(0.999)?,
             max: self.quantile(1.0)?,
         })
     }
@@ -237,7 +239,13 @@ fn table(figures: &Figures) -> String {
             "{:.1} tokens per second, {:.2} requests per second",
             figures.tokens_per_s, figures.requests_per_s
         ),
-        format!("{:16} {:>9} {:>9} {:>9} {:>9} {:>9}", "ms", "mean", "p50", "p95", "p99", "max"),
+        format!(
+            "{:16}{}",
+            "ms",
+            ["mean", "p50", "p95", "p99", "p99.9", "max"]
+                .map(|name| format!(" {name:>9}"))
+                .concat()
+        ),
     ];
     for (name, found) in [
         ("first token", figures.first_token_ms),
@@ -245,8 +253,9 @@ fn table(figures: &Figures) -> String {
         ("per token", figures.per_token_ms),
         ("end to end", figures.end_to_end_ms),
     ] {
-        let Some(Distribution { mean, p50, p95, p99, max, .. }) = found else { continue };
-        lines.push(format!("{name:16} {mean:9.2} {p50:9.2} {p95:9.2} {p99:9.2} {max:9.2}"));
+        let Some(Distribution { mean, p50, p95, p99, p99_9, max, .. }) = found else { continue };
+        let times = [mean, p50, p95, p99, p99_9, max].map(|time| format!(" {time:9.2}"));
+        lines.push(format!("{name:16}{}", times.concat()));
     }
     for (why, times) in &figures.failures {
         lines.push(format!("failed {times} times: {why}"));

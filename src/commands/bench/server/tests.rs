@@ -11,10 +11,11 @@ fn ms(times: &[u64]) -> Times {
 
 #[test]
 fn quantiles_are_values_that_occurred() {
-    let hundred: Vec<u64> = (1..=100).rev().collect();
-    let found = ms(&hundred).distribution().unwrap();
-    assert_eq!((found.p50, found.p95, found.p99, found.max), (50.0, 95.0, 99.0, 100.0));
-    assert!((found.mean - 50.5).abs() < 1e-9);
+    let thousand: Vec<u64> = (1..=1000).rev().collect();
+    let found = ms(&thousand).distribution().unwrap();
+    assert_eq!((found.p50, found.p95, found.p99), (500.0, 950.0, 990.0));
+    assert_eq!((found.p99_9, found.max), (999.0, 1000.0));
+    assert!((found.mean - 500.5).abs() < 1e-9);
     let one = ms(&[7]).distribution().unwrap();
     assert_eq!((one.p50, one.p99, one.max), (7.0, 7.0, 7.0));
     assert_eq!(ms(&[]).distribution(), None);

@@ -5,6 +5,7 @@
     .ci/device_checks.py golden MODEL OUT DEVICE  OUT/logits.safetensors and OUT/generate.json against the golden ones
     .ci/device_checks.py parted OUT PROMPT        the megakernel against the evaluated graph, up to the first different token
     .ci/device_checks.py same ANSWER < OTHER      two answers of `amk generate` have the same tokens
+    .ci/device_checks.py gpus TRACE EVENTS GPUS   a trace has the workers of all GPUs on one clock, and what they hand each other
 """
 
 import json
@@ -26,6 +27,19 @@ def correct(name, path):
     verdict = read(path)
     print(f"  {name} {verdict['latency_us']} us")
     return verdict["correct"]
+
+
+def gpus(trace, path, count):
+    step, events = read(trace)["schedules"][0]["step"], read(path)["traceEvents"]
+    each = step["workers"] // int(count)
+    tids = {phase: {e["id"]: e["tid"] // each for e in events if e["ph"] == phase} for phase in "sf"}
+    between = sum(gpu != tids["f"][arrow] for arrow, gpu in tids["s"].items())
+    named = {e["args"]["name"].rsplit(" worker", 1)[0] for e in events if e.get("name") == "thread_name"}
+    print(
+        f"  {count} GPUs: span {step['span_ns'] / 1000:.1f} us, clocks ahead by {step['gpu_clocks_ahead_ns']} ns, "
+        f"within {step['gpu_clocks_within_ns']} ns; {between} of {len(tids['s'])} arrows between GPUs"
+    )
+    return len(named) == int(count) and between > 0 and step["gpu_clocks_within_ns"] < 20000
 
 
 def tokens(model):
@@ -74,7 +88,7 @@ def same(path):
     return equal
 
 
-CHECKS = {check.__name__: check for check in (correct, tokens, golden, parted, same)}
+CHECKS = {check.__name__: check for check in (correct, gpus, tokens, golden, parted, same)}
 
 if __name__ == "__main__":
     sys.exit(0 if CHECKS[sys.argv[1]](*sys.argv[2:]) else 1)

@@ -1,5 +1,7 @@
 //! Several GPUs in one step, on the reference VM.
 
+use serde_json::Value;
+
 use super::{Ran, amk};
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/qwen3-qknorm-bf16");
@@ -95,11 +97,36 @@ fn a_search_for_two_gpus_is_resumed_as_one() {
     assert_eq!(amk(&on).json()["best_verdict"]["target"], "h200x2");
 }
 
+/// One timeline has the workers of both GPUs, and what they hand each other.
+#[test]
+fn a_trace_is_of_all_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = folder.path().join("events.json");
+    let place = ["trace", "--model", "toy", "--device", "cpu", "--gpus", "2", "--perfetto"];
+    let document = amk(&[&place[..], &[events.to_str().unwrap()]].concat());
+    let document = document.succeeds("amk.trace.v2");
+    let step = &document["schedules"][0]["step"];
+    assert_eq!(
+        (document["target"].as_str(), step["workers"].as_u64()),
+        (Some("h200x2"), Some(264))
+    );
+    let events: Value = serde_json::from_slice(&std::fs::read(&events).unwrap()).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    let names = events.iter().filter_map(|event| event["args"]["name"].as_str());
+    let names: Vec<&str> = names.filter(|name| name.ends_with("worker 131")).collect();
+    assert_eq!(names, ["GPU 0 worker 131", "GPU 1 worker 131"]);
+    let gpu = |event: &Value| event["tid"].as_u64().unwrap() / 132;
+    let arrows = |ph: &str| events.iter().filter(|event| event["ph"] == ph).map(gpu).collect();
+    let (from, to): (Vec<u64>, Vec<u64>) = (arrows("s"), arrows("f"));
+    let between = from.iter().zip(&to).filter(|(from, to)| from != to).count();
+    assert!(between > 0, "{} arrows and none between the GPUs", from.len());
+}
+
 #[test]
 fn what_several_gpus_cannot_do_is_refused_with_what_is_missing() {
     amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "cuda", "--gpus", "2"])
         .fails(3, &["capability missing"]);
-    amk(&["trace", "--model", "toy", "--device", "cpu", "--gpus", "2"]).fails(3, &["h200x2"]);
+    amk(&["levers", "--model", "toy", "--device", "cpu", "--gpus", "2"]).fails(3, &["h200x2"]);
     amk(&["evaluate", "--model", "toy", "--device", "cpu", "--target", "h200x4", "--gpus", "2"])
         .fails(2, &["h200x4", "--gpus 2"]);
     amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "eval", "--gpus", "2"])

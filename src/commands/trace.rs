@@ -63,7 +63,6 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         let chosen = choose(&context, &given, args.context, Auto::Reproducible)?;
         schedules.push((chosen.source.kind.to_owned(), chosen));
     }
-    context.one_gpu("a trace")?;
     let on_device = context.has_device()?;
     let mut idle = None;
     let mut documents = Vec::new();
@@ -105,7 +104,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
 
 /// The build of the kernel of a schedule, and its registers and spills if NVRTC is here to compile it.
 fn kernel(context: &Context, config: &ScheduleConfig) -> Value {
-    let variant = vm_host::variant(&config.kernel, context.graph());
+    let variant = context.variant(&config.kernel, 1);
     let (arch, cache) = (&context.target.arch, vm_host::default_cache());
     let compiled = vm_host::compile(&variant, arch, cache.as_deref());
     let all = compiled.as_ref().map(|cubin| vm_host::resources(&cubin.log)).unwrap_or_default();
@@ -215,6 +214,7 @@ fn sums(timeline: &Timeline) -> Value {
         "bound_ns": bound, "excess_ns": excess, "waiting_ns": waiting,
         "bubble_ns": {"before": before, "between": between, "after": after},
         "clocks_differ_ns": timeline.moved,
+        "gpu_clocks_ahead_ns": timeline.clocks.ahead_ns, "gpu_clocks_within_ns": timeline.clocks.within_ns,
     })
 }
 
@@ -354,9 +354,12 @@ fn measured(
     idle: &mut Option<Idle>,
 ) -> Result<Traced, HostError> {
     let first = args.context;
-    let variant = vm_host::variant(&config.kernel, context.graph());
-    let records = program.task_len() as u32 * 2;
-    let options = BootOptions { records, ..BootOptions::default() };
+    let variant = context.variant(&config.kernel, 1);
+    let tasks = tasks_of_devices(program);
+    // Another schedule, traced with the same machine, may have more tasks.
+    let records = tasks.iter().copied().max().unwrap_or(0) as u32 * 2;
+    let cards = context.cards.iter().map(|&card| vm_host::Card::new(card)).collect();
+    let options = BootOptions { records, cards, ..BootOptions::default() };
     let boot = || Idle::boot(context.graph(), &*context.model.weights, program, &variant, options);
     let booted = idle.take().map_or_else(boot, Ok)?;
     let give_back = |refused: Box<(Idle, HostError)>| refused.1;
@@ -381,7 +384,10 @@ fn measured(
         running,
         program,
         bytes: predictor.task_bytes(),
-        bandwidth: context.target.bandwidth,
+        bandwidth: context.target.total_bandwidth(),
+        // Parts of one GPU share its clock.
+        per_device: !context.target.emulated,
+        tasks,
         tokens: timed,
         first,
         buffer: TraceBuffer::default(),
@@ -413,12 +419,21 @@ fn measured(
     Ok(Traced { document, steps, counters, predicted: predicted.as_recorded, planted })
 }
 
+/// The number of tasks of each device, in the program's order.
+fn tasks_of_devices(program: &Program) -> Vec<usize> {
+    let devices = program.workers.chunks(program.workers_per_device().max(1));
+    devices.map(|workers| workers.iter().map(|worker| worker.tasks.len()).sum()).collect()
+}
+
 /// Records steps of a resident kernel, one command each.
 struct Traces<'a> {
     running: Resident,
     program: &'a Verified<Program>,
     bytes: Vec<Vec<u64>>,
     bandwidth: u64,
+    per_device: bool,
+    /// Tasks of each device.
+    tasks: Vec<usize>,
     tokens: &'a [u32],
     first: u32,
     buffer: TraceBuffer,
@@ -431,19 +446,20 @@ impl Traces<'_> {
     fn steps(&mut self, plant: Option<&Plant>) -> Result<Vec<Timeline>, HostError> {
         if let Some(plant) = plant {
             let delays = plant.delays(self.program, self.buffer.ns_per_cycle());
-            self.running.delay_tasks(&delays.map_err(HostError::Request)?)?;
+            self.running.delay_tasks(&self.tasks, &delays.map_err(HostError::Request)?)?;
         }
         let (mut all, mut others) = (Vec::new(), TraceBuffer::default());
         for step in 0..TRACED_STEPS {
             let token = self.tokens[step as usize];
             self.running.decode(0, self.first + step, &[token], 1, &[], false)?;
-            all.push(self.running.records()?);
+            all.push(self.running.records(&self.tasks)?);
             let buffer = if plant.is_some() { &mut others } else { &mut self.buffer };
             buffer.add(self.program, &all[step as usize]);
             buffer.add_loaders(&self.running.loader_records()?);
         }
         let ns_per_cycle = self.buffer.ns_per_cycle();
-        let clock = Clock { ns_per_cycle, span: None, polls_after_ready: true };
+        let per_device = self.per_device;
+        let clock = Clock { ns_per_cycle, span: None, per_device, polls_after_ready: true };
         let mut timelines: Vec<Timeline> = Vec::new();
         for records in &all {
             let (bytes, bandwidth) = (&self.bytes, self.bandwidth);

@@ -222,6 +222,7 @@ fn bubbles(timeline: &Timeline, total: &Sums, out: &mut String) {
     out.push_str("worker\ttasks\tbubble us\n");
     for (bubble, worker) in workers.into_iter().take(WORKERS) {
         let tasks = timeline.workers[worker].len();
+        let worker = timeline.worker_name(worker);
         row!(out, "{worker}\t{tasks}\t{:.1}", bubble as f64 / 1000.0);
     }
 }

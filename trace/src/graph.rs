@@ -1,6 +1,9 @@
 //! What each task of a program depends on, and an order in which nothing depends on what follows.
 
+use std::sync::Arc;
+
 use abi::BufferKind;
+use ir::CounterId;
 use ir::program::{Program, Region, Task, accesses};
 use rustc_hash::FxHashMap;
 
@@ -17,8 +20,12 @@ pub(crate) fn polls(program: &Program, task: &Task) -> bool {
     polled(program, &accesses(program, task).reads).next().is_some()
 }
 
-/// For each task, those that it waits for: by counter, or by the words that they write.
-pub(crate) fn dependencies(program: &Program) -> Vec<Vec<u32>> {
+/// What a task waits for.
+type Inputs = (Vec<CounterId>, Vec<Region>);
+
+/// For each task, those that it waits for: by counter, or by the words that they write. Tasks that wait for the same share
+/// one list: of several GPUs they would be gigabytes.
+pub(crate) fn dependencies(program: &Program) -> Vec<Arc<[u32]>> {
     let all = || program.workers.iter().flat_map(|worker| &worker.tasks).zip(0..);
     let mut signalled: Vec<Vec<u32>> = vec![Vec::new(); program.counters as usize];
     let mut writers: FxHashMap<_, Vec<(Region, u32)>> = FxHashMap::default();
@@ -32,11 +39,19 @@ pub(crate) fn dependencies(program: &Program) -> Vec<Vec<u32>> {
     }
     // Many tasks read the same words.
     let mut known: FxHashMap<Region, Vec<u32>> = FxHashMap::default();
+    let mut lists: FxHashMap<Inputs, Arc<[u32]>> = FxHashMap::default();
     let mut found = Vec::new();
     for (task, _) in all() {
-        let counters = task.waits.iter().flat_map(|wait| &signalled[wait.counter.index()]);
-        let mut of: Vec<u32> = counters.copied().collect();
-        for region in polled(program, &accesses(program, task).reads) {
+        let waits: Vec<CounterId> = task.waits.iter().map(|wait| wait.counter).collect();
+        let reads: Vec<Region> = polled(program, &accesses(program, task).reads).copied().collect();
+        let key = (waits, reads);
+        if let Some(list) = lists.get(&key) {
+            found.push(list.clone());
+            continue;
+        }
+        let mut of: Vec<u32> =
+            key.0.iter().flat_map(|counter| &signalled[counter.index()]).copied().collect();
+        for region in &key.1 {
             let writing = known.entry(*region).or_insert_with(|| {
                 let overlaps =
                     |(w, _): &&(Region, u32)| w.start < region.end && region.start < w.end;
@@ -47,7 +62,9 @@ pub(crate) fn dependencies(program: &Program) -> Vec<Vec<u32>> {
         }
         of.sort_unstable();
         of.dedup();
-        found.push(of);
+        let list: Arc<[u32]> = of.into();
+        found.push(list.clone());
+        lists.insert(key, list);
     }
     found
 }

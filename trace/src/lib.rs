@@ -5,6 +5,7 @@
 //! crate is pure: records in, numbers and text out. [`live`] writes events of a running process.
 
 pub mod attribution;
+mod clocks;
 pub mod counters;
 pub mod digest;
 mod graph;
@@ -18,6 +19,7 @@ pub mod residuals;
 pub mod timeline;
 
 pub use attribution::{Cause, Path, Piece};
+pub use clocks::Clocks;
 pub use plant::Plant;
 pub use predicted::{Predicted, predicted};
 pub use replay::{Edit, Replayed, replay};

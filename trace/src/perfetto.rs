@@ -46,7 +46,7 @@ pub fn write(
         }
     }
     for worker in 0..timeline.workers.len() {
-        put(&meta("thread_name", worker, &format!("worker {worker}")))?;
+        put(&meta("thread_name", worker, &timeline.worker_name(worker)))?;
     }
     for (index, task) in timeline.tasks.iter().enumerate() {
         let about = json!({

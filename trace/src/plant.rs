@@ -170,10 +170,10 @@ pub fn simulated(
         let step = predictor.disturbed(Rates::shipped(), &Disturbance { tasks: &tasks, in_flight });
         let records: Vec<TaskRecord> = predicted::records(program, &step);
         let span = Some([0, (step.us * 1000.0).round() as u64]);
-        let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
+        let clock = Clock { ns_per_cycle: 1.0, span, per_device: false, polls_after_ready: false };
         let timeline = match all.first() {
-            Some(first) => first.again(program, &records, &bytes, target.bandwidth, clock),
-            None => Timeline::new(program, &records, &bytes, target.bandwidth, clock),
+            Some(first) => first.again(program, &records, &bytes, target.total_bandwidth(), clock),
+            None => Timeline::new(program, &records, &bytes, target.total_bandwidth(), clock),
         };
         all.push(timeline);
     }

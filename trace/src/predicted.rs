@@ -36,11 +36,12 @@ pub fn predicted(
     let step = predictor.simulate(rates);
     let records = records(program, &step);
     let span = Some([0, (step.us * 1000.0).round() as u64]);
-    let clock = Clock { ns_per_cycle: 1.0, span, polls_after_ready: false };
+    let clock = Clock { ns_per_cycle: 1.0, span, per_device: false, polls_after_ready: false };
     let bytes = predictor.task_bytes();
-    let timeline = Timeline::new(program, &records, &bytes, target.bandwidth, clock);
+    let timeline = Timeline::new(program, &records, &bytes, target.total_bandwidth(), clock);
     let as_device = Clock { polls_after_ready: true, ..clock };
-    let as_recorded = timeline.again(program, &records, &bytes, target.bandwidth, as_device);
+    let as_recorded =
+        timeline.again(program, &records, &bytes, target.total_bandwidth(), as_device);
     let pipeline = &program.pipeline;
     let stage = u64::from(program.stage_bytes());
     let ring = Ring {

@@ -306,7 +306,7 @@ impl Finding {
         let mut text =
             format!("{} of {}", self.cause.name(), op.map_or("all ops", |op| &timeline.names[op]));
         if let Some(worker) = worker {
-            text += &format!(" on worker {worker}");
+            text += &format!(" on {}", timeline.worker_name(worker as usize));
         }
         if let Some(layer) = layer {
             text += &format!(" in layer {layer}");

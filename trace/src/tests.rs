@@ -240,7 +240,7 @@ fn the_identity_edit_is_exact_though_clocks_differ() {
             (1 << 60) + u64::from(record.worker.wrapping_mul(2_654_435_761) >> 8) % 20_000;
     }
     let (program, bytes) = program_and_bytes();
-    let clock = Clock { ns_per_cycle: 1.0, span: None, polls_after_ready: true };
+    let clock = Clock { ns_per_cycle: 1.0, span: None, per_device: false, polls_after_ready: true };
     let skewed = timeline.again(&program, &records, &bytes, 4_800_000_000_000, clock);
     let late = |task: &crate::timeline::Task| {
         task.producer.is_some_and(|of| skewed.tasks[of].end > task.arrived)
@@ -258,11 +258,50 @@ fn causes_add_up_though_clocks_differ() {
             (1 << 60) + u64::from(record.worker.wrapping_mul(2_654_435_761) >> 8) % 20_000;
     }
     let (program, bytes) = program_and_bytes();
-    let clock = Clock { ns_per_cycle: 1.0, span: None, polls_after_ready: true };
+    let clock = Clock { ns_per_cycle: 1.0, span: None, per_device: false, polls_after_ready: true };
     let skewed = timeline.again(&program, &records, &bytes, 4_800_000_000_000, clock);
     let (one, two) = ([timeline], [skewed]);
     // `new` asserts that they add up.
     let there = crate::Residuals::new(&crate::Expected::new(&[&one]), &two);
     let back = crate::Residuals::new(&crate::Expected::new(&[&two]), &one);
     assert_eq!(there.growth_ns, -back.growth_ns);
+}
+
+/// Steps of two and of four GPUs, whose clocks are milliseconds apart, are those of GPUs with one clock.
+#[test]
+fn clocks_of_gpus_are_put_right_by_what_they_hand_each_other() {
+    for (target, ahead) in
+        [("h200x2", vec![0, 7_000_000]), ("h200x4", vec![0, -3_000_000, 40, 9_123_456])]
+    {
+        let model = model::load("toy-2l").unwrap();
+        let target = Target::by_name(target).unwrap();
+        let config = ir::schedule::default_config(&model.graph, &target);
+        let config = validate(config, &model.graph, &target).unwrap();
+        let options = lower::Options { kv_capacity: 256 };
+        let program = lower::lower(&config, &model.graph, &target, options).unwrap();
+        let Predicted { timeline, mut records, .. } =
+            predicted(&program, &config.kernel, &target, 128, Rates::shipped());
+        let (each, base) = (program.workers_per_device() as u32, 1_u64 << 60);
+        for record in &mut records {
+            let ahead: i64 = ahead[(record.worker / each) as usize];
+            record.begin = (base + record.begin).wrapping_add_signed(ahead);
+        }
+        let bytes = Predictor::new(&program, &config.kernel, &target, 128).task_bytes();
+        let clock =
+            Clock { ns_per_cycle: 1.0, span: None, per_device: true, polls_after_ready: false };
+        let again = timeline.again(&program, &records, &bytes, target.total_bandwidth(), clock);
+        assert!(again.clocks.within_ns < 3_000, "{:?}", again.clocks);
+        for (found, ahead) in again.clocks.ahead_ns.iter().zip(&ahead) {
+            assert!((found - ahead).abs() < 100, "{:?}, not {ahead}", again.clocks);
+        }
+        let span = timeline.tasks.iter().map(|task| task.end).max().unwrap();
+        let first = timeline.tasks.iter().map(|task| task.begin).min().unwrap();
+        assert!(again.span().abs_diff(span - first) < 200, "{} {}", again.span(), span - first);
+        assert_eq!(again.worker_name(each as usize + 1), "GPU 1 worker 1");
+        again.total(); // asserts that the parts add up
+        // Without it the step would seem to last for milliseconds.
+        let clock = Clock { per_device: false, ..clock };
+        let apart = timeline.again(&program, &records, &bytes, target.total_bandwidth(), clock);
+        assert!(apart.span() > 5_000_000);
+    }
 }

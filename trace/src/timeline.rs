@@ -10,6 +10,7 @@ use std::sync::Arc;
 use abi::TaskRecord;
 use ir::program::Program;
 
+use crate::clocks::Clocks;
 use crate::graph;
 
 /// How to read the times in records.
@@ -19,6 +20,8 @@ pub struct Clock {
     pub ns_per_cycle: f64,
     /// The begin and end of the step, if not in the records.
     pub span: Option<[u64; 2]>,
+    /// Whether each GPU of the program has a clock of its own.
+    pub per_device: bool,
     /// Whether a task that polls flag-in-data words is marked ready before they arrive. The device marks the end of
     /// counter waits, and then the arrival of the input; the simulation has the time of arrival.
     pub polls_after_ready: bool,
@@ -136,6 +139,10 @@ pub struct Timeline {
     pub end: u64,
     /// Nanoseconds by which marks were moved because a clock put one before its predecessor.
     pub moved: u64,
+    /// What the clocks of its GPUs are ahead of the first one's.
+    pub clocks: Clocks,
+    /// Workers of each GPU.
+    per_device: usize,
     /// The tasks in an order in which queues and dependencies point backwards.
     pub order: Arc<[u32]>,
     /// How long a phase usually waits for its input, by name.
@@ -162,9 +169,8 @@ impl Timeline {
         bandwidth: u64,
         clock: Clock,
     ) -> Self {
-        let mut dependencies = graph::dependencies(program).into_iter();
-        let of = || dependencies.next().unwrap_or_default().into();
-        let mut timeline = Self::timed(program, records, bytes, bandwidth, clock, of);
+        let dependencies = graph::dependencies(program);
+        let mut timeline = Self::timed(program, records, bytes, (bandwidth, clock), dependencies);
         let previous: Vec<Option<u32>> = (0..timeline.tasks.len())
             .map(|task| timeline.previous(task).map(|p| p as u32))
             .collect();
@@ -182,24 +188,37 @@ impl Timeline {
         bandwidth: u64,
         clock: Clock,
     ) -> Self {
-        let mut tasks = self.tasks.iter();
-        let of = || tasks.next().map(|task| task.dependencies.clone()).unwrap_or_default();
-        let mut timeline = Self::timed(program, records, bytes, bandwidth, clock, of);
+        let dependencies = self.tasks.iter().map(|task| task.dependencies.clone()).collect();
+        let mut timeline = Self::timed(program, records, bytes, (bandwidth, clock), dependencies);
         timeline.order = self.order.clone();
         timeline
     }
 
-    /// A step without an order. `dependencies` gives those of one task after the other.
+    /// A step without an order.
     fn timed(
         program: &Program,
         records: &[TaskRecord],
         bytes: &[Vec<u64>],
-        bandwidth: u64,
-        clock: Clock,
-        mut dependencies: impl FnMut() -> Arc<[u32]>,
+        (bandwidth, clock): (u64, Clock),
+        dependencies: Vec<Arc<[u32]>>,
     ) -> Self {
-        let all = || program.workers.iter().flat_map(|worker| &worker.tasks);
-        let begins = records.iter().take(all().count()).map(|record| record.begin);
+        let records = &records[..program.task_len()];
+        let clocks = match clock.per_device && program.topology.devices > 1 {
+            true => Clocks::new(program, records, &dependencies, clock.ns_per_cycle),
+            false => Clocks::default(),
+        };
+        let per_device = program.workers_per_device();
+        let records = program
+            .workers
+            .iter()
+            .enumerate()
+            .flat_map(|(worker, queue)| {
+                vec![(worker / per_device.max(1)) as u32; queue.tasks.len()]
+            })
+            .zip(records)
+            .map(|(device, record)| clocks.common(record, device));
+        let records: Vec<TaskRecord> = records.collect();
+        let begins = records.iter().map(|record| record.begin);
         let start = clock.span.map_or_else(|| begins.min().unwrap_or(0), |[start, _]| start);
         let mut timeline = Self {
             names: Vec::new(),
@@ -208,11 +227,14 @@ impl Timeline {
             start,
             end: start,
             moved: 0,
+            clocks,
+            per_device,
             order: Arc::new([]),
             usual: Vec::new(),
         };
         let idle = idle_tasks(program, bytes);
         let mut names = HashMap::new();
+        let mut dependencies = dependencies.into_iter();
         let mut bounds = Bounds { bytes: 0, workers: program.workers.len() as u64, bandwidth };
         for (index, worker) in program.workers.iter().enumerate() {
             let first = timeline.tasks.len();
@@ -240,7 +262,7 @@ impl Timeline {
                     bytes,
                     idle: idle[index][place],
                     bound: bounds.of(bytes),
-                    dependencies: dependencies(),
+                    dependencies: dependencies.next().unwrap_or_default(),
                     producer: None,
                 });
             }
@@ -352,6 +374,15 @@ impl Timeline {
     /// Nanoseconds of the step.
     pub fn span(&self) -> u64 {
         self.end - self.start
+    }
+
+    /// What a worker is called: of several GPUs, with its GPU.
+    #[must_use]
+    pub fn worker_name(&self, worker: usize) -> String {
+        match self.workers.len() > self.per_device {
+            true => format!("GPU {} worker {}", worker / self.per_device, worker % self.per_device),
+            false => format!("worker {worker}"),
+        }
     }
 
     /// The phase of a task.

@@ -121,11 +121,8 @@ pub(crate) fn check_devices(
             variant.devices
         )));
     }
-    let refused = [
-        ("batches run", variant.seqs > 1),
-        ("weights are streamed", options.streaming.is_some()),
-        ("a step is traced", options.records > 0),
-    ];
+    let refused =
+        [("batches run", variant.seqs > 1), ("weights are streamed", options.streaming.is_some())];
     match refused.iter().find(|(_, wanted)| *wanted && devices > 1) {
         Some((what, _)) => Err(HostError::Request(format!("{what} on one GPU only so far"))),
         None => Ok(()),

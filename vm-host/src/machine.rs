@@ -57,6 +57,15 @@ fn records_bytes(records: u32) -> u64 {
 
 /// The state of a step, directly followed by that of its sequences.
 pub(crate) const STEP_BYTES: u64 = (size_of::<StepState>() + size_of::<SeqStates>()) as u64;
+/// Refuses more tasks of a device than there are records.
+fn enough_records(tasks: usize, options: &BootOptions) -> Result<(), HostError> {
+    let records = options.records as usize;
+    if tasks <= records {
+        return Ok(());
+    }
+    Err(HostError::Request(format!("{tasks} tasks of a device; {records} records were set aside")))
+}
+
 /// Threads of a worker.
 const THREADS: u32 = (abi::CONSUMER_WARPS + abi::HELPER_WARPS) * 32;
 /// Least interval between a worker's heartbeats: 132 workers with 48 bytes each are 6 MB/s over the bus.
@@ -87,7 +96,8 @@ struct Memory {
     places: Places,
     /// Address and bytes of the first device's activations, per place.
     arenas: Vec<(u64, u64)>,
-    records: DeviceBuffer,
+    /// On each device.
+    records: Vec<DeviceBuffer>,
     tokens: HostBuffer,
     token_stride: u32,
     copier: Copier,
@@ -329,7 +339,7 @@ impl Idle {
             device,
             launches: several(region.launches()),
             exchange: several(region.exchange()),
-            records: m.records.address,
+            records: m.records[index].address,
             record_len: self.options.records,
             deadline_ns: self.options.deadline.as_nanos() as u64,
             token_stride: m.token_stride,
@@ -397,14 +407,18 @@ impl Memory {
             DeviceCaches::new(shape, own.caches.clone(), own.layout.page_bytes())
         })?;
         let pages = PageTables::new(pool, shape, caches);
-        let loader_records = u64::from(residents.workers) * size_of::<LoaderRecord>() as u64;
+        // A worker's loader is recorded under the number of its block among those of its GPU.
+        let loaders = u64::from(residents.workers * cards.per_card());
+        let record_bytes =
+            records_bytes(options.records) + loaders * size_of::<LoaderRecord>() as u64;
+        let records = cards.on_each(|_| DeviceBuffer::zeroed(record_bytes))?;
         Ok(Self {
             residents,
             pages,
             places: Places::new(),
             arenas: vec![(0, 0); PROGRAMS_MAX],
             regions,
-            records: DeviceBuffer::zeroed(records_bytes(options.records) + loader_records)?,
+            records,
             tokens: HostBuffer::zeroed(options.sessions as usize * 2 * token_stride as usize * 4)?,
             token_stride,
             copier,
@@ -536,33 +550,43 @@ impl Resident {
         memory.copier.values(address, bytes as usize / size_of::<u32>())
     }
 
-    /// The records of the traced variant for the last step, one per task.
+    /// The records of the traced variant for the last step: of each device those of this many tasks, one after the other.
     ///
     /// # Errors
-    /// If a copy fails.
-    pub fn records(&mut self) -> Result<Vec<TaskRecord>, HostError> {
+    /// If there are fewer records, or a copy fails.
+    pub fn records(&mut self, tasks: &[usize]) -> Result<Vec<TaskRecord>, HostError> {
         let Idle { memory, options, .. } = self.idle();
-        memory.copier.values(memory.records.address, options.records as usize)
+        let mut all = Vec::new();
+        for (records, &tasks) in memory.records.iter().zip(tasks) {
+            enough_records(tasks, options)?;
+            all.extend(memory.copier.values::<TaskRecord>(records.address, tasks)?);
+        }
+        Ok(all)
     }
 
-    /// Makes tasks spin from the next step on, in the variant `Trace::Delays`: cycles before and after the mark of the products, task by task.
+    /// Makes tasks spin from the next step on, in the variant `Trace::Delays`: cycles before and after the mark of the
+    /// products, task by task as in [`records`](Self::records).
     ///
     /// # Errors
     /// If a delay is longer than a millisecond or so, there are more than records, or a copy fails.
-    pub fn delay_tasks(&mut self, delays: &[[u32; 2]]) -> Result<(), HostError> {
+    pub fn delay_tasks(&mut self, tasks: &[usize], delays: &[[u32; 2]]) -> Result<(), HostError> {
         const CYCLES_MAX: u32 = 2_000_000;
         let Idle { memory, options, .. } = self.idle();
-        if delays.len() > options.records as usize
-            || delays.iter().flatten().any(|&c| c > CYCLES_MAX)
-        {
+        if delays.iter().flatten().any(|&cycles| cycles > CYCLES_MAX) {
             return Err(HostError::Request(format!(
-                "{} delays of at most {CYCLES_MAX} cycles each can be given",
-                options.records
+                "a task can be delayed by {CYCLES_MAX} cycles at most"
             )));
         }
         let record = |&delays: &[u32; 2]| TaskRecord { delays, ..bytemuck::Zeroable::zeroed() };
-        let records: Vec<TaskRecord> = delays.iter().map(record).collect();
-        memory.copier.upload(memory.records.address, bytemuck::cast_slice(&records))
+        let mut rest = delays;
+        for (records, &tasks) in memory.records.iter().zip(tasks) {
+            enough_records(tasks, options)?;
+            let (here, others) = rest.split_at(tasks.min(rest.len()));
+            rest = others;
+            let here: Vec<TaskRecord> = here.iter().map(record).collect();
+            memory.copier.upload(records.address, bytemuck::cast_slice(&here))?;
+        }
+        Ok(())
     }
 
     /// The records of the traced variant for each worker's loader in the last step.
@@ -570,9 +594,15 @@ impl Resident {
     /// # Errors
     /// If a copy fails.
     pub fn loader_records(&mut self) -> Result<Vec<LoaderRecord>, HostError> {
-        let Idle { memory, options, .. } = self.idle();
-        let source = memory.records.address + records_bytes(options.records);
-        memory.copier.values(source, memory.residents.workers as usize)
+        let Idle { memory, options, cards, .. } = self.idle();
+        let workers = memory.residents.workers as usize;
+        let mut all = Vec::new();
+        for (device, records) in (0..).zip(&memory.records) {
+            let first = (device % cards.per_card()) as usize * workers * size_of::<LoaderRecord>();
+            let source = records.address + records_bytes(options.records) + first as u64;
+            all.extend(memory.copier.values::<LoaderRecord>(source, workers)?);
+        }
+        Ok(all)
     }
 
     /// Fills the first rows of logits with NaN: those that a command will write and the host will read.

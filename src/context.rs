@@ -157,6 +157,11 @@ impl Context {
         )))
     }
 
+    /// The GPUs of a machine.
+    pub(crate) fn gpus(&self) -> Vec<vm_host::Card> {
+        self.cards.iter().map(|&card| vm_host::Card::new(card)).collect()
+    }
+
     /// Refuses several GPUs where only one is supported.
     pub(crate) fn one_gpu(&self, what: &str) -> Result<(), Failure> {
         if self.target.devices == 1 {

@@ -356,12 +356,7 @@ fn measured(
     let first = args.context;
     let variant = context.variant(&config.kernel, 1);
     let tasks = tasks_of_devices(program);
-    // Another schedule, traced with the same machine, may have more tasks.
-    let records = tasks.iter().copied().max().unwrap_or(0) as u32 * 2;
-    let cards = context.cards.iter().map(|&card| vm_host::Card::new(card)).collect();
-    let options = BootOptions { records, cards, ..BootOptions::default() };
-    let boot = || Idle::boot(context.graph(), &*context.model.weights, program, &variant, options);
-    let booted = idle.take().map_or_else(boot, Ok)?;
+    let booted = idle.take().map_or_else(|| boot(context, program, &variant, &tasks), Ok)?;
     let give_back = |refused: Box<(Idle, HostError)>| refused.1;
     let mut running = booted.launch(variant, program).map_err(give_back)?;
     let tokens = search::draw_tokens(0, context.graph().vocab, (first + TIMED_TOKENS) as usize);
@@ -417,6 +412,18 @@ fn measured(
         trace::predicted(program, &config.kernel, &context.target, position, Rates::shipped());
     let counters = vec![counters::multiplied(residuals::middle_step(&steps))];
     Ok(Traced { document, steps, counters, predicted: predicted.as_recorded, planted })
+}
+
+/// A machine with room for the records of twice these tasks: another schedule, traced with it, may have more.
+fn boot(
+    context: &Context,
+    program: &Verified<Program>,
+    variant: &vm_device::Variant,
+    tasks: &[usize],
+) -> Result<Idle, HostError> {
+    let records = tasks.iter().copied().max().unwrap_or(0) as u32 * 2;
+    let options = BootOptions { records, cards: context.gpus(), ..BootOptions::default() };
+    Idle::boot(context.graph(), &*context.model.weights, program, variant, options)
 }
 
 /// The number of tasks of each device, in the program's order.

@@ -45,7 +45,7 @@ pub(super) fn boot(
 ) -> Result<Idle, DeviceError> {
     let streaming = arrival.streaming;
     let options = BootOptions {
-        cards: context.cards.iter().map(|&card| vm_host::Card::new(card)).collect(),
+        cards: context.gpus(),
         sessions,
         kv_pool,
         logits_rows: LOGITS_ROWS,

@@ -62,10 +62,13 @@ impl Clocks {
         clocks
     }
 
-    /// The record by the first GPU's clock.
-    pub(crate) fn common(&self, record: &TaskRecord, device: u32) -> TaskRecord {
-        let ahead = self.ahead_ns.get(device as usize).copied().unwrap_or(0);
-        TaskRecord { begin: record.begin.wrapping_add_signed(-ahead), ..*record }
+    /// The records by the first GPU's clock.
+    pub(crate) fn common(&self, program: &Program, records: &[TaskRecord]) -> Vec<TaskRecord> {
+        let by_first = |(record, device): (&TaskRecord, usize)| {
+            let ahead = self.ahead_ns.get(device).copied().unwrap_or(0);
+            TaskRecord { begin: record.begin.wrapping_add_signed(-ahead), ..*record }
+        };
+        records.iter().zip(devices_of_tasks(program)).map(by_first).collect()
     }
 }
 

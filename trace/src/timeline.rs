@@ -207,17 +207,7 @@ impl Timeline {
             true => Clocks::new(program, records, &dependencies, clock.ns_per_cycle),
             false => Clocks::default(),
         };
-        let per_device = program.workers_per_device();
-        let records = program
-            .workers
-            .iter()
-            .enumerate()
-            .flat_map(|(worker, queue)| {
-                vec![(worker / per_device.max(1)) as u32; queue.tasks.len()]
-            })
-            .zip(records)
-            .map(|(device, record)| clocks.common(record, device));
-        let records: Vec<TaskRecord> = records.collect();
+        let records = clocks.common(program, records);
         let begins = records.iter().map(|record| record.begin);
         let start = clock.span.map_or_else(|| begins.min().unwrap_or(0), |[start, _]| start);
         let mut timeline = Self {
@@ -228,7 +218,7 @@ impl Timeline {
             end: start,
             moved: 0,
             clocks,
-            per_device,
+            per_device: program.workers_per_device(),
             order: Arc::new([]),
             usual: Vec::new(),
         };

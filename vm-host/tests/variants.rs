@@ -273,6 +273,7 @@ fn kernels_of_several_devices_compile_and_nothing_spills() {
     variants.push(Variant { devices: 4, ..variants[1] });
     let f32s = vm_host::variant(&ScheduleConfig::default().kernel, &graph("llama-tied-f32"));
     variants.push(Variant { devices: 2, ..f32s });
+    variants.push(Variant { trace: Trace::Tasks, ..variants[0] });
     check(&variants);
 }
 

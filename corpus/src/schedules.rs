@@ -36,8 +36,8 @@ pub struct Match {
 
 /// Largest [`shape_distance`] at which a shipped schedule is better than the rule-based default.
 ///
-/// From a leave-one-out over the presets with the cost model (`docs/lab/2026-11-22-default-schedule.md`).
-pub const SHAPE_DISTANCE_MAX: f64 = 2.0;
+/// From a leave-one-out over the presets with the cost model (`docs/lab/2026-11-26-default-in-tiles.md`).
+pub const SHAPE_DISTANCE_MAX: f64 = 1.3;
 
 /// A file of `schedules/`: target, folder, shape, context, schedule and bundle.
 type File = (&'static str, &'static str, &'static str, u32, &'static str, Option<&'static str>);

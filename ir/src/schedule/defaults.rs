@@ -5,6 +5,7 @@ use super::value::{EmbedGrouping, Evict, Handoff, KnobType as _, MergeGrouping, 
 use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
 use crate::phase::PhaseClass;
+use crate::program::PackedModel;
 use crate::target::Target;
 use crate::violation::Rule;
 
@@ -42,7 +43,8 @@ pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 
 /// The rule-based default for this many tokens of context: flag-in-data hand-offs everywhere, embedding and merge
 /// fused, the deepest ring of 32 KB stages that fits, one stage in flight before a wait, no sleep between polls, the
-/// remainder of each phase carried on, and one split of the keys per [`KEYS_PER_SPLIT`] as far as there are workers.
+/// remainder of each phase carried on, smaller blocks of `down` where its largest share gets smaller by that, and one
+/// split of the keys per [`KEYS_PER_SPLIT`] as far as there are workers.
 ///
 /// Where four 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
 #[must_use]
@@ -76,6 +78,28 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
     fitted(neutral, &sizes, stages, graph, target).unwrap_or(neutral)
 }
 
+/// Rows of the smallest blocks: one tile.
+const TILE_ROWS: u32 = abi::UNIT_ROWS;
+
+/// Deals the down projection in tiles where that takes a stage's bytes or more from the largest share, and with several GPUs
+/// gate and up too, of which each worker has few blocks.
+fn deal_tiles(config: &mut ScheduleConfig, graph: &Graph, target: &Target) {
+    let several = target.devices > 1;
+    if several {
+        config.tiling.gate_up.rows = TILE_ROWS;
+    }
+    let packed = PackedModel::new(graph);
+    let Some(layer) = packed.layers.first() else { return };
+    let down = &packed.matrices[layer.mlp.down.id.index()];
+    let workers = (target.sms * target.devices).max(1);
+    let blocks_of = config.tiling.down.rows / TILE_ROWS;
+    let in_blocks = down.tiles().div_ceil(blocks_of).div_ceil(workers) * blocks_of;
+    let saved = in_blocks.saturating_sub(down.tiles().div_ceil(workers));
+    if down.experts == 1 && saved as usize * down.tile_bytes() >= NEAR_BYTES as usize {
+        config.tiling.down.rows = TILE_ROWS;
+    }
+}
+
 /// The default's choices without the ring.
 fn ruled(graph: &Graph, target: &Target) -> ScheduleConfig {
     let mut config = ScheduleConfig::default();
@@ -88,7 +112,8 @@ fn ruled(graph: &Graph, target: &Target) -> ScheduleConfig {
         config.fusion_grouping.embed = EmbedGrouping::Separate;
     }
     config.fusion_grouping.merge = MergeGrouping::OProj;
-    config.tiling.lm_head.rows = 8;
+    config.tiling.lm_head.rows = TILE_ROWS;
+    deal_tiles(&mut config, graph, target);
     config.kernel.poll_sleep_ns = 0;
     config.kernel.evict = Evict::First;
     config.sm_assignment = SmAssignment::Carry;

@@ -2,7 +2,6 @@
 
 use super::{Bias, Norms, QkNorm, Row, WindowRule, llama};
 use crate::fields::Fields;
-use crate::rope::Rope;
 use crate::shape::Shape;
 
 pub(super) const GEMMA2: Row = Row {
@@ -22,7 +21,7 @@ pub(super) const GEMMA2: Row = Row {
         mlp_post: Some("post_feedforward_layernorm"),
     },
     norm_add: 1.0,
-    windows: WindowRule::Pattern { window: 4096, full_every: 2 },
+    windows: WindowRule::Pattern { window: 4096, full_every: 2, field: None },
     read: |fields, shape| {
         scalars(fields, shape);
         // Fields that a file lacks have these values; null is none.
@@ -39,22 +38,21 @@ pub(super) const GEMMA2: Row = Row {
 pub(super) const GEMMA3: Row = Row {
     model_type: "gemma3_text",
     architecture: "Gemma3ForCausalLM",
-    wrapper: Some(("gemma3", "Gemma3ForConditionalGeneration")),
     max_positions: 131_072,
     heads: Some(8),
     vocab: Some(262_208),
     theta: 1_000_000.0,
+    sliding_theta: Some(("rope_local_base_freq", 10_000.0)),
     qk_norm: QkNorm::Head,
-    windows: WindowRule::Pattern { window: 4096, full_every: 6 },
+    windows: WindowRule::Pattern {
+        window: 4096,
+        full_every: 6,
+        field: Some("sliding_window_pattern"),
+    },
+    // transformers has `attn_logit_softcapping` in the configuration and does not apply it: it is refused.
     read: |fields, shape| {
         scalars(fields, shape);
-        shape.options.score_cap = fields.number("attn_logit_softcapping").map(|cap| cap as f32);
         shape.options.logit_cap = fields.number("final_logit_softcapping").map(|cap| cap as f32);
-        // Of sliding layers; `rope_parameters` with an object for each kind of layer is read before.
-        if shape.options.sliding_rope.is_none() {
-            let theta = fields.number("rope_local_base_freq").unwrap_or(10_000.0);
-            shape.options.sliding_rope = Some(Rope::plain(theta));
-        }
     },
     ..GEMMA2
 };

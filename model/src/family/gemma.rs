@@ -59,7 +59,11 @@ pub(super) const GEMMA3: Row = Row {
 
 fn scalars(fields: &mut Fields<'_>, shape: &mut Shape) {
     let scalar = fields.number("query_pre_attn_scalar").unwrap_or(256.0);
-    shape.options.attn_scale = Some(scalar.powf(-0.5) as f32);
+    if scalar > 0.0 {
+        shape.options.attn_scale = Some(scalar.powf(-0.5) as f32);
+    } else {
+        fields.complain("query_pre_attn_scalar", format!("is {scalar}; it must be above 0"));
+    }
     shape.options.embed_scale = (f64::from(shape.hidden)).sqrt() as f32;
     if fields.flag("use_bidirectional_attention") {
         fields.complain("use_bidirectional_attention", "is true; supported: false, null");

@@ -89,6 +89,11 @@ fn what_transformers_reads_otherwise_is_refused() {
             r#""rope_parameters" has neither full_attention nor sliding_attention"#,
         ),
         (
+            "gemma2-bf16",
+            json!({ "query_pre_attn_scalar": -1 }),
+            r#""query_pre_attn_scalar" is -1; it must be above 0"#,
+        ),
+        (
             "gemma3-bf16",
             json!({ "rope_local_base_freq": 0.0 }),
             r#""rope_local_base_freq" is 0; supported: above 1 and up to 1e15"#,

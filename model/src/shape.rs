@@ -1,6 +1,8 @@
 //! The dimensions of a model, and the graph built from them.
 
-use ir::{Activation, Attention, Block, DType, FeedForward, Gated, Graph, Layer};
+use ir::{
+    Activation, Attention, Block, DType, FeedForward, GROUP_MAX, Gated, Graph, Layer, UNIT_ROWS,
+};
 
 use crate::coded::Coded;
 use crate::error::Problem;
@@ -442,6 +444,12 @@ impl Shape {
                 "num_key_value_heads",
                 format!("is {kv_heads}; it must divide num_attention_heads, which is {heads}"),
             ));
+        } else if kv_heads > 0 && heads / kv_heads > GROUP_MAX {
+            let each = heads / kv_heads;
+            let reason = format!(
+                "is {kv_heads} for {heads} heads, {each} for each; supported: up to {GROUP_MAX}"
+            );
+            found.push(Problem::new("num_key_value_heads", reason));
         }
     }
 
@@ -487,6 +495,10 @@ impl Shape {
         if let Some(experts) = &options.experts {
             let row = self.family.row().experts.as_ref();
             experts.check(row.map_or("intermediate_size", |row| row.width), found);
+            if !self.hidden.is_multiple_of(UNIT_ROWS) {
+                let reason = format!("is {}; with experts: multiples of {UNIT_ROWS}", self.hidden);
+                found.push(Problem::new("hidden_size", reason));
+            }
         }
         let none = self.head_dim > 0 && self.rotated_dims() == 0;
         if !(options.rotated > 0.0 && options.rotated <= 1.0) || none {

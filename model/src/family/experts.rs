@@ -1,14 +1,11 @@
 //! Experts of a family: their fields, and the names of their tensors.
 
-use ir::{Clamped, Experts, FeedForward, Gated, Linear, Shared};
+use ir::{Clamped, EXPERTS_MAX, Experts, FeedForward, Gated, Linear, SLOTS_MAX, Shared};
 
 use crate::error::Problem;
 use crate::fields::Fields;
 use crate::pieces::{Change, Piece, Strided, Tensors};
 use crate::shape::{FFN_MAX, LAYERS_MAX, Shape, WIDTH_STEP};
-
-/// Most experts of a layer.
-const EXPERTS_MAX: u32 = 1 << 10;
 
 /// What a family's experts are called and how they are stored.
 pub(crate) struct ExpertRow {
@@ -195,8 +192,12 @@ impl ExpertShape {
         if self.count < 2 || self.count > EXPERTS_MAX {
             let reason = format!("is {}; supported: 2 to {EXPERTS_MAX}", self.count);
             found.push(Problem::new("num_experts", reason));
-        } else if self.top_k == 0 || self.top_k > self.count {
-            let reason = format!("is {}; it must be 1 to {}, the experts", self.top_k, self.count);
+        } else if self.top_k == 0 || self.top_k > self.count.min(SLOTS_MAX) {
+            let (count, top_k) = (self.count, self.top_k);
+            let reason = match count <= SLOTS_MAX {
+                true => format!("is {top_k}; it must be 1 to {count}, the experts"),
+                false => format!("is {top_k}; supported: 1 to {SLOTS_MAX}"),
+            };
             found.push(Problem::new("num_experts_per_tok", reason));
         }
         let widths = [(width, Some(self.ffn)), ("shared_expert_intermediate_size", self.shared)];

@@ -104,6 +104,21 @@ fn what_transformers_reads_otherwise_is_refused() {
             r#""rope_theta" is 1; supported: above 1 and up to 1e15"#,
         ),
         (
+            "glm4-bf16",
+            json!({ "num_attention_heads": 48, "num_key_value_heads": 2 }),
+            r#""num_key_value_heads" is 2 for 48 heads, 24 for each; supported: up to 16"#,
+        ),
+        (
+            "qwen3-moe-bf16",
+            json!({ "num_local_experts": 64, "num_experts_per_tok": 17 }),
+            r#""num_experts_per_tok" is 17; supported: 1 to 16"#,
+        ),
+        (
+            "olmoe-bf16",
+            json!({ "hidden_size": 60, "head_dim": 16 }),
+            r#""hidden_size" is 60; with experts: multiples of 8"#,
+        ),
+        (
             "mixtral-bf16",
             json!({ "num_local_experts": 1, "num_experts_per_tok": 1 }),
             r#""num_experts" is 1; supported: 2 to 1024"#,

@@ -35,15 +35,21 @@ pub(super) const SMOLLM3: Row = Row {
     ..llama::LLAMA
 };
 
-/// Without `layer_types`, the layers that do not rotate have the window.
+/// Without `layer_types`, the layers that do not rotate have the window, which has no default.
 fn windows(fields: &mut Fields<'_>, shape: &mut Shape) {
-    if fields.get("layer_types").is_some() || !fields.flag("use_sliding_window") {
+    if !fields.flag("use_sliding_window") {
         return;
     }
-    shape.window = match fields.whole("sliding_window") {
-        Some(window) if shape.options.unrotated.contains(&true) => {
-            Window::Layers { window, sliding: shape.options.unrotated.clone() }
+    let (given, window) = (fields.whole("sliding_window"), shape.window.clone());
+    let unrotated = &shape.options.unrotated;
+    shape.window = match given {
+        _ if fields.get("layer_types").is_some() => window,
+        Some(window) if unrotated.contains(&true) => {
+            Window::Layers { window, sliding: unrotated.clone() }
         }
         _ => Window::None,
     };
+    if given.is_none() && shape.window != Window::None {
+        fields.complain("sliding_window", "is missing, but there are layers with a window");
+    }
 }

@@ -43,7 +43,14 @@ fn smollm3_has_windows_where_it_does_not_rotate() {
     let mut listed = on;
     let (full, sliding) = ("full_attention", "sliding_attention");
     listed["layer_types"] = json!([sliding, full, full, sliding]);
-    assert_eq!(windows(&graph("smollm3-bf16", listed)), [Some(6), None, None, Some(6)]);
+    assert_eq!(windows(&graph("smollm3-bf16", listed.clone())), [Some(6), None, None, Some(6)]);
+    let copy = with("smollm3-bf16", listed);
+    copy.config(|config| {
+        config.remove("sliding_window");
+    });
+    let expected =
+        r#"DIR/config.json: "sliding_window" is missing, but there are layers with a window"#;
+    assert_eq!(copy.refusal(), expected);
 }
 
 #[test]

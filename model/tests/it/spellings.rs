@@ -53,123 +53,135 @@ fn smollm3_has_windows_where_it_does_not_rotate() {
     assert_eq!(copy.refusal(), expected);
 }
 
-#[test]
-fn what_transformers_reads_otherwise_is_refused() {
-    let sliding = json!(["sliding_attention", "full_attention"]);
-    let kinds = json!({
-        "full_attention": { "rope_type": "default" }, "sliding_attention": { "rope_type": "default" },
-    });
-    let cases = [
-        (
-            "llama-tied-f32",
-            json!({ "is_causal": false }),
-            r#""is_causal" is false; supported: true"#,
-        ),
-        (
-            "qwen2-bias-bf16",
-            json!({ "use_sliding_window": false, "sliding_window": 4, "layer_types": sliding }),
-            r#""layer_types" has sliding_attention although use_sliding_window is not true"#,
-        ),
-        (
-            "qwen2-bias-bf16",
-            json!({ "use_sliding_window": true, "sliding_window": null, "layer_types": sliding }),
-            r#""sliding_window" is null, but there are layers with a window"#,
-        ),
-        (
-            "gemma2-bf16",
-            json!({ "sliding_window": null }),
-            r#""sliding_window" is null, but there are layers with a window"#,
-        ),
-        (
-            "gemma2-bf16",
-            json!({ "sliding_window_pattern": 3 }),
-            r#""sliding_window_pattern" is 3; supported: null"#,
-        ),
-        (
-            "gemma3-bf16",
-            json!({ "attn_logit_softcapping": 3.0 }),
-            r#""attn_logit_softcapping" is 3.0; supported: null"#,
-        ),
-        (
-            "gemma3-bf16",
-            json!({ "rope_scaling": null, "rope_parameters": { "rope_theta": 500.0 } }),
-            r#""rope_parameters" has neither full_attention nor sliding_attention"#,
-        ),
-        (
-            "gemma2-bf16",
-            json!({ "query_pre_attn_scalar": -1 }),
-            r#""query_pre_attn_scalar" is -1; it must be above 0"#,
-        ),
-        (
-            "gemma3-bf16",
-            json!({ "rope_local_base_freq": 0.0 }),
-            r#""rope_local_base_freq" is 0; supported: above 1 and up to 1e15"#,
-        ),
-        (
-            "llama-yarn-bf16",
-            json!({ "rope_theta": 1.0 }),
-            r#""rope_theta" is 1; supported: above 1 and up to 1e15"#,
-        ),
-        (
-            "glm4-bf16",
-            json!({ "num_attention_heads": 48, "num_key_value_heads": 2 }),
-            r#""num_key_value_heads" is 2 for 48 heads, 24 for each; supported: up to 16"#,
-        ),
-        (
-            "qwen3-moe-bf16",
-            json!({ "num_local_experts": 64, "num_experts_per_tok": 17 }),
-            r#""num_experts_per_tok" is 17; supported: 1 to 16"#,
-        ),
-        (
-            "olmoe-bf16",
-            json!({ "hidden_size": 60, "head_dim": 16 }),
-            r#""hidden_size" is 60; with experts: multiples of 8"#,
-        ),
-        (
-            "mixtral-bf16",
-            json!({ "num_local_experts": 1, "num_experts_per_tok": 1 }),
-            r#""num_experts" is 1; supported: 2 to 1024"#,
-        ),
-        (
-            "glm4-bf16",
-            json!({ "rope_parameters": kinds }),
-            r#""rope_parameters.full_attention" is an object; layers of this family have one rotary embedding"#,
-        ),
-        (
-            "phi3-bf16",
-            json!({ "rope_scaling": { "type": "linear", "factor": 2.0 } }),
-            r#""rope_scaling.type" is "linear"; supported: default, longrope"#,
-        ),
-        (
-            "phi4-longrope-bf16",
-            json!({ "rope_scaling": { "type": "su", "short_factor": vec![0; 12], "long_factor": vec![1; 12] } }),
-            r#""rope_scaling.short_factor" has 0e0; supported: 1e-6 to 1e9"#,
-        ),
-        (
-            "smollm3-bf16",
-            json!({ "no_rope_layers": null, "no_rope_layer_interval": 0 }),
-            r#""no_rope_layer_interval" is 0; it must be at least 1"#,
-        ),
-        (
-            "gpt-oss-bf16",
-            json!({ "swiglu_alpha": 1.5 }),
-            r#""swiglu_alpha" differs from 1.702; supported: 1.702"#,
-        ),
-        (
-            "smollm3-bf16",
-            json!({ "no_rope_layers": [] }),
-            r#""no_rope_layers" has 0 entries for 4 layers"#,
-        ),
-        (
-            "qwen3-moe-bf16",
-            json!({ "mlp_only_layers": [-1] }),
-            r#""mlp_only_layers" has an entry that is not the number of a layer"#,
-        ),
-    ];
+/// Checks what is said of folders whose configuration has other fields: what transformers reads otherwise is refused.
+fn refused(cases: impl IntoIterator<Item = (&'static str, Value, &'static str)>) {
     for (name, fields, expected) in cases {
         let text = with(name, fields).refusal();
         assert_eq!(text, format!("DIR/config.json: {expected}"), "{name}");
     }
+}
+
+#[test]
+fn windows_that_contradict_each_other_are_refused() {
+    let types = json!(["sliding_attention", "full_attention"]);
+    let off = json!({ "use_sliding_window": false, "sliding_window": 4, "layer_types": types });
+    let none = json!({ "use_sliding_window": true, "sliding_window": null, "layer_types": types });
+    let null = "\"sliding_window\" is null, but there are layers with a window";
+    refused([
+        (
+            "qwen2-bias-bf16",
+            off,
+            "\"layer_types\" has sliding_attention although use_sliding_window is not true",
+        ),
+        ("qwen2-bias-bf16", none, null),
+        ("gemma2-bf16", json!({ "sliding_window": null }), null),
+        (
+            "gemma2-bf16",
+            json!({ "sliding_window_pattern": 3 }),
+            "\"sliding_window_pattern\" is 3; supported: null",
+        ),
+    ]);
+}
+
+#[test]
+fn rotary_parameters_that_are_not_followed_are_refused() {
+    let plain = json!({ "rope_type": "default" });
+    let kinds = json!({ "full_attention": plain, "sliding_attention": plain });
+    let flat = json!({ "rope_scaling": null, "rope_parameters": { "rope_theta": 500.0 } });
+    let (zeros, ones) = (vec![0; 12], vec![1; 12]);
+    let zeros = json!({ "type": "su", "short_factor": zeros, "long_factor": ones });
+    let linear = json!({ "rope_scaling": { "type": "linear", "factor": 2.0 } });
+    refused([
+        (
+            "gemma3-bf16",
+            flat,
+            "\"rope_parameters\" has neither full_attention nor sliding_attention",
+        ),
+        (
+            "gemma3-bf16",
+            json!({ "rope_local_base_freq": 0.0 }),
+            "\"rope_local_base_freq\" is 0; supported: above 1 and up to 1e15",
+        ),
+        (
+            "llama-yarn-bf16",
+            json!({ "rope_theta": 1.0 }),
+            "\"rope_theta\" is 1; supported: above 1 and up to 1e15",
+        ),
+        (
+            "glm4-bf16",
+            json!({ "rope_parameters": kinds }),
+            "\"rope_parameters.full_attention\" is an object; layers of this family have one rotary embedding",
+        ),
+        ("phi3-bf16", linear, "\"rope_scaling.type\" is \"linear\"; supported: default, longrope"),
+        (
+            "phi4-longrope-bf16",
+            json!({ "rope_scaling": zeros }),
+            "\"rope_scaling.short_factor\" has 0e0; supported: 1e-6 to 1e9",
+        ),
+    ]);
+}
+
+#[test]
+fn scalars_and_lists_that_are_not_followed_are_refused() {
+    let interval = json!({ "no_rope_layers": null, "no_rope_layer_interval": 0 });
+    refused([
+        (
+            "llama-tied-f32",
+            json!({ "is_causal": false }),
+            "\"is_causal\" is false; supported: true",
+        ),
+        (
+            "gemma2-bf16",
+            json!({ "query_pre_attn_scalar": -1 }),
+            "\"query_pre_attn_scalar\" is -1; it must be above 0",
+        ),
+        (
+            "gemma3-bf16",
+            json!({ "attn_logit_softcapping": 3.0 }),
+            "\"attn_logit_softcapping\" is 3.0; supported: null",
+        ),
+        ("smollm3-bf16", interval, "\"no_rope_layer_interval\" is 0; it must be at least 1"),
+        (
+            "smollm3-bf16",
+            json!({ "no_rope_layers": [] }),
+            "\"no_rope_layers\" has 0 entries for 4 layers",
+        ),
+        (
+            "gpt-oss-bf16",
+            json!({ "swiglu_alpha": 1.5 }),
+            "\"swiglu_alpha\" differs from 1.702; supported: 1.702",
+        ),
+    ]);
+}
+
+/// What can be imported can be lowered.
+#[test]
+fn sizes_that_no_schedule_takes_are_refused() {
+    let heads = json!({ "num_attention_heads": 48, "num_key_value_heads": 2 });
+    let chosen = json!({ "num_local_experts": 64, "num_experts_per_tok": 17 });
+    refused([
+        (
+            "glm4-bf16",
+            heads,
+            "\"num_key_value_heads\" is 2 for 48 heads, 24 for each; supported: up to 16",
+        ),
+        ("qwen3-moe-bf16", chosen, "\"num_experts_per_tok\" is 17; supported: 1 to 16"),
+        (
+            "olmoe-bf16",
+            json!({ "hidden_size": 60, "head_dim": 16 }),
+            "\"hidden_size\" is 60; with experts: multiples of 8",
+        ),
+        (
+            "mixtral-bf16",
+            json!({ "num_local_experts": 1, "num_experts_per_tok": 1 }),
+            "\"num_experts\" is 1; supported: 2 to 1024",
+        ),
+        (
+            "qwen3-moe-bf16",
+            json!({ "mlp_only_layers": [-1] }),
+            "\"mlp_only_layers\" has an entry that is not the number of a layer",
+        ),
+    ]);
 }
 
 #[test]

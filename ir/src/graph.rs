@@ -162,6 +162,13 @@ impl Graph {
         self.kv_heads * self.head_dim
     }
 
+    /// Whether the attention of the kernel takes heads of this width. The reference VM takes any.
+    #[must_use]
+    pub fn heads_have_a_kernel(&self) -> bool {
+        let widths = abi::HEAD_DIM_MIN..=abi::HEAD_DIM_MAX;
+        self.head_dim.is_power_of_two() && widths.contains(&self.head_dim)
+    }
+
     /// Element type of the matrices that are codes, if some are: of several, the last in the table of element types.
     #[must_use]
     pub fn codes(&self) -> Option<DType> {

@@ -19,7 +19,7 @@ pub mod text;
 mod violation;
 mod weights;
 
-pub use abi::{CodeBlock, Scalar};
+pub use abi::{CodeBlock, EXPERTS_MAX, GROUP_MAX, SLOTS_MAX, Scalar, UNIT_ROWS};
 pub use block::{Attention, Block, Clamped, Experts, FeedForward, Gated, Layer, Shared};
 pub use format::{Format, TILE_ROWS};
 pub use graph::{Activation, DType, Graph, Linear, Tensor};

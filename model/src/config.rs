@@ -4,7 +4,7 @@ use ir::{Activation, DType};
 use serde_json::{Map, Value};
 
 use crate::error::{Problem, quoted, shown};
-use crate::family::{Row, WindowRule};
+use crate::family::{LONGROPE, Row, WindowRule};
 use crate::fields::{Fields, Neutral};
 use crate::rope::{Rope, Scaling};
 use crate::shape::{Family, HEAD_DIM_STEP, LAYERS_MAX, Options, Shape, Window};
@@ -14,9 +14,22 @@ const WINDOW_DEFAULT: u32 = 4096;
 /// Default first sliding layer of Qwen 2 and Qwen 3.
 const MAX_WINDOW_LAYERS_DEFAULT: u32 = 28;
 
+/// Multimodal models whose language model computes text as a family of ours does, and the `model_type` of a `text_config`
+/// that has none.
+const WRAPPERS: [(&str, &str); 8] = [
+    ("gemma3", "gemma3_text"),
+    ("idefics3", "llama"),
+    ("internvl", "qwen2"),
+    ("llava", "llama"),
+    ("llava_next", "llama"),
+    ("llava_onevision", "qwen2"),
+    ("mistral3", "mistral"),
+    ("smolvlm", "llama"),
+];
+
 /// Fields of any model that change the arithmetic, and the values with which they do not. A family that does not read one
 /// of them refuses other values.
-const ARITHMETIC: [(&str, Neutral); 42] = [
+const ARITHMETIC: [(&str, Neutral); 43] = [
     ("alibi", Neutral::False),
     ("attention_multiplier", Neutral::Null),
     ("attn_logit_softcapping", Neutral::Null),
@@ -28,6 +41,7 @@ const ARITHMETIC: [(&str, Neutral); 42] = [
     ("final_logit_softcapping", Neutral::Null),
     ("first_k_dense_replace", Neutral::Zero),
     ("full_attention_interval", Neutral::Null),
+    ("is_causal", Neutral::True),
     ("kv_lora_rank", Neutral::Null),
     ("layer_norm_eps", Neutral::Null),
     ("layer_norm_epsilon", Neutral::Null),
@@ -62,21 +76,19 @@ const ARITHMETIC: [(&str, Neutral); 42] = [
 ];
 
 /// The part of a configuration that describes the language model, and whether it is that of a multimodal wrapper.
-pub(crate) fn text_part(config: &Map<String, Value>) -> (Map<String, Value>, Option<&'static Row>) {
+pub(crate) fn text_part(config: &Map<String, Value>) -> (Map<String, Value>, bool) {
     let kind = config.get("model_type").and_then(Value::as_str);
-    let wraps = |row: &Row| row.wrapper.is_some_and(|(name, _)| Some(name) == kind);
-    let row = Family::ALL.iter().map(|family| family.row()).find(|row| wraps(row));
-    let (Some(row), Some(text)) = (row, config.get("text_config").and_then(Value::as_object))
-    else {
-        return (config.clone(), None);
+    let wrapper = WRAPPERS.iter().find(|(name, _)| Some(*name) == kind);
+    let text = config.get("text_config").and_then(Value::as_object);
+    let (Some((_, inner)), Some(mut text)) = (wrapper, text.cloned()) else {
+        return (config.clone(), false);
     };
-    let mut text = text.clone();
-    let kind = |text: &Map<String, Value>| {
-        text.get("model_type").and_then(Value::as_str) == Some(row.model_type)
-    };
-    if !text.contains_key("model_type") || kind(&text) {
-        text.insert("model_type".to_owned(), row.model_type.into());
-        text.remove("architectures");
+    text.entry("model_type").or_insert_with(|| (*inner).into());
+    text.remove("architectures");
+    // Versions of transformers differ in which of the two flags they follow, and write both. Either is enough: a stored
+    // `lm_head` of its own is found with the weights.
+    if config.get("tie_word_embeddings") == Some(&Value::Bool(true)) {
+        text.insert("tie_word_embeddings".to_owned(), true.into());
     }
     // Some folders have these outside.
     let outside = [
@@ -92,14 +104,14 @@ pub(crate) fn text_part(config: &Map<String, Value>) -> (Map<String, Value>, Opt
             text.insert(field.to_owned(), value.clone());
         }
     }
-    (text, Some(row))
+    (text, true)
 }
 
 /// Reads a configuration. The shape's `dtype` is the configuration's; the stored tensors override it.
 pub(crate) fn parse(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Problem>> {
     let (text, wrapper) = text_part(config);
     let mut shape = parse_text(&text, name)?;
-    if wrapper.is_some() {
+    if wrapper {
         let note = "a multimodal model: its language model is loaded, and its other parts (a vision tower) are ignored";
         shape.options.notes.push(note.to_owned());
     }
@@ -124,7 +136,8 @@ fn parse_text(config: &Map<String, Value>, name: &str) -> Result<Shape, Vec<Prob
     let layers = fields.required("num_hidden_layers");
     let max_positions = fields.whole("max_position_embeddings").unwrap_or(row.max_positions);
     let (rope, inside) = rope(&mut fields, row, max_positions);
-    let partial = fields.number("partial_rotary_factor").or(inside.rotated);
+    let outer = fields.number("partial_rotary_factor");
+    let partial = inside.rotated.or(outer);
     if let Some(value) = fields.get("partial_rotary_factor")
         && row.rotated.is_none()
         && value.as_f64() != Some(1.0)
@@ -188,7 +201,8 @@ pub(crate) fn generation_eos(
 
 fn family(fields: &mut Fields<'_>) -> Option<Family> {
     let supported: Vec<_> = Family::ALL.iter().map(|family| family.model_type()).collect();
-    let supported = supported.join(", ");
+    let wrappers = WRAPPERS.map(|(name, _)| name).join(", ");
+    let supported = format!("{}; multimodal ones around them: {wrappers}", supported.join(", "));
     let Some(value) = fields.get("model_type") else {
         fields.complain("model_type", format!("is missing; supported: {supported}"));
         return None;
@@ -276,7 +290,7 @@ fn dtype(fields: &mut Fields<'_>) -> DType {
 struct Inside {
     /// The fraction of a head that is rotated.
     rotated: Option<f64>,
-    /// The embedding of layers with a window, where each kind of layer has an object of its own.
+    /// The embedding of layers with a window, if it is another.
     sliding: Option<Rope>,
 }
 
@@ -285,8 +299,10 @@ struct Inside {
 fn rope(fields: &mut Fields<'_>, row: &Row, max_positions: u32) -> (Rope, Inside) {
     let theta = fields.number("rope_theta").unwrap_or(row.theta);
     let outer_original = fields.whole("original_max_position_embeddings");
+    let sliding = row.sliding_theta.map(|(field, absent)| fields.number(field).unwrap_or(absent));
     let reader = RopeReader {
         theta,
+        sliding,
         original: outer_original.unwrap_or(max_positions),
         outer: outer_original.is_some(),
         row,
@@ -304,7 +320,8 @@ fn rope(fields: &mut Fields<'_>, row: &Row, max_positions: u32) -> (Rope, Inside
     {
         fields.complain("rope_scaling", "differs from rope_parameters; keep one of the two");
     }
-    new.or(old).unwrap_or((Rope::plain(theta), Inside::default()))
+    let (rope, inside) = new.or(old).unwrap_or((Rope::plain(theta), Inside::default()));
+    (rope, Inside { sliding: inside.sliding.or(sliding.map(Rope::plain)), ..inside })
 }
 
 /// Reads objects of rotary parameters.
@@ -312,6 +329,8 @@ struct RopeReader<'a> {
     row: &'a Row,
     /// Defaults from outside of the object.
     theta: f64,
+    /// Of layers with a window, in families where they have an embedding of their own.
+    sliding: Option<f64>,
     original: u32,
     /// Whether the outer `original` was given: it wins.
     outer: bool,
@@ -323,31 +342,38 @@ impl RopeReader<'_> {
         object: &Map<String, Value>,
         prefix: &'static str,
     ) -> (Option<(Rope, Inside)>, Vec<Problem>) {
-        let kind = |name: &str| object.get(name).and_then(Value::as_object);
-        let (Some(full), Some(sliding)) = (kind("full_attention"), kind("sliding_attention"))
-        else {
-            let (found, problems) = self.one(object, prefix.to_owned());
+        let kinds = ["full_attention", "sliding_attention"].map(|kind| object.get(kind));
+        let [full, sliding] = kinds.map(|kind| kind.and_then(Value::as_object));
+        let Some(theta) = self.sliding.filter(|_| full.is_some() || sliding.is_some()) else {
+            if self.sliding.is_some() && prefix == "rope_parameters." {
+                // transformers reads nothing of such an object, not even its base.
+                let reason = "has neither full_attention nor sliding_attention";
+                return (None, vec![Problem::new("rope_parameters", reason)]);
+            }
+            let (found, problems) = self.one(object, prefix.to_owned(), self.theta);
             let inside = |rotated| Inside { rotated, sliding: None };
             return (found.map(|(rope, rotated)| (rope, inside(rotated))), problems);
         };
-        let (full, mut problems) = self.one(full, format!("{prefix}full_attention."));
-        let (sliding, more) = self.one(sliding, format!("{prefix}sliding_attention."));
-        problems.extend(more);
-        let both = full.zip(sliding).map(|((rope, rotated), (sliding, _))| {
+        let none = Map::new();
+        let full = (full.unwrap_or(&none), format!("{prefix}full_attention."), self.theta);
+        let sliding = (sliding.unwrap_or(&none), format!("{prefix}sliding_attention."), theta);
+        let [full, sliding] = [full, sliding].map(|(kind, at, theta)| self.one(kind, at, theta));
+        let both = full.0.zip(sliding.0).map(|((rope, rotated), (sliding, _))| {
             (rope, Inside { rotated, sliding: Some(sliding) })
         });
-        (both, problems)
+        (both, [full.1, sliding.1].concat())
     }
 
     fn one(
         &self,
         object: &Map<String, Value>,
         prefix: String,
+        theta: f64,
     ) -> (Option<(Rope, Option<f64>)>, Vec<Problem>) {
         let mut fields = Fields::new(object, prefix);
         let field = if fields.get("rope_type").is_some() { "rope_type" } else { "type" };
         let kind = fields.text(field).unwrap_or("default");
-        let theta = fields.number("rope_theta").unwrap_or(self.theta);
+        let theta = fields.number("rope_theta").unwrap_or(theta);
         let rotated = fields.number("partial_rotary_factor");
         if let Some(value) = fields.get("partial_rotary_factor")
             && self.row.rotated.is_none()
@@ -356,7 +382,10 @@ impl RopeReader<'_> {
             fields.expected("partial_rotary_factor", value, "1.0");
         }
         if let Some((key, _)) = object.iter().find(|(_, value)| value.is_object()) {
-            let reason = "is an object; supported: full_attention and sliding_attention";
+            let reason = match self.sliding {
+                Some(_) => "is an object; supported: full_attention and sliding_attention",
+                None => "is an object; layers of this family have one rotary embedding",
+            };
             fields.complain(key, reason);
         }
         let scaling = self.scaling(&mut fields, field, kind);
@@ -370,11 +399,16 @@ impl RopeReader<'_> {
             let inner = fields.whole("original_max_position_embeddings").filter(|_| !self.outer);
             inner.unwrap_or(self.original)
         };
+        if self.row.longrope && kind != "default" && !LONGROPE.contains(&kind) {
+            let reason = format!("is {}; supported: default, longrope", quoted(kind));
+            fields.complain(field, reason);
+            return None;
+        }
         match kind {
-            // Dynamic frequencies change beyond the longest sequence, which no program exceeds. Those of longrope are
-            // the family's.
+            // Dynamic frequencies change beyond the longest sequence, which no program exceeds.
             "default" | "dynamic" => Some(Scaling::Default),
-            "longrope" | "su" if self.row.longrope => Some(Scaling::Default),
+            // The family reads the factors.
+            _ if self.row.longrope => Some(Scaling::Default),
             "linear" => Some(Scaling::Linear { factor: fields.required_number("factor") }),
             "llama3" => Some(Scaling::Llama3 {
                 factor: fields.required_number("factor"),
@@ -384,12 +418,8 @@ impl RopeReader<'_> {
             }),
             "yarn" => Some(yarn(fields, original)),
             other => {
-                let reason = format!(
-                    "is {}; supported: default, linear, dynamic, llama3, yarn{}",
-                    quoted(other),
-                    if self.row.longrope { ", longrope" } else { "" }
-                );
-                fields.complain(field, reason);
+                let supported = "default, linear, dynamic, llama3, yarn";
+                fields.complain(field, format!("is {}; supported: {supported}", quoted(other)));
                 None
             }
         }
@@ -404,7 +434,9 @@ fn yarn(fields: &mut Fields<'_>, original: impl FnOnce(&mut Fields<'_>) -> u32) 
         (Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => scale(mscale) / scale(all),
         _ => scale(1.0),
     };
-    let truncate = fields.get("truncate").is_none() || fields.flag("truncate");
+    // To transformers, null is not absent here but false.
+    let absent = fields.get("truncate").is_none() && !fields.is_null("truncate");
+    let truncate = absent || fields.flag("truncate");
     Scaling::Yarn {
         factor,
         original: original(fields),
@@ -421,9 +453,13 @@ fn window(fields: &mut Fields<'_>, row: &Row, layers: u32) -> Window {
     let absent = (!fields.is_null("sliding_window")).then_some(WINDOW_DEFAULT);
     // An absurd number of layers is reported elsewhere and must not become a long list here.
     let count = layers.min(LAYERS_MAX);
-    let some = |window, sliding: Vec<bool>| match sliding.contains(&true) {
-        true => Window::Layers { window, sliding },
-        false => Window::None,
+    let some = |fields: &mut Fields<'_>, window, sliding: Vec<bool>| match window {
+        Some(window) if sliding.contains(&true) => Window::Layers { window, sliding },
+        None if sliding.contains(&true) => {
+            fields.complain("sliding_window", "is null, but there are layers with a window");
+            Window::None
+        }
+        _ => Window::None,
     };
     match row.windows {
         WindowRule::None => {
@@ -436,18 +472,23 @@ fn window(fields: &mut Fields<'_>, row: &Row, layers: u32) -> Window {
             window.map_or(Window::None, Window::All)
         }
         WindowRule::Switched => {
-            let on = fields.flag("use_sliding_window");
-            let window = fields.whole("sliding_window").or(absent).filter(|_| on);
+            let window = fields.whole("sliding_window").or(absent);
             let first = fields.whole("max_window_layers").unwrap_or(MAX_WINDOW_LAYERS_DEFAULT);
-            let Some(window) = window else { return Window::None };
-            some(window, types.unwrap_or_else(|| (0..count).map(|i| i >= first).collect()))
+            if !fields.flag("use_sliding_window") {
+                if types.is_some_and(|types| types.contains(&true)) {
+                    let reason = "has sliding_attention although use_sliding_window is not true";
+                    fields.complain("layer_types", reason);
+                }
+                return Window::None;
+            }
+            let sliding = |i: u32| window.is_some() && i >= first;
+            some(fields, window, types.unwrap_or_else(|| (0..count).map(sliding).collect()))
         }
-        WindowRule::Pattern { window, full_every } => {
-            let every = fields.whole("sliding_window_pattern").unwrap_or(full_every);
+        WindowRule::Pattern { window, full_every, field } => {
+            let every = field.and_then(|field| fields.whole(field)).unwrap_or(full_every);
             let window = fields.whole("sliding_window").or(absent.and(Some(window)));
-            let Some(window) = window else { return Window::None };
             let sliding = |i: u32| every == 0 || !(i + 1).is_multiple_of(every);
-            some(window, types.unwrap_or_else(|| (0..count).map(sliding).collect()))
+            some(fields, window, types.unwrap_or_else(|| (0..count).map(sliding).collect()))
         }
     }
 }

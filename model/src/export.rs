@@ -71,7 +71,8 @@ fn as_stored(
 ) -> Result<(Model, Map<String, Value>), ModelError> {
     let path = folder.join("config.json");
     let object = files::read_object(&path, files::SMALL_FILE_MAX)?.unwrap_or_default();
-    let (config, _) = config::text_part(&object);
+    let (mut config, _) = config::text_part(&object);
+    config.insert("tie_word_embeddings".to_owned(), model.shape.tied.into());
     if config.get("quantization_config").is_some_and(|value| !value.is_null()) {
         let reason = format!(
             "a quantised {} cannot be written; export the folder of the 16-bit model",

@@ -17,6 +17,8 @@ pub(crate) enum Neutral {
     Null,
     /// False.
     False,
+    /// True.
+    True,
     /// Zero, or an empty list.
     Zero,
     /// One.
@@ -29,6 +31,7 @@ impl Neutral {
             || match self {
                 Self::Null => false,
                 Self::False => value == &Value::Bool(false),
+                Self::True => value == &Value::Bool(true),
                 Self::Zero => {
                     value.as_f64() == Some(0.0) || value.as_array().is_some_and(Vec::is_empty)
                 }
@@ -40,6 +43,7 @@ impl Neutral {
         match self {
             Self::Null => "null",
             Self::False => "false",
+            Self::True => "true",
             Self::Zero => "0",
             Self::One => "1.0",
         }
@@ -91,7 +95,11 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn complain(&mut self, field: &str, reason: impl Into<String>) {
-        self.problems.push(Problem::new(self.prefixed(field), reason));
+        // A field may be read twice.
+        let problem = Problem::new(self.prefixed(field), reason);
+        if !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
     }
 
     pub(crate) fn adopt(&mut self, problems: Vec<Problem>) {

@@ -10,6 +10,7 @@ use crate::preset::{PRESETS, preset};
 use crate::quantised::{Declared, Form};
 use crate::random::Random;
 use crate::shape::Shape;
+use crate::store::Checkpoint;
 use crate::tokenizer::Tokenizer;
 use crate::{config, files, gguf, store};
 
@@ -142,9 +143,23 @@ fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
         return Err(not_a_folder(&format!("it has no config.json{hint}")));
     };
     let (mut shape, declared) = described(&path, &object)?;
+    let checkpoint = Checkpoint::open(dir)?;
+    if shape.tied && checkpoint.has_head() {
+        // As transformers 5 does. Version 4 ignores it, but no version has trained such a matrix with the flag.
+        shape.tied = false;
+        let note = "lm_head.weight is used: it differs from model.embed_tokens.weight, although tie_word_embeddings is true";
+        shape.options.notes.push(note.to_owned());
+    }
     let (mut graph, pieces) = shape.described();
-    let (weights, mut notes) = store::open(dir, &mut graph, &pieces, declared.as_ref(), form)?;
+    let declared = declared.as_ref();
+    let (weights, mut notes) = store::open(dir, checkpoint, &mut graph, &pieces, declared, form)?;
     notes.extend(shape.options.notes.iter().cloned());
+    if !graph.heads_have_a_kernel() {
+        notes.push(format!(
+            "no kernel: heads of {} elements run on a CPU only; a GPU takes 16, 32, 64, 128 or 256",
+            graph.head_dim
+        ));
+    }
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
 }

@@ -1,6 +1,8 @@
 //! The dimensions of a model, and the graph built from them.
 
-use ir::{Activation, Attention, Block, DType, FeedForward, Gated, Graph, Layer};
+use ir::{
+    Activation, Attention, Block, DType, FeedForward, GROUP_MAX, Gated, Graph, Layer, UNIT_ROWS,
+};
 
 use crate::coded::Coded;
 use crate::error::Problem;
@@ -442,6 +444,12 @@ impl Shape {
                 "num_key_value_heads",
                 format!("is {kv_heads}; it must divide num_attention_heads, which is {heads}"),
             ));
+        } else if kv_heads > 0 && heads / kv_heads > GROUP_MAX {
+            let each = heads / kv_heads;
+            let reason = format!(
+                "is {kv_heads} for {heads} heads, {each} for each; supported: up to {GROUP_MAX}"
+            );
+            found.push(Problem::new("num_key_value_heads", reason));
         }
     }
 
@@ -450,11 +458,11 @@ impl Shape {
             let reason = format!("is {:e}; it must be above 0 and below 1", self.norm_eps);
             found.push(Problem::new("rms_norm_eps", reason));
         }
-        let theta = self.rope.theta;
-        if !(theta.is_finite() && (1.0..=1e15).contains(&theta)) {
-            found.push(Problem::new("rope_theta", format!("is {theta}; supported: 1 to 1e15")));
+        check_rope("rope_theta", self.rope, found);
+        if let Some(rope) = self.options.sliding_rope {
+            let field = self.family.row().sliding_theta.map_or("rope_theta", |(field, _)| field);
+            check_rope(field, rope, found);
         }
-        check_scaling(self.rope.scaling, found);
         self.check_options(found);
         if let Window::All(0) | Window::Layers { window: 0, .. } = self.window {
             found.push(Problem::new("sliding_window", "is 0; use null for full attention"));
@@ -485,7 +493,12 @@ impl Shape {
             }
         }
         if let Some(experts) = &options.experts {
-            experts.check(found);
+            let row = self.family.row().experts.as_ref();
+            experts.check(row.map_or("intermediate_size", |row| row.width), found);
+            if !self.hidden.is_multiple_of(UNIT_ROWS) {
+                let reason = format!("is {}; with experts: multiples of {UNIT_ROWS}", self.hidden);
+                found.push(Problem::new("hidden_size", reason));
+            }
         }
         let none = self.head_dim > 0 && self.rotated_dims() == 0;
         if !(options.rotated > 0.0 && options.rotated <= 1.0) || none {
@@ -504,6 +517,16 @@ impl Shape {
             }
         }
     }
+}
+
+fn check_rope(base: &str, rope: Rope, found: &mut Vec<Problem>) {
+    let Rope { theta, scaling } = rope;
+    // The logarithm of a base is a divisor.
+    if !(theta > 1.0 && theta <= 1e15) {
+        let reason = format!("is {theta}; supported: above 1 and up to 1e15");
+        found.push(Problem::new(base, reason));
+    }
+    check_scaling(scaling, found);
 }
 
 fn check_scaling(scaling: Scaling, found: &mut Vec<Problem>) {

@@ -123,18 +123,42 @@ impl Found {
 /// The weights of a folder, and what the user should know about them.
 pub(crate) type Opening = (Box<dyn Weights + Send + Sync>, Vec<String>);
 
-/// Opens the folder's tensors, sets the graph's element types to those of the weights, and checks that the tensors match
-/// the graph and what the configuration says about quantisation.
+/// The tensors of a folder's language model, under the names of a model of text.
+pub(crate) struct Checkpoint {
+    files: Files,
+    found: HashMap<String, Found>,
+    /// Tensors of the other parts of a multimodal model.
+    ignored: usize,
+}
+
+impl Checkpoint {
+    /// Maps the files of a folder.
+    pub(crate) fn open(dir: &Path) -> Result<Self, ModelError> {
+        let (files, mut found) = open_checkpoint(dir)?;
+        let ignored = language_model(&mut found);
+        Ok(Self { files, found, ignored })
+    }
+
+    /// Whether `lm_head` has weights that are not those of the embedding.
+    pub(crate) fn has_head(&self) -> bool {
+        let [head, embed] = ["lm_head.weight", "model.embed_tokens.weight"]
+            .map(|name| self.found.get(name).map(|found| self.files.slice(found.place())));
+        head.is_some() && head != embed
+    }
+}
+
+/// Sets the graph's element types to those of the weights, and checks that the folder's tensors match the graph and what
+/// the configuration says about quantisation.
 pub(crate) fn open(
     dir: &Path,
+    checkpoint: Checkpoint,
     graph: &mut Graph,
     pieces: &[Option<Piece>],
     declared: Option<&Declared>,
     form: Form,
 ) -> Result<Opening, ModelError> {
-    let (files, mut found) = open_checkpoint(dir)?;
+    let Checkpoint { files, found, ignored } = checkpoint;
     let wrong = |problems| ModelError::Tensors { path: dir.to_path_buf(), problems };
-    let ignored = language_model(&mut found);
     let mut notes = Vec::new();
     if ignored > 0 {
         notes.push(format!("{ignored} tensors are not of the language model and are ignored"));
@@ -160,8 +184,7 @@ pub(crate) fn as_stored(
     dir: &Path,
     names: &BTreeSet<String>,
 ) -> Result<(Vec<Tensor>, Box<dyn Weights + Send + Sync>), ModelError> {
-    let (files, mut found) = open_checkpoint(dir)?;
-    language_model(&mut found);
+    let Checkpoint { files, mut found, .. } = Checkpoint::open(dir)?;
     let (mut tensors, mut sources, mut problems) = (Vec::new(), Vec::new(), Vec::new());
     for name in names {
         let shape = found.get(name).map(|found| found.entry.shape.iter().map(|&side| side as u32));
@@ -192,10 +215,10 @@ fn open_checkpoint(dir: &Path) -> Result<Opened, ModelError> {
 /// Names the tensors of a multimodal folder's language model as those of a model of text, and drops all others. Returns
 /// the number of dropped ones: zero for a model of text.
 fn language_model(found: &mut HashMap<String, Found>) -> usize {
-    let prefixes = [("language_model.model.", "model."), ("model.language_model.", "model.")];
+    let prefixes = ["language_model.model.", "model.language_model.", "model.text_model."];
     let inside = |name: &str| {
-        let (prefix, new) = prefixes.iter().find(|(prefix, _)| name.starts_with(prefix))?;
-        Some(format!("{new}{}", &name[prefix.len()..]))
+        let rest = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix))?;
+        Some(format!("model.{rest}"))
     };
     if !found.keys().any(|name| inside(name).is_some()) {
         return 0;

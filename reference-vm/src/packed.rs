@@ -18,6 +18,7 @@ pub(crate) struct Packed<'a> {
     rows: u32,
     cols: u32,
     units_per_tile: u32,
+    unit_cols: u32,
     scaled: bool,
     experts: u32,
     parts: Vec<Option<Part<'a>>>,
@@ -65,6 +66,7 @@ impl<'a> Packed<'a> {
             rows,
             cols: matrix.cols,
             units_per_tile: matrix.units_per_tile(),
+            unit_cols: matrix.format.unit_cols(),
             scaled: matrix.format.is_scaled(),
             experts: matrix.experts,
             parts: matrix.map.parts.iter().map(part).collect::<Result<_, _>>()?,
@@ -77,6 +79,11 @@ impl<'a> Packed<'a> {
 
     pub(crate) fn cols(&self) -> u32 {
         self.cols
+    }
+
+    /// Columns of whole units, padding included.
+    pub(crate) fn whole_cols(&self) -> u32 {
+        self.cols.next_multiple_of(self.unit_cols)
     }
 
     /// Experts, whose rows lie one after the other; 1 for any other matrix.

@@ -138,8 +138,7 @@ pub(crate) fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), Ho
             abi::SESSIONS_MAX
         )));
     }
-    let heads = abi::HEAD_DIM_MIN..=abi::HEAD_DIM_MAX;
-    if !graph.head_dim.is_power_of_two() || !heads.contains(&graph.head_dim) {
+    if !graph.heads_have_a_kernel() {
         return Err(HostError::Request(format!(
             "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64, 128 or 256",
             graph.head_dim, graph.name

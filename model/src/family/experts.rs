@@ -1,14 +1,11 @@
 //! Experts of a family: their fields, and the names of their tensors.
 
-use ir::{Clamped, Experts, FeedForward, Gated, Linear, Shared};
+use ir::{Clamped, EXPERTS_MAX, Experts, FeedForward, Gated, Linear, SLOTS_MAX, Shared};
 
 use crate::error::Problem;
 use crate::fields::Fields;
 use crate::pieces::{Change, Piece, Strided, Tensors};
 use crate::shape::{FFN_MAX, LAYERS_MAX, Shape, WIDTH_STEP};
-
-/// Most experts of a layer.
-const EXPERTS_MAX: u32 = 1 << 10;
 
 /// What a family's experts are called and how they are stored.
 pub(crate) struct ExpertRow {
@@ -172,11 +169,13 @@ fn dense(fields: &mut Fields<'_>, layers: u32) -> Vec<bool> {
     if step == 0 {
         fields.complain("decoder_sparse_step", "is 0; it must be at least 1");
     }
-    let only: Vec<u32> =
-        fields.numbers("mlp_only_layers").into_iter().map(|layer| layer as u32).collect();
+    let only = fields.numbers("mlp_only_layers");
+    if only.iter().any(|&layer| layer < 0.0 || layer.fract() != 0.0) {
+        fields.complain("mlp_only_layers", "has an entry that is not the number of a layer");
+    }
     let count = layers.min(LAYERS_MAX);
-    let dense: Vec<bool> =
-        (0..count).map(|i| only.contains(&i) || !(i + 1).is_multiple_of(step.max(1))).collect();
+    let sparse = |i: u32| !only.contains(&i.into()) && (i + 1).is_multiple_of(step.max(1));
+    let dense: Vec<bool> = (0..count).map(|i| !sparse(i)).collect();
     if dense.contains(&true) { dense } else { Vec::new() }
 }
 
@@ -187,21 +186,25 @@ impl ExpertShape {
         self.dense.get(layer) != Some(&true)
     }
 
-    /// Every reason why these experts cannot be run.
-    pub(crate) fn check(&self, found: &mut Vec<Problem>) {
-        if self.count == 0 || self.count > EXPERTS_MAX {
-            let reason = format!("is {}; supported: 1 to {EXPERTS_MAX}", self.count);
+    /// Every reason why these experts cannot be run. `width` is the field of their width.
+    pub(crate) fn check(&self, width: &str, found: &mut Vec<Problem>) {
+        // In a program, a matrix of one expert is one without experts.
+        if self.count < 2 || self.count > EXPERTS_MAX {
+            let reason = format!("is {}; supported: 2 to {EXPERTS_MAX}", self.count);
             found.push(Problem::new("num_experts", reason));
-        } else if self.top_k == 0 || self.top_k > self.count {
-            let reason = format!("is {}; it must be 1 to {}, the experts", self.top_k, self.count);
+        } else if self.top_k == 0 || self.top_k > self.count.min(SLOTS_MAX) {
+            let (count, top_k) = (self.count, self.top_k);
+            let reason = match count <= SLOTS_MAX {
+                true => format!("is {top_k}; it must be 1 to {count}, the experts"),
+                false => format!("is {top_k}; supported: 1 to {SLOTS_MAX}"),
+            };
             found.push(Problem::new("num_experts_per_tok", reason));
         }
-        let widths = [
-            ("moe_intermediate_size", Some(self.ffn)),
-            ("shared_expert_intermediate_size", self.shared),
-        ];
+        let widths = [(width, Some(self.ffn)), ("shared_expert_intermediate_size", self.shared)];
         for (field, width) in widths {
-            let Some(width) = width else { continue };
+            let Some(width) = width.filter(|_| found.iter().all(|p| p.subject != field)) else {
+                continue;
+            };
             if width == 0 || width > FFN_MAX || !width.is_multiple_of(WIDTH_STEP) {
                 let reason =
                     format!("is {width}; supported: multiples of {WIDTH_STEP} up to {FFN_MAX}");

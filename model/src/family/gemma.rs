@@ -2,7 +2,6 @@
 
 use super::{Bias, Norms, QkNorm, Row, WindowRule, llama};
 use crate::fields::Fields;
-use crate::rope::Rope;
 use crate::shape::Shape;
 
 pub(super) const GEMMA2: Row = Row {
@@ -22,7 +21,7 @@ pub(super) const GEMMA2: Row = Row {
         mlp_post: Some("post_feedforward_layernorm"),
     },
     norm_add: 1.0,
-    windows: WindowRule::Pattern { window: 4096, full_every: 2 },
+    windows: WindowRule::Pattern { window: 4096, full_every: 2, field: None },
     read: |fields, shape| {
         scalars(fields, shape);
         // Fields that a file lacks have these values; null is none.
@@ -39,29 +38,32 @@ pub(super) const GEMMA2: Row = Row {
 pub(super) const GEMMA3: Row = Row {
     model_type: "gemma3_text",
     architecture: "Gemma3ForCausalLM",
-    wrapper: Some(("gemma3", "Gemma3ForConditionalGeneration")),
     max_positions: 131_072,
     heads: Some(8),
     vocab: Some(262_208),
     theta: 1_000_000.0,
+    sliding_theta: Some(("rope_local_base_freq", 10_000.0)),
     qk_norm: QkNorm::Head,
-    windows: WindowRule::Pattern { window: 4096, full_every: 6 },
+    windows: WindowRule::Pattern {
+        window: 4096,
+        full_every: 6,
+        field: Some("sliding_window_pattern"),
+    },
+    // transformers has `attn_logit_softcapping` in the configuration and does not apply it: it is refused.
     read: |fields, shape| {
         scalars(fields, shape);
-        shape.options.score_cap = fields.number("attn_logit_softcapping").map(|cap| cap as f32);
         shape.options.logit_cap = fields.number("final_logit_softcapping").map(|cap| cap as f32);
-        // Of sliding layers; `rope_parameters` with an object for each kind of layer is read before.
-        if shape.options.sliding_rope.is_none() {
-            let theta = fields.number("rope_local_base_freq").unwrap_or(10_000.0);
-            shape.options.sliding_rope = Some(Rope::plain(theta));
-        }
     },
     ..GEMMA2
 };
 
 fn scalars(fields: &mut Fields<'_>, shape: &mut Shape) {
     let scalar = fields.number("query_pre_attn_scalar").unwrap_or(256.0);
-    shape.options.attn_scale = Some(scalar.powf(-0.5) as f32);
+    if scalar > 0.0 {
+        shape.options.attn_scale = Some(scalar.powf(-0.5) as f32);
+    } else {
+        fields.complain("query_pre_attn_scalar", format!("is {scalar}; it must be above 0"));
+    }
     shape.options.embed_scale = (f64::from(shape.hidden)).sqrt() as f32;
     if fields.flag("use_bidirectional_attention") {
         fields.complain("use_bidirectional_attention", "is true; supported: false, null");

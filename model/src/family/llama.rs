@@ -7,7 +7,6 @@ const WINDOW: u32 = 4096;
 pub(super) const LLAMA: Row = Row {
     model_type: "llama",
     architecture: "LlamaForCausalLM",
-    wrapper: None,
     max_positions: 2048,
     heads: None,
     vocab: None,
@@ -15,6 +14,7 @@ pub(super) const LLAMA: Row = Row {
     head_dim: None,
     tied: false,
     theta: 10_000.0,
+    sliding_theta: None,
     norm_eps: 1e-6,
     activation_field: "hidden_act",
     activation: "silu",
@@ -43,7 +43,6 @@ pub(super) const LLAMA: Row = Row {
 pub(super) const MISTRAL: Row = Row {
     model_type: "mistral",
     architecture: "MistralForCausalLM",
-    wrapper: Some(("mistral3", "Mistral3ForConditionalGeneration")),
     max_positions: 131_072,
     kv_heads: Some(8),
     qkv_bias: Bias::Never,
@@ -56,9 +55,8 @@ pub(super) const MISTRAL: Row = Row {
 pub(super) const MINISTRAL: Row = Row {
     model_type: "ministral",
     architecture: "MinistralForCausalLM",
-    wrapper: None,
     max_positions: 32_768,
-    windows: WindowRule::Pattern { window: WINDOW, full_every: 0 },
+    windows: WindowRule::Pattern { window: WINDOW, full_every: 0, field: None },
     ..MISTRAL
 };
 

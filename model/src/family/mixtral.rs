@@ -5,7 +5,6 @@ use super::{ExpertRow, Row, WindowRule, llama};
 pub(super) const MIXTRAL: Row = Row {
     model_type: "mixtral",
     architecture: "MixtralForCausalLM",
-    wrapper: None,
     theta: 1_000_000.0,
     norm_eps: 1e-5,
     windows: WindowRule::All { absent: None },

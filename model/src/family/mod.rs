@@ -17,6 +17,7 @@ use crate::fields::Fields;
 use crate::shape::Shape;
 pub(crate) use experts::ExpertRow;
 pub use experts::ExpertShape;
+pub(crate) use phi3::LONGROPE;
 
 macro_rules! families {
     ($($(#[doc = $doc:literal])+ $variant:ident = $row:path,)+) => {
@@ -131,16 +132,14 @@ pub(crate) enum WindowRule {
     All { absent: Option<u32> },
     /// Off unless `use_sliding_window`; then by `layer_types`, or from layer `max_window_layers` on.
     Switched,
-    /// By `layer_types`, else all but every n-th layer, n being `sliding_window_pattern` or this default.
-    Pattern { window: u32, full_every: u32 },
+    /// By `layer_types`, else all but every n-th layer, n being the value of `field`, if there is one, or this default.
+    Pattern { window: u32, full_every: u32, field: Option<&'static str> },
 }
 
 /// What a family does.
 pub(crate) struct Row {
     pub(crate) model_type: &'static str,
     pub(crate) architecture: &'static str,
-    /// The `model_type` of a multimodal folder whose `text_config` is of this family, and its class.
-    pub(crate) wrapper: Option<(&'static str, &'static str)>,
     /// Defaults of fields that a configuration may leave out; `None`: as many as `num_attention_heads`, and the quotient
     /// of the widths.
     pub(crate) max_positions: u32,
@@ -150,6 +149,8 @@ pub(crate) struct Row {
     pub(crate) head_dim: Option<u32>,
     pub(crate) tied: bool,
     pub(crate) theta: f64,
+    /// The field of the base of layers with a window, and its default, where they have a rotary embedding of their own.
+    pub(crate) sliding_theta: Option<(&'static str, f64)>,
     pub(crate) norm_eps: f64,
     pub(crate) activation_field: &'static str,
     pub(crate) activation: &'static str,

@@ -2,7 +2,6 @@
 //! such norms of queries and keys, and experts.
 
 use super::{Bias, ExpertRow, Norms, QkNorm, Row, WindowRule, llama};
-use crate::rope::Rope;
 
 pub(super) const OLMO2: Row = Row {
     model_type: "olmo2",
@@ -23,12 +22,10 @@ pub(super) const OLMO3: Row = Row {
     model_type: "olmo3",
     architecture: "Olmo3ForCausalLM",
     max_positions: 2048,
-    windows: WindowRule::Pattern { window: 4096, full_every: 4 },
-    read: |_, shape| {
-        // Frequencies are scaled where attention is full.
-        let plain = Rope::plain(shape.rope.theta);
-        shape.options.sliding_rope = shape.options.sliding_rope.or(Some(plain));
-    },
+    windows: WindowRule::Pattern { window: 4096, full_every: 4, field: None },
+    // Frequencies are scaled where attention is full.
+    theta: 500_000.0,
+    sliding_theta: Some(("rope_theta", 500_000.0)),
     ..OLMO2
 };
 

@@ -4,6 +4,9 @@ use super::{Bias, Row, WindowRule, llama};
 use crate::fields::Fields;
 use crate::shape::{Longer, Shape};
 
+/// Types of `rope_scaling` that mean longrope: old folders, and transformers, call it by the other two names as well.
+pub(crate) const LONGROPE: [&str; 3] = ["longrope", "su", "yarn"];
+
 pub(super) const PHI3: Row = Row {
     model_type: "phi3",
     architecture: "Phi3ForCausalLM",
@@ -28,7 +31,7 @@ fn longrope(fields: &mut Fields<'_>, shape: &mut Shape) {
     let Some(object) = inside else { return };
     let mut scaling = Fields::new(object, "rope_scaling.");
     let kind = scaling.get("rope_type").or_else(|| scaling.get("type"));
-    if !kind.is_some_and(|kind| kind == "longrope" || kind == "su") {
+    if !kind.is_some_and(|kind| LONGROPE.iter().any(|name| kind == name)) {
         return;
     }
     let inner = scaling.whole("original_max_position_embeddings");
@@ -40,7 +43,11 @@ fn longrope(fields: &mut Fields<'_>, shape: &mut Shape) {
             let reason = format!("has {} numbers; {pairs} are rotated", divisors.len());
             scaling.complain(name, reason);
         }
-        divisors.into_iter().map(|n| n as f32).collect::<Vec<f32>>()
+        let divisors: Vec<f32> = divisors.into_iter().map(|n| n as f32).collect();
+        if let Some(wrong) = divisors.iter().find(|n| !(1e-6..=1e9).contains(*n)) {
+            scaling.complain(name, format!("has {wrong:e}; supported: 1e-6 to 1e9"));
+        }
+        divisors
     });
     let longer = f64::from(shape.max_positions) / f64::from(original.max(1));
     let given = scaling.number("attention_factor");

@@ -110,7 +110,7 @@ fn qwen_windows_follow_switch_layer_types_and_first_layer() {
             graph(&copy).layers.iter().map(|layer| layer.attention.body.window).collect()
         };
         let mixed = json!(["sliding_attention", "full_attention"]);
-        let off = json!({ "use_sliding_window": false, "sliding_window": 8, "layer_types": mixed });
+        let off = json!({ "use_sliding_window": false, "sliding_window": 8, "layer_types": null });
         assert_eq!(windows(off), [None, None]);
         let on = json!({ "use_sliding_window": true, "sliding_window": 8, "layer_types": mixed });
         assert_eq!(windows(on), [Some(8), None]);
@@ -150,21 +150,22 @@ fn the_stored_element_type_has_the_last_word() {
 }
 
 #[test]
-fn old_buffers_and_a_tied_head_are_ignored() {
+fn old_buffers_and_a_head_that_repeats_the_embedding_are_ignored() {
     let copy = Copy::of("llama-tied-f32");
     let (mut header, mut data) = crate::folder::split(&copy.read("model.safetensors"));
-    let mut add = |name: &str, shape: &[usize]| {
-        let bytes = shape.iter().product::<usize>() * 4;
-        let end = data.len() + bytes;
-        let offsets = [data.len(), end];
+    let at = |i: usize| header["model.embed_tokens.weight"]["data_offsets"][i].as_u64();
+    let [start, end] = [0, 1].map(|i| at(i).expect("an offset") as usize);
+    let embed = data[start..end].to_vec();
+    let mut add = |name: &str, shape: &[usize], bytes: &[u8]| {
+        let offsets = [data.len(), data.len() + bytes.len()];
         header.insert(
             name.into(),
             json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets }),
         );
-        data.resize(end, 0);
+        data.extend_from_slice(bytes);
     };
-    add("lm_head.weight", &[256, 64]);
-    add("model.layers.0.self_attn.rotary_emb.inv_freq", &[8]);
+    add("lm_head.weight", &[256, 64], &embed);
+    add("model.layers.0.self_attn.rotary_emb.inv_freq", &[8], &[0; 32]);
     let header = serde_json::to_string(&header).expect("a header");
     copy.write("model.safetensors", crate::folder::safetensors(&header, &data));
     assert_eq!(graph(&copy), unchanged("llama-tied-f32"));

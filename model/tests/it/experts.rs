@@ -76,8 +76,8 @@ fn a_folder_that_is_no_expert_s_is_refused_with_all_its_problems() {
             json!({ "num_experts_per_tok": 9 }),
             "\"num_experts_per_tok\" is 9; it must be 1 to 8, the experts",
         ),
-        (json!({ "num_local_experts": 0 }), "\"num_experts\" is 0; supported: 1 to 1024"),
-        (json!({ "num_local_experts": 4_000_000 }), "supported: 1 to 1024"),
+        (json!({ "num_local_experts": 0 }), "\"num_experts\" is 0; supported: 2 to 1024"),
+        (json!({ "num_local_experts": 4_000_000 }), "supported: 2 to 1024"),
         (
             json!({ "moe_intermediate_size": 42 }),
             "\"moe_intermediate_size\" is 42; supported: multiples of 4",

@@ -181,7 +181,7 @@ fn a_multimodal_folder_gives_its_language_model() {
     });
     copy.write("config.json", outer.to_string());
     let (header, data) = split(&copy.read("model.safetensors"));
-    for prefix in ["language_model.model.", "model.language_model."] {
+    for prefix in ["language_model.model.", "model.language_model.", "model.text_model."] {
         let named = |name: &str| match name.strip_prefix("model.") {
             Some(rest) => format!("{prefix}{rest}"),
             None => name.to_owned(),

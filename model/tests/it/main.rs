@@ -14,4 +14,5 @@ mod quantise;
 mod quantised;
 mod refusals;
 mod rope;
+mod spellings;
 mod text;

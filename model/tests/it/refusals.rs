@@ -20,7 +20,8 @@ fn llama(fields: Value) -> String {
 #[test]
 fn other_families() {
     let families = "llama, mistral, ministral, qwen2, qwen3, phi3, granite, smollm3, olmo2, olmo3, gemma2, \
-                    gemma3_text, glm4, mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss";
+                    gemma3_text, glm4, mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss; multimodal ones around them: \
+                    gemma3, idefics3, internvl, llava, llava_next, llava_onevision, mistral3, smolvlm";
     assert_eq!(
         llama(json!({ "model_type": "gpt2" })),
         format!("\"model_type\" is \"gpt2\"; supported: {families}")
@@ -97,14 +98,17 @@ fn other_rope() {
     );
     assert_eq!(
         rope(json!({ "full_attention": { "rope_type": "default" } })),
-        r#""rope_parameters.full_attention" is an object; supported: full_attention and sliding_attention"#
+        r#""rope_parameters.full_attention" is an object; layers of this family have one rotary embedding"#
     );
     assert_eq!(
         rope(json!({ "rope_type": "default", "partial_rotary_factor": 0.25 })),
         r#""rope_parameters.partial_rotary_factor" is 0.25; supported: 1.0"#
     );
     assert_eq!(rope(json!([1])), r#""rope_parameters" is [1]; supported: an object or null"#);
-    assert_eq!(rope(json!({ "rope_theta": -1 })), r#""rope_theta" is -1; supported: 1 to 1e15"#);
+    assert_eq!(
+        rope(json!({ "rope_theta": -1 })),
+        r#""rope_theta" is -1; supported: above 1 and up to 1e15"#
+    );
 }
 
 #[test]

@@ -113,17 +113,15 @@ pub(super) fn fire(context: Context<'_>, p: &MatvecParams) -> Result<Effects, Fa
 /// Checks that the task has no more rows and columns than the matrix, or than its experts in all slots.
 fn check(p: &MatvecParams, matrix: &Packed<'_>, route: Option<&Route>) -> Result<(), Fault> {
     let slots = route.map_or(1, Route::slots);
-    let (row_slots, col_slots) =
-        if p.epilogue == Epilogue::SiluMul as u32 { (slots, 1) } else { (1, slots) };
+    let gated = p.epilogue == Epilogue::SiluMul as u32;
+    let (row_slots, col_slots) = if gated { (slots, 1) } else { (1, slots) };
     let rows = if route.is_some() { matrix.expert_rows() * row_slots } else { matrix.rows() };
     if p.units != matrix.units_per_tile() * col_slots {
         return Err(Fault::Parameter { name: "units", value: p.units });
     }
-    let cols = match route {
-        Some(_) if col_slots > 1 => u32::MAX,
-        _ => matrix.cols(),
-    };
-    if p.k_len > cols {
+    // What the slots' second matrix reads has whole units for each slot, also if there is one slot.
+    let cols = if route.is_some() && !gated { matrix.whole_cols() } else { matrix.cols() };
+    if u64::from(p.k_len) > u64::from(cols) * u64::from(col_slots) {
         return Err(Fault::Parameter { name: "k_len", value: p.k_len });
     }
     if p.rows > rows {

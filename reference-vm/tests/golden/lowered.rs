@@ -5,7 +5,9 @@ use ir::schedule::{
 };
 use ir::{DType, FeedForward, Knob, ScheduleConfig, Target, TensorId, Weights};
 use lower::{Options, lower};
-use model::{Family, Format, Model, Quantisation, Shape, import, import_dequantised, quantise};
+use model::{
+    ExpertShape, Family, Format, Model, Quantisation, Shape, import, import_dequantised, quantise,
+};
 use reference_vm::Order;
 use reference_vm::compare::{Summary, Tolerance, compare};
 use reference_vm::eval::{Evaluator, Logits};
@@ -154,6 +156,30 @@ fn a_program_is_right_for_every_route() {
         routes += 1;
     }
     assert_eq!(routes, 20, "3 of 6");
+}
+
+/// One expert for each position, whose columns are no whole units.
+#[test]
+fn one_expert_of_any_width_is_enough() {
+    let target = Target { sms: 5, ..Target::by_name("h200").unwrap() };
+    for (count, ffn) in [(5, 72), (2, 40), (3, 64)] {
+        let mut shape = Shape { family: Family::Mixtral, ..Shape::default() };
+        shape.options.experts = Some(ExpertShape {
+            count,
+            top_k: 1,
+            ffn,
+            shared: None,
+            normalised: true,
+            dense: Vec::new(),
+        });
+        let model = Model::random(shape, 11);
+        let tokens: Vec<u32> = (0..12).map(|i| i * 37 % 256).collect();
+        let mut evaluator = Evaluator::new(&model.graph, &*model.weights).unwrap();
+        let logits = evaluator.run(&tokens, Logits::All).unwrap();
+        let greedy = evaluator.greedy(4, &[]).unwrap();
+        let golden = Golden { model, tokens, logits, greedy };
+        check(&golden, default_config(&golden.model.graph, &target), &target, Order::Waves);
+    }
 }
 
 #[test]

@@ -96,8 +96,8 @@ pub(crate) fn import(path: &Path) -> Result<Model, ModelError> {
     shape.dtype = DType::F32;
     let mut notes = vec![summary(&graph, &kinds, &files, &sources)];
     notes.extend(vocabulary::note(&header));
-    let named = |tensor: &Tensor| file_name(&tensor.name);
-    let weights = dequantised(files, sources, &graph, named).map_err(wrong)?;
+    let named = |i: usize| file_name(&graph.tensors[i].name);
+    let weights = dequantised(files, sources, named).map_err(wrong)?;
     Ok(Model { graph, shape, weights, origin: Origin::File(path.to_path_buf()), notes })
 }
 

@@ -149,16 +149,19 @@ impl Scales {
         self.get(files.slice(self.place), (matrix.rows, matrix.cols), row, group)
     }
 
-    /// The first scale that is infinite or not a number, and its index.
-    pub(crate) fn unsound(&self, files: &Files) -> Option<(usize, f32)> {
+    /// What is wrong with the first scale that is no number, or that makes a code of this magnitude infinite.
+    pub(crate) fn unsound(&self, files: &Files, greatest: f32) -> Option<String> {
         let bytes = files.slice(self.place);
         let size = match self.element {
             ScaleType::Float(dtype) => dtype.bytes(),
             ScaleType::E4m3 | ScaleType::E8m0 => 1,
         };
         let all = (0..bytes.len() / size).map(|index| (index, self.element.get(bytes, index)));
-        let divided = all.map(|(i, scale)| (i, self.divisor.map_or(scale, |by| scale / by)));
-        divided.into_iter().find(|(_, scale)| !scale.is_finite())
+        let mut divided = all.map(|(i, scale)| (i, self.divisor.map_or(scale, |by| scale / by)));
+        let (index, scale) = divided.find(|(_, scale)| !(scale * greatest).is_finite())?;
+        let expected =
+            if scale.is_finite() { "scales of finite weights" } else { "finite numbers" };
+        Some(format!("holds {scale} at index {index}; expected {expected}"))
     }
 }
 

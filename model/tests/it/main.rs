@@ -15,3 +15,4 @@ mod quantised;
 mod refusals;
 mod rope;
 mod text;
+mod unseen;

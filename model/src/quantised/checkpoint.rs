@@ -90,7 +90,7 @@ pub(crate) fn stacked(
         divisor: None,
         groups: None,
     };
-    if let Some(reason) = scales.unsound(files, Codes::E2m1.greatest(true)) {
+    if let Some(reason) = scales.unsound(files, Codes::E2m1, true) {
         return Err(vec![Problem::new(format!("{name}_scales"), reason)]);
     }
     let layout =
@@ -323,8 +323,7 @@ impl Parts<'_> {
             Kind::Nf4 { nested } => return self.nf4(nested).map(Layout::Nf4),
         };
         let weight = self.want(part, &[elements], &[&shape]);
-        let greatest = codes.greatest(scheme.symmetric);
-        let scales = self.scales(scheme, (rows_each, cols_each), groups, greatest);
+        let scales = self.scales(scheme, (rows_each, cols_each), groups, codes);
         let zeros = self.zeros(scheme, groups, other_convention);
         if scheme.kind == Kind::Int4 {
             self.check_shape();
@@ -378,7 +377,7 @@ impl Parts<'_> {
         scheme: &Scheme,
         (rows_each, cols_each): (u64, u64),
         groups: u64,
-        greatest: f32,
+        codes: Codes,
     ) -> Option<Scales> {
         let rows = self.rows.div_ceil(rows_each);
         let (part, elements, transposed) = match scheme.kind {
@@ -431,7 +430,7 @@ impl Parts<'_> {
             divisor: divisor?,
             groups: columns?,
         };
-        if let Some(reason) = scales.unsound(self.files, greatest) {
+        if let Some(reason) = scales.unsound(self.files, codes, scheme.symmetric) {
             self.complain(part, reason);
             return None;
         }
@@ -442,10 +441,10 @@ impl Parts<'_> {
         let part = "weight_global_scale";
         let found = self.want(part, &["F32"], &[&[1], &[]])?;
         let value = ScaleType::Float(DType::F32).get(self.files.slice(found.place()), 0);
-        if value.is_finite() && value != 0.0 {
+        if value.is_finite() && value > 0.0 {
             return Some(value);
         }
-        self.complain(part, format!("holds {value}; expected a finite number other than 0"));
+        self.complain(part, format!("holds {value}; expected a finite number above 0"));
         None
     }
 

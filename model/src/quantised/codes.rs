@@ -105,6 +105,14 @@ impl Codes {
         }
     }
 
+    /// Whether some tool gives such codes negative scales.
+    pub(crate) fn has_signed_scales(self) -> bool {
+        match self {
+            Self::Int8 | Self::Int4(_) => true,
+            Self::E4m3 | Self::E2m1 => false,
+        }
+    }
+
     /// Decodes one row of a matrix of `rows` rows with as many columns as `out` has elements.
     pub(crate) fn decode_row(self, bytes: &[u8], rows: usize, row: usize, out: &mut [f32]) {
         let cols = out.len();

@@ -161,7 +161,7 @@ fn scales_and_codes_that_are_no_numbers_are_refused() {
     );
     assert_eq!(
         set("ct-nvfp4-llama", "weight_global_scale", 0, &[0; 4]),
-        format!("\"{Q}.weight_global_scale\" holds 0; expected a finite number other than 0")
+        format!("\"{Q}.weight_global_scale\" holds 0; expected a finite number above 0")
     );
     for (name, at) in [("fp8-block-llama", 0), ("ct-fp8-dynamic-llama", 16_383)] {
         assert_eq!(

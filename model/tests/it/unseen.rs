@@ -170,14 +170,33 @@ fn scales_that_make_weights_infinite_are_refused() {
     assert_eq!(text, format!("\"{Q}.weight.absmax\" {reason}"));
 }
 
-/// Zero and negative scales are numbers: rows of zeros have the one, and AutoRound writes the other.
+/// Rows of zeros have scales of zero, and AutoRound writes negative ones of integers. Those of floats are damage.
 #[test]
-fn zero_and_negative_scales_are_read() {
-    for value in [[0, 0], [0, 0x80], [0, 0xa0]] {
-        let copy = copy("gptq-sym-g128-llama");
-        put(&copy, &format!("{Q}.scales"), 10, &value);
-        model::import(copy.dir()).unwrap_or_else(|error| panic!("{error}"));
+fn zero_is_a_scale_and_so_are_negative_numbers_of_integers() {
+    for (name, part, value) in [
+        ("gptq-sym-g128-llama", "scales", [0, 0]),
+        ("gptq-sym-g128-llama", "scales", [0, 0xa0]),
+        ("ct-int8-llama", "weight_scale", [0, 0xbc]),
+        ("ct-fp8-dynamic-llama", "weight_scale", [0, 0]),
+        ("ct-fp8-dynamic-llama", "weight_scale", [0, 0x80]),
+    ] {
+        let copy = copy(name);
+        put(&copy, &format!("{Q}.{part}"), 10, &value);
+        model::import(copy.dir()).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
+    let refused = |name: &str, part: &str, at: usize, value: &[u8]| {
+        tensors(name, |copy| put(copy, &format!("{Q}.{part}"), at, value))
+    };
+    assert_eq!(
+        refused("ct-fp8-dynamic-llama", "weight_scale", 10, &[0, 0xbf]),
+        format!("\"{Q}.weight_scale\" holds -0.5 at index 5; expected no negative numbers")
+    );
+    let text = refused("ct-nvfp4-llama", "weight_scale", 2, &[0xb8]);
+    assert!(text.ends_with(" at index 2; expected no negative numbers"), "{text}");
+    assert_eq!(
+        refused("ct-nvfp4-llama", "weight_global_scale", 0, &(-2_f32).to_le_bytes()),
+        format!("\"{Q}.weight_global_scale\" holds -2; expected a finite number above 0")
+    );
 }
 
 #[test]

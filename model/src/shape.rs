@@ -485,7 +485,7 @@ impl Shape {
             }
         }
         if let Some(experts) = &options.experts {
-            experts.check(found);
+            experts.check(self.layers, found);
         }
         let none = self.head_dim > 0 && self.rotated_dims() == 0;
         if !(options.rotated > 0.0 && options.rotated <= 1.0) || none {

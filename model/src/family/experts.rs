@@ -9,6 +9,8 @@ use crate::shape::{FFN_MAX, LAYERS_MAX, Shape, WIDTH_STEP};
 
 /// Most experts of a layer.
 const EXPERTS_MAX: u32 = 1 << 10;
+/// Most experts of all layers: a few numbers in a file must not make a graph of gigabytes.
+const ALL_EXPERTS_MAX: u64 = 1 << 15;
 
 /// What a family's experts are called and how they are stored.
 pub(crate) struct ExpertRow {
@@ -188,9 +190,15 @@ impl ExpertShape {
     }
 
     /// Every reason why these experts cannot be run.
-    pub(crate) fn check(&self, found: &mut Vec<Problem>) {
+    pub(crate) fn check(&self, layers: u32, found: &mut Vec<Problem>) {
         if self.count == 0 || self.count > EXPERTS_MAX {
             let reason = format!("is {}; supported: 1 to {EXPERTS_MAX}", self.count);
+            found.push(Problem::new("num_experts", reason));
+        } else if u64::from(self.count) * u64::from(layers) > ALL_EXPERTS_MAX {
+            let reason = format!(
+                "is {} in each of {layers} layers; supported: {ALL_EXPERTS_MAX} in all of them",
+                self.count
+            );
             found.push(Problem::new("num_experts", reason));
         } else if self.top_k == 0 || self.top_k > self.count {
             let reason = format!("is {}; it must be 1 to {}, the experts", self.top_k, self.count);

@@ -255,7 +255,7 @@ fn tensors_that_contradict_the_configuration_are_all_named() {
     assert_eq!(
         text,
         "\"quantization_config\" is missing, but tensor \"model.layers.0.mlp.down_proj.weight\" is of a quantised \
-         model; download config.json again"
+         model; it must be in config.json, other files are not read for it"
     );
     let plain = Copy::of("llama-tied-f32");
     plain.set(json!({ "quantization_config": { "quant_method": "awq", "bits": 4 } }));

@@ -469,6 +469,20 @@ impl Parts<'_> {
             self.complain(part, reason);
             return None;
         }
+        if !required && groups > 1 && list.iter().all(|&group| group == 0) {
+            // Some tools leave the list zero where there is no act-order.
+            return Some(None);
+        }
+        // Act-order spreads the columns of a group; it never gives a group more of them.
+        let mut counts = vec![0_u64; groups as usize];
+        list.iter().for_each(|&group| counts[group as usize] += 1);
+        if let Some(group) = counts.iter().position(|&count| count > cols_each) {
+            let count = counts[group];
+            let reason =
+                format!("puts {count} columns into group {group}; expected at most {cols_each}");
+            self.complain(part, reason);
+            return None;
+        }
         let runs = (0..).zip(&list).all(|(column, &group)| column / cols_each == u64::from(group));
         Some((!runs).then_some(list))
     }

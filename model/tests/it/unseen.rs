@@ -76,6 +76,23 @@ fn act_order_of_gptq_needs_its_groups() {
     assert!(text.contains(&format!("\"{Q}.g_idx\" {reason}")), "{text}");
 }
 
+/// Otherwise a list of zeros would give every column the first group's scale.
+#[test]
+fn no_group_of_columns_is_larger_than_groups_are() {
+    let zeros = |copy: &Copy| put(copy, &format!("{Q}.g_idx"), 0, &[0; 1024]);
+    // As exllamav2 has it, such a list says nothing.
+    same("gptq-sym-g128-llama", zeros);
+    let text = tensors("gptq-desc-act-g128-llama", zeros);
+    let too_many = |count: u32, group: u32| {
+        format!("\"{Q}.g_idx\" puts {count} columns into group {group}; expected at most 128")
+    };
+    assert_eq!(text, too_many(256, 0));
+    let text = tensors("gptq-sym-g128-llama", |copy| {
+        put(copy, &format!("{Q}.g_idx"), 4 * 7, &1_u32.to_le_bytes());
+    });
+    assert_eq!(text, too_many(129, 1));
+}
+
 /// The version decides what zero points mean: a name of the field that is not read would silently be version 1.
 #[test]
 fn the_version_of_gptq_has_two_names() {

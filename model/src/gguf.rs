@@ -319,10 +319,7 @@ impl<'a> Reader<'a> {
 
 /// The element type with this number, or its name.
 fn element(number: u32) -> Result<BlockType, String> {
-    const OTHERS: [(u32, &str); 24] = [
-        (3, "Q4_1"),
-        (6, "Q5_0"),
-        (7, "Q5_1"),
+    const OTHERS: [(u32, &str); 23] = [
         (9, "Q8_1"),
         (10, "Q2_K"),
         (11, "Q3_K"),
@@ -344,12 +341,17 @@ fn element(number: u32) -> Result<BlockType, String> {
         (34, "TQ1_0"),
         (35, "TQ2_0"),
         (39, "MXFP4"),
+        (40, "NVFP4"),
+        (41, "Q1_0"),
     ];
     Ok(match number {
         0 => BlockType::Float(DType::F32),
         1 => BlockType::Float(DType::F16),
         30 => BlockType::Float(DType::Bf16),
         2 => BlockType::Q4_0,
+        3 => BlockType::Q4_1,
+        6 => BlockType::Q5_0,
+        7 => BlockType::Q5_1,
         8 => BlockType::Q8_0,
         12 => BlockType::Q4K,
         13 => BlockType::Q5K,
@@ -357,7 +359,7 @@ fn element(number: u32) -> Result<BlockType, String> {
         _ => {
             let named = OTHERS.iter().find(|(n, _)| *n == number);
             return Err(
-                named.map_or_else(|| format!("type {number}"), |(_, name)| (*name).to_owned())
+                named.map_or_else(|| format!("number {number}"), |(_, name)| (*name).to_owned())
             );
         }
     })

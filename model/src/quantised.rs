@@ -160,7 +160,10 @@ pub(crate) fn open(
     if !problems.is_empty() {
         return Err(problems);
     }
-    check_codes(&files, &sources, graph, |tensor| tensor.name.clone())?;
+    check_codes(&files, &sources, |i| {
+        // Several tensors may be rows of one that is stored.
+        pieces[i].as_ref().map_or_else(|| graph.tensors[i].name.clone(), |piece| piece.name.clone())
+    })?;
     let streamed = form == Form::Streamed && stored::stream(graph, &mut sources, &files);
     let mut all = vec![if streamed {
         streamed_summary(graph, &kinds)
@@ -242,19 +245,17 @@ fn given(files: Files, sources: Vec<Source>) -> Box<dyn Weights + Send + Sync> {
 pub(crate) fn dequantised(
     files: Files,
     sources: Vec<Source>,
-    graph: &Graph,
-    name: impl Fn(&Tensor) -> String,
+    name: impl Fn(usize) -> String,
 ) -> Result<Box<dyn Weights + Send + Sync>, Vec<Problem>> {
-    check_codes(&files, &sources, graph, name)?;
+    check_codes(&files, &sources, name)?;
     Ok(given(files, sources))
 }
 
-/// Every matrix whose codes or scales are damaged.
+/// Every stored matrix whose codes or scales are damaged, by the names of the tensors.
 fn check_codes(
     files: &Files,
     sources: &[Source],
-    graph: &Graph,
-    name: impl Fn(&Tensor) -> String,
+    name: impl Fn(usize) -> String,
 ) -> Result<(), Vec<Problem>> {
     let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
     let matrix = |i: usize| match sources.get(i)? {
@@ -275,12 +276,10 @@ fn check_codes(
     };
     let bytes = (0..sources.len()).filter_map(matrix).map(Matrix::checked_bytes).sum::<u64>();
     parallel::run(bytes as usize, &scan);
-    let problems: Vec<_> = graph
-        .tensors
-        .iter()
-        .zip(&damage)
-        .filter_map(|(tensor, reason)| Some(Problem::new(name(tensor), reason.get()?)))
-        .collect();
+    let reasons = damage.iter().enumerate();
+    let mut problems: Vec<Problem> =
+        reasons.filter_map(|(i, reason)| Some(Problem::new(name(i), reason.get()?))).collect();
+    problems.dedup();
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 

@@ -494,7 +494,7 @@ impl Shape {
         }
         if let Some(experts) = &options.experts {
             let row = self.family.row().experts.as_ref();
-            experts.check(row.map_or("intermediate_size", |row| row.width), found);
+            experts.check(row.map_or("intermediate_size", |row| row.width), self.layers, found);
             if !self.hidden.is_multiple_of(UNIT_ROWS) {
                 let reason = format!("is {}; with experts: multiples of {UNIT_ROWS}", self.hidden);
                 found.push(Problem::new("hidden_size", reason));

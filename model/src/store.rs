@@ -170,7 +170,7 @@ pub(crate) fn open(
     }
     if let Some(name) = checkpoint::sign(&found) {
         let reason = format!(
-            "is missing, but tensor {} is of a quantised model; download config.json again",
+            "is missing, but tensor {} is of a quantised model; it must be in config.json, other files are not read for it",
             quoted(name)
         );
         return Err(wrong(vec![Problem::new("quantization_config", reason)]));

@@ -7,6 +7,9 @@ use crate::fields::Fields;
 use crate::pieces::{Change, Piece, Strided, Tensors};
 use crate::shape::{FFN_MAX, LAYERS_MAX, Shape, WIDTH_STEP};
 
+/// Most experts of all layers: a few numbers in a file must not make a graph of gigabytes.
+const ALL_EXPERTS_MAX: u64 = 1 << 15;
+
 /// What a family's experts are called and how they are stored.
 pub(crate) struct ExpertRow {
     /// Where they are in a layer.
@@ -186,11 +189,17 @@ impl ExpertShape {
         self.dense.get(layer) != Some(&true)
     }
 
-    /// Every reason why these experts cannot be run. `width` is the field of their width.
-    pub(crate) fn check(&self, width: &str, found: &mut Vec<Problem>) {
+    /// Every reason why these experts of so many layers cannot be run. `width` is the field of their width.
+    pub(crate) fn check(&self, width: &str, layers: u32, found: &mut Vec<Problem>) {
         // In a program, a matrix of one expert is one without experts.
         if self.count < 2 || self.count > EXPERTS_MAX {
             let reason = format!("is {}; supported: 2 to {EXPERTS_MAX}", self.count);
+            found.push(Problem::new("num_experts", reason));
+        } else if u64::from(self.count) * u64::from(layers) > ALL_EXPERTS_MAX {
+            let reason = format!(
+                "is {} in each of {layers} layers; supported: {ALL_EXPERTS_MAX} in all of them",
+                self.count
+            );
             found.push(Problem::new("num_experts", reason));
         } else if self.top_k == 0 || self.top_k > self.count.min(SLOTS_MAX) {
             let (count, top_k) = (self.count, self.top_k);

@@ -22,7 +22,7 @@ use crate::tokenizer::Tokenizer;
 const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
 
 /// Element types that are read.
-const TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K";
+const TYPES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K";
 
 /// Fields of `config.json`, and the values (after the architecture's name) that hold the same.
 const FIELDS: [(&str, &str); 9] = [
@@ -35,6 +35,25 @@ const FIELDS: [(&str, &str); 9] = [
     ("max_position_embeddings", "context_length"),
     ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
     ("rope_theta", "rope.freq_base"),
+];
+
+/// Values (after the architecture's name) that change the arithmetic in ways that no graph here expresses, and what
+/// leaves it as it is. Other architectures have them; llama.cpp reads some for all.
+const OTHERS: [(&str, &[Value<'static>]); 14] = [
+    ("expert_count", &[Value::Whole(0)]),
+    ("attention.sliding_window", &[Value::Whole(0)]),
+    ("attention.causal", &[Value::Flag(true)]),
+    ("attention.clamp_kqv", &[Value::Real(0.0)]),
+    ("attention.max_alibi_bias", &[Value::Real(0.0)]),
+    ("attention.scale", &[Value::Real(0.0)]),
+    ("attn_logit_softcapping", &[Value::Real(0.0)]),
+    ("final_logit_softcapping", &[Value::Real(0.0)]),
+    ("embedding_scale", &[Value::Real(0.0), Value::Real(1.0)]),
+    ("residual_scale", &[Value::Real(0.0), Value::Real(1.0)]),
+    ("logit_scale", &[Value::Real(0.0), Value::Real(1.0)]),
+    ("rope.scaling.attn_factor", &[Value::Real(1.0)]),
+    ("rope.scaling.alpha", &[Value::Real(0.0)]),
+    ("use_parallel_residual", &[Value::Flag(false)]),
 ];
 
 /// Names of a graph's tensors, and of a file's.
@@ -96,8 +115,8 @@ pub(crate) fn import(path: &Path) -> Result<Model, ModelError> {
     shape.dtype = DType::F32;
     let mut notes = vec![summary(&graph, &kinds, &files, &sources)];
     notes.extend(vocabulary::note(&header));
-    let named = |tensor: &Tensor| file_name(&tensor.name);
-    let weights = dequantised(files, sources, &graph, named).map_err(wrong)?;
+    let named = |i: usize| file_name(&graph.tensors[i].name);
+    let weights = dequantised(files, sources, named).map_err(wrong)?;
     Ok(Model { graph, shape, weights, origin: Origin::File(path.to_path_buf()), notes })
 }
 
@@ -155,6 +174,12 @@ fn source(
 
 /// The dimensions, or every problem with the values.
 fn shape(header: &Header<'_>, files: &Files, name: &str) -> Result<Shape, Vec<Problem>> {
+    // Only the first part of a model has an architecture.
+    if let Some(value) = header.values.get("split.count").filter(|v| **v != Value::Whole(1)) {
+        let reason =
+            format!("is {value}; supported: 1. Merge the files with llama-gguf-split --merge");
+        return Err(vec![Problem::new("split.count", reason)]);
+    }
     let architecture = match header.values.get("general.architecture") {
         Some(Value::Text(text)) if ARCHITECTURES.contains(text) => *text,
         other => {
@@ -205,7 +230,7 @@ fn check_rotated(
         Some(value) => *value != Value::Whole(width),
     };
     let keys = ["rope.dimension_count", "attention.value_length"];
-    let problems: Vec<_> = keys
+    let mut problems: Vec<_> = keys
         .iter()
         .filter(|key| other(key))
         .map(|key| {
@@ -213,6 +238,11 @@ fn check_rotated(
             Problem::new(format!("{architecture}.{key}"), reason)
         })
         .collect();
+    let half = [u64::from(shape.head_dim / 2)];
+    let freqs = header.tensors.iter().find(|info| info.name == ROPE_FREQS);
+    problems.extend(freqs.filter(|info| info.shape != half).map(|info| {
+        Problem::new(ROPE_FREQS, format!("has shape {:?}; expected {half:?}", info.shape))
+    }));
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
@@ -280,36 +310,38 @@ impl Values<'_, '_> {
         self.set("bos_token_id", json!(begin));
     }
 
-    /// Values that change the arithmetic in ways that no graph expresses, and files that hold a part of a model.
+    /// Refuses values that change the arithmetic in ways that no graph expresses.
     fn refuse_others(&mut self) {
-        if let Some(value) =
-            self.header.values.get("split.count").filter(|v| **v != Value::Whole(1))
-        {
-            let reason =
-                format!("is {value}; supported: 1. Merge the files with llama-gguf-split --merge");
-            self.problems.push(Problem::new("split.count", reason));
-        }
-        for key in ["expert_count", "attention.sliding_window"] {
-            if let Some(value) = self.get(key).filter(|value| *value != Value::Whole(0)) {
-                self.refuse(key, format!("is {value}; supported: none"));
+        for (key, neutral) in OTHERS {
+            if let Some(value) = self.get(key).filter(|value| !neutral.contains(value)) {
+                let list: Vec<String> = neutral.iter().map(Value::to_string).collect();
+                self.refuse(key, format!("is {value}; supported: none or {}", list.join(", ")));
             }
         }
     }
 
-    /// Whether frequencies are scaled by `rope.scaling`.
+    /// Whether frequencies are scaled by `rope.scaling`. As llama.cpp has it, a factor without a type is linear, 0 is
+    /// none, and early files have the factor under another name.
     fn linear_scaling(&mut self) -> bool {
         match self.get("rope.scaling.type") {
-            None | Some(Value::Text("none")) => false,
-            Some(Value::Text("linear")) => {
-                let factor = match self.get("rope.scaling.factor") {
-                    Some(Value::Real(factor)) => factor,
-                    _ => 0.0,
-                };
+            Some(Value::Text("none")) => return false,
+            None | Some(Value::Text("linear")) => {}
+            Some(other) => {
+                self.refuse("rope.scaling.type", format!("is {other}; supported: none, linear"));
+                return false;
+            }
+        }
+        let keys = ["rope.scaling.factor", "rope.scale_linear"];
+        let Some(key) = keys.into_iter().find(|key| self.get(key).is_some()) else { return false };
+        match self.get(key) {
+            Some(Value::Real(0.0 | 1.0)) => false,
+            Some(Value::Real(factor)) if factor > 0.0 && factor <= 1e9 => {
                 self.set("rope_scaling", json!({ "rope_type": "linear", "factor": factor }));
                 true
             }
-            Some(other) => {
-                self.refuse("rope.scaling.type", format!("is {other}; supported: none, linear"));
+            other => {
+                let is = other.map(|value| value.to_string()).unwrap_or_default();
+                self.refuse(key, format!("is {is}; expected a number from 0 to 1e9"));
                 false
             }
         }

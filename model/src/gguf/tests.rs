@@ -123,9 +123,12 @@ fn files_that_are_damaged_or_lie_are_refused() {
     assert_eq!(
         edited(at + 20, &[10]),
         format!(
-            "FILE: \"{name}\" has element type Q2_K; supported: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K"
+            "FILE: \"{name}\" has element type Q2_K; supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
         )
     );
+    // A number that llama.cpp no longer has.
+    let text = edited(at + 20, &[31]);
+    assert!(text.contains("has element type number 31; supported: "), "{text}");
     let begin = u64::from_le_bytes(*whole[at + 24..].first_chunk().expect("an offset")) + 1;
     assert_eq!(
         edited(at + 24, &begin.to_le_bytes()),
@@ -228,8 +231,13 @@ fn values_that_change_the_arithmetic_are_refused() {
             vec![3, 0],
             "is 3; supported: 1. Merge the files with llama-gguf-split --merge",
         ),
-        ("llama.expert_count", u32_type, vec![8, 0, 0, 0], "is 8; supported: none"),
-        ("llama.attention.sliding_window", u32_type, vec![0, 16, 0, 0], "is 4096; supported: none"),
+        ("llama.expert_count", u32_type, vec![8, 0, 0, 0], "is 8; supported: none or 0"),
+        (
+            "llama.attention.sliding_window",
+            u32_type,
+            vec![0, 16, 0, 0],
+            "is 4096; supported: none or 0",
+        ),
         (
             "llama.rope.scaling.type",
             text_type,
@@ -241,10 +249,31 @@ fn values_that_change_the_arithmetic_are_refused() {
         let said = refused(&with_value(&whole, key, kind, &value));
         assert_eq!(said, format!("FILE: \"{key}\" {reason}"));
     }
-    let file = with_value(&whole, "llama.rope.scaling.type", text_type, &text("linear"));
-    let file = with_value(&file, "llama.rope.scaling.factor", 6, &4_f32.to_le_bytes());
-    let model = read(&file).expect("a model");
-    assert_eq!(model.shape.rope.scaling, Scaling::Linear { factor: 4.0 });
+    for (key, neutral) in [
+        ("attention.scale", 0.0),
+        ("attention.clamp_kqv", 0.0),
+        ("attention.max_alibi_bias", 0.0),
+        ("attn_logit_softcapping", 0.0),
+        ("final_logit_softcapping", 0.0),
+        ("embedding_scale", 1.0),
+        ("residual_scale", 1.0),
+        ("logit_scale", 1.0),
+        ("rope.scaling.attn_factor", 1.0),
+        ("rope.scaling.alpha", 0.0),
+    ] {
+        let key = format!("llama.{key}");
+        let with = |value: f32| with_value(&whole, &key, 6, &value.to_le_bytes());
+        assert!(read(&with(neutral)).is_ok(), "{key}");
+        let said = refused(&with(12.5));
+        assert!(said.starts_with(&format!("FILE: \"{key}\" is 12.5; supported: none")), "{said}");
+    }
+    for (key, neutral) in [("attention.causal", 1), ("use_parallel_residual", 0)] {
+        let key = format!("llama.{key}");
+        assert!(read(&with_value(&whole, &key, 7, &[neutral])).is_ok(), "{key}");
+        let said = refused(&with_value(&whole, &key, 7, &[1 - neutral]));
+        assert!(said.starts_with(&format!("FILE: \"{key}\" is ")), "{said}");
+    }
+    let file = with_value(&whole, "llama.rope.scaling.factor", 6, &4_f32.to_le_bytes());
     let twice = with_value(&file, "llama.rope.scaling.factor", 6, &4_f32.to_le_bytes());
     assert_eq!(refused(&twice), "FILE: has the value \"llama.rope.scaling.factor\" twice");
     let texts = [&8_u32.to_le_bytes()[..], &2_u64.to_le_bytes(), &text("a"), &text("bc")].concat();
@@ -256,6 +285,55 @@ fn values_that_change_the_arithmetic_are_refused() {
     let nested = [&9_u32.to_le_bytes()[..], &0_u64.to_le_bytes()].concat();
     let said = refused(&with_value(&whole, "x", 9, &nested));
     assert!(said.starts_with("FILE: list \"x\" has elements of type 9"), "{said}");
+}
+
+/// A factor without a type was read as no scaling at all, and so was the key of early files.
+#[test]
+fn frequencies_are_scaled_as_llama_cpp_does() {
+    let whole = bytes("gguf-q4_0-llama");
+    let with = |kind: Option<&str>, factors: &[(&str, f32)]| {
+        let mut file = whole.clone();
+        if let Some(kind) = kind {
+            let value = [&(kind.len() as u64).to_le_bytes()[..], kind.as_bytes()].concat();
+            file = with_value(&file, "llama.rope.scaling.type", 8, &value);
+        }
+        for (key, factor) in factors {
+            file = with_value(&file, &format!("llama.rope.{key}"), 6, &factor.to_le_bytes());
+        }
+        read(&file).map(|model| model.shape.rope.scaling)
+    };
+    let (new, old) = ("scaling.factor", "scale_linear");
+    let four = Ok(Scaling::Linear { factor: 4.0 });
+    assert_eq!(with(Some("linear"), &[(new, 4.0)]), four);
+    assert_eq!(with(None, &[(new, 4.0)]), four);
+    assert_eq!(with(None, &[(old, 4.0)]), four);
+    assert_eq!(with(None, &[(new, 4.0), (old, 8.0)]), four);
+    for none in [
+        with(Some("none"), &[(new, 4.0)]),
+        with(Some("linear"), &[]),
+        with(None, &[(new, 0.0)]),
+        with(None, &[(new, 1.0)]),
+    ] {
+        assert_eq!(none, Ok(Scaling::Default));
+    }
+    for factor in [-1.0, f32::NAN, f32::INFINITY] {
+        assert_eq!(
+            with(None, &[(old, factor)]),
+            Err(format!(
+                "FILE: \"llama.rope.scale_linear\" is {factor}; expected a number from 0 to 1e9"
+            ))
+        );
+    }
+}
+
+/// The second part of a model has no architecture, which is not what is wrong with it.
+#[test]
+fn a_part_of_a_model_is_refused_as_one() {
+    let mut file = with_value(&bytes("gguf-q4_0-llama"), "split.count", 2, &[2, 0]);
+    let at = find(&file, "general.architecture");
+    file[at] = b'h';
+    let text = refused(&file);
+    assert!(text.starts_with("FILE: \"split.count\" is 2; supported: 1. Merge"), "{text}");
 }
 
 #[test]
@@ -270,6 +348,13 @@ fn divisors_of_frequencies_become_llama3_scaling() {
     assert_eq!(model.graph.inv_freq, rope.inv_freq(32));
     let text = refused(&with_tensor(&file, "rope_freqs.weight", &[1.5; 16]));
     assert!(text.starts_with("FILE: \"rope_freqs.weight\" holds other divisors"), "{text}");
+    // Fewer or more than a head has, which were those of no scaling.
+    for count in [4, 17] {
+        assert_eq!(
+            refused(&with_tensor(&file, "rope_freqs.weight", &vec![1.0; count])),
+            format!("FILE: \"rope_freqs.weight\" has shape [{count}]; expected [16]")
+        );
+    }
 }
 
 #[test]

@@ -12,10 +12,10 @@ use super::codes::{Codes, Order};
 use super::declared::{Declared, Kind, Scheme, Strategy};
 use super::matrix::{Layout, Matrix, ScaleType, Scales, View, Zeros};
 use crate::error::Problem;
-use crate::store::{Files, Found};
+use crate::store::{Files, Found, Place};
 
 /// Names of a matrix's tensors, after its module's name and a dot.
-const PARTS: [&str; 21] = [
+const PARTS: [&str; 22] = [
     "weight",
     "weight_packed",
     "weight_scale",
@@ -32,6 +32,7 @@ const PARTS: [&str; 21] = [
     "input_scale",
     "input_zero_point",
     "input_global_scale",
+    "activation_scale",
     "weight.absmax",
     "weight.quant_map",
     "weight.nested_absmax",
@@ -39,7 +40,8 @@ const PARTS: [&str; 21] = [
     "weight.quant_state.bitsandbytes__nf4",
 ];
 /// Those that matter to quantised activations only.
-const ACTIVATIONS: [&str; 3] = ["input_scale", "input_zero_point", "input_global_scale"];
+const ACTIVATIONS: [&str; 4] =
+    ["input_scale", "input_zero_point", "input_global_scale", "activation_scale"];
 
 /// Element types of floats.
 const FLOATS: &[&str] = &["F32", "F16", "BF16"];
@@ -88,8 +90,7 @@ pub(crate) fn stacked(
         divisor: None,
         groups: None,
     };
-    if let Some((index, value)) = scales.unsound(files) {
-        let reason = format!("holds {value} at index {index}; expected finite numbers");
+    if let Some(reason) = scales.unsound(files, Codes::E2m1, true) {
         return Err(vec![Problem::new(format!("{name}_scales"), reason)]);
     }
     let layout =
@@ -206,8 +207,8 @@ impl Stored {
     fn fits(self, kind: Kind) -> bool {
         self == Self::Incomplete
             || match kind {
-                // Without its scale, a block-scaled matrix looks like the other kind.
-                Kind::Fp8Blocks => matches!(self, Self::E4m3Inverse | Self::E4m3),
+                // Without its scale, such a matrix looks like the other kind.
+                Kind::Fp8Inverse => matches!(self, Self::E4m3Inverse | Self::E4m3),
                 Kind::Fp8 => self == Self::E4m3,
                 Kind::Int8 => self == Self::Int8,
                 Kind::Int4 => self == Self::PackedWords,
@@ -313,7 +314,7 @@ impl Parts<'_> {
         let (n, k) = (self.rows, self.cols);
         let groups = k.div_ceil(cols_each);
         let (part, elements, codes, shape): (_, _, _, [u64; 2]) = match scheme.kind {
-            Kind::Fp8Blocks | Kind::Fp8 => ("weight", "F8_E4M3", Codes::E4m3, [n, k]),
+            Kind::Fp8Inverse | Kind::Fp8 => ("weight", "F8_E4M3", Codes::E4m3, [n, k]),
             Kind::Int8 => ("weight", "I8", Codes::Int8, [n, k]),
             Kind::Nvfp4 | Kind::Mxfp4 => ("weight_packed", "U8", Codes::E2m1, [n, k / 2]),
             Kind::Int4 => packed("weight_packed", Order::AlongColumns, n, k),
@@ -322,7 +323,7 @@ impl Parts<'_> {
             Kind::Nf4 { nested } => return self.nf4(nested).map(Layout::Nf4),
         };
         let weight = self.want(part, &[elements], &[&shape]);
-        let scales = self.scales(scheme, (rows_each, cols_each), groups);
+        let scales = self.scales(scheme, (rows_each, cols_each), groups, codes);
         let zeros = self.zeros(scheme, groups, other_convention);
         if scheme.kind == Kind::Int4 {
             self.check_shape();
@@ -337,7 +338,7 @@ impl Parts<'_> {
         let eights = match scheme.kind {
             Kind::Gptq { .. } => n.is_multiple_of(8) && k.is_multiple_of(8),
             Kind::Awq => n.is_multiple_of(8),
-            Kind::Fp8Blocks
+            Kind::Fp8Inverse
             | Kind::Fp8
             | Kind::Int8
             | Kind::Int4
@@ -376,10 +377,11 @@ impl Parts<'_> {
         scheme: &Scheme,
         (rows_each, cols_each): (u64, u64),
         groups: u64,
+        codes: Codes,
     ) -> Option<Scales> {
         let rows = self.rows.div_ceil(rows_each);
         let (part, elements, transposed) = match scheme.kind {
-            Kind::Fp8Blocks => ("weight_scale_inv", FLOATS, false),
+            Kind::Fp8Inverse => ("weight_scale_inv", FLOATS, false),
             // Those of nf4 are read elsewhere.
             Kind::Fp8 | Kind::Int8 | Kind::Int4 | Kind::Nf4 { .. } => {
                 ("weight_scale", FLOATS, false)
@@ -398,7 +400,7 @@ impl Parts<'_> {
         };
         let divisor = match scheme.kind {
             Kind::Nvfp4 => self.global_scale().map(Some),
-            Kind::Fp8Blocks
+            Kind::Fp8Inverse
             | Kind::Fp8
             | Kind::Int8
             | Kind::Int4
@@ -408,9 +410,9 @@ impl Parts<'_> {
             | Kind::Nf4 { .. } => Some(None),
         };
         let columns = match scheme.kind {
-            Kind::Gptq { .. } => self.column_groups("g_idx", false, cols_each, groups),
+            Kind::Gptq { .. } => self.column_groups("g_idx", scheme.act_order, cols_each, groups),
             Kind::Int4 => self.column_groups("weight_g_idx", scheme.act_order, cols_each, groups),
-            Kind::Fp8Blocks
+            Kind::Fp8Inverse
             | Kind::Fp8
             | Kind::Int8
             | Kind::Nvfp4
@@ -428,8 +430,8 @@ impl Parts<'_> {
             divisor: divisor?,
             groups: columns?,
         };
-        if let Some((index, value)) = scales.unsound(self.files) {
-            self.complain(part, format!("holds {value} at index {index}; expected finite numbers"));
+        if let Some(reason) = scales.unsound(self.files, codes, scheme.symmetric) {
+            self.complain(part, reason);
             return None;
         }
         Some(scales)
@@ -439,10 +441,10 @@ impl Parts<'_> {
         let part = "weight_global_scale";
         let found = self.want(part, &["F32"], &[&[1], &[]])?;
         let value = ScaleType::Float(DType::F32).get(self.files.slice(found.place()), 0);
-        if value.is_finite() && value != 0.0 {
+        if value.is_finite() && value > 0.0 {
             return Some(value);
         }
-        self.complain(part, format!("holds {value}; expected a finite number other than 0"));
+        self.complain(part, format!("holds {value}; expected a finite number above 0"));
         None
     }
 
@@ -467,6 +469,20 @@ impl Parts<'_> {
             self.complain(part, reason);
             return None;
         }
+        if !required && groups > 1 && list.iter().all(|&group| group == 0) {
+            // Some tools leave the list zero where there is no act-order.
+            return Some(None);
+        }
+        // Act-order spreads the columns of a group; it never gives a group more of them.
+        let mut counts = vec![0_u64; groups as usize];
+        list.iter().for_each(|&group| counts[group as usize] += 1);
+        if let Some(group) = counts.iter().position(|&count| count > cols_each) {
+            let count = counts[group];
+            let reason =
+                format!("puts {count} columns into group {group}; expected at most {cols_each}");
+            self.complain(part, reason);
+            return None;
+        }
         let runs = (0..).zip(&list).all(|(column, &group)| column / cols_each == u64::from(group));
         Some((!runs).then_some(list))
     }
@@ -474,7 +490,7 @@ impl Parts<'_> {
     fn zeros(&mut self, scheme: &Scheme, groups: u64, other_convention: bool) -> Option<Zeros> {
         let n = self.rows;
         match scheme.kind {
-            Kind::Fp8Blocks
+            Kind::Fp8Inverse
             | Kind::Fp8
             | Kind::Int8
             | Kind::Nvfp4
@@ -485,7 +501,7 @@ impl Parts<'_> {
                 let part = "weight_zero_point";
                 if self.stored.get(part).is_some_and(|found| found.entry.element == "I8") {
                     let found = self.want(part, &["I8"], &[&[n, groups]])?;
-                    return Some(Zeros::Int8(found.place()));
+                    return self.unpacked_zeros(part, found.place());
                 }
                 let order = Order::AlongRows;
                 let found = self.want(part, &["I32"], &[&order.shape(n, groups)])?;
@@ -501,6 +517,16 @@ impl Parts<'_> {
                 Some(Zeros::Int4(found.place(), Order::Awq, 0))
             }
         }
+    }
+
+    /// Zero points that lie one to a byte, which must be among the codes.
+    fn unpacked_zeros(&mut self, part: &str, place: Place) -> Option<Zeros> {
+        let zeros = self.files.slice(place).iter().map(|byte| byte.cast_signed());
+        if let Some((index, zero)) = zeros.enumerate().find(|(_, zero)| !(-8..8).contains(zero)) {
+            self.complain(part, format!("holds {zero} at index {index}; expected -8 to 7"));
+            return None;
+        }
+        Some(Zeros::Int8(place))
     }
 
     /// A note if a symmetric GPTQ matrix holds the zero points of the other convention than its configuration says:

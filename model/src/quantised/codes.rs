@@ -93,6 +93,26 @@ impl Codes {
         }
     }
 
+    /// The greatest magnitude of a code less its zero point, which is the middle code if they are symmetric.
+    pub(crate) fn greatest(self, symmetric: bool) -> f32 {
+        match self {
+            Self::E4m3 => 448.0,
+            Self::Int8 => 128.0,
+            Self::Int4(_) if symmetric => 8.0,
+            // A zero point of GPTQ may be 16.
+            Self::Int4(_) => 16.0,
+            Self::E2m1 => 6.0,
+        }
+    }
+
+    /// Whether some tool gives such codes negative scales.
+    pub(crate) fn has_signed_scales(self) -> bool {
+        match self {
+            Self::Int8 | Self::Int4(_) => true,
+            Self::E4m3 | Self::E2m1 => false,
+        }
+    }
+
     /// Decodes one row of a matrix of `rows` rows with as many columns as `out` has elements.
     pub(crate) fn decode_row(self, bytes: &[u8], rows: usize, row: usize, out: &mut [f32]) {
         let cols = out.len();

@@ -41,8 +41,8 @@ pub(crate) struct Scheme {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// `fp8`: e4m3 with `weight_scale_inv`.
-    Fp8Blocks,
-    /// compressed-tensors `float-quantized`.
+    Fp8Inverse,
+    /// e4m3 with `weight_scale`: compressed-tensors `float-quantized`, and `fp8` of AutoFP8.
     Fp8,
     /// compressed-tensors `int-quantized`.
     Int8,
@@ -64,8 +64,8 @@ impl Kind {
     /// Its name in messages.
     pub(crate) const fn name(self) -> &'static str {
         match self {
-            Self::Fp8Blocks => "fp8 in blocks (weight_scale_inv)",
-            Self::Fp8 => "fp8 of compressed-tensors",
+            Self::Fp8Inverse => "fp8 (weight_scale_inv)",
+            Self::Fp8 => "fp8 (weight_scale)",
             Self::Int8 => "int8 of compressed-tensors",
             Self::Int4 => "int4 of compressed-tensors",
             Self::Nvfp4 => "nvfp4 of compressed-tensors",
@@ -113,7 +113,7 @@ fn method(fields: &mut Fields<'_>) -> Option<Declared> {
         return None;
     };
     let schemes = match name {
-        "fp8" => vec![fp8(fields)],
+        "fp8" => fp8(fields),
         "compressed-tensors" => compressed_tensors(fields),
         "gptq" => vec![gptq(fields)],
         "awq" => vec![awq(fields)],
@@ -131,6 +131,10 @@ fn method(fields: &mut Fields<'_>) -> Option<Declared> {
     let exceptions = match name {
         "compressed-tensors" => names(fields, "ignore"),
         "bitsandbytes" => names(fields, "llm_int8_skip_modules"),
+        // AutoFP8 has another name for it than transformers.
+        "fp8" => {
+            [names(fields, "modules_to_not_convert"), names(fields, "ignored_layers")].concat()
+        }
         _ => names(fields, "modules_to_not_convert"),
     };
     let activations = match name {
@@ -187,14 +191,15 @@ fn exactly(fields: &mut Fields<'_>, field: &str, supported: &Value) {
     only(fields, field, std::slice::from_ref(supported));
 }
 
-fn fp8(fields: &mut Fields<'_>) -> Scheme {
+fn fp8(fields: &mut Fields<'_>) -> Vec<Scheme> {
     only(fields, "fmt", &["e4m3".into()]);
     let field = "weight_block_size";
-    if fields.get(field).is_none() {
-        fields.complain(field, "is missing; supported: [rows, columns], such as [128, 128]");
+    let of = |kind, strategy| Scheme { kind, strategy, symmetric: true, act_order: false };
+    if fields.get(field).is_some() {
+        return vec![of(Kind::Fp8Inverse, Strategy::Block(block(fields, field)))];
     }
-    let strategy = Strategy::Block(block(fields, field));
-    Scheme { kind: Kind::Fp8Blocks, strategy, symmetric: true, act_order: false }
+    // One scale for each matrix, which AutoFP8 and transformers name differently.
+    [Kind::Fp8, Kind::Fp8Inverse].map(|kind| of(kind, Strategy::Tensor)).to_vec()
 }
 
 /// Rows and columns of a block, as a list or as `128x128`.
@@ -234,8 +239,18 @@ fn gptq(fields: &mut Fields<'_>) -> Scheme {
     exactly(fields, "bits", &4.into());
     only(fields, "pack_dtype", &["int32".into()]);
     only(fields, "is_marlin_format", &[false.into()]);
-    only(fields, "checkpoint_format", &["gptq".into(), "gptq_v2".into()]);
-    let less_one = fields.text("checkpoint_format") != Some("gptq_v2");
+    // GPTQModel has had two names for the field. Without either, zero points are those of version 1.
+    let versions = ["checkpoint_format", "format"].map(|field| {
+        only(fields, field, &["gptq".into(), "gptq_v2".into()]);
+        fields.text(field)
+    });
+    if let [Some(one), Some(other)] = versions
+        && one != other
+    {
+        let reason = format!("is {}, but checkpoint_format is {}", quoted(other), quoted(one));
+        fields.complain("format", format!("{reason}; expected the same"));
+    }
+    let less_one = !versions.contains(&Some("gptq_v2"));
     // A key that begins with "-:" leaves modules out, which their tensors show; any other changes bits or groups.
     let overrides = fields.object("dynamic");
     if let Some(key) = overrides.and_then(|map| map.keys().find(|key| !key.starts_with("-:"))) {
@@ -244,19 +259,28 @@ fn gptq(fields: &mut Fields<'_>) -> Scheme {
     }
     // Without the field nothing is claimed, so nothing is checked.
     let symmetric = fields.flag("sym");
+    let act_order = fields.flag("desc_act");
     let strategy = group_size(fields);
-    Scheme { kind: Kind::Gptq { less_one }, strategy, symmetric, act_order: false }
+    Scheme { kind: Kind::Gptq { less_one }, strategy, symmetric, act_order }
 }
 
 fn awq(fields: &mut Fields<'_>) -> Scheme {
     exactly(fields, "bits", &4.into());
     only(fields, "zero_point", &[true.into()]);
-    for field in ["version", "format"] {
+    // AutoAWQ and GPTQModel name the layout differently.
+    for field in ["version", "format", "checkpoint_format"] {
         if let Some(value) = fields.get(field)
             && !value.as_str().is_some_and(|text| text.eq_ignore_ascii_case("gemm"))
         {
             fields.expected(field, value, "\"gemm\"; use such a copy of the model");
         }
+    }
+    if let Some(value) = fields.get("backend").filter(|value| **value == "llm-awq") {
+        fields.expected(
+            "backend",
+            value,
+            "weights of AutoAWQ; llm-awq stores them in another order",
+        );
     }
     let strategy = group_size(fields);
     Scheme { kind: Kind::Awq, strategy, symmetric: false, act_order: false }

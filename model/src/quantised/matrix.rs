@@ -149,16 +149,27 @@ impl Scales {
         self.get(files.slice(self.place), (matrix.rows, matrix.cols), row, group)
     }
 
-    /// The first scale that is infinite or not a number, and its index.
-    pub(crate) fn unsound(&self, files: &Files) -> Option<(usize, f32)> {
+    /// What is wrong with the first scale that is no number, that makes weights of such codes infinite, or that is
+    /// negative where only damage is. AutoRound writes negative scales of integers.
+    pub(crate) fn unsound(&self, files: &Files, codes: Codes, symmetric: bool) -> Option<String> {
         let bytes = files.slice(self.place);
         let size = match self.element {
             ScaleType::Float(dtype) => dtype.bytes(),
             ScaleType::E4m3 | ScaleType::E8m0 => 1,
         };
+        let (greatest, signed) = (codes.greatest(symmetric), codes.has_signed_scales());
+        let sound = |scale: f32| (scale * greatest).is_finite() && (signed || scale >= 0.0);
         let all = (0..bytes.len() / size).map(|index| (index, self.element.get(bytes, index)));
-        let divided = all.map(|(i, scale)| (i, self.divisor.map_or(scale, |by| scale / by)));
-        divided.into_iter().find(|(_, scale)| !scale.is_finite())
+        let mut divided = all.map(|(i, scale)| (i, self.divisor.map_or(scale, |by| scale / by)));
+        let (index, scale) = divided.find(|&(_, scale)| !sound(scale))?;
+        let expected = if !scale.is_finite() {
+            "finite numbers"
+        } else if scale < 0.0 && !signed {
+            "no negative numbers"
+        } else {
+            "scales of finite weights"
+        };
+        Some(format!("holds {scale} at index {index}; expected {expected}"))
     }
 }
 

@@ -143,13 +143,15 @@ impl Parts<'_> {
         }
         let count = n * k / block;
         let scales = if nested { self.nested(&state, count) } else { self.plain(count) }?;
-        let unsound = (0..count as usize).map(|i| (i, scales.get(self.files, i)));
-        if let Some((i, value)) = unsound.into_iter().find(|(_, scale)| !scale.is_finite()) {
+        let dtype = dtype?;
+        let mut all = (0..count as usize).map(|i| (i, scales.get(self.files, i)));
+        // The greatest value of the table is 1.
+        if let Some((i, value)) = all.find(|&(_, scale)| !rounded(dtype, scale).is_finite()) {
             let reason = format!("gives the scale {value} at index {i}; expected finite numbers");
             self.complain("weight.absmax", reason);
             return None;
         }
-        Some(Nf4 { codes: codes?.place(), block: block as usize, scales, dtype: dtype? })
+        Some(Nf4 { codes: codes?.place(), block: block as usize, scales, dtype })
     }
 
     fn plain(&mut self, count: u64) -> Option<Absmax> {

@@ -78,6 +78,11 @@ fn a_folder_that_is_no_expert_s_is_refused_with_all_its_problems() {
         ),
         (json!({ "num_local_experts": 0 }), "\"num_experts\" is 0; supported: 2 to 1024"),
         (json!({ "num_local_experts": 4_000_000 }), "supported: 2 to 1024"),
+        // Three million matrices, from two numbers.
+        (
+            json!({ "num_local_experts": 1024, "num_hidden_layers": 1024 }),
+            "\"num_experts\" is 1024 in each of 1024 layers; supported: 32768 in all of them",
+        ),
         (
             json!({ "moe_intermediate_size": 42 }),
             "\"moe_intermediate_size\" is 42; supported: multiples of 4",

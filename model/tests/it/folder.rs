@@ -20,6 +20,11 @@ pub(crate) fn quantised(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/quantised").join(name)
 }
 
+/// The folder of a family's golden model.
+pub(crate) fn family(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/families").join(name)
+}
+
 /// A copy of a golden model that a test may change.
 pub(crate) struct Copy(TempDir);
 

@@ -16,3 +16,4 @@ mod refusals;
 mod rope;
 mod spellings;
 mod text;
+mod unseen;

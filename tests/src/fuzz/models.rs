@@ -140,7 +140,7 @@ pub(super) fn config_seeds() -> Vec<Vec<u8>> {
 }
 
 /// A model for each kind of configuration. New ones go to the end: inputs that were found name them by number.
-const QUANTISED: [&str; 8] = [
+const QUANTISED: [&str; 12] = [
     "gptq-desc-act-g128-llama",
     "ct-w4a16-asym-g128-qwen2",
     "ct-nvfp4-llama",
@@ -149,6 +149,10 @@ const QUANTISED: [&str; 8] = [
     "ct-int8-llama",
     "bnb-nf4-llama",
     "ct-fp8-static-qwen3",
+    "gptq-asym-g128-qwen2",
+    "ct-w4a16-g32-qwen3",
+    "mxfp4-gpt-oss",
+    "fp8-block-qwen3-moe",
 ];
 
 /// A digit that selects a quantised model, then its configuration if the next byte is `C`, or else the header of its

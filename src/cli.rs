@@ -265,7 +265,7 @@ pub(crate) enum Command {
     /// Writes a model as a Hugging Face folder: other engines can load it.
     #[command(after_help = "Examples:\n  amk export --model smollm2-135m --out smollm2/")]
     Export(ExportArgs),
-    /// Quantises a model to fp8, int8 or int4: each weight rounded to nearest, in a folder of compressed-tensors.
+    /// Quantises a model to fp8, int8 or int4-g128: each weight rounded to nearest, in a folder of compressed-tensors.
     #[command(
         after_help = "Examples:\n  amk quantize --model llama-3.1-8b --format fp8 --out llama-fp8/\n  \
         amk quantize --model DIR --format int8 --lm-head int8 --out int8/\n\n\

@@ -152,7 +152,8 @@ impl Context {
             return Ok(());
         }
         Err(Failure::usage(format!(
-            "--context {tokens} is out of range: {timed} tokens of {} are timed after it, and there are {most} positions; raise --kv-capacity",
+            "--context {tokens} is out of range: legal are 1 to {}, since {timed} tokens of {} are timed after it and there are {most} positions; --kv-capacity makes more",
+            most.saturating_sub(timed),
             self.graph().name
         )))
     }

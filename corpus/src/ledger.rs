@@ -356,8 +356,10 @@ fn read_open(file: &File, path: &Path, needed: &'static str) -> Result<Contents,
     };
     let (mut records, mut hashes) = (Vec::new(), Vec::<String>::new());
     for line in bytes[..finished].split_inclusive(|&b| b == b'\n') {
-        let no_row = || match hashes.len() {
-            0 => schema("something else"),
+        let no_row = || match (hashes.len(), &mark) {
+            (0, None) => schema("something else"),
+            // The head of a ledger lies beside it.
+            (0, Some(_)) => tampered(&hashes, "this is not the header of a ledger".to_owned()),
             _ => tampered(&hashes, "this is not a row".to_owned()),
         };
         let line = std::str::from_utf8(&line[..line.len() - 1]).ok();
@@ -375,6 +377,9 @@ fn read_open(file: &File, path: &Path, needed: &'static str) -> Result<Contents,
         hashes.push(link.hash);
     }
     if hashes.is_empty() {
+        if mark.is_some() {
+            return Err(tampered(&hashes, "its rows were cut off".to_owned()));
+        }
         return Err(schema(if bytes.is_empty() { "an empty file" } else { "no finished line" }));
     }
     reaches(&hashes, mark, path).map_err(|reason| tampered(&hashes, reason))?;

@@ -180,6 +180,17 @@ fn every_edit_is_found() {
     }
 }
 
+/// Its head lies beside it, so it was one.
+#[test]
+fn a_ledger_whose_header_is_gone_is_damaged() {
+    let (_folder, path) = filled(3);
+    for text in ["", "hello\n", "{\"a\":1}\n", "{\"a\":1"] {
+        std::fs::write(&path, text).unwrap();
+        let error = read(&path).unwrap_err();
+        assert!(error.is_integrity() && error.to_string().contains("line 1"), "{text:?}: {error}");
+    }
+}
+
 #[test]
 fn another_file_is_not_a_ledger() {
     let folder = tempfile::tempdir().unwrap();

@@ -91,7 +91,7 @@ impl HubError {
     pub(crate) fn unreachable(hub: &Hub, id: &ModelId, why: impl Into<String>) -> Self {
         let (command, why) = (id.command(), why.into());
         Self::Unreachable(format!(
-            "{id} is not in the cache {}, and {why}: run `{command}` where there is a network and copy its cache folder {} to \
+            "{id} is no folder here and not in the cache {}, and {why}: run `{command}` where there is a network and copy its cache folder {} to \
              there, or `{command} --local-dir {}` and give that folder as --model",
             hub.cache.display(),
             id.folder(),

@@ -17,8 +17,14 @@ fn a_model_of_the_hub_is_downloaded_and_then_found_without_a_network() {
     let server = stand_in::Hub::with(&golden("llama3-rope-bf16"));
     let args = ["generate", "--model", "org/model", "--prompt", "Hello", "--device", "eval"];
     let run = |offline| with_hub(cache.path(), &server.endpoint, offline, &args);
-    run("1")
-        .fails(3, &["org/model is not in the cache", "HF_HUB_OFFLINE", "hf download org/model"]);
+    run("1").fails(
+        3,
+        &[
+            "org/model is no folder here and not in the cache",
+            "HF_HUB_OFFLINE",
+            "hf download org/model",
+        ],
+    );
     let first = run("0");
     assert!(first.stderr.contains("downloading org/model"), "{}", first.stderr);
     let first = first.succeeds("amk.generate.v1");

@@ -242,7 +242,7 @@ fn say(found: &Recorded) {
     match &found.finding {
         None => report::say(&format!("{path}: holds, {}", line(found))),
         Some(Finding { line, reason, .. }) => {
-            let line = line.map_or_else(String::new, |line| format!(" line {line}"));
+            let line = line.map_or_else(String::new, |line| format!(" line {line}:"));
             report::say(&format!("{path}: DOES NOT HOLD:{line} {reason}"));
         }
     }

@@ -19,7 +19,7 @@ const PAGES: [Page; 2] = [
     Page {
         uri: "amk://knobs",
         name: "knobs",
-        description: "The knob table: path, legal values, default, what a change costs on a GPU, what it decides.",
+        description: "The knob table: path, legal values, the neutral one, what a change costs on a GPU, what it decides.",
         text: ir::schedule::knob_table_markdown,
     },
 ];

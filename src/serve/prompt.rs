@@ -86,7 +86,7 @@ pub(super) fn chat(
         _ => {
             let text = if api == Api::Responses { "a text, or " } else { "" };
             let legal = format!("{text}a list of messages with role and content");
-            let message = format!("`{name}` is missing or not a list; legal: {legal}");
+            let message = format!("`{name}` is missing, empty or not a list; legal: {legal}");
             return Err(Refusal::field(name, message));
         }
     }

@@ -38,13 +38,14 @@ pub(super) fn run(args: &BenchArgs, phase: &str) -> Outcome {
     }
     drop(working);
     let sides: Vec<Value> = sides.iter().map(|(dir, traces)| side(phase, *dir, traces)).collect();
+    let kind = sides[0]["latency_kind"].clone();
     let same = sides.iter().all(|side| side["logits"] == sides[0]["logits"]);
     if !same {
         report::say("the edited kernel computes other logits");
     }
     report::document(&json!({
         "schema": "amk.bench_phase.v1", "model": args.model, "context": args.context,
-        "phase": phase, "sides": sides, "same_logits": same,
+        "phase": phase, "latency_kind": kind, "sides": sides, "same_logits": same,
     }))?;
     Ok(if same { Exit::Yes } else { Exit::No })
 }
@@ -81,7 +82,9 @@ fn trace(args: &BenchArgs, phase: &str, dir: Option<&Path>) -> Result<Value, Fai
     let ops = schedule["ops"].as_array().map(Vec::as_slice).unwrap_or_default();
     let names: Vec<&str> = ops.iter().filter_map(|op| op["op"].as_str()).collect();
     if names.contains(&phase) {
-        return Ok(schedule);
+        let mut traced = schedule;
+        traced["latency_kind"] = document["latency_kind"].clone();
+        return Ok(traced);
     }
     Err(Failure::usage(format!("--phase {phase}: there are {}", names.join(", "))))
 }
@@ -108,13 +111,14 @@ fn side(phase: &str, dir: Option<&Path>, traces: &[Value]) -> Value {
         || format!("registers {}, spills {}", kernel["registers"], kernel["spills"]),
         str::to_owned,
     );
+    let kind = traces[0]["latency_kind"].as_str().unwrap_or_default();
     let name = dir.map_or("this build".into(), |dir| dir.to_string_lossy());
     report::say(&format!(
-        "{name}: step {:.1} us ({:.1} to {:.1}), {phase} {:.2} us a worker ({:.2} to {:.2}); {resources}",
+        "{name}: {kind}: step {:.1} us ({:.1} to {:.1}), {phase} {:.2} us a worker ({:.2} to {:.2}); {resources}",
         step[1], step[0], step[2], work[1], work[0], work[2],
     ));
     json!({
-        "kernel_dir": dir, "kernel": kernel, "us_per_token": step, "phase_us": work, "parts": parts,
+        "kernel_dir": dir, "kernel": kernel, "latency_kind": kind, "us_per_token": step, "phase_us": work, "parts": parts,
         "logits": traces[0]["logits"], "tasks_per_worker": op(&traces[0])["tasks_per_worker"],
     })
 }

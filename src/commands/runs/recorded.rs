@@ -74,11 +74,14 @@ impl Recorded {
                 (found, Some(contents))
             }
             Err(error) => {
-                let reason = error.to_string();
-                let (line, exit) = if let CorpusError::Tampered { line, .. } = error {
-                    (Some(line), Exit::Integrity)
+                let exit = if error.is_integrity() { Exit::Integrity } else { Exit::Usage };
+                // Of another file, as the ledger's head, the error names which.
+                let (line, reason) = if let CorpusError::Tampered { path, line, reason } = &error
+                    && path == ledger
+                {
+                    (Some(*line), reason.clone())
                 } else {
-                    (None, Exit::Usage)
+                    (None, error.to_string())
                 };
                 found.finding = Some(Finding { line, reason, exit });
                 (found, None)

@@ -716,7 +716,7 @@ pub(crate) struct LowerArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     /// Save the program: .amk is text, .amkp is binary.
-    #[arg(long, short, value_name = "FILE")]
+    #[arg(long, short, alias = "out", value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 }
 

@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
 use clap::builder::TypedValueParser;
+use clap::{ArgGroup, Args};
 use search::Budget;
 use vm_host::{ReadBy, Streaming};
 
@@ -22,19 +22,14 @@ pub(super) fn percent(text: &str) -> Result<f64, String> {
 }
 
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("text").args(["tokens", "prompt"]).required(true)))]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     /// Token ids to continue, separated by commas.
-    #[arg(
-        long,
-        value_delimiter = ',',
-        value_name = "IDS",
-        conflicts_with = "prompt",
-        required_unless_present = "prompt"
-    )]
+    #[arg(long, value_delimiter = ',', value_name = "IDS")]
     pub(crate) tokens: Vec<u32>,
     /// Text to continue, - for standard input; needs the model's tokenizer.json.
     #[arg(long, value_name = "TEXT")]
@@ -46,7 +41,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, requires = "chat", value_name = "TEXT")]
     pub(crate) system: Option<String>,
     /// The most tokens to generate.
-    #[arg(long, default_value_t = 32, value_name = "N")]
+    #[arg(long, alias = "max-tokens", default_value_t = 32, value_name = "N")]
     pub(crate) max_new_tokens: usize,
     /// Token ids that end the generation, separated by commas.
     #[arg(long, value_delimiter = ',', value_name = "IDS")]

@@ -29,11 +29,13 @@ pub(crate) fn run(args: &BundleArgs) -> Outcome {
             Err((why, reason)) => {
                 report::say(&format!("{}: REFUSED: {reason}", path.display()));
                 exit = if exit == Exit::Integrity { exit } else { why };
-                (json!({"reason": reason}), Status::Altered)
+                // What is no bundle proves nothing, and need not have been one.
+                let status = if why == Exit::Usage { Status::NoEvidence } else { Status::Altered };
+                (json!({"reason": reason}), status)
             }
         };
         document["file"] = json!(path);
-        document["holds"] = json!(status != Status::Altered);
+        document["holds"] = json!(matches!(status, Status::Holds | Status::Stale));
         document["status"] = json!(status);
         documents.push(document);
         if args.current && status == Status::Stale && exit == Exit::Yes {

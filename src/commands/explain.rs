@@ -1,5 +1,5 @@
 //! `amk explain`: what a word means here. Everything comes from the declaring tables: knobs, rules, traps, exit codes, states, the
-//! glossary.
+//! outcomes and fields of HARNESS.md, the glossary.
 
 use std::collections::BTreeMap;
 
@@ -16,6 +16,7 @@ use crate::failure::{Exit, Failure};
 use crate::report::{self, Answer};
 
 const GLOSSARY: &str = include_str!("../../docs/reference/glossary.md");
+const HARNESS: &str = include_str!("../../HARNESS.md");
 
 /// The longest name that is looked up; no real name is half as long.
 const NAME_BYTES_MAX: usize = 200;
@@ -26,7 +27,7 @@ const NEAR_MAX: usize = 8;
 /// A word with what it means.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 struct Entry {
-    /// knob, rule, trap, exit, state or term.
+    /// knob, rule, trap, exit, state, outcome, field or term.
     kind: &'static str,
     name: String,
     meaning: String,
@@ -85,7 +86,12 @@ fn entries() -> Vec<Entry> {
     let exits = Exit::VARIANTS.iter().map(|exit| {
         Entry::new("exit", exit.code().to_string(), exit.sentence()).with("error", exit.name())
     });
-    knobs.chain(rules).chain(traps).chain(exits).chain(states()).chain(terms()).collect()
+    let outcomes =
+        rows(HARNESS, "outcome").map(|[name, meaning, _]| Entry::new("outcome", name, meaning));
+    let fields =
+        rows(HARNESS, "field").map(|[name, meaning, _]| Entry::new("field", name, meaning));
+    let here = knobs.chain(rules).chain(traps).chain(exits).chain(states());
+    here.chain(outcomes).chain(fields).chain(terms()).collect()
 }
 
 /// What `amk top` and the metrics call the states of a command, a process, a sequence that ended, a GPU that is held down.
@@ -100,13 +106,20 @@ fn states() -> impl Iterator<Item = Entry> {
 
 /// The rows of the glossary's table: a word, its meaning, the words not to use.
 fn terms() -> impl Iterator<Item = Entry> {
-    let rows = GLOSSARY.lines().filter(|line| line.starts_with("| ")).skip(1);
-    rows.filter_map(|row| {
-        let mut cells = row.trim_matches('|').split(" | ").map(str::trim);
-        let (word, meaning) = (cells.next()?, cells.next()?);
-        let entry = Entry::new("term", word, meaning.trim_end_matches('|').trim());
-        let not = cells.next().map_or("", |not| not.trim_end_matches('|').trim());
-        Some(if not.is_empty() { entry } else { entry.with("not", not) })
+    rows(GLOSSARY, "word").map(|[word, meaning, not]| {
+        let entry = Entry::new("term", word, meaning);
+        if not.is_empty() { entry } else { entry.with("not", not) }
+    })
+}
+
+/// The first three cells of each row of the table whose first column has this head. Names are without marks of code.
+fn rows<'p>(page: &'p str, head: &str) -> impl Iterator<Item = [String; 3]> + 'p {
+    let head = format!("| {head} |");
+    let table = page.lines().skip_while(move |line| !line.starts_with(&head));
+    table.skip(2).take_while(|line| line.starts_with('|')).map(|row| {
+        let mut cells = row.trim_start_matches('|').split(" |").map(str::trim);
+        let mut cell = || cells.next().unwrap_or_default();
+        [cell().replace(['`', '[', ']'], ""), cell().to_owned(), cell().to_owned()]
     })
 }
 
@@ -122,7 +135,7 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
             names.entry(entry.kind).or_default().push(entry.name);
         }
         for (kind, names) in &names {
-            report::say(&format!("  {kind:5} {}", names.join("; ")));
+            report::say(&format!("  {kind:7} {}", names.join("; ")));
         }
         return explained(Some(names), None);
     };
@@ -185,6 +198,11 @@ mod tests {
         assert_eq!(count("exit"), Exit::VARIANTS.len());
         let rows = GLOSSARY.lines().filter(|line| line.starts_with("| ")).count();
         assert_eq!(count("term"), rows - 1, "a row of the glossary is not a term");
+        for name in ["out_of_memory", "unloadable", "violations", "kernel_id", "gate", "numeric_id"]
+        {
+            assert!(meant(name, &all).is_some(), "{name}");
+        }
+        assert!(count("outcome") > 7 && count("field") > 7);
     }
 
     #[test]
@@ -207,7 +225,7 @@ mod tests {
         assert_eq!(names("kv_split"), ["tiling.attention.kv_split"]);
         assert_eq!(names("flag-in-data"), ["flag-in-data word"]);
         assert_eq!(names("stages"), ["pipeline.stages"]);
-        assert_eq!(names("inconclusive"), ["5", "kept, reverted, inconclusive"]);
+        assert_eq!(names("inconclusive"), ["5", "inconclusive", "kept, reverted, inconclusive"]);
         assert_eq!(names("rows"), Vec::<String>::new(), "several knobs are called so");
     }
 

@@ -107,6 +107,9 @@ fn kernel(context: &Context, config: &ScheduleConfig) -> Value {
     let variant = context.variant(&config.kernel, 1);
     let (arch, cache) = (&context.target.arch, vm_host::default_cache());
     let compiled = vm_host::compile(&variant, arch, cache.as_deref());
+    if let Err(error) = &compiled {
+        report::say(&format!("  kernel: not compiled: {error}"));
+    }
     let all = compiled.as_ref().map(|cubin| vm_host::resources(&cubin.log)).unwrap_or_default();
     let of = all.iter().find(|of| of.kernel == "amk_megakernel");
     json!({

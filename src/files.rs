@@ -92,11 +92,8 @@ pub(crate) fn write_with(
     path: &Path,
     write: impl FnOnce(&mut File) -> std::io::Result<()>,
 ) -> Result<(), Failure> {
-    let remedy = "choose a path that you may write to and that has room";
-    let refused = Failure::cannot::<std::io::Error>("write", path, remedy);
-    if path.is_dir() {
-        return Err(refused(std::io::ErrorKind::IsADirectory.into()));
-    }
+    check_place(path)?;
+    let refused = Failure::cannot::<std::io::Error>("write", path, PLACE_REMEDY);
     if path.exists() && !path.is_file() {
         // A pipe or a device cannot be replaced by a rename: writes into it.
         let mut file = OpenOptions::new().write(true).open(path).map_err(refused)?;
@@ -110,6 +107,23 @@ pub(crate) fn write_with(
         let _ = std::fs::remove_file(&partial);
         refused(e)
     })
+}
+
+const PLACE_REMEDY: &str = "choose a path that you may write to and that has room";
+
+/// Refuses a path where no file can be written, before the work that is to be written there.
+pub(crate) fn check_place(path: &Path) -> Result<(), Failure> {
+    let refused = Failure::cannot::<std::io::Error>("write", path, PLACE_REMEDY);
+    if path.is_dir() {
+        return Err(refused(std::io::ErrorKind::IsADirectory.into()));
+    }
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    match parent.map(std::fs::metadata).transpose() {
+        Ok(None) => Ok(()),
+        Ok(Some(parent)) if parent.is_dir() => Ok(()),
+        Ok(Some(_)) => Err(refused(std::io::ErrorKind::NotADirectory.into())),
+        Err(error) => Err(refused(error)),
+    }
 }
 
 /// Creates a folder atomically, with its contents.

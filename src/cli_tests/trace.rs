@@ -61,7 +61,18 @@ fn trace_replays_edits_and_finds_planted_causes() {
     let page = std::fs::read_to_string(folder.path().join("step.html")).unwrap();
     assert!(page.contains("\"critical_path\"") && !page.contains("/*DATA*/"));
     let refused = amk(&[&args[..], &["--what-if", "op.nothing=1,x"]].concat());
+    assert!(!refused.stderr.contains("us per token"), "{}", refused.stderr);
     refused.fails(2, &["no op `nothing`", "`x` is no edit"]);
+    // What cannot be written is known before the step is traced.
+    let inside_a_file = folder.path().join("step.html/events.json");
+    let nowhere = folder.path().join("none/events.json");
+    for path in [folder.path(), &inside_a_file, &nowhere] {
+        let path = path.to_str().unwrap();
+        let refused = amk(&["trace", "--model", "toy", "--device", "cpu", "--perfetto", path]);
+        assert!(!refused.stderr.contains("us per token"), "{}", refused.stderr);
+        refused.fails(2, &[path]);
+        amk(&["lower", "--model", "toy", "--device", "cpu", "--output", path]).fails(2, &[path]);
+    }
     amk(&[&args[..], &["--plant", "down=3"]].concat()).fails(2, &[]);
 }
 

@@ -15,6 +15,7 @@ use crate::spinner::Spinner;
 use crate::{files, models, report};
 
 pub(crate) fn lower(args: &LowerArgs) -> Outcome {
+    args.output.as_deref().map_or(Ok(()), files::check_place)?;
     let context = Context::of_shape(&args.model)?;
     let tokens = context.predicted_at();
     let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;

@@ -1,7 +1,7 @@
 //! `amk trace`: where the time of a step goes. On a GPU from a kernel variant in which every task records timestamps,
 //! else in the virtual time of the cost model; the records are the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::PathBuf;
@@ -52,6 +52,8 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
             args.context, context.kv_capacity
         )));
     }
+    let files = [&args.digest, &args.perfetto, &args.residuals, &args.html];
+    files.into_iter().flatten().try_for_each(|path| files::check_place(path))?;
     let mut schedules = Vec::new();
     for path in &args.config {
         let given = ConfigArgs { config: Some(path.clone()), schedule: None };
@@ -70,6 +72,7 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
     for (name, Chosen { config, source }) in &schedules {
         let working = Spinner::on(format!("tracing schedule {name}"));
         let program = context.lowered(config)?;
+        check_edits(&program, &args.what_if)?;
         let traced = if on_device {
             measured(&context, &ask, name, config, &program, &mut idle)
                 .map_err(|error| Failure::missing(format!("{name}: {error}")))?
@@ -100,6 +103,18 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         "schedules": documents,
     }))?;
     Ok(Exit::Yes)
+}
+
+/// Refuses edits that no step of this program has, before a step is traced.
+fn check_edits(program: &Program, edits: &[String]) -> Result<(), Failure> {
+    let tasks = program.workers.iter().flat_map(|worker| &worker.tasks);
+    let names: BTreeSet<&str> = tasks.map(|task| program.phase_name(task)).collect();
+    let names: Vec<String> = names.into_iter().map(str::to_owned).collect();
+    edits.iter().try_for_each(|text| edit(text, &names).map(|_| ()))
+}
+
+fn edit(text: &str, names: &[String]) -> Result<Edit, Failure> {
+    Edit::parse(text, names).map_err(|wrong| Failure::usage(format!("--what-if {text}: {wrong}")))
 }
 
 /// The build of the kernel of a schedule, and its registers and spills if NVRTC is here to compile it.
@@ -232,8 +247,7 @@ fn critical_path(timeline: &Timeline) -> Value {
 fn what_if(timeline: &Timeline, edits: &[String]) -> Result<Value, Failure> {
     let span = timeline.span() as f64;
     let row = |text: &String| {
-        let edit = Edit::parse(text, &timeline.names)
-            .map_err(|wrong| Failure::usage(format!("--what-if {text}: {wrong}")))?;
+        let edit = edit(text, &timeline.names)?;
         let replayed = replay(timeline, &edit).span;
         let gain = 100.0 * (1.0 - replayed / span);
         report::say(&format!("  what if {text}: {:.1} us, {gain:+.1}% faster", replayed / 1e3));

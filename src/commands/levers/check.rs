@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ir::schedule::{Knob, ScheduleConfig};
 use rand::SeedableRng;
@@ -30,16 +30,17 @@ const ROUNDS: usize = 6;
 
 /// The past checks of the card, if there is one: those that come with the program, and those of the file.
 pub(super) fn past(context: &Context, args: &LeversArgs) -> Result<Option<Past>, Failure> {
-    let Some(card) = context.card() else { return Ok(None) };
     let mut text = SHIPPED.to_owned();
-    if let Some(path) = args.checks.as_ref().filter(|path| path.exists()) {
+    // The first `--check` begins the file.
+    let begins = |path: &&PathBuf| args.check > 0 && !path.exists();
+    if let Some(path) = args.checks.as_ref().filter(|path| !begins(path)) {
         text.push_str(&files::read_text(path, CHECKS_BYTES_MAX)?);
     }
     let all = Checks::read(&text).map_err(|(line, what)| {
         let line = line.saturating_sub(SHIPPED.lines().count());
         Failure::usage(format!("--checks line {line}: {what}"))
     })?;
-    Ok(Some(Past::new(&all, &card)))
+    Ok(context.card().map(|card| Past::new(&all, &card)))
 }
 
 /// Why nothing is predicted on a card.

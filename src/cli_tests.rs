@@ -769,6 +769,9 @@ fn explain_knows_every_kind_of_name() {
         ("r-happens", "rule"),
         ("stalled", "trap"),
         ("4", "exit"),
+        ("wait_io", "state"),
+        ("unloadable", "outcome"),
+        ("ci_us", "field"),
         ("Flag-in-data word", "term"),
     ] {
         let entries = amk(&["explain", name]).succeeds("amk.explain.v1")["entries"].clone();
@@ -779,5 +782,5 @@ fn explain_knows_every_kind_of_name() {
     }
     amk(&["explain", "pipeline.stagez"]).fails(2, &["pipeline.stages", "amk explain"]);
     let names = amk(&["explain"]).succeeds("amk.explain.v1")["names"].clone();
-    assert_eq!(names.as_object().map(serde_json::Map::len), Some(6));
+    assert_eq!(names.as_object().map(serde_json::Map::len), Some(8));
 }

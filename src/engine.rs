@@ -453,10 +453,15 @@ impl<'a> Megakernel<'a> {
         }
     }
 
+    /// The number of open sequences.
+    fn open(&self) -> usize {
+        self.places.iter().filter(|place| place.most > 0).count()
+    }
+
     /// The program for the next command of a place.
     fn pick(&mut self, place: usize) -> Handle {
         let Some(lone) = self.lone else { return self.program };
-        let sequences = self.places.iter().filter(|place| place.most > 0).count();
+        let sequences = self.open();
         let held = &self.places[place];
         let left = held.most.saturating_sub(held.position.into());
         let is = |handle| self.gpu.is_resident(handle);
@@ -476,7 +481,7 @@ impl<'a> Megakernel<'a> {
 
     /// Counts the passes of the command that has just run this many positions.
     fn passed(&mut self, positions: u32) {
-        self.choice.ran(positions);
+        self.choice.ran(self.open(), positions);
         self.account.passes[self.ran_on as usize] += self.gpu.take_passes();
     }
 

@@ -9,8 +9,9 @@ use crate::constraint::Constraint;
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
 
-/// New tokens of a command if the machine samples them and nobody waits for it. They are sent as they come, and the
-/// command ends early for whoever arrives or leaves, so only the gap behind it counts: some 0.2 ms.
+/// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
+/// 0.2 ms, so that long ones are better. Clients do not wait for the end: tokens are sent while it runs, and it ends early
+/// when a request arrives or a client leaves.
 pub(crate) const SLICE: usize = 128;
 
 /// The same while other sequences wait for a turn.

@@ -27,21 +27,19 @@ pub(crate) struct KernelChoice {
 
 impl KernelChoice {
     /// The kernel of the next command of one sequence that may run `left` more positions, among `sequences`.
-    pub(crate) fn next(&mut self, resident: Option<Kernel>, sequences: usize, left: u64) -> Kernel {
-        if sequences > 1 {
-            self.alone = 0;
-        }
+    pub(crate) fn next(self, resident: Option<Kernel>, sequences: usize, left: u64) -> Kernel {
+        let stays = sequences == 1 && self.alone >= ALONE;
         match resident {
             None if sequences > 1 => Kernel::Batch,
             None => Kernel::Lone,
-            Some(Kernel::Batch) if self.alone >= ALONE && left >= LEFT => Kernel::Lone,
+            Some(Kernel::Batch) if stays && left >= LEFT => Kernel::Lone,
             Some(kernel) => kernel,
         }
     }
 
-    /// Notes a command.
-    pub(crate) fn ran(&mut self, positions: u32) {
-        self.alone = self.alone.saturating_add(positions);
+    /// Notes a command that ran while this many sequences were open, in a batch or alone.
+    pub(crate) fn ran(&mut self, sequences: usize, positions: u32) {
+        self.alone = if sequences > 1 { 0 } else { self.alone.saturating_add(positions) };
     }
 }
 
@@ -52,7 +50,7 @@ mod tests {
 
     #[test]
     fn a_launch_that_has_to_be_made_is_of_the_kernel_for_the_load() {
-        let mut choice = KernelChoice::default();
+        let choice = KernelChoice::default();
         assert_eq!(choice.next(None, 1, 1), Lone);
         assert_eq!(choice.next(None, 2, 1000), Batch);
     }
@@ -62,15 +60,25 @@ mod tests {
         let mut choice = KernelChoice::default();
         let mut next = |sequences, left| {
             let kernel = choice.next(Some(Batch), sequences, left);
-            choice.ran(ALONE / 2);
+            choice.ran(sequences, ALONE / 2);
             kernel
         };
         assert_eq!([next(1, 500), next(1, 500), next(2, 500)], [Batch; 3], "another came");
-        assert_eq!([next(1, 500), next(1, 500), next(1, 500)], [Batch, Lone, Lone]);
+        assert_eq!([next(1, 500), next(1, 500), next(1, 500)], [Batch, Batch, Lone]);
         assert_eq!(next(1, LEFT - 1), Batch, "nearly done");
-        let mut choice = KernelChoice::default();
+        let choice = KernelChoice::default();
         // A batch switches by itself; a prompt beside others does not.
         assert_eq!([1, 2, 9].map(|sequences| choice.next(Some(Lone), sequences, 1)), [Lone; 3]);
+    }
+
+    /// What it ran in a batch, or in chunks beside others, is no sign that it stays alone.
+    #[test]
+    fn one_that_is_left_of_a_batch_waits_like_one_that_came() {
+        let mut choice = KernelChoice::default();
+        choice.ran(8, 1024);
+        assert_eq!(choice.next(Some(Batch), 1, 500), Batch);
+        choice.ran(1, ALONE);
+        assert_eq!(choice.next(Some(Batch), 1, 500), Lone);
     }
 
     #[test]
@@ -78,12 +86,12 @@ mod tests {
         let (mut choice, mut resident, mut switches) = (KernelChoice::default(), Batch, 0);
         for command in 0..1000 {
             let next = choice.next(Some(resident), 1, 5000 - command);
-            choice.ran(1);
+            choice.ran(1, 1);
             switches += u32::from(next != resident);
             resident = next;
         }
         assert_eq!((switches, resident), (1, Lone));
-        let mut choice = KernelChoice::default();
+        let choice = KernelChoice::default();
         assert!((0..1000).all(|_| choice.next(Some(Batch), 8, 5000) == Batch));
     }
 }

@@ -189,7 +189,8 @@ impl ExpertShape {
         self.dense.get(layer) != Some(&true)
     }
 
-    /// Every reason why these experts of so many layers cannot be run. `width` is the field of their width.
+    /// Every reason why these experts cannot be run. `width` names the field that holds the width of an expert, and `layers`
+    /// is the model's number of layers.
     pub(crate) fn check(&self, width: &str, layers: u32, found: &mut Vec<Problem>) {
         // In a program, a matrix of one expert is one without experts.
         if self.count < 2 || self.count > EXPERTS_MAX {

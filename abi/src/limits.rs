@@ -86,7 +86,7 @@ limits! {
     HELPER_WARPS: u32 = 4;
     /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.
     FIXED_BYTES: u32 = 11 * 1024;
-    /// Query heads that the attention op processes at once, at most: columns of its operand.
+    /// Query heads of an attention task, at most: columns of its operand.
     ATTENTION_GROUP: u32 = 4;
     /// Tiles of which a worker keeps the sums of all sequences before an epilogue, if a step has several sequences (decision 022).
     BATCH_TILES: u32 = 8;

@@ -74,8 +74,8 @@ macro_rules! for_each_op {
                 /// Soft cap `c` of the logits, which become `c tanh(logit / c)`, or zero for none. With `clamped_silu` its limit.
                 pub cap: f32,
             }
-            /// Attention of one key/value head's query group over one split of the keys. The task that owns the newest position also
-            /// normalises, rotates and appends its key and value.
+            /// Attention of a part of one key/value head's query group over one split of the keys. The first part of the split that has
+            /// the newest position also appends its key, normalised and rotated, and its value.
             ///
             /// Reads `[qkv, q norm, k norm, inverse frequencies, sinks]` (norms and sinks may be none), writes `[partials, kv cache]`.
             /// A head's sink is a score of the newest key's split whose value is zero.
@@ -102,8 +102,10 @@ macro_rules! for_each_op {
                 pub eps: f32,
                 /// Soft cap `c` of the scores, which become `c tanh(score / c)`, or zero for none.
                 pub cap: f32,
+                /// This task's part of the group: `ATTENTION_GROUP` query heads, the last part those that are left.
+                pub part: u32,
                 /// Zero.
-                pub reserved: [u32; 5],
+                pub reserved: [u32; 4],
             }
             /// Combines the partial results of the active splits of some heads.
             ///

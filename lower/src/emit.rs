@@ -7,7 +7,7 @@ use abi::{
     SampleParams,
 };
 use ir::CounterId;
-use ir::program::{Task, Wait, Worker, stream_part};
+use ir::program::{Task, Wait, Worker, group_parts, stream_part};
 
 use crate::assign::Shares;
 use crate::flow::{Flow, Op, Phase, ValueId};
@@ -26,7 +26,7 @@ pub(crate) fn counters(flow: &Flow, shares: &[Shares]) -> Vec<Option<Wait>> {
         .collect()
 }
 
-/// Number of tasks of a phase on a device: attention has one for each (head, split); other phases have one for each range
+/// Number of tasks of a phase on a device: attention has one for each (head, part of its group, split); other phases have one for each range
 /// of items of a worker.
 pub(crate) fn task_count(phase: &Phase, shares: &Shares) -> u32 {
     let ranges = shares.iter().flatten();
@@ -117,8 +117,10 @@ impl Plan<'_> {
             // The splits of a head go to neighbouring workers, so that the split which is always active is spread over
             // all workers.
             Op::Attention(p) => items.for_each(|item| {
-                let (kv_head, split) = (item / p.splits, item % p.splits);
-                push(Task::new(opcode, layer, AttentionParams { kv_head, split, ..p }));
+                let (of_group, split) = (item / p.splits, item % p.splits);
+                let parts = group_parts(p.group);
+                let (kv_head, part) = (of_group / parts, of_group % parts);
+                push(Task::new(opcode, layer, AttentionParams { kv_head, part, split, ..p }));
             }),
             Op::Merge(p) => {
                 let params = AttentionMergeParams { head0: items.start, heads: len, ..p };

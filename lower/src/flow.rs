@@ -7,7 +7,7 @@ use abi::{
 };
 use ir::program::{
     Buffer, BufferSource, PackedAttention, PackedMatrix, PackedMlp, PackedModel, PackedRouter,
-    RowMap,
+    RowMap, group_parts,
 };
 use ir::schedule::{EmbedGrouping, Handoff, MergeGrouping};
 use ir::{
@@ -302,12 +302,13 @@ impl Builder<'_> {
         let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
         // The sequence length is not known here: one block of keys stands for it.
         let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
+        let items = graph.kv_heads * group_parts(graph.group()) * splits;
         let attention = Phase {
             reads: [None, q_norm, k_norm, Some(rope), sinks],
             writes: [None, Some(kv)],
-            items: graph.kv_heads * splits,
+            items,
             item_bytes: key_bytes * u64::from(kv_block),
-            split: self.heads(vec![(0, graph.kv_heads * splits)], 1),
+            split: self.heads(vec![(0, items)], 1),
             ..self.phase(PhaseClass::Attention, n, Op::Attention(params), qkv)
         };
         let words = u64::from(graph.heads) * u64::from(head_dim + abi::PARTIAL_HEADER);

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue, RouteParams, Scoring};
-use ir::program::{Program, Task, active_splits, attended, split_range};
+use ir::program::{Program, Task, active_splits, attended, part_heads, split_range};
 use ir::{BufferId, FeedForward, Gated, Graph, Layer, TensorId, Weights, WorkerId};
 
 use crate::eval::{Belongs, EvalError, Evaluator, greatest};
@@ -432,13 +432,13 @@ impl<'s, 'a> Step<'s, 'a> {
         Some(Belongs { values: values.to_vec(), scales: scales.to_vec() })
     }
 
-    /// Expected partials of one key/value head over one split, for each query of its group: the greatest score, the sum
+    /// Expected partials of one key/value head over one split, for each query of a part of its group: the greatest score, the sum
     /// of exponentials, two zeros, the mean of the values. The scales are such that the tolerance of a sum applies to
     /// each.
     fn partials(&mut self, layer: usize, p: &AttentionParams) -> Option<Belongs> {
         let (graph, allowance) = (self.examiner.graph, self.examiner.allowance);
         let (head_dim, width) = (graph.head_dim as usize, graph.kv_width() as usize);
-        let group = graph.group() as usize;
+        let (group, part) = (graph.group() as usize, part_heads(graph.group(), p.part));
         if p.kv_head >= graph.kv_heads || p.kv_block == 0 || p.splits == 0 {
             return None;
         }
@@ -446,7 +446,7 @@ impl<'s, 'a> Step<'s, 'a> {
         let active = active_splits(keys_in_all, p.kv_block, p.splits);
         let stride = head_dim + abi::PARTIAL_HEADER as usize;
         if p.split >= active {
-            let nothing = vec![0.0; group * stride];
+            let nothing = vec![0.0; part.len() * stride];
             return Some(Belongs { scales: nothing.clone(), values: nothing });
         }
         let [keys, values] = self.cache(layer)?;
@@ -462,9 +462,10 @@ impl<'s, 'a> Step<'s, 'a> {
         let (keys, values) = (of_range(&keys), of_range(&values));
         let sinks = self.examiner.ops.sinks(layer).filter(|_| p.split + 1 == active);
         let queries = &self.heads(layer)?[0];
-        let of_group = queries.chunks_exact(head_dim).skip(p.kv_head as usize * group).take(group);
+        let first_head = p.kv_head as usize * group + part.start as usize;
+        let of_part = queries.chunks_exact(head_dim).skip(first_head).take(part.len());
         let mut belongs = Belongs::default();
-        for (head, query) in (p.kv_head as usize * group..).zip(of_group) {
+        for (head, query) in (first_head..).zip(of_part) {
             let sink = sinks.map(|sinks| sinks[head]);
             let scoring = (graph.attn_scale, graph.score_cap, sink);
             partial(query, &keys, &values, scoring, allowance, &mut belongs);

@@ -7,6 +7,7 @@ use abi::{
 };
 use ir::program::{
     Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
+    group_parts,
 };
 use ir::{BufferId, CounterId, Graph, Layer, MatrixId, TensorId};
 
@@ -395,9 +396,10 @@ impl Builder<'_> {
             plan.splits * graph.heads * (graph.head_dim + abi::PARTIAL_HEADER),
         );
         let mut tasks = Vec::new();
-        for (kv_head, split) in
-            (0..graph.kv_heads).flat_map(|head| (0..plan.splits).map(move |split| (head, split)))
-        {
+        let parts = group_parts(graph.group());
+        for item in 0..graph.kv_heads * parts * plan.splits {
+            let (of_group, split) = (item / plan.splits, item % plan.splits);
+            let (kv_head, part) = (of_group / parts, of_group % parts);
             let params = AttentionParams {
                 kv_head,
                 kv_heads: graph.kv_heads,
@@ -410,7 +412,8 @@ impl Builder<'_> {
                 scale: graph.attn_scale,
                 eps: graph.norm_eps,
                 cap: 0.0,
-                reserved: [0; 5],
+                part,
+                reserved: [0; 4],
             };
             let mut task = Task::new(Opcode::Attention, layer as u16, params);
             task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq), None];

@@ -254,8 +254,9 @@ fn corrupt_split(program: &mut Program, rng: &mut Rng) {
     let change = |value: u32, rng: &mut Rng| rng.pick(&[0, 1, value.wrapping_sub(1), value + 1]);
     if task.opcode == Opcode::Attention {
         let mut p: AttentionParams = task.params();
-        match rng.below(5) {
+        match rng.below(6) {
             0 => p.split = change(p.split, rng),
+            5 => p.part = change(p.part, rng),
             1 => p.splits = change(p.splits, rng),
             2 => p.kv_block = change(p.kv_block, rng),
             3 => p.window = change(p.window, rng),

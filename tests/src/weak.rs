@@ -222,7 +222,7 @@ fn task_ops(
     }
 }
 
-/// Keys of earlier steps are read, and the last active split keeps the step's own.
+/// Keys of earlier steps are read, and the first part of the last active split keeps the step's own.
 fn cache_ops(
     pieces: &mut Pieces<'_>,
     p: &AttentionParams,
@@ -238,11 +238,11 @@ fn cache_ops(
         let row = position + 1 - keys + key;
         let piece = pieces.row(buffer, p.kv_head, row);
         let value = Value { step: row + 1, buffer, by };
-        ops.push(if row == position {
-            Micro::Write { piece, value }
-        } else {
-            Micro::Read { piece, want: value, polled: false }
-        });
+        if row < position {
+            ops.push(Micro::Read { piece, want: value, polled: false });
+        } else if p.part == 0 {
+            ops.push(Micro::Write { piece, value });
+        }
     }
 }
 

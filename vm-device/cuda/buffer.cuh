@@ -7,7 +7,7 @@ constexpr uint32_t ELEMENT_BYTES = 4;
 constexpr uint32_t ELEMENT_BYTES = 2;
 #endif
 constexpr uint32_t UNIT_COLS = AMK_UNIT_ROW_BYTES / ELEMENT_BYTES; // 16 or 32
-constexpr uint32_t X_BYTES = UNIT_COLS * 4;                        // staged bytes of a unit's columns, in either form
+constexpr uint32_t X_BYTES = UNIT_COLS * (ONE_HALF ? 2 : 4);       // staged bytes of a unit's columns, in either form
 constexpr uint32_t UNIT_VEC4S = UNIT_COLS / 4;                     // groups of 4 elements of a unit's columns
 
 // Position of a column in its row of a unit; it is its own inverse. Of 16 columns of 16 bits, the second and the third group of four are

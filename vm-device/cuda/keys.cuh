@@ -9,8 +9,7 @@ constexpr uint32_t TILE_KEYS = AMK_HEAD_DIM > 128 ? 16 : 32; // wide keys take t
 constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
-constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads processed at once: columns of the B operand
-constexpr uint32_t ROUNDS = (AMK_GROUP + GROUP_BUF - 1) / GROUP_BUF; // passes of a task over its keys
+constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads of a task: columns of the B operand
 static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 256, "rows are whole chunks, a power of two of them");
 
 // a / b for a < 2^24, in a third of the time of an integer division.

@@ -1,8 +1,8 @@
-// attention: one key/value head's query group over one split of the keys. Same stages as reference-vm/src/ops/attention.rs.
+// attention: a part of one key/value head's query group, at most four heads, over one split of the keys. Same stages as reference-vm/src/ops/attention.rs.
 //
 // Keys and values come through the ring, in blocks (keys.cuh), requested long before the queries arrive. Each warp works alone on its
-// tiles of 32 keys, with the tensor cores: scores are keys times queries, the columns of the B operand being the high halves of up to
-// four heads of the group and then their low halves (22 bits together); the softmax weights become the B operand of the product
+// tiles of 32 keys, with the tensor cores: scores are keys times queries, the columns of the B operand being the high halves of the
+// heads and then their low halves (22 bits together); the softmax weights become the B operand of the product
 // with the values, in the same columns. Keys and values are f16 as in the cache. The warps meet once, to add up.
 #pragma once
 
@@ -47,6 +47,12 @@ __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
 
 // The split of a head that a task works on, for this sequence.
 __device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return seq_split(p.split, p.splits, seq_of(w)); }
+
+// The task's first query head, counted within the group, and how many it has. Same as ir::program::part_heads.
+__device__ __forceinline__ uint32_t first_head(amk_attention_params const& p) { return AMK_GROUP <= GROUP_BUF ? 0 : p.part * GROUP_BUF; }
+__device__ __forceinline__ uint32_t heads_of(amk_attention_params const& p) {
+  return AMK_GROUP % GROUP_BUF == 0 || AMK_GROUP - first_head(p) >= GROUP_BUF ? GROUP_BUF : AMK_GROUP % GROUP_BUF;
+}
 
 // The index of the step's own key among all sessions' (paged_key).
 __device__ __forceinline__ uint32_t fresh_paged(Worker const& w) { return paged_key(seq_session(w), w.shared->launch->page_stride, seq_position(w)); }
@@ -363,12 +369,12 @@ __device__ __forceinline__ float sink_add(StagedTask const& st, uint32_t head, b
   return 0.f;
 }
 
-// After the barrier: combines the warps' scratch into the partial result of `group` heads.
-__device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, uint32_t group, bool owns) {
+// After the barrier: combines the warps' scratch into the partial results of the task's heads.
+__device__ __forceinline__ void write_partials(Worker const& w, StagedTask const& st, amk_attention_params const& p, bool owns) {
   Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + g0);
+  uint32_t const head0 = p.kv_head * p.group + first_head(p), first = partial_word(task_split(w, p), p.kv_heads * p.group, head0);
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x * 2; i < group * AMK_HEAD_DIM; i += CONSUMERS * 2) {
+  for (uint32_t i = threadIdx.x * 2; i < heads_of(p) * AMK_HEAD_DIM; i += CONSUMERS * 2) {
     uint32_t const g = i / AMK_HEAD_DIM, d = i % AMK_HEAD_DIM;
     float2 stats[AMK_WARPS], values[AMK_WARPS];
     float top = LOWEST;
@@ -378,7 +384,7 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
       values[j] = *(float2 const*)(scratch_head(w, j, g) + 4 + d);
       top = fmaxf(top, stats[j].x);
     }
-    float sum = sink_add(st, p.kv_head * p.group + g0 + g, owns, top), v0 = 0.f, v1 = 0.f;
+    float sum = sink_add(st, head0 + g, owns, top), v0 = 0.f, v1 = 0.f;
 #pragma unroll
     for (uint32_t j = 0; j < AMK_WARPS; ++j) {
       float const factor = exp2_fast(stats[j].x - top);
@@ -399,9 +405,9 @@ __device__ __forceinline__ void write_partials(Worker const& w, StagedTask const
 // For a split without keys: still writes words of this step, so that no stale word can be mistaken for a later step's.
 __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
   Words const out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t const first = partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + first_head(p));
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
+  for (uint32_t i = threadIdx.x; i < heads_of(p) * PARTIAL_WORDS; i += CONSUMERS) {
     word_write(out, first + i, 0.f);
   }
 }
@@ -464,7 +470,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   }
 }
 
-// One warp: attention of the query heads from g0 on over this warp's tiles of keys. With `owns` the last of them has the step's own key. For few keys the last warp
+// One warp: attention of the task's query heads, from g0 of the group on, over this warp's tiles of keys. With `owns` the last of them has the step's own key. For few keys the last warp
 // has no tile, and takes that key alone. The keys of the first tile are in registers before the queries arrive. Stages are passed only as far as
 // needed before the warps meet.
 __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
@@ -535,28 +541,22 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
   uint32_t const start = split_start(keys, p.kv_block, active, task_split(w, p)), end = split_start(keys, p.kv_block, active, task_split(w, p) + 1);
   uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
-#pragma unroll 1
-  for (uint32_t g0 = 0; g0 < AMK_GROUP; g0 += GROUP_BUF) {
-    KeyWalk walk = {first + start, count, of_block, stages, 0};
-    attend(w, st, p, c, g0, walk, task_split(w, p) + 1 == active);
-    trace_multiplied(w);
-    consumers_sync();
-    write_partials(w, st, p, g0, AMK_GROUP - g0 < GROUP_BUF ? AMK_GROUP - g0 : GROUP_BUF, task_split(w, p) + 1 == active);
-    stage_given_back(); // orders the stores of the thread that put the new value there before the next copy
-    cursor_pass(w, c, walk.passed, stages);
-    if (g0 + GROUP_BUF < AMK_GROUP) {
-      consumers_sync(); // the scratch is overwritten next
-    }
-  }
+  KeyWalk walk = {first + start, count, of_block, stages, 0};
+  attend(w, st, p, c, first_head(p), walk, task_split(w, p) + 1 == active);
+  trace_multiplied(w);
+  consumers_sync();
+  write_partials(w, st, p, task_split(w, p) + 1 == active);
+  stage_given_back(); // orders the stores of the thread that put the new value there before the next copy
+  cursor_pass(w, c, walk.passed, stages);
 }
 
 #if AMK_SEQS > 1
 // For a split without keys, at the beginning of a command: writes words that belong to no step, as poisoned ones. Splits gain keys while a
 // command runs and never lose any, so the command's later steps need not write.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_STAGED]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group);
+  uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_STAGED]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + first_head(p));
 #pragma unroll 1
-  for (uint32_t i = w.thread; i < p.group * PARTIAL_WORDS; i += CONSUMERS) {
+  for (uint32_t i = w.thread; i < heads_of(p) * PARTIAL_WORDS; i += CONSUMERS) {
     store_u32(out + i, AMK_NONE);
   }
 }

@@ -33,7 +33,6 @@ struct PageLines {
   uint4 line[PAGE_LINES];
   uint32_t number[PAGE_LINES];
   uint32_t wrap;                // the step that they belong to
-  uint32_t key, count, rounds; // first key and length of the run of keys being loaded, and passes over it that are left
 };
 
 // Starts the copy of a key's line unless it is cached. Needs no register until the line is read.

@@ -318,8 +318,7 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
     copies_see_stores(); // takes as long as the round trip for the lines
   }
   loader_caps(l, sh->program, sh->program.stage_units);
-  loader_count(sh, ROUNDS * count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
-  sh->pages.key = key, sh->pages.count = count, sh->pages.rounds = ROUNDS;
+  loader_count(sh, count * 2 * ROW_BYTES / AMK_UNIT_BYTES);
   pieces_wait<0>();
 #pragma unroll 1
   for (uint32_t left = count; left > 0;) {
@@ -329,11 +328,6 @@ __device__ __forceinline__ bool loader_seq(Shared* sh, Loader& l, uint4 run, uin
       return false;
     }
     key += rows, left -= rows;
-    if (ROUNDS > 1 && left == 0 && --sh->pages.rounds > 0) { // over the same keys again
-      key = sh->pages.key, left = sh->pages.count;
-      lines_begin(sh->pages, sh->launch->pages, key); // they may have been replaced by others
-      pieces_wait<0>();
-    }
   }
   return true;
 }

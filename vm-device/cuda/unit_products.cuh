@@ -22,8 +22,8 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
 
 // Place of elements e..e+4 of the vector in the activation buffer. They are staged in the form that is multiplied: f32, or for the tensor cores
-// the high and the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16). Of the 8 elements that go
-// with 16 bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
+// the high and the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16), or the high one alone. Of
+// the 8 elements that go with 16 bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).
 __device__ __forceinline__ char* x4_place(Worker const& w, uint32_t e) {
   return w.x + (AMK_DTYPE == AMK_DTYPE_F32 ? e * 4 : e / UNIT_COLS * X_BYTES + unit_column(e) / 8 * 16 + unit_column(e) % 8);
 }
@@ -36,8 +36,11 @@ __device__ __forceinline__ void x4_store(char* place, float4 v) {
   }
   uint32_t* p = (uint32_t*)place;
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
-  float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   p[0] = h0, p[2] = h1;
+  if (ONE_HALF) {
+    return;
+  }
+  float2 const b0 = pair_values(h0), b1 = pair_values(h1);
   p += AMK_UNIT_ROW_BYTES / 4;
   p[0] = element_pair(v.x - b0.x, v.y - b0.y), p[2] = element_pair(v.z - b1.x, v.w - b1.y);
 #endif
@@ -51,9 +54,14 @@ __device__ __forceinline__ Vector x_load(Worker const& w, char const* x) { retur
 #else
 using Vector = uint2;
 // Of columns 0 and 1 of the right operand, and so on in turns of four, the high and the low halves of a thread's pairs 0 and 2; of columns 2
-// and 3 those of pairs 1 and 3.
-__device__ __forceinline__ Vector x_load(Worker const& w, char const* x) { return stage_load8(x + (w.thread & 3) * 16 + (w.thread & 4) * 16 + (w.thread & 8)); }
+// and 3 those of pairs 1 and 3. Of high halves alone, both columns are the same.
+__device__ __forceinline__ Vector x_load(Worker const& w, char const* x) {
+  return stage_load8(x + (w.thread & 3) * 16 + (ONE_HALF ? 0 : (w.thread & 4) * 16) + (w.thread & 8));
+}
 #endif
+
+// What the halves of a vector's elements make of a row.
+__device__ __forceinline__ float halves_sum(float high, float low) { return ONE_HALF ? high : high + low; }
 
 // Accumulators of 8 rows: independent chains of products.
 template <uint32_t CHAINS> struct Sums {
@@ -105,7 +113,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_
       for (uint32_t i = 0; i < EACH; ++i) {
         mma(c, c, ones, v.x[g * EACH + i].x, v.x[g * EACH + i].y);
       }
-      v.sum[g] = (has_zeros(UNPACK) ? 1.f : 8.f) * (c[0] + c[1]);
+      v.sum[g] = (has_zeros(UNPACK) ? 1.f : 8.f) * halves_sum(c[0], c[1]);
     }
   }
   return v;
@@ -138,8 +146,8 @@ __device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], Vec
       for (uint32_t n = 0; n < N; ++n) {
         float(&sum)[4] = sums[n / EACH].c[0], (&c)[4] = group[n].c[0];
         float const scale = group_scale<UNPACK>(scales + n * WORDS, g);
-        sum[0] = fmaf(scale, c[0] + c[1], sum[0]);
-        sum[2] = fmaf(scale, c[2] + c[3], sum[2]);
+        sum[0] = fmaf(scale, halves_sum(c[0], c[1]), sum[0]);
+        sum[2] = fmaf(scale, halves_sum(c[2], c[3]), sum[2]);
         if constexpr (has_excess(UNPACK)) {
           sum[1] = fmaf(scaled_excess<UNPACK>(scales + n * WORDS, scale), vector[n % EACH].sum[g], sum[1]);
         }
@@ -210,10 +218,10 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
         first[n] *= E2M1_CODE, second[n] *= E2M1_CODE;
       }
     } else {
-      first[n] = s[n].c[0][0] + s[n].c[0][1], second[n] = s[n].c[0][2] + s[n].c[0][3];
+      first[n] = halves_sum(s[n].c[0][0], s[n].c[0][1]), second[n] = halves_sum(s[n].c[0][2], s[n].c[0][3]);
 #pragma unroll
       for (uint32_t i = 1; i < CHAINS; ++i) {
-        first[n] += s[n].c[i][0] + s[n].c[i][1], second[n] += s[n].c[i][2] + s[n].c[i][3];
+        first[n] += halves_sum(s[n].c[i][0], s[n].c[i][1]), second[n] += halves_sum(s[n].c[i][2], s[n].c[i][3]);
       }
     }
   }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Params, Prologue};
 
 use crate::id::BufferId;
-use crate::program::{Program, Task};
+use crate::program::{Program, Task, part_heads};
 
 /// Words `start..end` of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -147,16 +147,18 @@ impl Finder<'_> {
     fn attention(&mut self, p: &AttentionParams) {
         let hd = p.head_dim;
         let heads = p.kv_heads.saturating_mul(p.group);
-        let q = p.group.saturating_mul(hd);
-        self.read(0, p.kv_head.saturating_mul(q), q);
+        let part = part_heads(p.group, p.part);
+        let (head, count) =
+            (p.kv_head.saturating_mul(p.group).saturating_add(part.start), part.len() as u32);
+        self.read(0, head.saturating_mul(hd), count.saturating_mul(hd));
         self.read(0, heads.saturating_add(p.kv_head).saturating_mul(hd), hd);
         self.read(
             0,
             heads.saturating_add(p.kv_heads).saturating_add(p.kv_head).saturating_mul(hd),
             hd,
         );
-        let first = p.split.saturating_mul(heads).saturating_add(p.kv_head.saturating_mul(p.group));
+        let first = p.split.saturating_mul(heads).saturating_add(head);
         let stride = hd.saturating_add(abi::PARTIAL_HEADER);
-        self.write(0, first.saturating_mul(stride), p.group.saturating_mul(stride));
+        self.write(0, first.saturating_mul(stride), count.saturating_mul(stride));
     }
 }

@@ -394,6 +394,12 @@ impl Program {
         loads.map(|load| self.weight_bytes(load)).sum()
     }
 
+    /// Whether some matrix is stored as codes.
+    #[must_use]
+    pub fn has_codes(&self) -> bool {
+        self.matrices.iter().any(|matrix| matrix.format.is_scaled())
+    }
+
     /// Key/value bytes that one step at `position` reads on the device.
     #[must_use]
     pub fn kv_bytes(&self, position: u32) -> u64 {
@@ -451,6 +457,19 @@ pub fn split_range(keys: u32, kv_block: u32, active: u32, split: u32) -> std::op
     let start = (u64::from(blocks) * u64::from(split) / u64::from(active)) as u32 * kv_block;
     let end = (u64::from(blocks) * u64::from(split + 1) / u64::from(active)) as u32 * kv_block;
     start.min(keys)..end.min(keys)
+}
+
+/// The query heads of a group of `group` that part `part` of its attention tasks attends for.
+#[must_use]
+pub fn part_heads(group: u32, part: u32) -> std::ops::Range<u32> {
+    let at = |part: u32| part.saturating_mul(abi::ATTENTION_GROUP).min(group);
+    at(part)..at(part.saturating_add(1))
+}
+
+/// Parts that a group of this many query heads has.
+#[must_use]
+pub fn group_parts(group: u32) -> u32 {
+    group.div_ceil(abi::ATTENTION_GROUP)
 }
 
 /// Number of keys attended to at `position` with this window (zero: all).

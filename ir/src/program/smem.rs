@@ -5,16 +5,18 @@ use abi::{ATTENTION_GROUP, BATCH_TILES, CONSUMER_WARPS, FIXED_BYTES, UNIT_BYTES}
 use crate::format::Format;
 use crate::program::Dims;
 
-/// Bytes of the activation buffer: the longest staged vector (4 bytes per element: an f32, or the high and low 16-bit
-/// halves), or what the consumer warps exchange in attention and its merge.
+/// Bytes of the activation buffer: the longest staged vector, or what the consumer warps exchange in attention and its
+/// merge. An element of a vector has 4 bytes, an f32 or the high and low 16-bit halves; in a kernel of codes (`codes`) 2,
+/// the high half.
 #[must_use]
-pub fn activation_bytes(dims: &Dims) -> u32 {
+pub fn activation_bytes(dims: &Dims, codes: bool) -> u32 {
     let operand = |format: &&Format| format.operand() == dims.dtype;
     let unit_cols =
         Format::ALL.iter().filter(operand).map(|format| format.unit_cols()).max().unwrap_or(1);
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
-    (4 * k_max).max(scratch_bytes(dims)).next_multiple_of(128)
+    let element = if codes { 2 } else { 4 };
+    (element * k_max).max(scratch_bytes(dims)).next_multiple_of(128)
 }
 
 /// Bytes of the activation buffer that attention and its merge need.

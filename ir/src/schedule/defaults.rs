@@ -5,7 +5,7 @@ use super::value::{EmbedGrouping, Evict, Handoff, KnobType as _, MergeGrouping, 
 use super::{Knob, ScheduleConfig};
 use crate::graph::Graph;
 use crate::phase::PhaseClass;
-use crate::program::PackedModel;
+use crate::program::{PackedModel, group_parts};
 use crate::target::Target;
 use crate::violation::Rule;
 
@@ -145,7 +145,7 @@ fn fitted(
 /// Splits the keys of each head over as many workers as this much context keeps busy: one per [`KEYS_PER_SPLIT`] keys,
 /// as far as there are workers. Few splits are merged by the output projection, many in a phase of their own.
 pub fn split_keys(config: &mut ScheduleConfig, graph: &Graph, target: &Target, context: u32) {
-    let workers = target.sms / graph.kv_heads.max(1);
+    let workers = target.sms / (graph.kv_heads * group_parts(graph.group())).max(1);
     let useful = context.min(graph.max_positions).div_ceil(KEYS_PER_SPLIT);
     let most = useful.min(workers).clamp(1, SPLITS_MAX);
     let mut split = *config;

@@ -408,7 +408,9 @@ impl<'a> Builder<'a> {
         }
         let mine = split_range(keys, p.kv_block, active, p.split).len() as u32;
         let bytes = u64::from(mine) * 2 * u64::from(p.head_dim) * abi::KV_ELEMENT_BYTES;
-        self.kv_bytes += bytes;
+        if p.part == 0 {
+            self.kv_bytes += bytes; // the group's other parts find them in L2
+        }
         let stages = f64::from(kv_stages(mine, p.head_dim, self.program.stage_bytes()));
         *flow =
             self.numbered(bytes as f64 / stages, self.program.pipeline.stage_units, false, stages);

@@ -1,8 +1,8 @@
-//! Attention of one key/value head's query group over one split of the keys. The split that has the
-//! newest key appends it.
+//! Attention of a part of one key/value head's query group over one split of the keys. The first part of the split that
+//! has the newest key appends it.
 
 use abi::AttentionParams;
-use ir::program::{Dims, split_range};
+use ir::program::{Dims, part_heads, split_range};
 
 use super::{Context, Effects, Splits, bits, product, reserved};
 use crate::defect::{Defect, Rotated};
@@ -15,8 +15,9 @@ struct Layout {
     q: u32,
     k: u32,
     v: u32,
-    /// Elements of the group's queries.
-    group: u32,
+    /// The task's first query head, and how many it has.
+    head: u32,
+    count: u32,
     /// Query heads of the model.
     heads: u32,
 }
@@ -28,14 +29,16 @@ impl Layout {
             ("kv_head", p.kv_head, p.kv_head < dims.kv_heads),
             ("group", p.group, p.group == dims.heads / dims.kv_heads.max(1)),
             ("head_dim", p.head_dim, p.head_dim == dims.head_dim),
+            ("part", p.part, !part_heads(p.group, p.part).is_empty()),
         ];
         if let Some(&(name, value, _)) = checks.iter().find(|(_, _, holds)| !holds) {
             return Err(Fault::Parameter { name, value });
         }
         let heads = p.kv_heads * p.group;
-        let group = p.group * p.head_dim;
+        let part = part_heads(p.group, p.part);
+        let (head, count) = (p.kv_head * p.group + part.start, part.len() as u32);
         let k = (heads + p.kv_head) * p.head_dim;
-        Ok(Self { q: p.kv_head * group, k, v: k + p.kv_heads * p.head_dim, group, heads })
+        Ok(Self { q: head * p.head_dim, k, v: k + p.kv_heads * p.head_dim, head, count, heads })
     }
 }
 
@@ -51,7 +54,7 @@ pub(super) fn inputs(context: Context<'_>, p: &AttentionParams) -> Result<Vec<Sp
         return Ok(Vec::new());
     }
     let at = Layout::new(p, context.memory.dims())?;
-    let mut spans = vec![context.span(0, at.q, at.group)?];
+    let mut spans = vec![context.span(0, at.q, at.count * p.head_dim)?];
     if owns_newest(p, splits) {
         spans.push(context.span(0, at.k, p.head_dim)?);
         spans.push(context.span(0, at.v, p.head_dim)?);
@@ -63,11 +66,11 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     let splits = Splits::new(context.step, p.window, p.kv_block, p.splits)?;
     let at = Layout::new(p, context.memory.dims())?;
     let stride = p.head_dim + abi::PARTIAL_HEADER;
-    let head = product("split", p.split, at.heads)? + p.kv_head * p.group;
+    let head = product("split", p.split, at.heads)? + at.head;
     let start = product("split", head, stride)?;
     if p.split >= splits.active {
         // The words are written even so, so that no word of an earlier step can be taken for a later one's.
-        let nothing = vec![0; product("group", p.group, stride)? as usize];
+        let nothing = vec![0; product("part", at.count, stride)? as usize];
         let writes = vec![(context.writes(0)?, start, nothing)];
         return Ok(Effects { writes, ..Effects::default() });
     }
@@ -88,7 +91,7 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         }
         Ok(out)
     };
-    let queries = shaped(context.read(0, at.q, at.group)?, Rotated::Queries)?;
+    let queries = shaped(context.read(0, at.q, at.count * p.head_dim)?, Rotated::Queries)?;
     let cache = context.writes(1)?;
     let newest = owns_newest(p, splits);
     let append = if newest {
@@ -110,13 +113,15 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     let mut keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
     Defect::keys(context.defect, &mut keys);
     let mut out = Vec::new();
-    let sinks = context.read_optional(4, p.kv_head * p.group, p.group)?.filter(|_| newest);
+    let sinks = context.read_optional(4, at.head, at.count)?.filter(|_| newest);
     for (head, query) in queries.chunks_exact(p.head_dim as usize).enumerate() {
         let sink = sinks.as_ref().map(|sinks| f64::from(sinks[head]));
         partial(query, &keys, sink, p, &mut out);
     }
     let out = Defect::partials(context.defect, out, stride as usize);
-    let append = append.map(|append| Defect::append(context.defect, append, p.kv_heads));
+    let append = append
+        .filter(|_| p.part == 0)
+        .map(|append| Defect::append(context.defect, append, p.kv_heads));
     let writes = vec![(context.writes(0)?, start, bits(&out))];
     Ok(Effects { writes, append, ..Effects::default() })
 }

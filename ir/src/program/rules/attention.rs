@@ -1,4 +1,4 @@
-//! Attention rules: every split of every head exactly once, one cache per layer, and merges that match the splits.
+//! Attention rules: every split of every head exactly once for each part of its group, one cache per layer, and merges that match the splits.
 //!
 //! Relies on sound tasks.
 
@@ -8,7 +8,7 @@ use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue}
 use rustc_hash::FxHashMap;
 
 use crate::id::BufferId;
-use crate::program::{BufferSource, Program, Task};
+use crate::program::{BufferSource, Dims, Program, Task, group_parts};
 use crate::violation::{At, Rule, Violations};
 
 use super::{buffer_name, tasks};
@@ -30,7 +30,8 @@ struct Shape {
 struct Group {
     shape: Shape,
     first: At,
-    parts: Vec<(u32, u32)>,
+    /// Key/value head, part of its group, split.
+    parts: Vec<(u32, u32, u32)>,
 }
 
 pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
@@ -62,7 +63,7 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<BufferId, Group
             first: at.clone(),
             parts: Vec::new(),
         });
-        group.parts.push((p.kv_head, p.split));
+        group.parts.push((p.kv_head, p.part, p.split));
         if group.shape != shape {
             let name = buffer_name(program, cache);
             let first = &group.first;
@@ -81,29 +82,34 @@ fn groups(program: &Program, found: &mut Violations) -> BTreeMap<BufferId, Group
     groups
 }
 
-/// Checks that every (head, split) occurs exactly once.
+/// Checks that every (head, part, split) occurs exactly once.
 fn splits(program: &Program, cache: BufferId, group: &Group, found: &mut Violations) {
     let mut parts = group.parts.clone();
     parts.sort_unstable();
     let name = buffer_name(program, cache);
     for pair in parts.windows(2).filter(|pair| pair[0] == pair[1]) {
-        let (head, split) = pair[0];
-        let detail = format!("split {split} of head {head} of {name} is attended twice");
+        let (head, part, split) = pair[0];
+        let detail =
+            format!("split {split} of head {head} (part {part}) of {name} is attended twice");
         found.push(Rule::KSplit, group.first.clone(), detail);
     }
     parts.dedup();
-    let expected = u64::from(program.dims.kv_heads) * u64::from(group.shape.splits);
+    let Dims { heads, kv_heads, .. } = program.dims;
+    let of_head = group_parts(heads / kv_heads.max(1));
+    let expected = u64::from(kv_heads) * u64::from(of_head) * u64::from(group.shape.splits);
     let missing = expected.saturating_sub(parts.len() as u64);
     if missing > 0 {
         // Parts are in range, so the first gap is where the sorted list departs from the full one.
-        let full = (0..program.dims.kv_heads)
-            .flat_map(|head| (0..group.shape.splits).map(move |split| (head, split)));
+        let parts_of = |head| (0..of_head).map(move |part| (head, part));
+        let full = (0..kv_heads)
+            .flat_map(parts_of)
+            .flat_map(|(head, part)| (0..group.shape.splits).map(move |split| (head, part, split)));
         let hole = full
             .zip(parts.iter().map(Some).chain(std::iter::repeat(None)))
             .find(|(all, part)| Some(all) != *part);
-        let (head, split) = hole.map_or((0, 0), |(all, _)| all);
+        let (head, part, split) = hole.map_or((0, 0, 0), |(all, _)| all);
         let detail = format!(
-            "split {split} of head {head} of {name} is attended by no task ({missing} are missing)"
+            "split {split} of head {head} (part {part}) of {name} is attended by no task ({missing} are missing)"
         );
         found.push(Rule::KSplit, group.first.clone(), detail);
     }

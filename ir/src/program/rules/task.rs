@@ -10,7 +10,9 @@ use abi::{
 
 use crate::id::BufferId;
 use crate::program::stream::uncountable;
-use crate::program::{Buffer, BufferSource, Matrix, Program, Task, accesses, stream_part};
+use crate::program::{
+    Buffer, BufferSource, Matrix, Program, Task, accesses, group_parts, stream_part,
+};
 use crate::violation::{At, Rule, Violations};
 
 use super::{buffer_name, named, tasks};
@@ -465,6 +467,7 @@ impl<'a> Op<'a> {
         self.equal("group", p.group, d.heads / d.kv_heads);
         self.below("kv_head", p.kv_head, d.kv_heads);
         self.below("split", p.split, p.splits);
+        self.below("part", p.part, group_parts(p.group));
         self.finite("eps", p.eps);
         self.finite("cap", p.cap);
         if !p.scale.is_finite() {

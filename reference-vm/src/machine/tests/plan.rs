@@ -6,6 +6,7 @@ use abi::{
 };
 use ir::program::{
     Buffer, BufferSource, Dims, Matrix, Pipeline, Program, RowMap, Task, Topology, Wait, Worker,
+    group_parts,
 };
 use ir::{Attention, BufferId, CounterId, Format, Gated, Graph, Layer, Linear, MatrixId, TensorId};
 
@@ -230,7 +231,10 @@ impl Builder<'_> {
         let norms = [q_norm, k_norm].map(|norm| {
             norm.map(|norm| self.constant("head_norm", RowMap::single(norm, graph.head_dim)))
         });
-        let task = |kv_head, split| {
+        let parts = group_parts(graph.group());
+        let task = |item| {
+            let (of_group, split) = (item / splits, item % splits);
+            let (kv_head, part) = (of_group / parts, of_group % parts);
             let params = AttentionParams {
                 kv_head,
                 kv_heads: graph.kv_heads,
@@ -243,16 +247,15 @@ impl Builder<'_> {
                 scale: graph.attn_scale,
                 eps: graph.norm_eps,
                 cap: 0.0,
-                reserved: [0; 5],
+                part,
+                reserved: [0; 4],
             };
             let mut task = Task::new(Opcode::Attention, index, params);
             task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq), None];
             task.writes = [Some(partials), Some(cache)];
             task
         };
-        let tasks =
-            (0..graph.kv_heads).flat_map(|head| (0..splits).map(move |split| (head, split)));
-        let tasks = tasks.map(|(head, split)| task(head, split)).collect();
+        let tasks = (0..graph.kv_heads * parts * splits).map(task).collect();
         self.phase(tasks, false);
         partials
     }

@@ -76,8 +76,8 @@ impl Allowance {
         Self { word: 2f64.powi(abi::TAG_BITS as i32 - 24), sum, score: sum }
     }
 
-    /// A device splits the vectors that it multiplies into two halves of the weights' type, sums in an order of its
-    /// own, and stores keys and values as f16: two units in the last place of f16. Sums are truncated
+    /// A device splits the vectors that it multiplies into two halves of the operands' type or takes one of f16, sums in
+    /// an order of its own, and stores keys and values as f16: two units in the last place of f16. Sums are truncated
     /// ([`Tolerance::of_device`](crate::compare::Tolerance::of_device)).
     fn device(longest: usize) -> Self {
         let cut_off = 2f64.powi(-23) * longest.div_ceil(16) as f64;

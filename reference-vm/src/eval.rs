@@ -206,7 +206,8 @@ impl<'a> Evaluator<'a> {
     /// (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_device_roundings(mut self) -> Self {
-        self.rounding = Rounding::Device(self.graph.dtype);
+        self.rounding =
+            Rounding::Device { operand: self.graph.dtype, one_half: self.graph.codes().is_some() };
         self
     }
 
@@ -410,8 +411,9 @@ enum Rounding {
     None,
     /// The words of hand-offs.
     Handoffs,
-    /// Hand-offs, the vectors that the device multiplies with weights of this type, and stored keys and values.
-    Device(DType),
+    /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. Beside
+    /// codes a vector has one half of each element only.
+    Device { operand: DType, one_half: bool },
 }
 
 impl Rounding {
@@ -424,32 +426,33 @@ impl Rounding {
         }
     }
 
-    /// Rounds a factor of a product: on the device, to two halves of the weights' type (op_matvec.cuh: `stage_x4`).
+    /// Rounds a factor of a product: on the device, to one or two halves of the operands' type (unit_products.cuh:
+    /// `x4_store`).
     fn factor(self, words: &mut [f32]) {
+        let Self::Device { operand, one_half } = self else { return };
         let halves = |round: fn(f32) -> f32| {
             move |word: &mut f32| {
                 let high = round(*word);
-                *word = high + round(*word - high);
+                *word = if one_half { high } else { high + round(*word - high) };
             }
         };
-        match self {
-            Self::Device(DType::F16) => words.iter_mut().for_each(|word| {
-                // Smaller by a power of two, so that large values are in the range of f16.
-                *word /= abi::F16_VECTOR_DIVISOR as f32;
-                halves(as_f16)(word);
-                *word *= abi::F16_VECTOR_DIVISOR as f32;
-            }),
-            Self::Device(DType::Bf16) => {
-                words.iter_mut().for_each(halves(|word| bf16::from_f32(word).to_f32()));
-            }
-            // Codes are no operands.
-            Self::Device(_) | Self::None | Self::Handoffs => {}
+        if operand == DType::F16 {
+            // Smaller by a power of two, so that large values are in the range of f16.
+            let divisor = abi::F16_VECTOR_DIVISOR as f32;
+            let halves = halves(as_f16);
+            words.iter_mut().for_each(|word| {
+                *word /= divisor;
+                halves(word);
+                *word *= divisor;
+            });
+        } else if operand == DType::Bf16 {
+            words.iter_mut().for_each(halves(|word| bf16::from_f32(word).to_f32()));
         }
     }
 
     /// Rounds keys or values for the cache: on the device to f16 (op_attention.cuh: `cache_pair`).
     fn cache(self, words: &mut [f32]) {
-        if let Self::Device(_) = self {
+        if let Self::Device { .. } = self {
             words.iter_mut().for_each(|word| *word = as_f16(*word));
         }
     }

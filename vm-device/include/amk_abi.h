@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xe33cdb891de8cfdaull
+#define AMK_ABI_HASH 0x060cd5a5a649fc44ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -529,7 +529,8 @@ struct alignas(4) amk_attention_params {
   float scale; // Factor on q.k.
   float eps; // Epsilon of the q and k norms.
   float cap; // Soft cap `c` of the scores, which become `c tanh(score / c)`, or zero for none.
-  uint32_t reserved[5]; // Zero.
+  uint32_t part; // This task's part of the group: `ATTENTION_GROUP` query heads, the last part those that are left.
+  uint32_t reserved[4]; // Zero.
 };
 static_assert(sizeof(amk_attention_params) == 64 && alignof(amk_attention_params) == 4, "layout of amk_attention_params");
 

@@ -43,7 +43,7 @@ pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 
 /// The rule-based default for this many tokens of context: flag-in-data hand-offs everywhere, embedding and merge
 /// fused, the deepest ring of 32 KB stages that fits, one stage in flight before a wait, no sleep between polls, the
-/// remainder of each phase carried on, smaller blocks of `down` where its largest share gets smaller by that, and one
+/// remainder of each phase carried on, smaller blocks of a product where its largest share gets smaller by that, and one
 /// split of the keys per [`KEYS_PER_SPLIT`] as far as there are workers.
 ///
 /// Where four 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
@@ -81,22 +81,31 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 /// Rows of the smallest blocks: one tile.
 const TILE_ROWS: u32 = abi::UNIT_ROWS;
 
-/// Deals the down projection in tiles where that takes a stage's bytes or more from the largest share, and with several GPUs
-/// gate and up too, of which each worker has few blocks.
+/// Deals a product in tiles where that takes a stage's bytes or more from the largest share, and with several GPUs gate and
+/// up in any case, of which each worker has few blocks.
 fn deal_tiles(config: &mut ScheduleConfig, graph: &Graph, target: &Target) {
-    let several = target.devices > 1;
-    if several {
-        config.tiling.gate_up.rows = TILE_ROWS;
-    }
     let packed = PackedModel::new(graph);
     let Some(layer) = packed.layers.first() else { return };
-    let down = &packed.matrices[layer.mlp.down.id.index()];
     let workers = (target.sms * target.devices).max(1);
-    let blocks_of = config.tiling.down.rows / TILE_ROWS;
-    let in_blocks = down.tiles().div_ceil(blocks_of).div_ceil(workers) * blocks_of;
-    let saved = in_blocks.saturating_sub(down.tiles().div_ceil(workers));
-    if down.experts == 1 && saved as usize * down.tile_bytes() >= NEAR_BYTES as usize {
-        config.tiling.down.rows = TILE_ROWS;
+    let tiling = &mut config.tiling;
+    // Gate and up alternate by tiles: a worker has pairs of them.
+    let products = [
+        (&layer.attention.qkv, &mut tiling.qkv.rows, 1),
+        (&layer.attention.o, &mut tiling.o_proj.rows, 1),
+        (&layer.mlp.gate_up, &mut tiling.gate_up.rows, 2),
+        (&layer.mlp.down, &mut tiling.down.rows, 1),
+    ];
+    for (matrix, rows, together) in products {
+        let matrix = &packed.matrices[matrix.id.index()];
+        let (tiles, block) = (matrix.tiles() / together, *rows / TILE_ROWS);
+        let in_blocks = tiles.div_ceil(block).div_ceil(workers) * block;
+        let saved = in_blocks.saturating_sub(tiles.div_ceil(workers)) * together;
+        if matrix.experts == 1 && saved as usize * matrix.tile_bytes() >= NEAR_BYTES as usize {
+            *rows = TILE_ROWS;
+        }
+    }
+    if target.devices > 1 {
+        tiling.gate_up.rows = TILE_ROWS;
     }
 }
 

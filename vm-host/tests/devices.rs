@@ -13,7 +13,7 @@ use ir::schedule::{default_config, read_config_over, validate};
 use ir::{ScheduleConfig, Target, Valid};
 use model::Model;
 use vm_device::Variant;
-use vm_host::{BootOptions, Card, HostError, Idle};
+use vm_host::{BootOptions, Card, HostError, Idle, PrefillOptions};
 
 mod device;
 use device::device;
@@ -222,6 +222,48 @@ fn sessions_sample_the_tokens_of_one_device() {
             let wrong = one.iter().zip(other).filter(|(one, other)| one != other).count();
             eprintln!("{name:32} {:8} {wrong} of {SESSIONS} sessions differ", target.name);
             assert_eq!(one, other, "{name} on {}", target.name);
+        }
+    }
+}
+
+/// A prompt in two pieces of chunks, and the tokens and logits of the steps after it.
+fn chunked(model: &Model, target: &Target) -> (Vec<u32>, Vec<f32>) {
+    const PROMPT: usize = 100;
+    const STEPS: u32 = 16;
+    let vocab = model.graph.vocab;
+    let prompt: Vec<u32> = (0..=PROMPT as u32).map(|i| (i * 1021 + 7) % vocab).collect();
+    let (mut idle, variant, program) = booted("{}", model, target).expect("it is legal");
+    for (at, piece) in [(0, &prompt[..60]), (60, &prompt[60..PROMPT])] {
+        let done = idle.prefill(0, at, piece, false, &PrefillOptions::default());
+        let done = done.unwrap_or_else(|error| panic!("{}: {error}", target.name));
+        assert!(!done.clamped, "{}", target.name);
+        eprintln!("{} {}: {:.0} us", model.graph.name, target.name, done.device_us);
+    }
+    let launched = idle.launch(variant, &program);
+    let mut machine = launched.unwrap_or_else(|refused| panic!("{}: {}", target.name, refused.1));
+    let done = machine.decode(0, PROMPT as u32, &prompt[PROMPT..], STEPS, &[], true);
+    let done = done.unwrap_or_else(|error| panic!("{}: {error}", target.name));
+    let rows = machine.logits(done.steps).expect("logits").concat();
+    machine.stop().expect("it stops");
+    (done.tokens, rows)
+}
+
+/// Products of fewer rows are added up in the same order, so keys, values and what follows are those of one device.
+#[test]
+fn prompts_in_chunks_go_on_as_on_one_device() {
+    let Some(targets) = targets() else { return };
+    for name in ["smollm2-135m", "qwen3-0.6b"] {
+        let model = model::preset(name).expect("a preset");
+        let (tokens, logits) = chunked(&model, &targets[0]);
+        for target in &targets[1..] {
+            if let Some(why) = vm_host::prefill_refused(&model.graph, target.devices) {
+                panic!("{}: {why}", target.name);
+            }
+            let (others, rows) = chunked(&model, target);
+            let most = logits.iter().zip(&rows).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            eprintln!("{name} on {}: logits differ by {most:e} at most", target.name);
+            assert_eq!(others, tokens, "{name} on {}", target.name);
+            assert_eq!(most, 0.0, "{name} on {}", target.name);
         }
     }
 }

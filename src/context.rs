@@ -168,7 +168,10 @@ impl Context {
         if self.target.devices == 1 {
             return Ok(());
         }
-        Err(Failure::missing(format!("{what} is of one GPU so far, not of {}", self.target.name)))
+        let target = &self.target.name;
+        Err(Failure::missing(format!(
+            "{what} works on one GPU so far, not on {target}: leave it out, or use one GPU (without --gpus and --emulate)"
+        )))
     }
 
     /// The options of lowering.

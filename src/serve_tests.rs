@@ -542,6 +542,10 @@ fn addresses_and_places_are_checked() {
 #[path = "serve_hostile_tests.rs"]
 mod hostile;
 
+/// Several GPUs.
+#[path = "serve_gpus_tests.rs"]
+mod gpus;
+
 /// Grammars and tools.
 #[path = "serve_tools_tests.rs"]
 mod tools;

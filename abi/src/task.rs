@@ -568,7 +568,8 @@ wire_struct! {
     amk_exchange align(16) size(544)
     pub struct Exchange {
         /// The best candidate of each device at the end of a step: `EXCHANGE_WORDS` each, `EXCHANGE_STEPS` times `DEVICES_MAX`. Two pairs of a
-        /// word and a tag: the value, and the row with the device's decision to preempt in the lowest bit of its tag.
+        /// word and a tag: the value, and the row with the device's decision to preempt in the lowest bit of its tag. In the slot of this device's
+        /// own number the first device stores the token of a sampled step, and the number of actions then.
         pub slots: [u32; EXCHANGE_SLOTS],
         /// Nonzero: the kernel of the device of this number is running.
         pub here: [u32; DEVICES_MAX],

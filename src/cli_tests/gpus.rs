@@ -1,8 +1,11 @@
 //! Several GPUs in one step, on the reference VM.
 
+use std::io::Write;
+use std::process::Stdio;
+
 use serde_json::Value;
 
-use super::{Ran, amk};
+use super::{Ran, amk, command, golden, ran};
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/qwen3-qknorm-bf16");
 
@@ -32,6 +35,48 @@ fn the_logits_are_those_of_one_gpu() {
     let halves = generated_by(["--emulate", "2"], path.to_str().unwrap());
     let document = halves.succeeds("amk.generate.v1");
     assert!((document["tokens"].clone(), std::fs::read(path).unwrap()) == one);
+}
+
+/// Settings of every kind, on one GPU and on several: the same tokens.
+#[test]
+fn the_sampled_tokens_are_those_of_one_gpu() {
+    let sampled = |place: [&str; 2], settings: &[&str]| {
+        let place = ["generate", "--model", MODEL, "--device", "cpu", place[0], place[1]];
+        let what = ["--tokens", "3,5,8,13", "--max-new-tokens", "12", "--seed", "9"];
+        let document = amk(&[&place[..], &what, settings].concat()).succeeds("amk.generate.v1");
+        (document["tokens"].clone(), document["logprobs"].clone())
+    };
+    let greedy = sampled(["--gpus", "1"], &[]);
+    for settings in [
+        &["--temperature", "0.8", "--top-p", "0.9", "--top-k", "40"][..],
+        &["--temperature", "1.2", "--min-p", "0.01", "--repetition-penalty", "1.3"],
+        &["--temperature", "1.5", "--logit-bias", "3:-inf,5:-2", "--logprobs", "2"],
+    ] {
+        let one = sampled(["--gpus", "1"], settings);
+        assert_ne!(one.0, greedy.0, "{settings:?} samples");
+        for place in [["--gpus", "2"], ["--gpus", "4"], ["--emulate", "2"]] {
+            assert_eq!(sampled(place, settings), one, "{place:?} {settings:?}");
+        }
+    }
+}
+
+/// A conversation on two GPUs is the one on one.
+#[test]
+fn a_conversation_is_that_of_one_gpu() {
+    let model = golden("llama3-rope-bf16").display().to_string();
+    let chat = |gpus: &str| {
+        let place = ["chat", "--model", &model, "--device", "cpu", "--gpus", gpus];
+        let settings = ["--max-new-tokens", "5", "--temperature", "0.9", "--seed", "4"];
+        let mut command = command(&std::env::temp_dir(), &[&place[..], &settings].concat());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(b"Hello\nAgain\n").unwrap();
+        let said = ran(child.wait_with_output().unwrap()).succeeds("amk.chat.v1");
+        said["messages"].clone()
+    };
+    let one = chat("1");
+    assert_eq!(one.as_array().map(Vec::len), Some(4), "{one}");
+    assert_eq!(chat("2"), one);
 }
 
 #[test]
@@ -130,6 +175,8 @@ fn what_several_gpus_cannot_do_is_refused_with_what_is_missing() {
     amk(&["evaluate", "--model", "toy", "--device", "cpu", "--target", "h200x4", "--gpus", "2"])
         .fails(2, &["h200x4", "--gpus 2"]);
     amk(&["generate", "--model", "toy", "--tokens", "1", "--device", "eval", "--gpus", "2"])
+        .fails(2, &["--device eval"]);
+    amk(&["serve", "--model", "toy", "--device", "eval", "--gpus", "2"])
         .fails(2, &["--device eval"]);
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("counter.json");

@@ -148,7 +148,7 @@ impl<'a> Row<'a> {
                 )));
             }
             Work::Prompt(_) => {
-                if let Some(why) = vm_host::prefill_refused(graph) {
+                if let Some(why) = vm_host::prefill_refused(graph, context.target.devices) {
                     return Err(Failure::usage(format!("--prefill: {why}")));
                 }
             }

@@ -16,14 +16,14 @@ const CHUNKS_FROM: usize = 16;
 impl Gpu<'_> {
     /// Sets how later prompts are run. The default is token by token.
     pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
-        let several = (self.context.target.devices > 1)
-            .then(|| "prompts in chunks run on one GPU only so far".to_owned());
-        let refused = vm_host::prefill_refused(self.context.graph()).or(several);
+        let refused = vm_host::prefill_refused(self.context.graph(), self.context.target.devices);
         self.chunks_from = match (choice, refused) {
             (PrefillChoice::Chunks, Some(why)) => {
                 return Err(Failure::usage(format!("--prefill chunks: {why}")));
             }
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
+            // Chunks of several GPUs have not run on any: who wants them says so.
+            (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };

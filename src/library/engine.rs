@@ -291,6 +291,9 @@ impl Engine {
                 "--stream-weights and --check-weights are about the GPU; add --device cuda";
             return Err(Failure::usage(message));
         }
+        if self.streaming.is_some() {
+            context.one_gpu("--stream-weights")?;
+        }
         if prompt.is_empty() {
             return Err(Failure::usage("the prompt has no tokens; give at least one"));
         }

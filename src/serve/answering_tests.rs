@@ -35,6 +35,7 @@ fn served() -> Served {
     Served {
         names: vec!["m".into()],
         device: "cuda",
+        target: "h200".to_owned(),
         schedule: None,
         fingerprint: "amk-cuda".into(),
         kernels: kernels(),

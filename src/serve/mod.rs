@@ -95,6 +95,8 @@ pub(crate) struct Served {
     /// The names of the model; the first is that of answers.
     names: Vec<String>,
     device: &'static str,
+    /// What it is scheduled for.
+    target: String,
     /// The source of the schedule; the graph runs without one.
     schedule: Option<ScheduleSource>,
     /// The beginning of fingerprints, and the kernels.
@@ -231,7 +233,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
-    gpu.as_ref().map_or(Ok(()), |_| context.one_gpu("a server"))?;
+    check_gpus(args, &context)?;
     args.prefill.check(gpu.is_some())?;
     gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
     let kv_pool = kv_pool(args, device)?;
@@ -336,6 +338,17 @@ fn head(
     }
 }
 
+/// Refuses what a step on several GPUs does not do yet.
+fn check_gpus(args: &ServeArgs, context: &Context) -> Result<(), Failure> {
+    if let Some(seqs) = args.seqs.filter(|&seqs| seqs > 1) {
+        context.one_gpu(&format!("--batch {seqs}"))?;
+    }
+    if args.stream.stream_weights {
+        context.one_gpu("--stream-weights")?;
+    }
+    Ok(())
+}
+
 /// Refuses what only a GPU can do.
 fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
     if args.stream.stream_weights {
@@ -399,7 +412,7 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     Ok(KvPool::Positions(positions))
 }
 
-/// The schedule for the end of a full cache, where steps are slowest, or that of a batch, and its program. On a GPU the
+/// The schedule for the end of a full cache, where steps are slowest, or that of a batch, and its program. On one GPU the
 /// batch size is the largest that the places fill and the kernel supports, unless an argument sets it.
 fn lowered(
     context: &Context,
@@ -419,6 +432,10 @@ fn lowered(
     match args.seqs {
         Some(seqs) => return lower(seqs),
         None if !on_gpu => return lower(1),
+        None if context.target.devices > 1 => {
+            report::say("note: sequences take turns: batches work on one GPU so far");
+            return lower(1);
+        }
         None => {}
     }
     let several = lower(widest(places))?;
@@ -462,6 +479,7 @@ fn serving(
     Ok(Served {
         names: names(context, args),
         device,
+        target: context.target.name.clone(),
         schedule: lowered.map(|lowered| lowered.source.clone()),
         fingerprint: format!("amk-{}-{device}", env!("CARGO_PKG_VERSION")),
         kernels,
@@ -610,6 +628,7 @@ fn announce(
         "model": served.name(),
         "names": served.names,
         "device": served.device,
+        "target": served.target,
         // Where tokens are sampled, unless a request needs log probabilities.
         "sampling": if served.device == "cuda" { "device" } else { "host" },
         "kv_capacity": served.capacity,

@@ -1,4 +1,5 @@
-// sample: picks the token of a step and ends the step. Greedy as in reference-vm/src/ops/sample.rs, or by the session's settings.
+// sample: picks the token of a step and ends the step. Greedy as in reference-vm/src/ops/sample.rs, or by the session's settings. Of several
+// devices the first one alone samples, and has the settings of the sessions.
 #pragma once
 
 // Ends the step: publishes the next one, or reports the end of the command to the poller. `preempted`: the host asks for the machine.
@@ -133,14 +134,20 @@ __device__ __forceinline__ void op_sample(Worker& w, StagedTask const& st) {
   for (uint32_t i = 0; i < AMK_WARPS; ++i) {
     best = better(best, Best{w.shared->best_value[i], w.shared->best_row[i]});
   }
+#if AMK_DEVICES > 1
+  uint32_t const go = s.go; // sampling adds to it
   if (sampled && !left(w)) {
+    exchange_gather(w, best);
+  }
+#endif
+  if (sampled && !left(w) && device_of(w.shared) == 0) {
     consumers_sync(); // best_value and best_row are reused next
     best.row = sampled_token(w, best);
   }
   if (t == 0 && !is_dead(w.shared)) {
     bool yields = preempted == s.command;
 #if AMK_DEVICES > 1
-    if (!exchange_best(w, best, yields)) {
+    if (!(sampled ? exchange_token(w, go, best.row, yields) : exchange_best(w, best, yields))) {
       return;
     }
 #endif

@@ -209,7 +209,7 @@ __device__ __forceinline__ uint32_t run_decode(Poller& p, amk_submission const* 
   uint32_t const capacity = load_relaxed(&program->kv_capacity);
   uint32_t const rows = load_relaxed(&program->logits_rows);
   bool const bad = session >= l.sessions || steps == 0 || position >= capacity || steps > capacity - position || stop_len > AMK_STOP_TOKENS_MAX ||
-                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || (AMK_DEVICES > 1 && (flags & AMK_FLAG_SAMPLE) != 0) || seqs > SEQS || (seqs > 1 && (session | position) != 0);
+                   ((flags & AMK_FLAG_KEEP_LOGITS) != 0 && steps > rows) || seqs > SEQS || (seqs > 1 && (session | position) != 0);
   uint32_t const token = bad || seqs > 1 ? 0 : host_load(session_tokens(l, session) + position);
   if (bad || (seqs <= 1 && !has_page(l, session, position + steps - 1)) || !begin_seqs(p, s, seqs, session, position, steps, capacity, flags, token)) {
     post_completion(p, AMK_TRAP_BAD_COMMAND, 0, 0, 0, 0, start);

@@ -179,12 +179,9 @@ fn check_memory(
     };
     let logits = logits_bytes(options, seqs, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
-    let needed = devices.map(of_each).sum::<u64>()
-        + page
-        + logits
-        + sampling
-        + unpacked_bytes(&program.matrices)
-        + (256 << 20);
+    let unpacked = devices.len() as u64 * unpacked_bytes(&program.matrices);
+    let needed =
+        devices.map(of_each).sum::<u64>() + page + logits + sampling + unpacked + (256 << 20);
     let room = free.saturating_sub(needed) / page;
     let spare = SPARE_BYTES.div_ceil(page);
     match pool_pages(options.kv_pool, (sessions, program.kv_capacity), room, spare) {

@@ -7,6 +7,7 @@ use cudarc::driver::result::{self, DriverError, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult};
 
 use crate::error::HostError;
+use crate::prefill::Piece;
 
 /// The result of a driver call, or which one failed and why.
 pub(crate) fn called<T>(call: &'static str, made: Result<T, DriverError>) -> Result<T, HostError> {
@@ -267,6 +268,47 @@ impl Stream {
         let write = || unsafe { sys::cuStreamWriteValue32_v2(self.0, target, value, flags) };
         let made = self.1.within(write);
         called("cuStreamWriteValue32", made.result())
+    }
+
+    /// Copies rows of device memory, `pitch` apart on both sides; one may be memory of another GPU that this one's context can reach.
+    pub(crate) fn copy_rows(
+        &self,
+        target: u64,
+        source: u64,
+        piece: &Piece,
+    ) -> Result<(), HostError> {
+        if piece.width == 0 || piece.rows == 0 {
+            return Ok(());
+        }
+        let unified = sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED;
+        let copy = sys::CUDA_MEMCPY2D_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: unified,
+            srcHost: std::ptr::null(),
+            srcDevice: source + piece.offset,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: piece.pitch as usize,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: unified,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: target + piece.offset,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: piece.pitch as usize,
+            WidthInBytes: piece.width as usize,
+            Height: piece.rows as usize,
+        };
+        // SAFETY: the callers own both ranges and keep them until they synchronise; the driver reads `copy` before it returns.
+        let made = self.1.within(|| unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.0) });
+        called("cuMemcpy2DAsync", made.result())
+    }
+
+    /// Orders what follows in this stream after what an event has recorded last, perhaps on another GPU.
+    pub(crate) fn wait_for(&self, event: &Event) -> Result<(), HostError> {
+        // SAFETY: both handles are live.
+        let made = self.1.within(|| unsafe { sys::cuStreamWaitEvent(self.0, event.0, 0) });
+        called("cuStreamWaitEvent", made.result())
     }
 
     pub(crate) fn launch(

@@ -77,6 +77,32 @@ fn the_task_prefetcher_never_overruns_its_consumers_where_the_numbers_wrap() {
     }
 }
 
+/// Steps of several devices end on all with the same token, greedy or sampled by the first, in any order of their accesses; and a device that
+/// is told to leave does.
+#[test]
+fn devices_end_each_step_with_one_token() {
+    let Some(compiler) = compiler() else { return };
+    let says = |devices: u32, spoil| {
+        let define = format!("-DAMK_DEVICES={devices}");
+        run(&compiler, "exchange", (&["exchange.cuh"], &[define]), spoil, "")
+    };
+    for devices in [2, 3, 4, 8] {
+        assert_eq!(says(devices, None), "right\n", "{devices} devices");
+    }
+    for (from, to) in [
+        ("go % AMK_EXCHANGE_STEPS", "0 * go"),
+        ("first.y == go << 1 && ", ""),
+        ("exchange_take(w, go, best, preempted);\n      devices_fence", "devices_fence"),
+        ("sh->step.go = e.second, ", ""),
+        (", preempted = e.control", ""),
+        ("exchange_slot(sh, go, i + 1), sh->peers[i]", "exchange_slot(sh, go, 0), sh->peers[i]"),
+        ("if (is_dead(w.shared)) {\n      return false;", "if (false) {\n      return false;"),
+    ] {
+        let spoiled = says(4, Some((from, to)));
+        assert_ne!(spoiled, "right\n", "nobody notices {to} for {from}");
+    }
+}
+
 /// A sequence of an emulated batch: its session, its position, and the tokens in its buffer from there on.
 type Known = (u32, u32, Vec<u32>);
 

@@ -235,14 +235,6 @@ impl Idle {
         self.memory.ring.show(tap);
     }
 
-    /// Refuses what several devices do not do yet.
-    fn one_device(&self, what: &str) -> Result<(), HostError> {
-        match self.cards.devices() {
-            1 => Ok(()),
-            _ => Err(HostError::Request(format!("{what} is of one GPU only so far"))),
-        }
-    }
-
     /// Launches the kernel with a program, after checking that the whole grid can be resident.
     ///
     /// # Errors

@@ -8,11 +8,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ir::program::{Program, Verified};
+use ir::sampling::Sampling;
 use ir::schedule::{default_config, read_config_over, validate};
 use ir::{ScheduleConfig, Target, Valid};
 use model::Model;
 use vm_device::Variant;
-use vm_host::{BootOptions, Card, HostError, Idle};
+use vm_host::{BootOptions, Card, HostError, Idle, PrefillOptions};
 
 mod device;
 use device::device;
@@ -45,6 +46,7 @@ const SCHEDULES: [&str; 4] = [
 
 const DEADLINE: Duration = Duration::from_millis(500);
 const POSITIONS: usize = 40;
+const SESSIONS: u32 = 5;
 
 fn corpus() -> PathBuf {
     let here = PathBuf::from("corpus");
@@ -96,8 +98,8 @@ fn booted(
     let variant =
         Variant { devices: target.devices, ..vm_host::variant(&config.kernel, &model.graph) };
     let cards = (0..target.cards()).map(Card::new).collect();
-    let options =
-        BootOptions { cards, logits_rows: 80, deadline: DEADLINE, ..BootOptions::default() };
+    let of = BootOptions { cards, sessions: SESSIONS, ..BootOptions::default() };
+    let options = BootOptions { logits_rows: 80, deadline: DEADLINE, ..of };
     let idle = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
     Some((idle.unwrap_or_else(|error| panic!("{}: boot: {error}", target.name)), variant, program))
 }
@@ -165,6 +167,107 @@ fn tokens_and_logits_are_those_of_one_device() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Settings with one, two and several requests to the helpers, and with none.
+fn samplings() -> [Sampling; 4] {
+    let at = Sampling { temperature: 0.9, seed: 11, ..Sampling::default() };
+    let bias = (0..9).map(|token| (token * 5, -2.0)).collect();
+    [
+        at.clone(),
+        Sampling { top_k: 20, top_p: 0.9, ..at.clone() },
+        Sampling { top_p: 0.7, min_p: 0.01, repetition_penalty: 1.3, bias, ..at.clone() },
+        Sampling { temperature: 0.0, repetition_penalty: 1.3, ..at },
+    ]
+}
+
+/// The tokens of sessions with all kinds of settings, one greedy, each in commands that alternate with those of the others.
+fn sampled(model: &Model, target: &Target) -> Option<Vec<Vec<u32>>> {
+    const EACH: [u32; 3] = [1, 15, 24];
+    let (idle, variant, program) = booted("{}", model, target)?;
+    let launched = idle.launch(variant, &program);
+    let mut machine = launched.unwrap_or_else(|refused| panic!("{}: {}", target.name, refused.1));
+    let vocab = model.graph.vocab;
+    let mut feeds: Vec<(u32, Vec<u32>)> = (0..SESSIONS)
+        .map(|session| (0, (0..20).map(|i| (i * 1021 + 7 * session) % vocab).collect()))
+        .collect();
+    for (session, sampling) in (0..).zip(samplings()) {
+        machine.set_sampling(session, &sampling).expect("settings");
+    }
+    let mut said = vec![Vec::new(); feeds.len()];
+    for generate in EACH {
+        for (session, (position, feed)) in (0..).zip(&mut feeds) {
+            let (tokens, sampled) = (&feed[..], session < SESSIONS - 1);
+            let of = vm_host::Request { session, position: *position, ..Default::default() };
+            let request = vm_host::Request { tokens, generate, sampled, ..of };
+            let done = machine.run(&request, &mut || false);
+            let done = done.unwrap_or_else(|error| panic!("{} {session}: {error}", target.name));
+            assert_eq!(done.tokens.len(), generate as usize, "{} {session}", target.name);
+            *position += done.steps;
+            *feed = done.tokens[generate as usize - 1..].to_vec();
+            said[session as usize].extend(done.tokens);
+        }
+    }
+    machine.stop().expect("it stops");
+    Some(said)
+}
+
+#[test]
+fn sessions_sample_the_tokens_of_one_device() {
+    let Some(targets) = targets() else { return };
+    for name in models() {
+        let model = model::import(&corpus().join(&name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let ran: Vec<_> = targets.iter().map(|target| sampled(&model, target)).collect();
+        let one = ran[0].as_ref().expect("the default schedule is legal");
+        for (target, other) in targets.iter().zip(&ran).skip(1) {
+            let other = other.as_ref().expect("the default schedule is legal");
+            let wrong = one.iter().zip(other).filter(|(one, other)| one != other).count();
+            eprintln!("{name:32} {:8} {wrong} of {SESSIONS} sessions differ", target.name);
+            assert_eq!(one, other, "{name} on {}", target.name);
+        }
+    }
+}
+
+/// A prompt in two pieces of chunks, and the tokens and logits of the steps after it.
+fn chunked(model: &Model, target: &Target) -> (Vec<u32>, Vec<f32>) {
+    const PROMPT: usize = 100;
+    const STEPS: u32 = 16;
+    let vocab = model.graph.vocab;
+    let prompt: Vec<u32> = (0..=PROMPT as u32).map(|i| (i * 1021 + 7) % vocab).collect();
+    let (mut idle, variant, program) = booted("{}", model, target).expect("it is legal");
+    for (at, piece) in [(0, &prompt[..60]), (60, &prompt[60..PROMPT])] {
+        let done = idle.prefill(0, at, piece, false, &PrefillOptions::default());
+        let done = done.unwrap_or_else(|error| panic!("{}: {error}", target.name));
+        assert!(!done.clamped, "{}", target.name);
+        eprintln!("{} {}: {:.0} us", model.graph.name, target.name, done.device_us);
+    }
+    let launched = idle.launch(variant, &program);
+    let mut machine = launched.unwrap_or_else(|refused| panic!("{}: {}", target.name, refused.1));
+    let done = machine.decode(0, PROMPT as u32, &prompt[PROMPT..], STEPS, &[], true);
+    let done = done.unwrap_or_else(|error| panic!("{}: {error}", target.name));
+    let rows = machine.logits(done.steps).expect("logits").concat();
+    machine.stop().expect("it stops");
+    (done.tokens, rows)
+}
+
+/// Products of fewer rows are added up in the same order, so keys, values and what follows are those of one device.
+#[test]
+fn prompts_in_chunks_go_on_as_on_one_device() {
+    let Some(targets) = targets() else { return };
+    for name in ["smollm2-135m", "qwen3-0.6b"] {
+        let model = model::preset(name).expect("a preset");
+        let (tokens, logits) = chunked(&model, &targets[0]);
+        for target in &targets[1..] {
+            if let Some(why) = vm_host::prefill_refused(&model.graph, target.devices) {
+                panic!("{}: {why}", target.name);
+            }
+            let (others, rows) = chunked(&model, target);
+            let most = logits.iter().zip(&rows).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            eprintln!("{name} on {}: logits differ by {most:e} at most", target.name);
+            assert_eq!(others, tokens, "{name} on {}", target.name);
+            assert_eq!(most, 0.0, "{name} on {}", target.name);
+        }
+    }
+}
+
 /// A stop token, a bad request and a preemption end a command on all devices together: the next one works.
 #[test]
 fn commands_end_on_all_devices_together() {
@@ -182,6 +285,17 @@ fn commands_end_on_all_devices_together() {
         let request = vm_host::Request { tokens: &[7], generate: 48, ..Default::default() };
         let yields = machine.run(&request, &mut || true).expect("it yields");
         assert_eq!(yields.tokens[..], all[..yields.tokens.len()]);
+        for sampling in samplings() {
+            machine.set_sampling(0, &sampling).expect("settings");
+            let request = vm_host::Request { sampled: true, ..request };
+            let whole = machine.run(&request, &mut || false).expect("it samples").tokens;
+            let yields = machine.run(&request, &mut || true).expect("it yields").tokens;
+            assert_eq!(yields[..], whole[..yields.len()], "{sampling:?}");
+            let stop = &whole[5..6];
+            let cut = machine.run(&vm_host::Request { stop, ..request }, &mut || false);
+            let first = whole.iter().position(|token| *token == whole[5]).expect("it is there");
+            assert_eq!(cut.expect("it stops").tokens[..], whole[..=first], "{sampling:?}");
+        }
         for _ in 0..8 {
             let loaded = machine.load(&program).expect("a place");
             machine.switch(loaded).expect("all devices switch");
@@ -211,10 +325,14 @@ fn a_fault_of_one_device_ends_all_and_the_next_launch_works() {
             assert_eq!(*expected.get_or_insert_with(|| done.tokens.clone()), done.tokens);
             let device = round as u32 / 4 % target.devices;
             let began = Instant::now();
+            machine.set_sampling(0, &samplings()[1]).expect("settings");
+            let sampled = round / 4 % 4 >= 2; // the same faults in greedy and in sampled steps
+            let of = vm_host::Request { tokens: &[1, 2, 3], generate: 8, ..Default::default() };
+            let request = vm_host::Request { sampled, ..of };
             let met = match machine.spoil_on(device, &program, *fault) {
                 Err(HostError::Request(_)) => None, // the program has no such place
                 Err(error) => Some(error),
-                Ok(()) => machine.decode(0, 0, &[1, 2, 3], 8, &[], false).err(),
+                Ok(()) => machine.run(&request, &mut || false).err(),
             };
             let waited = began.elapsed();
             if let Some(error) = met {

@@ -337,7 +337,7 @@ fn chunks_of_golden_models_are_as_good_as_steps() {
     for name in GOLDEN {
         let mut bench = Bench::new(golden(name), &SHORT, info.sms);
         let mut idle = bench.boot();
-        if let Some(why) = vm_host::prefill_refused(bench.graph()) {
+        if let Some(why) = vm_host::prefill_refused(bench.graph(), 1) {
             let refused = idle.prefill(1, 0, &[1, 2], true, &ONE_CHUNK);
             assert!(matches!(refused, Err(HostError::Request(said)) if said == why), "{name}");
             continue;

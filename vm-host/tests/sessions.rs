@@ -1,16 +1,18 @@
 //! Sampling and yielding on the resident kernel, on a real device.
 //!
-//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. They run on the first GPU, or on
+//! several devices that `AMK_TEST_TARGET` names: `h200/2` for two parts of it, `h200x2` for two GPUs.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use abi::Ending;
-use ir::Target;
 use ir::sampling::{Sampling, Seen};
+use ir::{Graph, ScheduleConfig, Target};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
-use vm_host::{BootOptions, HostError, Idle, Request, Resident, Watch};
+use vm_device::Variant;
+use vm_host::{BootOptions, Card, DeviceInfo, HostError, Idle, Request, Resident, Watch};
 
 mod device;
 #[path = "sessions/paged.rs"]
@@ -19,17 +21,40 @@ use device::device;
 
 const CAPACITY: u32 = 512;
 
+/// What the tests run on.
+fn target(info: &DeviceInfo) -> Target {
+    let named = std::env::var("AMK_TEST_TARGET").unwrap_or_else(|_| "h200".to_owned());
+    let named = Target::by_name(&named).unwrap_or_else(|error| panic!("{named}: {error}"));
+    let h200 = Target::by_name("h200").expect("a known target");
+    Target { sms: info.sms, ..h200 }.like(&named)
+}
+
+/// The neutral schedule; on several devices, which hand words over by flags only, the default one.
+fn base(graph: &Graph, target: &Target) -> ScheduleConfig {
+    match target.devices {
+        1 => ir::schedule::neutral_config(graph, target),
+        _ => ir::schedule::default_config(graph, target),
+    }
+}
+
+/// The kernel and the GPUs of a schedule.
+fn built(config: &ScheduleConfig, graph: &Graph, target: &Target) -> (Variant, Vec<Card>) {
+    let variant = vm_host::variant(&config.kernel, graph);
+    let cards = (0..target.cards()).map(Card::new).collect();
+    (Variant { devices: target.devices, ..variant }, cards)
+}
+
 /// A running machine for a preset, or `None` if there is no device.
 fn machine(preset: &str, sessions: u32, logits_rows: u32) -> Option<(Resident, u32)> {
     let info = device()?;
     let model = model::preset(preset).expect("a preset");
-    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = ir::schedule::neutral_config(&model.graph, &target);
+    let target = target(&info);
+    let config = base(&model.graph, &target);
     let config = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
     let options = lower::Options { kv_capacity: CAPACITY };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
-    let variant = vm_host::variant(&config.kernel, &model.graph);
-    let options = BootOptions { sessions, logits_rows, ..BootOptions::default() };
+    let (variant, cards) = built(&config, &model.graph, &target);
+    let options = BootOptions { cards, sessions, logits_rows, ..BootOptions::default() };
     let idle = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
     let idle = idle.unwrap_or_else(|error| panic!("{preset}: {error}"));
     let machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{preset}: {}", e.1));

@@ -61,7 +61,8 @@ pub(super) fn measure(row: &Row<'_>, tokens: u32) -> Result<Measured, Failure> {
 fn bound_us(graph: &Graph, target: &Target, last: &Prefilled, bandwidth: f64) -> f64 {
     // The card is here, so there is a kernel for its architecture.
     let row = Architecture::named(&target.arch).unwrap_or(&ARCHITECTURES[0]);
-    let peak = f64::from(target.sms) * row.flop_per_cycle * f64::from(target.clock_mhz) * 1e6;
+    let sms = f64::from(target.sms * target.devices);
+    let peak = sms * row.flop_per_cycle * f64::from(target.clock_mhz) * 1e6;
     let bytes = graph.weight_bytes() as f64 * f64::from(last.chunks);
     (last.flop / peak).max(bytes / bandwidth) * 1e6
 }

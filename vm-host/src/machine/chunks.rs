@@ -20,14 +20,16 @@ impl Idle {
         logits: bool,
         options: &PrefillOptions,
     ) -> Result<Prefilled, HostError> {
-        self.one_device("a prompt in chunks")?;
         self.check_prompt(session, position, tokens, logits)?;
         self.weights_here()?;
-        let (residents, pages) = (&self.memory.residents, self.memory.pages.row(session));
+        let (residents, pages) = (&self.memory.residents, self.memory.pages.rows(session));
         let ready = self.prefill.take().filter(|ready| ready.serves(&self.graph, options));
         let ready = match ready {
             Some(ready) => ready,
-            None => Box::new(Prefill::new(&self.graph, residents, &self.info, options)?),
+            None => {
+                let on = (&self.cards, &self.info);
+                Box::new(Prefill::new(&self.graph, residents, on, options)?)
+            }
         };
         let positions = position..position + tokens.len() as u32;
         self.memory.pages.before(&mut self.memory.copier, session, positions)?;
@@ -35,8 +37,11 @@ impl Idle {
         let at = self.memory.tokens_at(session, position);
         self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
         self.memory.sampling.passes_by(session);
-        let place = (pages, position, tokens);
-        let done = ready.run(&self.compute[0], &mut self.memory.copier, place, logits, options);
+        let place = (&pages[..], position, tokens);
+        let per_card = self.cards.per_card() as usize;
+        let streams = (0..pages.len()).map(|device| &self.compute[device / per_card]);
+        let streams: Vec<_> = streams.collect();
+        let done = ready.run(&streams, &mut self.memory.copier, place, logits, options);
         self.prefill = Some(ready);
         done
     }

@@ -185,7 +185,6 @@ impl Idle {
         if let Some(problem) = sampling.problems(self.vocab).first() {
             return Err(HostError::Request(problem.to_string()));
         }
-        self.one_device("sampling on the device")?;
         let memory = &mut self.memory;
         if memory.residents.workers < 2 {
             return Err(HostError::Request(

@@ -100,9 +100,10 @@ impl PageTables {
         self.stride
     }
 
-    /// A session's row on the first device.
-    pub(crate) fn row(&self, session: u32) -> u64 {
-        self.devices[0].address() + self.row_offset(session)
+    /// A session's row on each device.
+    pub(crate) fn rows(&self, session: u32) -> Vec<u64> {
+        let row = |device: &DeviceCaches| device.address() + self.row_offset(session);
+        self.devices.iter().map(row).collect()
     }
 
     fn row_offset(&self, session: u32) -> u64 {

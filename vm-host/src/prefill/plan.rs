@@ -1,11 +1,14 @@
-//! Device addresses of a model's matrices, constants and caches: matrices by id, constants by the tensors that they are made of.
+//! Addresses on a device of a model's matrices, constants and caches: matrices by id, constants by the tensors that they are made of. Of several
+//! devices each has neighbouring rows of every matrix, and of queries, keys and values those of its heads.
 
-use abi::{UNIT_ROW_BYTES, Unpack};
+use std::ops::Range;
+
+use abi::{UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
 use ir::program::{Matrix, PackedLayer, PackedMatrix, PackedModel, RowMap};
 use ir::{Graph, TensorId};
 
 use crate::error::HostError;
-use crate::load::{Residents, constant_key};
+use crate::load::{DeviceResidents, Residents, constant_key};
 
 /// The codes of a matrix on the device.
 #[derive(Clone, Copy)]
@@ -19,9 +22,11 @@ pub(super) struct Codes {
     pub(super) unit_bytes: u32,
 }
 
-/// A matrix on the device.
+/// Neighbouring tiles of a matrix on the device: all of them, if there is one device.
 #[derive(Clone, Copy)]
 pub(super) struct Packed {
+    /// The number of the first one in the matrix.
+    pub(super) first: u32,
     /// Zero if it is of codes.
     pub(super) address: u64,
     pub(super) codes: Option<Codes>,
@@ -36,7 +41,8 @@ pub(super) struct Packed {
 /// A layer's constants and matrices.
 pub(super) struct LayerPlan {
     pub(super) attn_norm: u64,
-    pub(super) qkv: Packed,
+    /// The rows of queries, keys and values: of several devices those of the device's heads, in runs.
+    pub(super) qkv: Vec<Packed>,
     pub(super) q_norm: u64,
     pub(super) k_norm: u64,
     pub(super) cache: u64,
@@ -62,15 +68,20 @@ pub(super) struct Plan {
 pub(super) struct Lookup<'a> {
     pub(super) graph: &'a Graph,
     pub(super) residents: &'a Residents,
+    pub(super) device: u32,
 }
 
 impl Lookup<'_> {
+    fn here(&self) -> &DeviceResidents {
+        &self.residents.devices[self.device as usize]
+    }
+
     fn missing(&self, what: &str) -> HostError {
         HostError::Request(format!("{}: no {what} on the device", self.graph.name))
     }
 
     fn constant(&self, map: &RowMap) -> Result<u64, HostError> {
-        let found = self.residents.devices[0].constants.get(&constant_key(map));
+        let found = self.here().constants.get(&constant_key(map));
         found.copied().ok_or_else(|| self.missing("such constant"))
     }
 
@@ -82,31 +93,50 @@ impl Lookup<'_> {
         tensor.map_or(Ok(0), |tensor| self.vector(tensor, len))
     }
 
+    /// The runs of a matrix's tiles that the device has.
+    fn runs(&self, packed: &PackedMatrix) -> Result<Vec<Packed>, HostError> {
+        let tiles = self.here().matrices[packed.id.index()].tiles.clone();
+        tiles.into_iter().map(|run| self.run(packed, run)).collect()
+    }
+
+    /// The only run of such a matrix.
     fn matrix(&self, packed: &PackedMatrix) -> Result<Packed, HostError> {
+        match self.runs(packed)?[..] {
+            [run] => Ok(run),
+            _ => Err(self.missing("rows of a matrix in one piece")),
+        }
+    }
+
+    fn run(&self, packed: &PackedMatrix, tiles: Range<u32>) -> Result<Packed, HostError> {
         let matrix = &self.residents.matrix_table[packed.id.index()];
-        let address = self.residents.devices[0].matrices[packed.id.index()].address;
+        let (first, count) = (tiles.start, tiles.end - tiles.start);
+        let placed = &self.here().matrices[packed.id.index()];
+        let before = placed.before(first, count).ok_or_else(|| self.missing("such rows"))?;
+        let address = placed.address + before * matrix.tile_bytes() as u64;
         let constants = packed.constants.as_ref().map_or(Ok(0), |map| self.constant(map))?;
-        let rows = matrix.rows();
+        // The constants of all rows are on each device.
+        let skipped = u64::from(first * UNIT_ROWS) * 4;
+        let rows = (tiles.end * UNIT_ROWS).min(matrix.rows()) - first * UNIT_ROWS;
         let codes = matrix.format.is_scaled().then(|| Codes {
             address,
-            factors: constants,
+            factors: constants + skipped,
             unpack: matrix.format.unpack(),
             units: matrix.units_per_tile(),
             unit_bytes: matrix.format.unit_bytes(),
         });
         // The biases lie behind the factors.
-        let biased = packed.constants.as_ref().is_some_and(|map| map.rows() > rows);
+        let biased = packed.constants.as_ref().is_some_and(|map| map.rows() > matrix.rows());
         let bias = match codes {
             Some(_) if !biased => 0,
-            Some(_) => constants + u64::from(rows) * 4,
-            None => constants,
+            Some(_) => constants + u64::from(matrix.rows()) * 4 + skipped,
+            None if constants == 0 => 0,
+            None => constants + skipped,
         };
         let (address, units) = match codes {
             Some(_) => (0, units_of_16_bits(matrix)),
             None => (address, matrix.units_per_tile()),
         };
-        let tiles = matrix.tiles();
-        Ok(Packed { address, codes, bias, units, tiles, rows, cols: matrix.cols })
+        Ok(Packed { first, address, codes, bias, units, tiles: count, rows, cols: matrix.cols })
     }
 
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
@@ -118,16 +148,16 @@ impl Lookup<'_> {
         let mlp = &packed.mlp;
         Ok(LayerPlan {
             attn_norm: self.optional(layer.attention.norm, hidden)?,
-            qkv: self.matrix(&packed.attention.qkv)?,
+            qkv: self.runs(&packed.attention.qkv)?,
             q_norm: self.optional(attention.q_norm, self.graph.head_dim)?,
             k_norm: self.optional(attention.k_norm, self.graph.head_dim)?,
-            cache: self.residents.devices[0].caches[index],
+            cache: self.here().caches[index],
             o: self.matrix(&packed.attention.o)?,
             mlp_norm: self.optional(layer.mlp.norm, hidden)?,
             gate_up: self.matrix(&mlp.gate_up)?,
             down: self.matrix(&mlp.down)?,
             window: attention.window.unwrap_or(0),
-            rope: self.residents.devices[0].rope[attention.rotary as usize],
+            rope: self.here().rope[attention.rotary as usize],
         })
     }
 
@@ -149,11 +179,26 @@ impl Lookup<'_> {
     }
 }
 
+impl Plan {
+    /// Rows of the device's queries, keys and values, and its key/value heads; none if they are not of whole heads.
+    pub(super) fn own_heads(&self, graph: &Graph) -> Option<(u32, u32)> {
+        let runs = self.layers.first().map_or(&[][..], |layer| &layer.qkv);
+        let rows = runs.iter().map(|run| run.tiles * UNIT_ROWS).sum::<u32>();
+        let head = (graph.group() + 2) * graph.head_dim;
+        rows.is_multiple_of(head).then(|| (rows, rows / head))
+    }
+}
+
 impl Packed {
     /// The factors of its rows' products: of codes whose groups have no scales, which are exact without one.
     pub(super) fn factors(&self) -> u64 {
         let exact = |codes: &Codes| matches!(codes.unpack, Unpack::E4m3 | Unpack::Int8);
         self.codes.filter(exact).map_or(0, |codes| codes.factors)
+    }
+
+    /// Row of the matrix that its first row is.
+    pub(super) fn row(&self) -> u32 {
+        self.first * UNIT_ROWS
     }
 
     /// Bytes of a tile in 16 bits.
@@ -176,4 +221,101 @@ pub(crate) fn unpacked_bytes(matrices: &[Matrix]) -> u64 {
         if matrix.name == "lm_head" { all.min(OF_LOGITS) } else { all }
     };
     matrices.iter().filter(|matrix| matrix.format.is_scaled()).map(bytes).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::Target;
+    use ir::program::{BufferSource, Program};
+
+    use super::*;
+    use crate::devices::{Placed, heads_of, tiles_of};
+    use crate::pages::PageLayout;
+    use crate::prefill::share::whole_blocks;
+
+    /// A program for several devices, and what would be on them; the addresses of a matrix begin with its number.
+    fn residents(graph: &Graph, devices: u32) -> Residents {
+        let target = Target::by_name("h200").expect("a known target").times(devices);
+        let config = ir::schedule::default_config(graph, &target);
+        let config = ir::schedule::validate(config, graph, &target).expect("it is legal");
+        let options = lower::Options { kv_capacity: 64 };
+        let program = lower::lower(&config, graph, &target, options).expect("it lowers");
+        let constants = |program: &Program| {
+            let maps = program.buffers.iter().filter_map(|buffer| match &buffer.source {
+                BufferSource::Vector(map) => Some((constant_key(map), 1 << 20)),
+                BufferSource::Scratch
+                | BufferSource::Rotary(_)
+                | BufferSource::KvCache { .. }
+                | BufferSource::Embedding(_) => None,
+            });
+            maps.collect()
+        };
+        let device = |device| {
+            let heads = heads_of(&program, device);
+            let placed = (1_u64..).zip(tiles_of(&program, device));
+            DeviceResidents {
+                matrices: placed.map(|(n, tiles)| Placed { address: n << 40, tiles }).collect(),
+                constants: constants(&program),
+                rope: vec![0; 1 + graph.rotary.len()],
+                caches: vec![0; graph.layers.len()],
+                layout: PageLayout::of(&program, heads.clone()),
+                first_head: heads.start,
+            }
+        };
+        Residents {
+            devices: (0..devices).map(device).collect(),
+            weight_stream_starts: Vec::new(),
+            matrix_table: program.matrices.clone(),
+            heads: (graph.kv_heads, graph.head_dim),
+            pages: 1,
+            logits: 0,
+            logits_rows: 1,
+            kv_capacity: 64,
+            workers: target.sms,
+            seqs: 1,
+        }
+    }
+
+    /// The rows of a matrix on all devices are all rows, one after the other.
+    fn follow(runs: &[Packed]) {
+        let mut next = 0;
+        for run in runs {
+            assert_eq!(run.first, next);
+            assert_eq!(run.address % (1 << 40), 0, "it begins its device's part");
+            next += run.tiles;
+        }
+        assert!(next > 0);
+    }
+
+    #[test]
+    fn devices_have_neighbouring_rows_and_whole_heads() {
+        for name in ["toy-2l", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b"] {
+            let graph = model::preset(name).expect("a preset").graph;
+            for devices in [1, 2, 4] {
+                let residents = residents(&graph, devices);
+                let plan = |device| Lookup { graph: &graph, residents: &residents, device }.plan();
+                let plans: Vec<Plan> = (0..devices).map(|n| plan(n).expect("a plan")).collect();
+                for index in 0..graph.layers.len() {
+                    let of = |run: &dyn Fn(&LayerPlan) -> Packed| {
+                        plans.iter().map(|plan| run(&plan.layers[index])).collect::<Vec<_>>()
+                    };
+                    follow(&of(&|layer| layer.o));
+                    follow(&of(&|layer| layer.gate_up));
+                    follow(&of(&|layer| layer.down));
+                }
+                let mut heads = 0;
+                for (plan, here) in plans.iter().zip(&residents.devices) {
+                    let (rows, own) = plan.own_heads(&graph).expect("whole heads");
+                    assert_eq!(rows, own * (graph.group() + 2) * graph.head_dim);
+                    assert!(own == 0 || (own, heads) == (here.layout.kv_heads, here.first_head));
+                    heads += own;
+                    assert_eq!(plan.embed.first, 0, "the whole embedding");
+                    let half = plan.layers[0].gate_up.row() / 2;
+                    let whole = whole_blocks(graph.ffn / UNIT_ROWS, UNIT_ROWS, devices);
+                    assert!(!whole || half % 64 == 0, "{name}: columns from {half} on");
+                }
+                assert_eq!(heads, graph.kv_heads, "{name} on {devices}");
+            }
+        }
+    }
 }

@@ -1,6 +1,5 @@
 //! Sessions on pages: a session's results do not depend on which pages it has, their order, or who had them before.
 
-use ir::Target;
 use ir::sampling::Sampling;
 use model::Model;
 use rand::rngs::Xoshiro256PlusPlus;
@@ -9,7 +8,7 @@ use vm_host::{
     BootOptions, DeviceInfo, HostError, Idle, KvPool, PrefillOptions, Request, Resident,
 };
 
-use super::{CAPACITY, device};
+use super::{CAPACITY, base, built, device, target};
 
 /// Rows of logits that a command may keep.
 const ROWS: u32 = 512;
@@ -38,14 +37,14 @@ fn machine(
     (kv_capacity, sessions, kv_pool): (u32, u32, KvPool),
 ) -> Resident {
     let graph = &model.graph;
-    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let neutral = ir::schedule::neutral_config(graph, &target);
-    let config = ir::schedule::read_config_over(neutral, schedule, graph, &target);
+    let target = target(info);
+    let config = ir::schedule::read_config_over(base(graph, &target), schedule, graph, &target);
     let config = config.unwrap_or_else(|error| panic!("{schedule}: {error}"));
     let options = lower::Options { kv_capacity };
     let program = lower::lower(&config, graph, &target, options).expect("it lowers");
-    let variant = vm_host::variant(&config.kernel, graph);
-    let options = BootOptions { sessions, logits_rows: ROWS, kv_pool, ..BootOptions::default() };
+    let (variant, cards) = built(&config, graph, &target);
+    let of = BootOptions { cards, sessions, kv_pool, ..BootOptions::default() };
+    let options = BootOptions { logits_rows: ROWS, ..of };
     let idle = Idle::boot(graph, &*model.weights, &program, &variant, options);
     let idle = idle.unwrap_or_else(|error| panic!("{}: {error}", graph.name));
     idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}: {}", graph.name, e.1))
@@ -209,7 +208,7 @@ fn sessions_that_begin_alike_share_pages() {
 /// Prompts in chunks write to the pages that steps read, in any order.
 #[test]
 fn chunks_find_scattered_pages() {
-    let Some(info) = device() else { return };
+    let Some(info) = device().filter(|info| target(info).devices == 1) else { return };
     let model = model::preset("smollm2-135m").expect("a preset");
     let mut machine = machine(&info, &model, "{}", (CAPACITY, 3, KvPool::Full));
     let mut random = Xoshiro256PlusPlus::seed_from_u64(6);

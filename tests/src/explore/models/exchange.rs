@@ -4,6 +4,9 @@
 //! A worker of device 1 stores a replicated word to device 0 in every step, and a worker of device 0 waits for it there.
 //! Counters and step words are each device's own, and so is the scope of their fences. At the end the host, which only
 //! device 0 answers, reads the logits of device 1. `exchange_best` has fences of the system on both sides.
+//!
+//! A sampled step (`exchange_gather`, `exchange_token`) ends by way of device 0: a helper of its sampler reads the logits
+//! of device 1, which starts its next step when it has the token.
 
 use super::super::{Model, Op, Order, Until};
 use super::payload::{Steps, wait, word};
@@ -23,6 +26,8 @@ enum Bug {
     NoAcquire,
     /// What its own device released is acquired only: a fence of the GPU.
     NarrowAcquire,
+    /// Device 0 samples before it has the other's candidate.
+    DoesNotGather,
 }
 
 const STEPS: u32 = 2;
@@ -67,6 +72,62 @@ fn model(bug: Bug) -> Model {
     m
 }
 
+/// `sample` of device 0 in a sampled step: it takes the candidate of device 1, has its helper read the logits, and stores
+/// the token to device 1.
+fn sampler(bug: Bug, steps: &Steps, [candidate, ask, done, token]: [usize; 4]) -> Vec<Op> {
+    let mut ops = Vec::new();
+    for epoch in 1..=STEPS {
+        let [counters, fence, go] = steps.sample(epoch);
+        ops.extend([counters, fence]); // wait_counter
+        let taken = Op::Poll(candidate, Order::Relaxed, Until::AtLeast(epoch));
+        ops.unless(bug == Bug::DoesNotGather, taken);
+        let acquire = if bug == Bug::NarrowAcquire { Op::Fence } else { Op::SystemFence };
+        ops.unless(bug == Bug::NoAcquire, acquire);
+        ops.push(Op::Write(ask, Order::Release, epoch)); // sampler_ask
+        ops.extend([Op::Poll(done, Order::Relaxed, Until::AtLeast(epoch)), Op::Fence]);
+        ops.extend([Op::SystemFence, Op::Write(token, Order::Relaxed, epoch), go]);
+    }
+    ops
+}
+
+/// `sample` of device 1 in a sampled step.
+fn sampled(bug: Bug, steps: &Steps, [candidate, token]: [usize; 2]) -> Vec<Op> {
+    let mut ops = Vec::new();
+    for epoch in 1..=STEPS {
+        let [counters, fence, go] = steps.sample(epoch);
+        ops.extend([counters, fence]); // wait_counter
+        let release = if bug == Bug::NarrowRelease { Op::Fence } else { Op::SystemFence };
+        ops.unless(bug == Bug::NoRelease, release);
+        ops.push(Op::Write(candidate, Order::Relaxed, epoch));
+        let taken = Op::Poll(token, Order::Relaxed, Until::AtLeast(epoch));
+        ops.unless(bug == Bug::DoesNotWait, taken);
+        ops.extend([Op::SystemFence, go]);
+    }
+    ops
+}
+
+fn sampling(bug: Bug) -> Model {
+    let mut m = Model::default();
+    let (logits, candidate, token) = (m.word("logits"), m.word("candidate"), m.word("token"));
+    let (ask, done) = (m.word("ask"), m.word("done"));
+    let [steps0, steps1] = [Steps::new(&mut m, 1), Steps::new(&mut m, 1)];
+    let (mut helper, mut writer) = (Vec::new(), Vec::new());
+    for epoch in 1..=STEPS {
+        let [fence, arrives, begins, after] = steps0.done(epoch);
+        helper.extend([fence, arrives]);
+        helper.extend([Op::Poll(ask, Order::Relaxed, Until::AtLeast(epoch)), Op::Fence]);
+        helper.push(Op::Read(logits, Order::Relaxed, epoch));
+        helper.extend([Op::Fence, Op::Add(done), begins, after]);
+        writer.push(Op::Write(logits, Order::Relaxed, epoch));
+        writer.extend(steps1.done(epoch));
+    }
+    m.thread_on(0, "helper of 0", helper);
+    m.thread_on(1, "worker of 1", writer);
+    m.thread_on(0, "sample of 0", sampler(bug, &steps0, [candidate, ask, done, token]));
+    m.thread_on(1, "sample of 1", sampled(bug, &steps1, [candidate, token]));
+    m
+}
+
 /// An action that the poller of device 0 publishes to a worker of device 1: `devices_publish` and `wait_action`.
 fn action(narrow: bool) -> Model {
     let mut m = Model::default();
@@ -90,6 +151,13 @@ pub fn cases() -> Vec<Case> {
         Case::fails("exchange: released to its own GPU", model(Bug::NarrowRelease), lost),
         Case::fails("exchange: no acquire", model(Bug::NoAcquire), lost),
         Case::fails("exchange: acquired from its own GPU", model(Bug::NarrowAcquire), lost),
+        Case::holds("sampling: as designed, two steps", sampling(Bug::None)),
+        Case::fails("sampling: no candidate of another", sampling(Bug::DoesNotGather), "logits"),
+        Case::fails("sampling: a device does not wait", sampling(Bug::DoesNotWait), "logits"),
+        Case::fails("sampling: no release", sampling(Bug::NoRelease), "logits"),
+        Case::fails("sampling: released to its own GPU", sampling(Bug::NarrowRelease), "logits"),
+        Case::fails("sampling: no acquire", sampling(Bug::NoAcquire), "logits"),
+        Case::fails("sampling: acquired from its own GPU", sampling(Bug::NarrowAcquire), "logits"),
         Case::holds("action for another device", action(false)),
         Case::fails("action for another device: a narrow fence", action(true), "from token"),
     ]

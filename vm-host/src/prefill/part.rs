@@ -1,0 +1,425 @@
+//! A device's part of a chunk: its kernels and memory, and what it enqueues.
+
+use abi::{ATTEND_TOKENS, PREFILL_THREADS};
+use ir::Graph;
+use vm_device::PrefillVariant;
+
+use super::kernels::{Finish, Kernels, attend_shared, choose, gemm_block};
+use super::plan::{LayerPlan, Lookup, Packed, Plan, unpacked_bytes};
+use super::share::{Piece, Rows, Shared, columns_before, rows_of, vectors_of};
+use super::{ATTEND_THREADS, GemmShape, HALF_BYTES, HIDDEN_SCALE, X_COLS, X_ROW_BYTES};
+use crate::driver::{Event, Function, Module, Stream};
+use crate::error::HostError;
+use crate::load::Residents;
+use crate::memory::DeviceBuffer;
+
+/// Memory of one chunk. Residual stream, attended and hidden vectors are whole on each device, the rest is of its own rows and heads.
+pub(super) struct Buffers {
+    pub(super) tokens: DeviceBuffer,
+    residual: DeviceBuffer,
+    normed: DeviceBuffer,
+    qkv: DeviceBuffer,
+    queries: DeviceBuffer,
+    attended: DeviceBuffer,
+    hidden: DeviceBuffer,
+    /// A matrix of codes in 16 bits, right before its products.
+    unpacked: DeviceBuffer,
+    pub(super) clamped: DeviceBuffer,
+}
+
+/// Kernels and memory of a device, and its rows and heads.
+pub(super) struct Part {
+    variant: PrefillVariant,
+    chunk: u32,
+    pub(super) plan: Plan,
+    kernels: Kernels,
+    pub(super) buffers: Buffers,
+    heads: u32,
+    kv_heads: u32,
+    /// Column of the attended vectors where its heads begin.
+    first_column: u32,
+    /// Rows of its queries, keys and values.
+    qkv_rows: u32,
+    hidden: u32,
+    vocab: u32,
+    eps: f32,
+    scale: f32,
+    sms: u32,
+    _module: Module, // dropped last: the kernels belong to it
+}
+
+/// What has been enqueued on a device's stream.
+pub(super) struct Run<'a> {
+    pub(super) part: &'a Part,
+    pub(super) stream: &'a Stream,
+    pub(super) shape: GemmShape,
+    /// Timed kernels: name, flop, begin and end.
+    pub(super) marks: Option<Vec<(&'static str, f64, Event, Event)>>,
+    pub(super) flop: f64,
+    /// Address of the session's row of pages.
+    pub(super) pages: u64,
+}
+
+impl Part {
+    /// Loads and allocates on the GPU whose context is current.
+    pub(super) fn new(
+        graph: &Graph,
+        residents: &Residents,
+        (device, sms): (u32, u32),
+        (variant, image): (&PrefillVariant, &[u8]),
+        chunk: u32,
+    ) -> Result<Self, HostError> {
+        let plan = Lookup { graph, residents, device }.plan()?;
+        let module = Module::load(image)?;
+        let kernels = Kernels::of(&module, variant)?;
+        let here = &residents.devices[device as usize];
+        let rows =
+            |words: u32| DeviceBuffer::zeroed((u64::from(chunk) * u64::from(words) * 4).max(4));
+        // A block of products reads whole blocks of tokens, so up to 255 behind the last ones.
+        let vectors = |cols: u32| {
+            let token_rows = u64::from(chunk) * u64::from(cols.div_ceil(X_COLS)) + 256;
+            DeviceBuffer::zeroed(token_rows * u64::from(X_ROW_BYTES))
+        };
+        let (qkv_rows, kv_heads) = plan.own_heads(graph).ok_or_else(|| {
+            HostError::Request(format!(
+                "{}: device {device} has parts of heads; --prefill steps runs its prompts",
+                graph.name
+            ))
+        })?;
+        let q_width = kv_heads * graph.group() * graph.head_dim;
+        let buffers = Buffers {
+            tokens: rows(1)?,
+            residual: rows(graph.hidden.next_multiple_of(abi::UNIT_ROWS))?,
+            normed: vectors(graph.hidden)?,
+            qkv: rows(qkv_rows)?,
+            queries: rows(q_width / 2)?, // of 16 bits
+            attended: vectors(graph.q_width())?,
+            hidden: vectors(graph.ffn)?,
+            unpacked: DeviceBuffer::zeroed(unpacked_bytes(&residents.matrix_table))?,
+            clamped: DeviceBuffer::zeroed(4)?,
+        };
+        Ok(Self {
+            variant: *variant,
+            chunk,
+            plan,
+            kernels,
+            buffers,
+            heads: kv_heads * graph.group(),
+            kv_heads,
+            first_column: here.first_head * graph.group() * graph.head_dim,
+            qkv_rows,
+            hidden: graph.hidden,
+            vocab: graph.vocab,
+            eps: graph.norm_eps,
+            scale: graph.attn_scale,
+            sms,
+            _module: module,
+        })
+    }
+
+    /// Words per row of the residual stream.
+    fn stride(&self) -> u32 {
+        self.hidden.next_multiple_of(abi::UNIT_ROWS)
+    }
+
+    /// A buffer that all devices have whole, and the piece of it that this device has computed in a layer.
+    pub(super) fn shared(&self, what: Shared, index: usize, rows: Rows) -> (u64, Piece) {
+        let (layer, buffers) = (&self.plan.layers[index], &self.buffers);
+        let added = |matrix: &Packed| {
+            let columns = matrix.row()..matrix.row() + matrix.tiles * abi::UNIT_ROWS;
+            (buffers.residual.address, rows_of(columns, self.stride(), rows))
+        };
+        match what {
+            Shared::Attended => {
+                let end = self.first_column + self.heads * self.variant.head_dim;
+                let piece = vectors_of(self.first_column..end, self.chunk, rows);
+                (buffers.attended.address, piece)
+            }
+            Shared::Hidden => {
+                let first = layer.gate_up.row() / 2;
+                let end = first + layer.gate_up.tiles * abi::UNIT_ROWS / 2;
+                (buffers.hidden.address, vectors_of(first..end, self.chunk, rows))
+            }
+            Shared::Output => added(&layer.o),
+            Shared::Down => added(&layer.down),
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Launches a kernel. Each value is one of its parameters, in the order of its declaration; the low bytes are used.
+    fn launch(
+        &mut self,
+        name: &'static str,
+        flop: f64,
+        kernel: &Function,
+        (grid, block, shared): (u32, u32, u32),
+        values: &mut [u64],
+    ) -> Result<(), HostError> {
+        let mut arguments: Vec<*mut std::ffi::c_void> =
+            values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
+        self.flop += flop;
+        let Some(marks) = &mut self.marks else {
+            return self.stream.launch(kernel, grid, block, shared, &mut arguments);
+        };
+        let event = || self.stream.owner().within(Event::new);
+        let (begin, end) = (event()?, event()?);
+        begin.record(self.stream)?;
+        self.stream.launch(kernel, grid, block, shared, &mut arguments)?;
+        end.record(self.stream)?;
+        marks.push((name, flop, begin, end));
+        Ok(())
+    }
+
+    /// The keys and values of a layer, and the queries.
+    pub(super) fn keys(&mut self, index: usize, start: u32, count: u32) -> Result<(), HostError> {
+        let Part { plan, buffers, qkv_rows, .. } = self.part;
+        let (layer, rows) = (&plan.layers[index], Rows { first: 0, count });
+        self.norm(layer.attn_norm, rows)?;
+        let mut to = buffers.qkv.address;
+        for run in &layer.qkv {
+            let out = (to, *qkv_rows);
+            self.gemm("qkv", Finish::Store, run, buffers.normed.address, out, rows)?;
+            to += u64::from(run.tiles * abi::UNIT_ROWS) * 4;
+        }
+        self.heads(layer, start, count)
+    }
+
+    /// The residual stream after the attention.
+    pub(super) fn output(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let Part { plan, buffers, .. } = self.part;
+        self.add("o", &plan.layers[index].o, buffers.attended.address, rows)
+    }
+
+    /// The hidden layer.
+    pub(super) fn gate_up(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let Part { plan, buffers, chunk, .. } = self.part;
+        let layer = &plan.layers[index];
+        self.norm(layer.mlp_norm, rows)?;
+        let to = buffers.hidden.address + columns_before(layer.gate_up.row() / 2, *chunk);
+        let (x, out) = (buffers.normed.address, (to, *chunk));
+        self.gemm("gate_up", Finish::SiluMul, &layer.gate_up, x, out, rows)
+    }
+
+    /// The residual stream after the MLP.
+    pub(super) fn down(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let Part { plan, buffers, .. } = self.part;
+        self.add("down", &plan.layers[index].down, buffers.hidden.address, rows)
+    }
+
+    /// Adds products to their rows of the residual stream.
+    fn add(
+        &mut self,
+        name: &'static str,
+        matrix: &Packed,
+        x: u64,
+        rows: Rows,
+    ) -> Result<(), HostError> {
+        let to = self.part.buffers.residual.address + u64::from(matrix.row()) * 4;
+        self.gemm(name, Finish::Residual, matrix, x, (to, self.part.stride()), rows)
+    }
+
+    /// Address of the first 64 columns of a token's vector; the token's number is a multiple of 8.
+    fn vector(buffer: u64, token: u32) -> u64 {
+        buffer + u64::from(token) * u64::from(X_ROW_BYTES)
+    }
+
+    pub(super) fn embed(&mut self, count: u32) -> Result<(), HostError> {
+        let Part { kernels, buffers, plan, .. } = self.part;
+        let mut values = [
+            buffers.residual.address,
+            plan.embed.address,
+            buffers.tokens.address,
+            self.part.stride().into(),
+            plan.embed.units.into(),
+        ];
+        self.launch("embed", 0.0, &kernels.embed, (count, PREFILL_THREADS, 0), &mut values)
+    }
+
+    fn norm(&mut self, norm: u64, rows: Rows) -> Result<(), HostError> {
+        let Part { kernels, buffers, chunk, hidden, eps, .. } = self.part;
+        let stride = self.part.stride();
+        let mut values = [
+            Self::vector(buffers.normed.address, rows.first),
+            buffers.residual.address + u64::from(rows.first) * u64::from(stride) * 4,
+            norm,
+            stride.into(),
+            (*chunk).into(),
+            (*hidden).into(),
+            eps.to_bits().into(),
+        ];
+        self.launch("norm", 0.0, &kernels.norm, (rows.count, PREFILL_THREADS, 0), &mut values)
+    }
+
+    /// Address of some tiles of a matrix in 16 bits: of codes they are unpacked, `scaled` by the factors of their rows or not.
+    fn unpack(
+        &mut self,
+        matrix: &Packed,
+        first: u32,
+        tiles: u32,
+        scaled: bool,
+    ) -> Result<u64, HostError> {
+        let Part { kernels, buffers, .. } = self.part;
+        let (Some(codes), Some(kernel)) = (&matrix.codes, &kernels.unpack) else {
+            return Ok(matrix.address + u64::from(first) * matrix.tile_bytes());
+        };
+        let skipped = u64::from(first) * u64::from(codes.units) * u64::from(codes.unit_bytes);
+        let row = first * abi::UNIT_ROWS;
+        let mut values = [
+            buffers.unpacked.address,
+            codes.address + skipped,
+            if scaled { codes.factors + u64::from(row) * 4 } else { 0 },
+            buffers.clamped.address,
+            codes.unpack as u64,
+            codes.units.into(),
+            matrix.units.into(),
+            tiles.into(),
+            (matrix.rows - row).into(),
+        ];
+        let warps = u64::from(tiles) * u64::from(codes.units);
+        let grid = warps.div_ceil(u64::from(PREFILL_THREADS / 32)) as u32;
+        self.launch("unpack", 0.0, kernel, (grid, PREFILL_THREADS, 0), &mut values)?;
+        Ok(buffers.unpacked.address)
+    }
+
+    /// Multiplies the vectors of `x` by a matrix, into rows of a stride or, for the hidden layer, vectors.
+    fn gemm(
+        &mut self,
+        name: &'static str,
+        finish: Finish,
+        matrix: &Packed,
+        x: u64,
+        (out, stride): (u64, u32),
+        rows: Rows,
+    ) -> Result<(), HostError> {
+        let address = self.unpack(matrix, 0, matrix.tiles, matrix.factors() == 0)?;
+        let Part { kernels, buffers, chunk, sms, .. } = self.part;
+        let shape = choose(self.shape, rows.count, matrix.tiles, *sms);
+        let block = gemm_block(shape);
+        let set = match shape {
+            GemmShape::Auto | GemmShape::Wide => &kernels.wide,
+            GemmShape::Middle => &kernels.middle,
+            GemmShape::Small => &kernels.small,
+        };
+        let out = match finish {
+            Finish::SiluMul => Self::vector(out, rows.first),
+            Finish::Store | Finish::Residual => out + u64::from(rows.first) * u64::from(stride) * 4,
+        };
+        let scale = match finish {
+            Finish::SiluMul => HIDDEN_SCALE,
+            _ if x == buffers.hidden.address => 1.0 / HIDDEN_SCALE,
+            Finish::Store | Finish::Residual => 1.0,
+        };
+        let mut values = [
+            out,
+            Self::vector(x, rows.first),
+            address,
+            matrix.bias,
+            buffers.clamped.address,
+            matrix.units.into(),
+            matrix.tiles.into(),
+            rows.count.into(),
+            stride.into(),
+            (*chunk).into(),
+            scale.to_bits().into(),
+            matrix.factors(), // a parameter of the kernels for codes only, so it is the last
+        ];
+        let flop = 2.0 * f64::from(rows.count) * f64::from(matrix.rows) * f64::from(matrix.cols);
+        let blocks = block.count(rows.count, matrix.tiles).min(block.beside() * sms);
+        let place = (blocks, block.threads, block.shared());
+        self.launch(name, flop, &set[finish as usize], place, &mut values)
+    }
+
+    fn heads(&mut self, layer: &LayerPlan, start: u32, count: u32) -> Result<(), HostError> {
+        let Part { kernels, buffers, variant, heads, kv_heads, qkv_rows, .. } = self.part;
+        if *kv_heads == 0 {
+            return Ok(()); // other devices have them all
+        }
+        let threads =
+            u64::from(count) * u64::from(heads + 2 * kv_heads) * u64::from(variant.head_dim / 8);
+        let grid = threads.div_ceil(u64::from(PREFILL_THREADS)) as u32;
+        let mut values = [
+            buffers.queries.address,
+            layer.cache,
+            self.pages,
+            buffers.qkv.address,
+            layer.rope,
+            layer.q_norm,
+            layer.k_norm,
+            count.into(),
+            (*qkv_rows).into(),
+            (*kv_heads).into(),
+            start.into(),
+            self.part.eps.to_bits().into(),
+            self.part.scale.to_bits().into(),
+        ];
+        self.launch("heads", 0.0, &kernels.heads, (grid, PREFILL_THREADS, 0), &mut values)
+    }
+
+    pub(super) fn attention(
+        &mut self,
+        index: usize,
+        start: u32,
+        rows: Rows,
+    ) -> Result<(), HostError> {
+        let Part { kernels, buffers, chunk, variant, heads, kv_heads, .. } = self.part;
+        let layer = &self.part.plan.layers[index];
+        if *kv_heads == 0 {
+            return Ok(()); // as in `heads`
+        }
+        let to = buffers.attended.address + columns_before(self.part.first_column, *chunk);
+        let q_bytes = heads * variant.head_dim * HALF_BYTES; // per token
+        let grid = rows.count.div_ceil(ATTEND_TOKENS) * heads;
+        let mut values = [
+            Self::vector(to, rows.first),
+            buffers.queries.address + u64::from(rows.first) * u64::from(q_bytes),
+            layer.cache,
+            self.pages,
+            (*chunk).into(),
+            rows.count.into(),
+            (*kv_heads).into(),
+            (start + rows.first).into(),
+            layer.window.into(),
+        ];
+        let seen = (0..rows.count).map(|row| {
+            let keys = start + rows.first + row + 1;
+            f64::from(if layer.window == 0 { keys } else { keys.min(layer.window) })
+        });
+        let flop = 4.0 * seen.sum::<f64>() * f64::from(heads * variant.head_dim);
+        let shared = attend_shared(variant.head_dim);
+        let place = (grid, ATTEND_THREADS, shared);
+        self.launch("attention", flop, &kernels.attention, place, &mut values)
+    }
+
+    /// Logits of the last token of `rows`, stored to the first device by all: of codes part by part, as many rows as there is room for.
+    pub(super) fn logits(&mut self, rows: Rows) -> Result<(), HostError> {
+        let Part { kernels, buffers, chunk, plan, vocab, hidden, sms, .. } = self.part;
+        self.norm(plan.final_norm, rows)?;
+        let (token, matrix) = (rows.first + rows.count - 1, &plan.lm_head);
+        let room = match matrix.codes {
+            Some(_) => {
+                (buffers.unpacked.bytes / matrix.tile_bytes()).min(u64::from(matrix.tiles)) as u32
+            }
+            None => matrix.tiles,
+        };
+        for first in (0..matrix.tiles).step_by(room as usize) {
+            let weights = self.unpack(matrix, first, room.min(matrix.tiles - first), true)?;
+            let row = matrix.row() + first * abi::UNIT_ROWS;
+            let here = matrix.rows - first * abi::UNIT_ROWS;
+            let count = here.min(*vocab - row).min(room * abi::UNIT_ROWS);
+            let mut values = [
+                plan.logits + u64::from(row) * 4,
+                weights,
+                buffers.normed.address,
+                (*chunk).into(),
+                token.into(),
+                matrix.units.into(),
+                count.into(),
+            ];
+            let flop = 2.0 * f64::from(count) * f64::from(*hidden);
+            let place = (sms * 8, PREFILL_THREADS, 0);
+            self.launch("logits", flop, &kernels.logits, place, &mut values)?;
+        }
+        Ok(())
+    }
+}

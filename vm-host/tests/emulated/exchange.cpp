@@ -14,7 +14,7 @@ struct uint2 {
 };
 #include "amk_abi.h"
 
-constexpr uint32_t STEPS = 200, SPINS_PER_NOTE = 256, STACK = 128u << 10, TURNS_MAX = 400000;
+constexpr uint32_t STEPS = 200, SPINS_PER_NOTE = 256, STACK = 128u << 10, TURNS_MAX = 400000, DONE = ~0u;
 struct Best {
   float value;
   uint32_t row;
@@ -133,8 +133,7 @@ static void run_device() {
     }
   }
   for (;;) {
-    fiber[device].uc_link = 0;
-    sh->best_row[0] = ~0u; // done
+    sh->best_row[0] = DONE;
     turn();
   }
 }
@@ -159,7 +158,7 @@ static bool run(uint32_t seed, uint32_t dies) {
   for (turns = 0; turns < TURNS_MAX; ++turns) {
     uint32_t left = 0;
     for (Shared const& sh : shared) {
-      left += sh.best_row[0] != ~0u;
+      left += sh.best_row[0] != DONE;
     }
     if (left == 0) {
       return true;
@@ -169,7 +168,7 @@ static bool run(uint32_t seed, uint32_t dies) {
       sh.dead = dies != 0 && turns >= dies + 10000; // the watchdogs
     }
     if (dies != 0 && turns >= dies && running == AMK_DEVICES - 1) {
-      shared[running].best_row[0] = ~0u;
+      shared[running].best_row[0] = DONE;
       continue;
     }
     for (uint32_t burst = 1 + draw() % 12; burst > 0; --burst) {

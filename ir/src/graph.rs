@@ -177,6 +177,13 @@ impl Graph {
         codes.max_by_key(|&dtype| dtype as u32)
     }
 
+    /// Whether the kernel multiplies codes with one 16-bit half of a vector's elements: codes are coarser than f16. Others, and
+    /// mixtures, whose routes follow small differences, get both halves.
+    #[must_use]
+    pub fn one_half(&self) -> bool {
+        self.codes().is_some() && self.layers.iter().all(|layer| layer.gated().is_some())
+    }
+
     /// Query heads that share one key/value head.
     #[must_use]
     pub fn group(&self) -> u32 {

@@ -207,7 +207,7 @@ impl<'a> Evaluator<'a> {
     #[must_use]
     pub fn with_device_roundings(mut self) -> Self {
         self.rounding =
-            Rounding::Device { operand: self.graph.dtype, one_half: self.graph.codes().is_some() };
+            Rounding::Device { operand: self.graph.dtype, one_half: self.graph.one_half() };
         self
     }
 

@@ -366,10 +366,9 @@ impl Room {
     fn new(program: &Program, seqs: u32, shared_bytes: u32) -> Result<Self, HostError> {
         let stage_bytes = program.stage_bytes();
         let (x_bytes, least) = match seqs {
-            1 => (
-                smem::activation_bytes(&program.dims, program.has_codes()),
-                program.pipeline.stages,
-            ),
+            1 => {
+                (smem::activation_bytes(&program.dims, program.one_half()), program.pipeline.stages)
+            }
             seqs => (smem::batch_activation_bytes(&program.dims, seqs), STAGES_MIN),
         };
         let fits =

@@ -394,10 +394,11 @@ impl Program {
         loads.map(|load| self.weight_bytes(load)).sum()
     }
 
-    /// Whether some matrix is stored as codes.
+    /// Whether the kernel stages one half of a vector's elements ([`Graph::one_half`]).
     #[must_use]
-    pub fn has_codes(&self) -> bool {
+    pub fn one_half(&self) -> bool {
         self.matrices.iter().any(|matrix| matrix.format.is_scaled())
+            && self.matrices.iter().all(|matrix| matrix.experts == 1)
     }
 
     /// Key/value bytes that one step at `position` reads on the device.

@@ -6,16 +6,16 @@ use crate::format::Format;
 use crate::program::Dims;
 
 /// Bytes of the activation buffer: the longest staged vector, or what the consumer warps exchange in attention and its
-/// merge. An element of a vector has 4 bytes, an f32 or the high and low 16-bit halves; in a kernel of codes (`codes`) 2,
-/// the high half.
+/// merge. An element of a vector has 4 bytes, an f32 or the high and low 16-bit halves; with
+/// `one_half` ([`Graph::one_half`](crate::Graph::one_half)) 2.
 #[must_use]
-pub fn activation_bytes(dims: &Dims, codes: bool) -> u32 {
+pub fn activation_bytes(dims: &Dims, one_half: bool) -> u32 {
     let operand = |format: &&Format| format.operand() == dims.dtype;
     let unit_cols =
         Format::ALL.iter().filter(operand).map(|format| format.unit_cols()).max().unwrap_or(1);
     let q_width = dims.heads * dims.head_dim;
     let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
-    let element = if codes { 2 } else { 4 };
+    let element = if one_half { 2 } else { 4 };
     (element * k_max).max(scratch_bytes(dims)).next_multiple_of(128)
 }
 

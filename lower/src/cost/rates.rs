@@ -8,6 +8,7 @@
 
 use std::sync::OnceLock;
 
+use abi::Unpack;
 use ir::schedule::Evict;
 use ir::{KernelConfig, Target};
 use serde::{Deserialize, Serialize};
@@ -21,8 +22,9 @@ const H200_CLOCK_MHZ: f64 = 1980.0;
 const MEMORY_BYTES: f64 = 16.0 * KIB;
 const MEMORY_US: f64 = MEMORY_BYTES / (3.08e12 / H200_WORKERS / 1e6);
 
-/// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once.
-const TAKEN_STAGES: u32 = 2;
+/// Stages held in registers beyond the ring, where each warp loads its fragment of a stage at once: two fragments, which are
+/// half a stage each in a kernel in which some units have scales (FRAGMENT in vm-device/cuda/unit_products.cuh).
+const TAKEN_STAGES: [u32; 2] = [2, 1];
 
 /// Stages of the ring that consumers hold while products run, so that nothing is in flight to them: where they read unit by
 /// unit, those between the first warp and the last; else the one that the warps load into registers, which they give back
@@ -53,6 +55,20 @@ const QUEUE: &[(f64, f64)] = &[
 
 /// Bytes in flight up to which a wait sees the delay for as long as it lasts.
 const QUEUE_KNEE: f64 = 32.0 * KIB;
+
+/// Time that unpacking adds to the products of 1 KiB of codes: instructions between the ring and the tensor cores, per unit
+/// and warp. From traces of an H200 (docs/lab/2026-11-26-cost-model-again.md), as time of products without a wait for a
+/// stage beyond what as many bytes of operands take. Not measured, and taken from the format that has most of the same code:
+/// integers of 8 bits, zero points, and groups of 32 columns of integers.
+const fn unpack_kib_us(unpack: Unpack) -> f64 {
+    match unpack {
+        Unpack::None => 0.0,
+        Unpack::E4m3 | Unpack::Int8 => 0.004,
+        Unpack::E4m3G64 | Unpack::Int8G32 | Unpack::E4m3G64Row => 0.011,
+        Unpack::Int4G128 | Unpack::Int4G128Zero => 0.019,
+        Unpack::Int4G32 | Unpack::Mxfp4 => 0.042,
+    }
+}
 
 macro_rules! rates {
     ($($(#[doc = $doc:literal])+ $name:ident: [$low:literal, $high:literal],)+) => {
@@ -97,6 +113,9 @@ rates! {
     /// Average delay of a hand-off whose poller sleeps between two looks. It does not grow with
     /// `kernel.poll_sleep_ns`: 100 ns instead of 0 cost 15 to 76 ns on a card, 20 ns some 56 (corpus/checks).
     poll_us: [0.0, 0.4],
+    /// From a task's end to its worker's first look at the next one's input. The other workers' words arrive meanwhile, so it
+    /// counts only where a worker has a task in the phase before. Measured: 0.52 to 0.61 after the begin of a task.
+    begin_us: [0.4, 1.0],
     /// Fixed part of a product task: descriptor, reduction over warps, epilogue, stores.
     task_us: [0.1, 2.0],
     /// Staging 1 024 elements of the input vector.
@@ -212,6 +231,10 @@ pub(super) struct Shape {
     pub(super) even: bool,
     /// Stages of the task.
     pub(super) needed: f64,
+    /// What is done to its weights before they are multiplied.
+    pub(super) unpack: Unpack,
+    /// Whether some units of the kernel have scales.
+    pub(super) scaled: bool,
 }
 
 /// Microseconds that a hand-off to all devices takes longer than one within a device: an exchange of finished rows between
@@ -262,7 +285,8 @@ impl Speeds {
 
     pub(super) fn flow(&self, shape: &Shape) -> Flow {
         let rates = &self.rates;
-        let byte = rates.kib_us / KIB / self.clock;
+        let byte = (rates.kib_us + unpack_kib_us(shape.unpack)) / KIB / self.clock;
+        let taken = f64::from(TAKEN_STAGES[usize::from(shape.scaled)]);
         let stage = if shape.even { rates.stage_us } else { rates.odd_stage_us } / self.clock;
         let held = HELD_STAGES[usize::from(shape.even)];
         let free = shape.stages.saturating_sub(held).max(1);
@@ -274,7 +298,7 @@ impl Speeds {
         let refill = in_flight / (memory + stage + shape.payload * byte);
         Flow {
             ring: f64::from(shape.stages),
-            taken: if shape.even { shape.needed.min(f64::from(TAKEN_STAGES)) } else { 0.0 },
+            taken: if shape.even { shape.needed.min(taken) } else { 0.0 },
             needed: shape.needed,
             payload: shape.payload,
             stream: self.stream(in_flight, memory) / shape.payload,

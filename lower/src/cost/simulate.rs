@@ -19,6 +19,13 @@ const TRIP_ELEMENTS: f64 = 2048.0;
 /// is there before it.
 const POST_NORM_US: f64 = 0.25;
 
+/// Products of a second stage that waits in registers, and the sums of its rows. Measured: from a vector's arrival to the
+/// task's barrier 0.27 us with one stage of 18 KB, 0.38 with two (docs/lab/2026-11-25-chain.md).
+const SECOND_STAGE_US: f64 = 0.11;
+
+/// One look at words in L2. Measured (docs/lab/2026-11-25-chain.md).
+const LOOK_US: f64 = 0.2;
+
 /// Stages per microsecond of a stream that nobody waits for.
 const ENDLESS: f64 = 1e12;
 
@@ -208,32 +215,25 @@ impl<'a> Simulation<'a> {
         let arrival =
             Arrival { counter: late(arrival.counter), flag_in_data: late(arrival.flag_in_data) };
         let ready = self.ready(&self.states[worker], task, &flow, arrival);
-        let state = &mut self.states[worker];
         // A warp that stores rows takes the marks, so that no task begins in them before the one before has ended.
-        let begin = state.time.max(state.ended).min(ready);
+        let begin = self.states[worker].time.max(self.states[worker].ended).min(ready);
+        let waited = if task.waits.is_empty() { begin } else { ready };
+        let late = self.residual_late(task, waited + self.speeds.rates.begin_us);
+        let state = &mut self.states[worker];
         let mut times = TaskTimes { begin, ready, ..TaskTimes::default() };
         let room = room(task, &flow);
         self.speeds.advance(state, &flow, room, ready);
         let mut aside = self.speeds.aside(&task.work);
         aside.after += delay.output;
+        aside.after += if late { LOOK_US } else { 0.0 };
         // First the vector is staged while the stream continues, then the products, then the reduction and the stores.
         self.speeds.advance(state, &flow, room, ready + aside.before);
         times.staged = state.time;
         times.arrived[0] = state.arrived * flow.payload;
         let attends = matches!(task.work, Work::Attention { .. });
-        let mut multiply = 0.0;
-        if let Some((bytes, consume, tail)) = self.speeds.consume(&task.work, &flow) {
-            let mean = self.plan.mean_bytes(task.phase);
-            let stream = self.speeds.stream_of(&flow, mean / bytes);
-            let needed = bytes / flow.payload;
-            let missing = (needed - state.arrived).max(0.0);
-            // The last stage is used after it has arrived.
-            multiply = if missing == 0.0 { consume } else { consume.max(missing / stream + tail) };
-            // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
-            let refill = if attends && missing == 0.0 { 0.0 } else { multiply * stream };
-            state.arrived = (state.arrived + refill - needed).clamp(0.0, flow.ring);
-            times.starved = multiply - consume;
-        }
+        let mean = self.plan.mean_bytes(task.phase);
+        let (multiply, starved) = self.speeds.multiply(state, &task.work, &flow, mean);
+        times.starved = starved;
         state.time += multiply + delay.products;
         state.streamed = state.time;
         if attends || flow.needed > flow.taken {
@@ -255,6 +255,11 @@ impl<'a> Simulation<'a> {
         if let Some(trace_buffer) = &mut self.trace_buffer {
             trace_buffer[worker].push(times);
         }
+        self.publish(task, end);
+    }
+
+    /// Publishes the end of a task to those that wait for it.
+    fn publish(&mut self, task: &Cost, end: f64) {
         let phase_end = &mut self.ends[task.phase as usize];
         *phase_end = phase_end.max(end);
         if let Some(signal) = task.signal {
@@ -270,6 +275,14 @@ impl<'a> Simulation<'a> {
         }
     }
 
+    /// Whether words that a product adds to its rows were not there when it requested them, before its vector had arrived: it
+    /// then looks again when its products are done. A worker whose task before is some phases back asks too early.
+    fn residual_late(&self, task: &Cost, asked: f64) -> bool {
+        let poll = task.residual.map(|index| &task.polls[index as usize]);
+        let written = poll.and_then(|poll| self.flag_in_data[poll.buffer as usize].arrival(poll));
+        written.is_some_and(|time| time + LOOK_US > asked)
+    }
+
     /// Time at which a task has its input. A counter hand-off takes four trips, of which the last two are needed even if
     /// the input arrived long ago; a flag-in-data hand-off takes two, of which the last is needed.
     fn ready(&self, state: &WorkerState, task: &Cost, flow: &Flow, arrival: Arrival) -> f64 {
@@ -283,14 +296,15 @@ impl<'a> Simulation<'a> {
         let fill = state.quiet.max(takes) - from;
         let trips = |count| self.speeds.trips(count, flow, room - arrived, fill);
         let (poll, counter_us) = (self.speeds.poll, self.speeds.rates.counter_us);
+        let looks = state.time.max(state.ended + self.speeds.rates.begin_us);
         let mut ready = state.time;
         if let Some(time) = arrival.counter {
             let arrived = time + trips(COUNTER_TRIPS) + poll + counter_us;
-            ready = ready.max(arrived).max(state.time + trips(COUNTER_TRIPS / 2.0));
+            ready = ready.max(arrived).max(looks + trips(COUNTER_TRIPS / 2.0));
         }
         if let Some(time) = arrival.flag_in_data {
             let arrived = time + trips(FLAG_IN_DATA_TRIPS) + poll;
-            ready = ready.max(arrived).max(state.time + trips(FLAG_IN_DATA_TRIPS / 2.0));
+            ready = ready.max(arrived).max(looks + trips(FLAG_IN_DATA_TRIPS / 2.0));
         }
         ready
     }
@@ -319,6 +333,14 @@ impl<'a> Simulation<'a> {
         }
         times
     }
+}
+
+/// Time of a loader and of warps that wait for each other in turn, since the ring between them holds few stages: more than
+/// that of the slower one, the more so the nearer they are to each other. Traces of products and of the output matrix, whose
+/// ratios are 0.5 to 0.98, take 1.01 to 1.19 times the longer (docs/lab/2026-11-26-cost-model-again.md).
+fn in_turn(warps: f64, loader: f64) -> f64 {
+    let (long, short) = (warps.max(loader), warps.min(loader));
+    long * (1.0 + (short / long).powi(4)).powf(0.25)
 }
 
 /// Stages that a worker holds before a task's products: those of the ring, and those that it takes into registers as soon
@@ -365,6 +387,25 @@ impl Speeds {
         }
     }
 
+    /// Takes a task's stages from the ring: how long its products last, and how long of that they wait for stages. `mean`:
+    /// bytes of its phase, of an average worker.
+    fn multiply(&self, state: &mut WorkerState, work: &Work, flow: &Flow, mean: f64) -> (f64, f64) {
+        let Some((bytes, consume, tail)) = self.consume(work, flow) else { return (0.0, 0.0) };
+        let stream = self.stream_of(flow, mean / bytes);
+        let needed = bytes / flow.payload;
+        let missing = (needed - state.arrived).max(0.0);
+        // The last stage is used after it has arrived.
+        let us = match missing {
+            0.0 => consume,
+            _ => in_turn(consume - tail, missing / stream) + tail,
+        };
+        // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
+        let attends = matches!(work, Work::Attention { .. });
+        let refill = if attends && missing == 0.0 { 0.0 } else { us * stream };
+        state.arrived = (state.arrived + refill - needed).clamp(0.0, flow.ring);
+        (us, us - consume)
+    }
+
     /// Bytes that a task takes from the ring, the time to consume them once they have arrived, and the part of that for
     /// the last stage.
     fn consume(&self, work: &Work, flow: &Flow) -> Option<(f64, f64, f64)> {
@@ -372,7 +413,8 @@ impl Speeds {
             Work::Product { bytes, stages, tiles, .. } => {
                 // Those in registers are multiplied at once; each further one is waited for, loaded and freed.
                 let further = (stages - flow.taken).max(0.0);
-                let us = bytes * flow.byte + further * flow.stage + tiles * flow.tile;
+                let second = if flow.taken > 1.0 { SECOND_STAGE_US } else { 0.0 };
+                let us = bytes * flow.byte + further * flow.stage + tiles * flow.tile + second;
                 Some((bytes, us, us / stages.max(1.0)))
             }
             Work::Attention { passes, bytes } => {

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use abi::{
-    AttentionMergeParams, AttentionParams, BufferKind, MatvecParams, Opcode, Params, Prologue,
+    AttentionMergeParams, AttentionParams, BufferKind, Epilogue, MatvecParams, Opcode, Params,
+    Prologue, Unpack,
 };
 use ir::program::staging::{Staging, Stagings};
 use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
@@ -20,12 +21,15 @@ fn block_keys(head_dim: u32) -> u32 {
     tile_keys(head_dim) * abi::CONSUMER_WARPS / 2
 }
 
+/// Tiles whose sums are kept before an epilogue: TILES_BUF in vm-device/cuda/worker.cuh.
+const EPILOGUE_TILES: u32 = 16;
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Work {
     /// Products over this many bytes, stages and tiles, after staging a vector of `elements`, merging `merged` splits, and
     /// adding the vector to another after a norm of its own if it is `normed`.
     Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32, normed: bool },
-    /// Attention in this many passes over this many bytes of keys and values, which come through the ring.
+    /// Attention in this many passes over the keys and values, which come through the ring: so many bytes.
     Attention { passes: u32, bytes: f64 },
     /// A merge of this many splits.
     Merge { merged: u32 },
@@ -53,6 +57,8 @@ pub(super) struct Cost {
     pub(super) waits: Vec<u32>,
     /// Flag-in-data regions read.
     pub(super) polls: Vec<Poll>,
+    /// Index of the one that is added to the products, if they have it before they begin: tasks of one epilogue.
+    pub(super) residual: Option<u32>,
     pub(super) signal: Option<u32>,
     /// Flag-in-data writes: buffer, and index in its list.
     pub(super) posts: Vec<(u32, u32)>,
@@ -178,6 +184,19 @@ impl Stages {
     }
 }
 
+/// What is done to the weights of a product.
+fn task_unpack(program: &Program, p: &MatvecParams) -> Unpack {
+    program.matrices.get(p.matrix as usize).map_or(Unpack::None, |matrix| matrix.format.unpack())
+}
+
+/// The buffer whose words a product adds to its rows, requested once before its vector arrives: that of a task whose tiles
+/// have one epilogue.
+fn added(task: &Task) -> Option<BufferId> {
+    let Params::Matvec(p) = task.op() else { return None };
+    let once = p.epilogue == Epilogue::Residual as u32 && p.tiles <= EPILOGUE_TILES;
+    if once { task.reads[3] } else { None }
+}
+
 /// Stages of `keys` keys and their values: blocks of which each takes one stage if it fits, and else has the keys and the
 /// values in stages of their own. The rule of vm-device/cuda/keys.cuh.
 fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
@@ -196,6 +215,8 @@ fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
 struct Builder<'a> {
     program: &'a Program,
     stagings: Stagings,
+    /// Whether some units have scales behind them.
+    scaled: bool,
     position: u32,
     flag_in_data: Vec<Vec<(u32, u32)>>,
     /// By device, the first for all devices if the buffer is replicated.
@@ -214,6 +235,7 @@ impl<'a> Builder<'a> {
         let mut builder = Self {
             program,
             stagings: program.stagings(1),
+            scaled: program.matrices.iter().any(|m| m.format.unit_bytes() > abi::UNIT_BYTES),
             position,
             flag_in_data: Vec::new(),
             flag_in_data_ids: FxHashMap::default(),
@@ -224,7 +246,7 @@ impl<'a> Builder<'a> {
             names: Vec::new(),
             kv_bytes: 0,
         };
-        builder.flow(program.pipeline.stage_units, 0, 0);
+        builder.flow(program.pipeline.stage_units, 0, 0, Unpack::None);
         let of = |(worker, w): (&'a Worker, u32)| worker.tasks.iter().map(move |task| (w, task));
         for (w, task) in program.workers.iter().zip(0..).flat_map(of) {
             builder.device = program.device_of(WorkerId(w));
@@ -263,15 +285,22 @@ impl<'a> Builder<'a> {
     }
 
     /// The flow of tasks of this many tiles and bytes, whose tiles have this many units.
-    fn flow(&mut self, units: u32, tiles: u32, bytes: u64) -> u32 {
+    fn flow(&mut self, units: u32, tiles: u32, bytes: u64, unpack: Unpack) -> u32 {
         let staging = self.stages(units);
         let needed = staging.of(tiles);
         let full = staging.units * f64::from(abi::UNIT_BYTES);
         let payload = if needed > 0.0 { bytes as f64 / needed } else { full };
-        self.numbered(payload, staging.full, staging.even, needed)
+        self.numbered(payload, staging.full, staging.even, needed, unpack)
     }
 
-    fn numbered(&mut self, payload: f64, full: u32, even: bool, needed: f64) -> u32 {
+    fn numbered(
+        &mut self,
+        payload: f64,
+        full: u32,
+        even: bool,
+        needed: f64,
+        unpack: Unpack,
+    ) -> u32 {
         let pipeline = self.program.pipeline;
         // The loader's rule: caps are bytes, so more stages that are filled in part may be in flight.
         let cap =
@@ -283,6 +312,8 @@ impl<'a> Builder<'a> {
             payload,
             even,
             needed,
+            unpack,
+            scaled: self.scaled,
         };
         let found = self.flows.iter().position(|flow| *flow == shape);
         found.unwrap_or_else(|| {
@@ -294,16 +325,20 @@ impl<'a> Builder<'a> {
     fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
-        let unread = self.unread(task);
+        let (unread, added) = (self.unread(task), added(task));
+        let mut residual = None;
         let read = |index: &usize| !unread.contains(index);
         let reads = touched.reads.iter().enumerate().filter(|(index, _)| read(index));
-        for (_, region) in reads.filter(|(_, region)| self.is_flag_in_data(region)) {
+        for (index, region) in reads.filter(|(_, region)| self.is_flag_in_data(region)) {
             let Some(&buffer) = self.flag_in_data_ids.get(&self.key(region.buffer)) else {
                 continue;
             };
             let writers = &self.flag_in_data[buffer];
             let first = writers.partition_point(|&(_, end)| end <= region.start);
             let last = writers.partition_point(|&(start, _)| start < region.end).max(first);
+            if added == Some(region.buffer) && index + 1 == touched.reads.len() {
+                residual = Some(polls.len() as u32);
+            }
             polls.push(Poll { buffer: buffer as u32, first: first as u32, last: last as u32 });
         }
         let mut posts = Vec::new();
@@ -327,6 +362,7 @@ impl<'a> Builder<'a> {
             work,
             waits: task.waits.iter().map(|wait| counter(wait.counter)).collect(),
             polls,
+            residual,
             signal: task.signal.map(counter),
             posts,
         }
@@ -372,7 +408,7 @@ impl<'a> Builder<'a> {
                 let merged = if merges { self.merged(p.window, p.kv_block, p.splits) } else { 0 };
                 let bytes =
                     self.program.load(task).map_or(0, |load| self.program.weight_bytes(load));
-                *flow = self.flow(p.units, p.tiles, bytes);
+                *flow = self.flow(p.units, p.tiles, bytes, task_unpack(self.program, &p));
                 let work = Work::Product {
                     bytes: bytes as f64,
                     stages,
@@ -412,8 +448,8 @@ impl<'a> Builder<'a> {
             self.kv_bytes += bytes; // the group's other parts find them in L2
         }
         let stages = f64::from(kv_stages(mine, p.head_dim, self.program.stage_bytes()));
-        *flow =
-            self.numbered(bytes as f64 / stages, self.program.pipeline.stage_units, false, stages);
+        let (payload, full) = (bytes as f64 / stages, self.program.pipeline.stage_units);
+        *flow = self.numbered(payload, full, false, stages, Unpack::None);
         // All warps at once take two blocks.
         let passes = mine.div_ceil(2 * block_keys(p.head_dim));
         Work::Attention { passes, bytes: bytes as f64 }

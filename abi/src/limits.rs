@@ -62,7 +62,7 @@ limits! {
     /// Elements of one head on the device, at least: its attention works on blocks of 16 or more.
     HEAD_DIM_MIN: u32 = 16;
     /// Query heads per key/value head.
-    GROUP_MAX: u32 = 16;
+    GROUP_MAX: u32 = 64;
     /// Tokens of a session's key/value cache.
     KV_CAPACITY_MAX: u32 = 1 << 18;
     /// Positions of a page of the key/value cache: a block of keys as the loader copies them.

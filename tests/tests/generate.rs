@@ -25,7 +25,7 @@ pub(crate) fn shape(rng: &mut Rng) -> Shape {
     let kv_heads = rng.pick(&[1, 2]);
     Shape {
         hidden: rng.pick(&[16, 24, 48]),
-        heads: kv_heads * rng.pick(&[1, 2]),
+        heads: kv_heads * rng.pick(&[1, 2, 5, 9]),
         kv_heads,
         head_dim: rng.pick(&[4, 8]),
         ffn: rng.pick(&[16, 20, 56]),

@@ -40,7 +40,7 @@ typedef long long int64_t;
 #define AMK_SPLITS_MAX 32u
 #define AMK_HEAD_DIM_MAX 256u
 #define AMK_HEAD_DIM_MIN 16u
-#define AMK_GROUP_MAX 16u
+#define AMK_GROUP_MAX 64u
 #define AMK_KV_CAPACITY_MAX 262144u
 #define AMK_KV_PAGE 128u
 #define AMK_KV_PAGES_MAX 65536u

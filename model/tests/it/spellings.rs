@@ -157,13 +157,13 @@ fn scalars_and_lists_that_are_not_followed_are_refused() {
 /// What can be imported can be lowered.
 #[test]
 fn sizes_that_no_schedule_takes_are_refused() {
-    let heads = json!({ "num_attention_heads": 48, "num_key_value_heads": 2 });
+    let heads = json!({ "num_attention_heads": 65, "num_key_value_heads": 1 });
     let chosen = json!({ "num_local_experts": 64, "num_experts_per_tok": 17 });
     refused([
         (
             "glm4-bf16",
             heads,
-            "\"num_key_value_heads\" is 2 for 48 heads, 24 for each; supported: up to 16",
+            "\"num_key_value_heads\" is 1 for 65 heads, 65 for each; supported: up to 64",
         ),
         ("qwen3-moe-bf16", chosen, "\"num_experts_per_tok\" is 17; supported: 1 to 16"),
         (

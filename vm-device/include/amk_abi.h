@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x060cd5a5a649fc44ull
+#define AMK_ABI_HASH 0x9200cd846be30d4bull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u

@@ -395,10 +395,8 @@ impl Speeds {
         let needed = bytes / flow.payload;
         let missing = (needed - state.arrived).max(0.0);
         // The last stage is used after it has arrived.
-        let us = match missing {
-            0.0 => consume,
-            _ => in_turn(consume - tail, missing / stream) + tail,
-        };
+        let us =
+            if missing == 0.0 { consume } else { in_turn(consume - tail, missing / stream) + tail };
         // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
         let attends = matches!(work, Work::Attention { .. });
         let refill = if attends && missing == 0.0 { 0.0 } else { us * stream };

@@ -177,11 +177,13 @@ impl Graph {
         codes.max_by_key(|&dtype| dtype as u32)
     }
 
-    /// Whether the kernel multiplies codes with one 16-bit half of a vector's elements: codes are coarser than f16. Others, and
-    /// mixtures, whose routes follow small differences, get both halves.
+    /// Whether the kernel multiplies with one 16-bit half of a vector's elements, so that the ring is longer: beside codes,
+    /// which are coarser than f16, if some vector is long. Mixtures, whose routes follow small differences, get both halves.
     #[must_use]
     pub fn one_half(&self) -> bool {
-        self.codes().is_some() && self.layers.iter().all(|layer| layer.gated().is_some())
+        self.codes().is_some()
+            && self.layers.iter().all(|layer| layer.gated().is_some())
+            && crate::program::Dims::from(self).longest_vector() > abi::TWO_HALVES_MAX
     }
 
     /// Query heads that share one key/value head.

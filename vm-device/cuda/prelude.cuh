@@ -62,9 +62,10 @@ template <uint32_t N> struct Number {
 // Whether some matrix is unpacked, and whether some matrix has units with scales behind them (unpack.cuh).
 constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE, SCALED_UNITS = AMK_UNPACK >> AMK_UNPACK_E4M3_G64 != 0;
 
-// Whether vectors are staged as the high 16-bit half of each element, without the low one: beside codes, which are coarser than f16, for a ring
-// that is longer by half the longest vector. A mixture's route would be another too often. Same as ir::Graph::one_half.
-constexpr bool ONE_HALF = MIXED && (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) == 0;
+// Whether vectors are staged as the high 16-bit half of each element, without the low one: beside codes, which are coarser than f16, where two
+// halves of the longest vector would leave a short ring. A mixture's route would be another too often. Same as ir::Graph::one_half.
+constexpr uint32_t LONGEST_VECTOR = AMK_FFN > AMK_HIDDEN ? (AMK_FFN > AMK_Q_WIDTH ? AMK_FFN : AMK_Q_WIDTH) : (AMK_HIDDEN > AMK_Q_WIDTH ? AMK_HIDDEN : AMK_Q_WIDTH);
+constexpr bool ONE_HALF = MIXED && (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) == 0 && LONGEST_VECTOR > AMK_TWO_HALVES_MAX;
 
 // Whether registers are left over: the scales of codes and wide heads take them all, and what else is kept in some would be spilled.
 constexpr bool SPARE_REGISTERS = !MIXED && AMK_HEAD_DIM <= 128;

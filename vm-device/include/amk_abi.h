@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x9200cd846be30d4bull
+#define AMK_ABI_HASH 0x9285183352a65219ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -51,6 +51,7 @@ typedef long long int64_t;
 #define AMK_CONSUMER_WARPS 8u
 #define AMK_HELPER_WARPS 4u
 #define AMK_FIXED_BYTES 11264u
+#define AMK_TWO_HALVES_MAX 16384u
 #define AMK_ATTENTION_GROUP 4u
 #define AMK_BATCH_TILES 8u
 #define AMK_PREFILL_THREADS 256u

@@ -365,12 +365,13 @@ fn tasks_go_on_where_their_numbers_wrap() {
 }
 
 /// Tiles whose length is no multiple of a power of two: parts of 38 and 37 units, and parts that leave the last warps one unit less. With
-/// 16-bit weights, and with codes, whose tiles have half as many units. Groups of 5, 7 and 30 query heads are attended in parts.
+/// 16-bit weights, and with codes, whose tiles have half as many units. Groups of 5, 7 and 30 query heads are attended in parts,
+/// and codes meet one half of the vector of 17408 elements.
 #[test]
 fn odd_widths_compute_what_the_graph_says() {
     let Some(info) = device() else { return };
     for (hidden, heads, kv_heads, ffn) in
-        [(1920, 15, 3, 9728), (896, 7, 1, 4864), (3840, 30, 1, 18944)]
+        [(1920, 15, 3, 9728), (896, 7, 1, 4864), (640, 5, 1, 17408), (3840, 30, 1, 18944)]
     {
         let shape = model::Shape {
             name: format!("{hidden} by {ffn}"),

@@ -303,6 +303,14 @@ pub struct Dims {
     pub dtype: DType,
 }
 
+impl Dims {
+    /// Elements of the longest vector that a matrix is multiplied with.
+    #[must_use]
+    pub fn longest_vector(&self) -> u32 {
+        self.hidden.max(self.heads.saturating_mul(self.head_dim)).max(self.ffn)
+    }
+}
+
 impl From<&Graph> for Dims {
     fn from(graph: &Graph) -> Self {
         Self {
@@ -399,6 +407,7 @@ impl Program {
     pub fn one_half(&self) -> bool {
         self.matrices.iter().any(|matrix| matrix.format.is_scaled())
             && self.matrices.iter().all(|matrix| matrix.experts == 1)
+            && self.dims.longest_vector() > abi::TWO_HALVES_MAX
     }
 
     /// Key/value bytes that one step at `position` reads on the device.

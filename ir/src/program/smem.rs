@@ -13,8 +13,7 @@ pub fn activation_bytes(dims: &Dims, one_half: bool) -> u32 {
     let operand = |format: &&Format| format.operand() == dims.dtype;
     let unit_cols =
         Format::ALL.iter().filter(operand).map(|format| format.unit_cols()).max().unwrap_or(1);
-    let q_width = dims.heads * dims.head_dim;
-    let k_max = dims.hidden.max(q_width).max(dims.ffn).next_multiple_of(unit_cols);
+    let k_max = dims.longest_vector().next_multiple_of(unit_cols);
     let element = if one_half { 2 } else { 4 };
     (element * k_max).max(scratch_bytes(dims)).next_multiple_of(128)
 }

@@ -13,7 +13,7 @@ use ir::schedule::{default_config, read_config_over, validate};
 use ir::{ScheduleConfig, Target, Valid};
 use model::Model;
 use vm_device::Variant;
-use vm_host::{BootOptions, Card, HostError, Idle, PrefillOptions};
+use vm_host::{BootOptions, Card, Idle, PrefillOptions};
 
 mod device;
 use device::device;
@@ -330,14 +330,14 @@ fn a_fault_of_one_device_ends_all_and_the_next_launch_works() {
             let of = vm_host::Request { tokens: &[1, 2, 3], generate: 8, ..Default::default() };
             let request = vm_host::Request { sampled, ..of };
             let met = match machine.spoil_on(device, &program, *fault) {
-                Err(HostError::Request(_)) => None, // the program has no such place
+                Err(vm_host::HostError::Request(_)) => None, // the program has no such place
                 Err(error) => Some(error),
                 Ok(()) => machine.run(&request, &mut || false).err(),
             };
             let waited = began.elapsed();
             if let Some(error) = met {
                 eprintln!("{} device {device} {fault:?} after {waited:?}: {error}", target.name);
-                assert!(matches!(error, HostError::Trapped(_)), "{error}");
+                assert!(matches!(error, vm_host::HostError::Trapped(_)), "{error}");
                 assert!(waited < DEADLINE * 4, "{waited:?}");
                 ended[device as usize] += 1;
             }

@@ -431,6 +431,47 @@ fn changes_that_were_measured_are_predicted() {
     assert!((15.0..35.0).contains(&merge), "{merge}");
 }
 
+/// A group of ten query heads is attended in parts of four, four and two, on workers of their own; one of them keeps the key.
+#[test]
+fn wide_groups_are_attended_in_parts() {
+    let shape =
+        Shape { heads: 20, kv_heads: 2, head_dim: 16, hidden: 64, layers: 1, ..Shape::default() };
+    let (graph, h200) = (shape.graph(), target("h200"));
+    let mut config = default_config(&graph, &h200);
+    config.tiling.attention.kv_split = 2;
+    let config = ir::schedule::validate(config, &graph, &h200).expect("it is legal");
+    let program = lower(&config, &graph, &h200, OPTIONS).expect("it lowers");
+    let attends = |worker: &ir::program::Worker| {
+        let tasks = worker.tasks.iter().filter(|task| task.opcode == Opcode::Attention);
+        tasks.map(|task| task.params::<abi::AttentionParams>()).collect::<Vec<_>>()
+    };
+    let per_worker: Vec<_> = program.workers.iter().map(attends).collect();
+    assert!(per_worker.iter().all(|tasks| tasks.len() <= 1));
+    let mut parts: Vec<_> =
+        per_worker.concat().iter().map(|p| (p.kv_head, p.part, p.split)).collect();
+    parts.sort_unstable();
+    let all = (0..2).flat_map(|head| (0..3).map(move |part| (head, part)));
+    let all: Vec<_> =
+        all.flat_map(|(head, part)| (0..2).map(move |split| (head, part, split))).collect();
+    assert_eq!(parts, all);
+    assert_eq!([0, 1, 2].map(|part| ir::program::part_heads(10, part)), [0..4, 4..8, 8..10]);
+}
+
+/// One half of a vector's elements is enough for long vectors beside codes only, and the ring gets the room.
+#[test]
+fn long_vectors_beside_codes_have_one_half() {
+    let of = |name: &str| model::preset(name).expect("a preset").graph;
+    let halves = |name| of(name).one_half();
+    assert!(halves("qwen3-32b-fp8") && halves("llama-3.1-70b-int4-g128"));
+    for both in ["qwen3-32b", "llama-3.1-8b-fp8", "qwen3-30b-a3b-fp8-block", "gpt-oss-20b"] {
+        assert!(!halves(both), "{both}");
+    }
+    let ring = |name| default_config(&of(name), &target("h200")).pipeline;
+    let [codes, operands] = [ring("qwen3-32b-fp8"), ring("qwen3-32b")];
+    assert_eq!([codes.stage_bytes, codes.stages], [32 * 1024, 5]);
+    assert_eq!([operands.stage_bytes, operands.stages], [16 * 1024, 7]);
+}
+
 /// Measured in a skeleton of the kernel: 7, 9, 11 and 13 stages took 748, 739, 728 and 720 us. The rates are those of the kernel.
 #[test]
 fn deeper_rings_are_predicted_a_little_faster() {

@@ -22,7 +22,8 @@ fn without_a_gpu_trace_takes_a_predicted_step_apart() {
     let bounds = &document["schedules"][0]["bounds"];
     let bound = |key: &str| bounds[key].as_f64().unwrap_or_else(|| panic!("{key}: {bounds}"));
     assert_eq!(bound("bound_us"), bound("bytes_us").max(bound("chain_us")));
-    assert!(bound("bound_us") * 1000.0 <= ns("span_ns") as f64, "{bounds}");
+    // All of the toy's step is its chain, and the span is in whole nanoseconds.
+    assert!(bound("bound_us") * 1000.0 < ns("span_ns") as f64 + 1.0, "{bounds}");
     let refused = amk_in(folder.path(), &[&args[..], &["--digest", "no/such/folder.md"]].concat());
     refused.fails(2, &["cannot write", "no/such/folder.md"]);
     amk(&["trace", "--model", "toy", "--device", "cpu", "--context", "999999"])

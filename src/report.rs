@@ -35,9 +35,10 @@ pub(crate) fn json_wanted() {
     JSON.store(true, Ordering::Relaxed);
 }
 
-/// Whether a document would be printed: a terminal without `--json` gets none.
+/// Whether a document would be printed: a terminal without `--json` gets none. Asks the file and not std's `stdout`, whose first
+/// use allocates and holds a lock: a process that has no memory left asks too, and would wait for itself.
 pub(crate) fn prints_documents() -> bool {
-    JSON.load(Ordering::Relaxed) || !std::io::stdout().is_terminal()
+    JSON.load(Ordering::Relaxed) || !rustix::stdio::stdout().is_terminal()
 }
 
 /// Prints the command's only document: on one line, or indented on a terminal, which gets it only with `--json`.

@@ -35,8 +35,8 @@ pub(crate) fn json_wanted() {
     JSON.store(true, Ordering::Relaxed);
 }
 
-/// Whether a document would be printed: a terminal without `--json` gets none. Asks the file and not std's `stdout`, whose first
-/// use allocates and holds a lock: a process that has no memory left asks too, and would wait for itself.
+/// Whether a document would be printed: a terminal without `--json` gets none. Asks the file and not std's `stdout`,
+/// whose first use allocates under a lock: a process that has no memory left asks too, and would wait for itself.
 pub(crate) fn prints_documents() -> bool {
     JSON.load(Ordering::Relaxed) || !rustix::stdio::stdout().is_terminal()
 }

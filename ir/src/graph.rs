@@ -11,6 +11,7 @@ pub use abi::{Activation, DType};
 use crate::block::{Experts, FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
+use crate::program::Dims;
 
 /// A stored tensor: its name in the checkpoint, element type and shape (row-major).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -177,13 +178,11 @@ impl Graph {
         codes.max_by_key(|&dtype| dtype as u32)
     }
 
-    /// Whether the kernel multiplies with one 16-bit half of a vector's elements, so that the ring is longer: beside codes,
-    /// which are coarser than f16, if some vector is long. Mixtures, whose routes follow small differences, get both halves.
+    /// [`Dims::one_half`] of its tensors and layers.
     #[must_use]
     pub fn one_half(&self) -> bool {
-        self.codes().is_some()
-            && self.layers.iter().all(|layer| layer.gated().is_some())
-            && crate::program::Dims::from(self).longest_vector() > abi::TWO_HALVES_MAX
+        let experts = self.layers.iter().any(|layer| layer.gated().is_none());
+        Dims::from(self).one_half(self.codes().is_some(), experts)
     }
 
     /// Query heads that share one key/value head.

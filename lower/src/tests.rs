@@ -441,11 +441,11 @@ fn wide_groups_are_attended_in_parts() {
     config.tiling.attention.kv_split = 2;
     let config = ir::schedule::validate(config, &graph, &h200).expect("it is legal");
     let program = lower(&config, &graph, &h200, OPTIONS).expect("it lowers");
-    let attends = |worker: &ir::program::Worker| {
+    let attention_tasks = |worker: &ir::program::Worker| {
         let tasks = worker.tasks.iter().filter(|task| task.opcode == Opcode::Attention);
         tasks.map(|task| task.params::<abi::AttentionParams>()).collect::<Vec<_>>()
     };
-    let per_worker: Vec<_> = program.workers.iter().map(attends).collect();
+    let per_worker: Vec<_> = program.workers.iter().map(attention_tasks).collect();
     assert!(per_worker.iter().all(|tasks| tasks.len() <= 1));
     let mut parts: Vec<_> =
         per_worker.concat().iter().map(|p| (p.kv_head, p.part, p.split)).collect();

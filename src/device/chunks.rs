@@ -22,7 +22,7 @@ impl Gpu<'_> {
                 return Err(Failure::usage(format!("--prefill chunks: {why}")));
             }
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
-            // Chunks of several GPUs have not run on any: who wants them says so.
+            // Of several GPUs only two have run chunks, of small models: who wants them says so.
             (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),

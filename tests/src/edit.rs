@@ -256,10 +256,10 @@ fn corrupt_split(program: &mut Program, rng: &mut Rng) {
         let mut p: AttentionParams = task.params();
         match rng.below(6) {
             0 => p.split = change(p.split, rng),
-            5 => p.part = change(p.part, rng),
             1 => p.splits = change(p.splits, rng),
             2 => p.kv_block = change(p.kv_block, rng),
             3 => p.window = change(p.window, rng),
+            4 => p.part = change(p.part, rng),
             _ => p.kv_head = change(p.kv_head, rng),
         }
         task.params = bytemuck::cast(p);

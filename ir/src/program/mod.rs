@@ -309,6 +309,14 @@ impl Dims {
     pub fn longest_vector(&self) -> u32 {
         self.hidden.max(self.heads.saturating_mul(self.head_dim)).max(self.ffn)
     }
+
+    /// Whether the kernel multiplies with one 16-bit half of a vector's elements, so that the ring is longer: beside codes,
+    /// which are coarser than f16, if some vector is long. Mixtures, whose routes follow small differences, get both halves.
+    /// Same as ONE_HALF in vm-device/cuda/prelude.cuh.
+    #[must_use]
+    pub fn one_half(&self, codes: bool, experts: bool) -> bool {
+        codes && !experts && self.longest_vector() > abi::TWO_HALVES_MAX
+    }
 }
 
 impl From<&Graph> for Dims {
@@ -402,12 +410,12 @@ impl Program {
         loads.map(|load| self.weight_bytes(load)).sum()
     }
 
-    /// Whether the kernel stages one half of a vector's elements ([`Graph::one_half`]).
+    /// [`Dims::one_half`] of its matrices.
     #[must_use]
     pub fn one_half(&self) -> bool {
-        self.matrices.iter().any(|matrix| matrix.format.is_scaled())
-            && self.matrices.iter().all(|matrix| matrix.experts == 1)
-            && self.dims.longest_vector() > abi::TWO_HALVES_MAX
+        let codes = self.matrices.iter().any(|matrix| matrix.format.is_scaled());
+        let experts = self.matrices.iter().any(|matrix| matrix.experts > 1);
+        self.dims.one_half(codes, experts)
     }
 
     /// Key/value bytes that one step at `position` reads on the device.
@@ -469,7 +477,8 @@ pub fn split_range(keys: u32, kv_block: u32, active: u32, split: u32) -> std::op
     start.min(keys)..end.min(keys)
 }
 
-/// The query heads of a group of `group` that part `part` of its attention tasks attends for.
+/// The query heads of an attention task: those of part `part` of a key/value head's `group` query heads, counted from the
+/// group's first.
 #[must_use]
 pub fn part_heads(group: u32, part: u32) -> std::ops::Range<u32> {
     let at = |part: u32| part.saturating_mul(abi::ATTENTION_GROUP).min(group);

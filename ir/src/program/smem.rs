@@ -7,7 +7,7 @@ use crate::program::Dims;
 
 /// Bytes of the activation buffer: the longest staged vector, or what the consumer warps exchange in attention and its
 /// merge. An element of a vector has 4 bytes, an f32 or the high and low 16-bit halves; with
-/// `one_half` ([`Graph::one_half`](crate::Graph::one_half)) 2.
+/// `one_half` ([`Dims::one_half`]) 2.
 #[must_use]
 pub fn activation_bytes(dims: &Dims, one_half: bool) -> u32 {
     let operand = |format: &&Format| format.operand() == dims.dtype;

@@ -398,8 +398,8 @@ impl Speeds {
         let us =
             if missing == 0.0 { consume } else { in_turn(consume - tail, missing / stream) + tail };
         // Attention frees its stages at its end, so that nothing arrives beyond what it lacked.
-        let attends = matches!(work, Work::Attention { .. });
-        let refill = if attends && missing == 0.0 { 0.0 } else { us * stream };
+        let attention = matches!(work, Work::Attention { .. });
+        let refill = if attention && missing == 0.0 { 0.0 } else { us * stream };
         state.arrived = (state.arrived + refill - needed).clamp(0.0, flow.ring);
         (us, us - consume)
     }

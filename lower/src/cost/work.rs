@@ -29,7 +29,7 @@ pub(super) enum Work {
     /// Products over this many bytes, stages and tiles, after staging a vector of `elements`, merging `merged` splits, and
     /// adding the vector to another after a norm of its own if it is `normed`.
     Product { bytes: f64, stages: f64, tiles: f64, elements: f64, merged: u32, normed: bool },
-    /// Attention in this many passes over the keys and values, which come through the ring: so many bytes.
+    /// Attention over this many bytes of keys and values from the ring, in so many passes of all warps.
     Attention { passes: u32, bytes: f64 },
     /// A merge of this many splits.
     Merge { merged: u32 },

@@ -1,4 +1,5 @@
-//! Attention rules: every split of every head exactly once for each part of its group, one cache per layer, and merges that match the splits.
+//! Attention rules: every split of every head exactly once for each part of its group, one cache per layer, and merges
+//! that match the splits.
 //!
 //! Relies on sound tasks.
 

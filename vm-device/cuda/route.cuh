@@ -35,27 +35,47 @@ __device__ __forceinline__ uint32_t order_key(float v) {
 // The inverse.
 __device__ __forceinline__ float key_value(uint32_t key) { return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u)); }
 
+constexpr uint32_t RANK_ONCE = 2; // fours of keys that are requested at once
+// One if the expert `j` of key `other` comes before the expert `i` of `key`. Without branches, so that loads and comparisons overlap.
+__device__ __forceinline__ uint32_t comes_before(uint32_t other, uint32_t j, uint32_t key, uint32_t i) {
+  return (uint32_t)(other > key) | ((uint32_t)(other == key) & (uint32_t)(j < i));
+}
+// Experts before the i-th, of fours number first, first + step, ... of `keys`.
+__device__ __forceinline__ uint32_t rank_part(uint32_t const* keys, uint32_t padded, uint32_t first, uint32_t step, uint32_t key, uint32_t i) {
+  uint32_t rank = 0;
+#pragma unroll 1
+  for (uint32_t j = first * 4; j < padded; j += RANK_ONCE * 4 * step) {
+    uint4 others[RANK_ONCE];
+#pragma unroll
+    for (uint32_t n = 0; n < RANK_ONCE; ++n) {
+      others[n] = *(uint4 const*)(keys + j + n * 4 * step);
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < RANK_ONCE; ++n) {
+      uint32_t const at = j + n * 4 * step;
+      rank += comes_before(others[n].x, at, key, i) + comes_before(others[n].y, at + 1, key, i);
+      rank += comes_before(others[n].z, at + 2, key, i) + comes_before(others[n].w, at + 3, key, i);
+    }
+  }
+  return rank;
+}
 // Ranks the experts: the rank of one is its slot. Several threads share the comparisons of an expert, as many as there are for each.
 __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  uint32_t* const keys = (uint32_t*)w.x;             // of the logits, in the activation buffer
-  float* const chosen = (float*)(keys + p.experts); // logits by slot
-  float* const sums = chosen + p.slots;             // of each warp
-  for (uint32_t i = w.thread; i < p.experts; i += CONSUMERS) {
-    keys[i] = order_key(word_wait(w, in, p.first + i));
+  uint32_t const log2 = p.experts <= CONSUMERS / 8 ? 3 : p.experts <= CONSUMERS / 4 ? 2 : p.experts <= CONSUMERS / 2 ? 1 : 0, sharing = 1u << log2;
+  uint32_t const once = RANK_ONCE * 4 * sharing, padded = (p.experts + once - 1) / once * once; // the least key pads: it comes before none
+  uint32_t* const keys = (uint32_t*)w.x;          // of the logits, in the activation buffer
+  float* const chosen = (float*)(keys + padded); // logits by slot
+  float* const sums = chosen + p.slots;          // of each warp
+  for (uint32_t i = w.thread; i < padded; i += CONSUMERS) {
+    keys[i] = i < p.experts ? order_key(word_wait(w, in, p.first + i)) : 0;
   }
   trace_staged(w);
   consumers_sync();
-  uint32_t const log2 = p.experts <= CONSUMERS / 8 ? 3 : p.experts <= CONSUMERS / 4 ? 2 : p.experts <= CONSUMERS / 2 ? 1 : 0, sharing = 1u << log2;
 #pragma unroll 1
   for (uint32_t first = 0; first < p.experts; first += CONSUMERS >> log2) { // all lanes take every turn
     uint32_t const i = first + (w.thread >> log2), key = i < p.experts ? keys[i] : 0;
-    uint32_t rank = 0;
-#pragma unroll 4
-    for (uint32_t j = w.thread % sharing; j < p.experts; j += sharing) {
-      uint32_t const other = keys[j];
-      rank += other > key || (other == key && j < i);
-    }
+    uint32_t rank = rank_part(keys, padded, w.thread % sharing, sharing, key, i);
 #pragma unroll 1
     for (uint32_t o = 1; o < sharing; o *= 2) {
       rank += __shfl_xor_sync(~0u, rank, o);

@@ -14,7 +14,10 @@ use vm_device::Variant;
 use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Resident, Sequence};
 
 mod device;
+#[path = "device/heads.rs"]
+mod heads;
 use device::device;
+use heads::odd_heads;
 
 /// Models of every family and 16-bit type.
 const GOLDEN: [&str; 4] =
@@ -213,6 +216,18 @@ fn sessions_of_a_batch_get_what_they_get_alone() {
         let model = golden(name);
         for (index, schedule) in SCHEDULES.into_iter().enumerate() {
             let seqs = [8, 8, 4, 2][index];
+            check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, seqs);
+        }
+    }
+}
+
+#[test]
+fn sessions_with_heads_of_multiples_of_16_get_what_they_get_alone() {
+    if device().is_none() {
+        return;
+    }
+    for (_, model) in odd_heads() {
+        for (schedule, seqs) in [(SCHEDULES[1], 8), (SCHEDULES[2], 2)] {
             check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, seqs);
         }
     }

@@ -20,7 +20,7 @@ mod device;
 #[path = "device/heads.rs"]
 mod heads;
 use device::device;
-use heads::odd_heads;
+use heads::{compile, odd_heads};
 
 /// Folders of the corpus. Those of codes, those that multiply the residual stream without a norm (olmo), and those with experts do not run in
 /// a kernel of several sequences.
@@ -411,16 +411,17 @@ fn odd_widths_compute_what_the_graph_says() {
 #[test]
 fn heads_of_multiples_of_16_compute_what_the_graph_says() {
     let Some(info) = device() else { return };
-    let split = r#""tiling": {"attention": {"kv_split": 4, "kv_block": 32}}"#;
     let merged = r#""fusion_grouping": {"merge": "o_proj"}"#;
+    let split = r#""tiling": {"attention": {"kv_split": 4, "kv_block": 32}}"#;
     let small = r#""pipeline": {"stages": 2, "stage_bytes": 8192, "in_flight_bytes": 8192, "in_flight_before_wait_bytes": 8192}"#;
-    for (head_dim, model) in odd_heads() {
-        for text in [
-            "{}",
-            &format!("{{{split}}}"),
-            &format!("{{{split}, {merged}}}"),
-            &format!("{{{small}, {merged}}}"),
-        ] {
+    let of = |parts: &[&str]| format!("{{{}}}", parts.join(", "));
+    let schedules = [of(&[]), of(&[split]), of(&[split, merged]), of(&[small, merged])];
+    let models = odd_heads();
+    let kernel = ir::ScheduleConfig::default().kernel;
+    let variants = models.iter().map(|(_, model)| kernel_variant(&kernel, &model.graph));
+    compile(&variants.collect::<Vec<_>>());
+    for (head_dim, model) in models {
+        for text in &schedules {
             check_graph(&model, (text, 150), &format!("heads of {head_dim}, {text}"), &info);
         }
     }

@@ -11,6 +11,7 @@ use ir::program::{Program, Verified};
 use ir::schedule::{neutral_config, validate};
 use ir::{DType, Graph, Target, TensorId, Weights};
 use model::Model;
+use rayon::prelude::*;
 use reference_vm::eval::Evaluator;
 use vm_device::Variant;
 use vm_host::{BootOptions, GemmShape, HostError, Idle, PrefillOptions, Resident};
@@ -19,7 +20,7 @@ mod device;
 #[path = "device/heads.rs"]
 mod heads;
 use device::device;
-use heads::odd_heads;
+use heads::{compile, odd_heads};
 
 const GOLDEN: [&str; 12] = [
     "golden/llama-tied-f32",
@@ -348,7 +349,14 @@ fn chunks_of_golden_models_are_as_good_as_steps() {
 fn chunks_of_heads_of_multiples_of_16_are_as_good_as_steps() {
     let Some(info) = device() else { return };
     let mut problems = Vec::new();
-    for (head_dim, model) in odd_heads() {
+    let models = odd_heads();
+    let kernel = ir::ScheduleConfig::default().kernel;
+    let variants = models.iter().map(|(_, model)| vm_host::variant(&kernel, &model.graph));
+    compile(&variants.collect::<Vec<_>>());
+    models.par_iter().for_each(|(_, model)| {
+        let _ = vm_host::compile_prompts(&model.graph, &info)();
+    });
+    for (head_dim, model) in models {
         let refused = vm_host::prefill_refused(&model.graph, 1);
         assert_eq!(refused.is_some(), head_dim > 128, "heads of {head_dim}: {refused:?}");
         problems.append(&mut chunks_and_steps(model, info.sms));

@@ -1,6 +1,8 @@
 //! Models with heads whose width is a multiple of 16 but no power of two.
 
 use model::{Family, Model, Shape};
+use rayon::prelude::*;
+use vm_device::Variant;
 
 /// Random models of two layers by the elements of a head: with as many key/value heads as query heads, or fewer, and with normalised heads.
 pub(crate) fn odd_heads() -> Vec<(u32, Model)> {
@@ -31,4 +33,13 @@ pub(crate) fn odd_heads() -> Vec<(u32, Model)> {
         (head_dim, Model::random(shape, 7))
     };
     shapes.map(model).into()
+}
+
+/// Fills the cache with these kernels, on all cores: one after the other they take minutes. What cannot be compiled is said where it is launched.
+pub(crate) fn compile(variants: &[Variant]) {
+    let cache = vm_host::default_cache();
+    let arch = vm_device::ARCHITECTURES[0].name;
+    variants.par_iter().for_each(|variant| {
+        let _ = vm_host::compile(variant, arch, cache.as_deref());
+    });
 }

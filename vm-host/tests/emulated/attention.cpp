@@ -177,7 +177,7 @@ int main() {
       continue;
     }
     ++next;
-    uint32_t const bytes = next % 2 == 0 ? 8192 : 16384, window = next % 3 == 0 ? 50 : 0;
+    uint32_t const bytes = 8192u << next % 3, window = next % 4 == 3 ? 50 : 0;
     double const error = step(position, bytes, window);
     worst = error <= worst ? worst : error;
   }

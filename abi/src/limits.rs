@@ -59,8 +59,8 @@ limits! {
     SPLITS_MAX: u32 = 32;
     /// Elements of one head.
     HEAD_DIM_MAX: u32 = 256;
-    /// Elements of one head on the device, at least: its attention works on blocks of 16 or more.
-    HEAD_DIM_MIN: u32 = 16;
+    /// Elements of one head on the device are a multiple of this: its attention works on blocks of 16.
+    HEAD_DIM_STEP: u32 = 16;
     /// Query heads per key/value head.
     GROUP_MAX: u32 = 64;
     /// Tokens of a session's key/value cache.

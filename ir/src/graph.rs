@@ -163,11 +163,14 @@ impl Graph {
         self.kv_heads * self.head_dim
     }
 
-    /// Whether the attention of the kernel takes heads of this width. The reference VM takes any.
+    /// Why the attention of the kernel does not take heads of this width, if it does not. The reference VM takes any.
     #[must_use]
-    pub fn heads_have_a_kernel(&self) -> bool {
-        let widths = abi::HEAD_DIM_MIN..=abi::HEAD_DIM_MAX;
-        self.head_dim.is_power_of_two() && widths.contains(&self.head_dim)
+    pub fn heads_refused(&self) -> Option<String> {
+        let (width, step, most) = (self.head_dim, abi::HEAD_DIM_STEP, abi::HEAD_DIM_MAX);
+        let taken = width.is_multiple_of(step) && (step..=most).contains(&width);
+        (!taken).then(|| {
+            format!("heads of {width} elements run on a CPU only: a GPU takes multiples of {step} to {most}")
+        })
     }
 
     /// Element type of the matrices that are codes, if some are: of several, the last in the table of element types.

@@ -154,11 +154,8 @@ fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
     let declared = declared.as_ref();
     let (weights, mut notes) = store::open(dir, checkpoint, &mut graph, &pieces, declared, form)?;
     notes.extend(shape.options.notes.iter().cloned());
-    if !graph.heads_have_a_kernel() {
-        notes.push(format!(
-            "no kernel: heads of {} elements run on a CPU only; a GPU takes 16, 32, 64, 128 or 256",
-            graph.head_dim
-        ));
+    if let Some(refused) = graph.heads_refused() {
+        notes.push(format!("no kernel: {refused}"));
     }
     shape.dtype = graph.dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })

@@ -154,6 +154,25 @@ fn gpt_oss(layers: u32, count: u32) -> Shape {
     }
 }
 
+/// The one for 4096 positions.
+fn phi3_mini() -> Shape {
+    Shape {
+        family: Family::Phi3,
+        hidden: 3072,
+        layers: 32,
+        heads: 32,
+        kv_heads: 32,
+        head_dim: 96,
+        ffn: 8192,
+        vocab: 32_064,
+        norm_eps: 1e-5,
+        max_positions: 4096,
+        rope: Rope::plain(10_000.0),
+        window: Window::All(2047),
+        ..Shape::default()
+    }
+}
+
 /// Without the divisors of its frequencies, which cost no time.
 fn phi4_mini() -> Shape {
     Shape {
@@ -239,6 +258,11 @@ pub const PRESETS: &[Preset] = &[
             let shape = Shape { hidden, ffn, max_positions, rope, vocab: 262_208, ..gemma3() };
             Shape { layers: 34, heads: 8, kv_heads: 4, ..shape }.with_gemma3_options(1024)
         },
+    },
+    Preset {
+        name: "phi-3-mini",
+        about: "Phi 3 mini: 32 layers of 3072, heads of 96, windows of 2047",
+        shape: phi3_mini,
     },
     Preset {
         name: "phi-4-mini",

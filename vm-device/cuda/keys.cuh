@@ -2,15 +2,19 @@
 //
 // The cache holds rows of f16 in pages (pages.cuh). They stream through the ring as the weights do, in blocks of 128 keys (64 of wide heads), the keys of a block
 // before its values; a consumer warp takes a tile of 32 (16) keys of every other block. The 16-byte chunks of a row are permuted by the key's
-// number, so that neither the rows of a tile's keys nor those of its values conflict in shared-memory banks.
+// number, so that the rows of a tile's values do not conflict in shared-memory banks, nor, but for heads of an odd multiple of 16, those of its keys.
 #pragma once
 
 constexpr uint32_t TILE_KEYS = AMK_HEAD_DIM > 128 ? 16 : 32; // wide keys take twice the registers
 constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
+__device__ constexpr uint32_t power_up(uint32_t n, uint32_t power = 1) { return power < n ? power_up(n, 2 * power) : power; } // the next power of two, or n
+constexpr uint32_t ROW_ROOM = power_up(ROW_BYTES); // a stage has as many rows as it has room for rows of so many bytes: a power of two
+// Chunks that are permuted among themselves: the greatest power of two that divides those of a row, and no more than the banks have room for.
+constexpr uint32_t ROW_SWIZZLED = (ROW_CHUNKS & (0 - ROW_CHUNKS)) < 8 ? ROW_CHUNKS & (0 - ROW_CHUNKS) : 8;
 constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads of a task: columns of the B operand
-static_assert((AMK_HEAD_DIM & (AMK_HEAD_DIM - 1)) == 0 && AMK_HEAD_DIM >= 16 && AMK_HEAD_DIM <= 256, "rows are whole chunks, a power of two of them");
+static_assert(AMK_HEAD_DIM % AMK_HEAD_DIM_STEP == 0 && AMK_HEAD_DIM > 0 && AMK_HEAD_DIM <= AMK_HEAD_DIM_MAX, "rows are pairs of chunks");
 
 // a / b for a < 2^24, in a third of the time of an integer division.
 __device__ __forceinline__ uint32_t quotient(uint32_t a, uint32_t b) {
@@ -31,10 +35,10 @@ __device__ __forceinline__ uint32_t split_start(uint32_t keys, uint32_t kv_block
   return start < keys ? start : keys;
 }
 
-// XOR mask of a row's chunks: chunk c is stored at c ^ row_swizzle(key).
+// XOR mask of a row's chunks: chunk c is stored at c ^ row_swizzle(key). Rows begin in 8 / ROW_SWIZZLED different banks in turn.
 __device__ __forceinline__ uint32_t row_swizzle(uint32_t key) {
-  if (ROW_CHUNKS < 8) {
-    return key / (8 / ROW_CHUNKS) % ROW_CHUNKS;
+  if (ROW_SWIZZLED < 8) {
+    return key / (8 / ROW_SWIZZLED) % ROW_SWIZZLED;
   }
   return (key & 1) << 2 | (key & 6) >> 1;
 }
@@ -49,7 +53,7 @@ __device__ __forceinline__ BlockStages block_stages(uint32_t rows, uint32_t stag
   uint32_t const copied = (rows + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS, values = copied * ROW_BYTES;
   // A stage of units with scales is a little longer than a power of two.
   uint32_t const room = SCALED_UNITS ? 1u << (31 - __clz(stage_bytes)) : stage_bytes;
-  return BlockStages{copied, room / ROW_BYTES, 2 * values <= room ? values : 0};
+  return BlockStages{copied, room / ROW_ROOM, 2 * values <= room ? values : 0};
 }
 
 // Stages needed for `rows` rows of a block. Stages and rows are powers of two.

@@ -122,20 +122,23 @@ __device__ __forceinline__ void vec4_square(float4 v, float4& sum) { sum = make_
 __device__ __forceinline__ float vec4_sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 __device__ __forceinline__ float4 vec4_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
 
-// Distance from a unit of a warp to its next: in elements, and in words where each head has SKIP words before it.
+// Distance from a unit of a warp to its next.
 constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
+constexpr bool SAME_PLACE = STEP_ELEMENTS % AMK_HEAD_DIM == 0; // a warp's units begin at the same place of a head
+// The word of an element where each head has SKIP words before it, and if units begin at the same place, the words from one to the next.
+template <uint32_t SKIP> __device__ __forceinline__ uint32_t element_word(uint32_t e) { return e + (e / AMK_HEAD_DIM + 1) * SKIP; }
 template <uint32_t SKIP> __device__ constexpr uint32_t step_words() { return STEP_ELEMENTS + STEP_ELEMENTS / AMK_HEAD_DIM * SKIP; }
-static_assert(STEP_ELEMENTS % AMK_HEAD_DIM == 0, "a warp's units begin at the same place of a head");
 
 // How a vector's elements become operands: values, values times a norm, or halves already (input_write).
 enum class Form { VALUES, NORMED, SPLIT };
 
-// Loads the `wanted` groups of 4 words from `first` on into the operands; `word` is the index of the first word.
+// Loads the `wanted` groups of 4 words from `first` on into the operands.
 template <Form FORM, uint32_t SKIP, bool WHOLE>
 __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const& words, float const* norm, uint32_t first, uint32_t wanted, SeqInput& x) {
-  uint32_t const word = first + (first / AMK_HEAD_DIM + 1) * SKIP;
+  uint32_t const word = element_word<SKIP>(first);
+  auto const at = [&](uint32_t i) { return (SAME_PLACE ? word + i / 2 * step_words<SKIP>() : element_word<SKIP>(first + i / 2 * STEP_ELEMENTS)) + i % 2 * SECOND; };
   uint4 v[SEQ_VEC4S];
-  batch_wait<WHOLE>(w, words, [&](uint32_t i) { return word + i / 2 * step_words<SKIP>() + i % 2 * SECOND; }, wanted, v);
+  batch_wait<WHOLE>(w, words, at, wanted, v);
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -202,7 +205,7 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
                                                    SeqInput& x) {
   constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are requested at once
   constexpr uint32_t STEP = STEP_ELEMENTS / AMK_HEAD_DIM * PARTIAL_WORDS;
-  uint32_t const first = operand_element(w, unit0 + w.thread / 32), head = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
+  uint32_t const first = operand_element(w, unit0 + w.thread / 32), head0 = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
 #pragma unroll
   for (uint32_t j0 = 0; j0 < SHARE; j0 += ONCE) {
     float4 const none = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -223,8 +226,9 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
       batch_wait<false>(
           w, words,
           [&](uint32_t i) {
-            uint32_t const word = split * split_words + head * PARTIAL_WORDS + (j0 + i / 3 / SPLITS) * STEP + i / 3 % SPLITS * split_words;
-            return i % 3 == 0 ? word : word + PARTIAL_HEAD + first % AMK_HEAD_DIM + (i % 3 - 1) * SECOND;
+            uint32_t const unit = j0 + i / 3 / SPLITS, at = SAME_PLACE ? first : first + unit * STEP_ELEMENTS, head = SAME_PLACE ? head0 : at / AMK_HEAD_DIM;
+            uint32_t const word = split * split_words + head * PARTIAL_WORDS + unit * (SAME_PLACE ? STEP : 0) + i / 3 % SPLITS * split_words;
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + at % AMK_HEAD_DIM + (i % 3 - 1) * SECOND;
           },
           wanted, v);
 #pragma unroll

@@ -61,7 +61,7 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
 
 constexpr uint32_t LONGEST_UNIT = UNIT_COLS << (SCALED_UNITS ? 2 : MIXED ? 1 : 0); // columns that some unit of a matrix has
 constexpr uint32_t TURN_BYTES = TURN_COLS / UNIT_COLS * X_BYTES; // of the activation buffer
-static_assert(TURN_COLS % AMK_HEAD_DIM == 0, "a turn begins where a head does");
+constexpr bool WHOLE_HEADS = TURN_COLS % AMK_HEAD_DIM == 0; // a turn begins where a head does, so that each is as far from the one before
 
 // One warp: stages its columns of a vector, times the norm if there is one; returns the lane's sum of squares. WIDTH: elements of the vector,
 // or 0 if they are not known when the kernel is compiled. `skip`: words before the elements of each head. Up to MOST turns at once.
@@ -83,7 +83,7 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
     for (uint32_t i = 0; i < N; ++i) {
       uint32_t const turn = first + i * TURN_COLS, e = turn + u.first;
       wanted[i] = (ALL && (i + 1) * TURN_COLS <= WIDTH) || e < length;
-      at[i] = SPARE_REGISTERS ? at0 + (first / TURN_COLS + i) * step : e + (e / AMK_HEAD_DIM + 1) * skip;
+      at[i] = SPARE_REGISTERS && WHOLE_HEADS ? at0 + (first / TURN_COLS + i) * step : e + (e / AMK_HEAD_DIM + 1) * skip;
       n[i] = NORM && (norm != nullptr || (SPARE_REGISTERS && WIDTH != 0)) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);

@@ -6,40 +6,11 @@
 // with the values, in the same columns. Keys and values are f16 as in the cache. The warps meet once, to add up.
 #pragma once
 
-constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes
+constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes; the last may be half
 constexpr uint32_t HALVES = TILE_KEYS / 16;                    // of a tile: 16 keys per product with the values
 constexpr float LOWEST = -1e30f;                               // below every score, and finite, so that differences are numbers
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// 2 to the power of x. Scores are scaled by log2(e), so that this is the softmax's exponential.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
-// c += a . b for a 16x16 a and a 16x8 b.
-__device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ uint32_t half_pair(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-// Transposes an 8x8 matrix: a lane has two elements of row lane / 4 before, two of that column after.
-__device__ __forceinline__ uint32_t transposed(uint32_t v) {
-  uint32_t r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
-}
-__device__ __forceinline__ float2 half_values(uint32_t v) {
-  float2 r;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(r.x), "=f"(r.y) : "r"(v));
-  return r;
-}
 // Packs two values as in the cache: clamped to the range of f16.
 __device__ __forceinline__ uint32_t cache_pair(float low, float high) {
   return half_pair(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
@@ -71,7 +42,8 @@ struct KeyTile {
   uint4 bits[2][BLOCKS];
 };
 
-__device__ __forceinline__ bool block_lane() { return threadIdx.x % 4 * 8 < AMK_HEAD_DIM; } // false only where a head is half a block
+// Whether a lane has elements of a block: false only in half a block.
+__device__ __forceinline__ bool block_lane(uint32_t block) { return AMK_HEAD_DIM % 32 == 0 || block * 32 + threadIdx.x % 4 * 8 < AMK_HEAD_DIM; }
 
 // Loads 16 keys from the ring; `key0` is the number of the first key.
 __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint32_t key0) {
@@ -81,7 +53,7 @@ __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint3
 #pragma unroll
     for (uint32_t b = 0; b < BLOCKS; ++b) {
       char const* at = rows + (h * 8 + lane / 4) * ROW_BYTES + ((b * 4 + lane % 4) ^ swizzle) * 16;
-      tile.bits[h][b] = block_lane() ? stage_load(at) : make_uint4(0, 0, 0, 0);
+      tile.bits[h][b] = block_lane(b) ? stage_load(at) : make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -89,10 +61,7 @@ __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint3
 // The A operand for two chunks of 8 elements over 16 keys: elements are rows, keys are columns.
 __device__ __forceinline__ uint4 values_pick(Worker const& w, char const* rows, uint32_t swizzle, uint32_t chunk) {
   uint32_t const lane = w.thread % 32;
-  uint32_t const at = shared_address(rows + (lane % 8 + lane / 16 * 8) * ROW_BYTES + ((chunk + lane / 8 % 2) ^ swizzle) * 16);
-  uint4 a;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(at) : "memory");
-  return a;
+  return matrices_transposed(rows + (lane % 8 + lane / 16 * 8) * ROW_BYTES + ((chunk + lane / 8 % 2) ^ swizzle) * 16);
 }
 
 // A lane's part of the queries: 8 elements of each block of its column, which is lane / 4.
@@ -109,7 +78,8 @@ __device__ __forceinline__ uint4* fresh_key(Worker const& w) { return (uint4*)sc
 __device__ __forceinline__ uint4* fresh_value(Worker const& w) { return fresh_key(w) + ROW_CHUNKS; }
 
 // Lanes that normalise and rotate a head together, each with 4 elements of its first half and the 4 that they are rotated with.
-constexpr uint32_t HEAD_LANES = AMK_HEAD_DIM / 8;
+// Their number is a power of two: lanes beyond the head have zeros.
+constexpr uint32_t HEAD_PARTS = AMK_HEAD_DIM / 8, HEAD_LANES = power_up(HEAD_PARTS);
 constexpr uint32_t HEADS_ONCE = 32 / HEAD_LANES;
 constexpr uint32_t TURNS = (GROUP_BUF + HEADS_ONCE) / HEADS_ONCE; // for the queries and the new key
 constexpr uint32_t VALUE_TURNS = (AMK_HEAD_DIM + 127) / 128;       // for the new value, 4 elements per lane
@@ -161,6 +131,8 @@ __device__ __forceinline__ void head_stage(char* to, float (&x)[4], float scale)
   *(uint2*)(to + ROW_BYTES) = make_uint2(a.y, b.y);
 }
 
+__device__ __forceinline__ bool head_lane(uint32_t lane) { return HEAD_PARTS == HEAD_LANES || lane % HEAD_LANES < HEAD_PARTS; }
+
 // The requested words of the queries and, if `newest`, of the new key and value: where a lane's are, and their shapes.
 struct HeadsAsked {
   static constexpr uint32_t N = 2 * TURNS + VALUE_TURNS;
@@ -170,7 +142,9 @@ struct HeadsAsked {
 };
 __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask const& st, amk_attention_params const& p, uint32_t g0, bool newest) {
   HeadsAsked a;
-  uint32_t const lane = w.thread % 32, part = lane % HEAD_LANES, heads = p.kv_heads * p.group, position = seq_position(w);
+  uint32_t const lane = w.thread % 32, heads = p.kv_heads * p.group, position = seq_position(w);
+  bool const has = head_lane(lane);
+  uint32_t const part = has ? lane % HEAD_LANES : 0; // the others read what is there
   float const* angles = (float const*)st.buffer[3].address + (size_t)position * AMK_HEAD_DIM + part * 8;
   a.shapes.angles[0] = load_constant(angles), a.shapes.angles[1] = load_constant(angles + 4);
 #pragma unroll
@@ -179,7 +153,7 @@ __device__ __forceinline__ HeadsAsked heads_ask(Worker const& w, StagedTask cons
     bool const query = row < GROUP_BUF && g0 + row < AMK_GROUP;
     a.at[2 * i] = (query ? p.kv_head * p.group + g0 + row : heads + p.kv_head) * AMK_HEAD_DIM + part * 4;
     a.at[2 * i + 1] = a.at[2 * i] + AMK_HEAD_DIM / 2;
-    a.wanted[2 * i] = a.wanted[2 * i + 1] = query || (row == GROUP_BUF && newest);
+    a.wanted[2 * i] = a.wanted[2 * i + 1] = has && (query || (row == GROUP_BUF && newest));
 #if AMK_QK_NORM
     float const* norm = (float const*)st.buffer[query ? 1 : 2].address + part * 4;
     a.shapes.norm[2 * i] = load_constant(norm), a.shapes.norm[2 * i + 1] = load_constant(norm + AMK_HEAD_DIM / 2);
@@ -211,6 +185,9 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
     float4 const a = vec4_value(in, v[2 * i]), b = vec4_value(in, v[2 * i + 1]);
     float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     shape_head(x, y, asked.shapes, i, p.eps);
+    if (!head_lane(lane)) {
+      continue;
+    }
     if (row < GROUP_BUF) {
       char* to = (char*)scratch_head(w, w.thread / 32, row) + part * 8;
       head_stage(to, x, p.scale * LOG2_E);
@@ -218,7 +195,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
     } else if (row == GROUP_BUF && newest) {
       uint2* key = (uint2*)fresh_key(w) + part;
       key[0] = make_uint2(cache_pair(x[0], x[1]), cache_pair(x[2], x[3]));
-      key[HEAD_LANES] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
+      key[HEAD_PARTS] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
     }
   }
 #pragma unroll
@@ -233,7 +210,7 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   char const* mine = (char const*)scratch_head(w, w.thread / 32, head) + column / COLUMN_HEADS * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
   for (uint32_t i = 0; i < BLOCKS; ++i) {
-    q.bits[i] = block_lane() ? stage_load(mine + i * 64) : make_uint4(0, 0, 0, 0);
+    q.bits[i] = block_lane(i) ? stage_load(mine + i * 64) : make_uint4(0, 0, 0, 0);
   }
   __syncwarp();
 }
@@ -246,7 +223,7 @@ __device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t p
   }
 #pragma unroll
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
-    if (i / BLOCKS * 8 + lane / 4 == row && block_lane()) {
+    if (i / BLOCKS * 8 + lane / 4 == row && block_lane(i % BLOCKS)) {
       keys.bits[i / BLOCKS][i % BLOCKS] = fresh_key(w)[i % BLOCKS * 4 + lane % 4];
     }
   }
@@ -445,7 +422,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   KeyTile key; // the first of 16
 #pragma unroll
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
-    key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane() ? fresh_key(w)[i * 4 + lane] : make_uint4(0, 0, 0, 0);
+    key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane(i) ? fresh_key(w)[i * 4 + lane] : make_uint4(0, 0, 0, 0);
   }
   if (store && lane < ROW_CHUNKS) {
     *(uint4*)(to + place) = fresh_key(w)[lane];

@@ -9,15 +9,15 @@
 constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
 constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // keys only, or values only
 static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
-static_assert(ATTEND_THREADS == 128 && AMK_HEAD_DIM <= 128, "a warpgroup; products of one or two parts of a head");
+static_assert(ATTEND_THREADS == 128 && AMK_HEAD_DIM <= 128, "a warpgroup; a thread has all sums of its two rows");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8;
-// A head is processed in parts of up to 64 elements; in shared memory a part of all keys follows another.
-constexpr uint32_t PART_DIM = AMK_HEAD_DIM < 64 ? AMK_HEAD_DIM : 64, PARTS = AMK_HEAD_DIM / PART_DIM, PART_ROW = PART_DIM * 2, PART_CHUNKS = PART_DIM / 8;
+// A head is processed in parts: the chunks that are permuted among themselves. In shared memory a part of all keys follows another.
+constexpr uint32_t PART_CHUNKS = ROW_SWIZZLED, PART_DIM = PART_CHUNKS * 8, PARTS = AMK_HEAD_DIM / PART_DIM, PART_ROW = PART_DIM * 2;
 constexpr uint32_t PART_BYTES = ATTEND_KEYS * PART_ROW, PART_TILES = PART_DIM / 8, PART_STEPS = PART_DIM / 16;
 
 // Row of a key in shared memory, and its inverse: the key of a row.
-__device__ __forceinline__ uint32_t key_row(uint32_t key) { return ROW_CHUNKS < 8 ? key : (key & ~7u) | row_swizzle(key); }
-__device__ __forceinline__ uint32_t row_key(uint32_t row) { return ROW_CHUNKS < 8 ? row : (row & ~7u) | (row & 4) >> 2 | (row & 3) << 1; }
+__device__ __forceinline__ uint32_t key_row(uint32_t key) { return ROW_SWIZZLED < 8 ? key : (key & ~7u) | row_swizzle(key); }
+__device__ __forceinline__ uint32_t row_key(uint32_t row) { return ROW_SWIZZLED < 8 ? row : (row & ~7u) | (row & 4) >> 2 | (row & 3) << 1; }
 
 struct Attend {
   char* out;           // vectors, `pitch` tokens apart from 64 columns to the next
@@ -44,19 +44,24 @@ __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   }
 }
 
-// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunk
-// of every ROWS_APART-th row.
-constexpr uint32_t ROWS_APART = ATTEND_THREADS / ROW_CHUNKS;
+// Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunks
+// of every ROWS_APART-th row: one of every ROW_LANES, a power of two that divides those of a row.
+constexpr uint32_t ROW_LANES = ROW_CHUNKS & (0 - ROW_CHUNKS), ROWS_APART = ATTEND_THREADS / ROW_LANES;
+static_assert(ROW_CHUNKS == ROW_LANES || ROW_LANES == PART_CHUNKS, "one chunk of each part, or of the row");
 static_assert(ROWS_APART % 8 == 0 && ATTEND_KEYS % ROWS_APART == 0, "rows of a thread are permuted alike");
 __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
-  uint32_t const row = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+  uint32_t const row = threadIdx.x / ROW_LANES, chunk = threadIdx.x % ROW_LANES;
   uint32_t const to = shared_address(stage) + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
-  char const* from = a.keys + paged_row(page, a.values, first) + threadIdx.x * 16;
+  char const* from = a.keys + paged_row(page, a.values, first) + (ROW_CHUNKS == ROW_LANES ? threadIdx.x * 16 : row * ROW_BYTES + chunk * 16);
 #pragma unroll
   for (uint32_t i = 0; i < ATTEND_KEYS / ROWS_APART; ++i) {
     uint32_t const bytes = first + row + i * ROWS_APART < end ? 16 : 0;
-    piece_copy(to + i * ROWS_APART * PART_ROW, from + i * ATTEND_THREADS * 16, bytes);
-    piece_copy(to + ATTEND_BLOCK_BYTES + i * ROWS_APART * PART_ROW, from + a.values + i * ATTEND_THREADS * 16, bytes);
+#pragma unroll
+    for (uint32_t j = 0; j < ROW_CHUNKS / ROW_LANES; ++j) {
+      uint32_t const place = j * PART_BYTES + i * ROWS_APART * PART_ROW, chunks = i * ROWS_APART * ROW_BYTES + j * ROW_LANES * 16;
+      piece_copy(to + place, from + chunks, bytes);
+      piece_copy(to + ATTEND_BLOCK_BYTES + place, from + a.values + chunks, bytes);
+    }
   }
 }
 

@@ -96,14 +96,14 @@ __device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint3
 }
 
 // Splits the rows of q, k and v of each token. Queries are normalised, rotated and scaled into `queries`, [token][head][head_dim] of f16;
-// keys (normalised and rotated) and values go into the pages of the layer and session. HEAD_LANES threads per head.
+// keys (normalised and rotated) and values go into the pages of the layer and session. HEAD_LANES threads per head, of which HEAD_PARTS have elements.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(char* queries, char* cache, uint16_t const* pages, float const* qkv, float const* angles,
                                                                               float const* q_norm, float const* k_norm, uint32_t tokens, uint32_t stride, uint32_t kv_heads,
                                                                               uint32_t start, float eps, float scale) {
   uint32_t const heads = kv_heads * AMK_GROUP, all = heads + 2 * kv_heads;
   uint64_t const index = (uint64_t)blockIdx.x * PREFILL_THREADS + threadIdx.x;
   uint32_t const part = (uint32_t)(index % HEAD_LANES), token = (uint32_t)(index / HEAD_LANES / all), head = (uint32_t)(index / HEAD_LANES % all);
-  bool const mine = token < tokens; // the other lanes take part in the sums over lanes
+  bool const mine = token < tokens && head_lane(part); // the other lanes take part in the sums over lanes
   uint32_t const position = start + token;
   float x[4] = {}, y[4] = {};
   Shapes s = {};

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x9285183352a65219ull
+#define AMK_ABI_HASH 0x371dc578bf1865d7ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -39,7 +39,7 @@ typedef long long int64_t;
 #define AMK_STAGES_MAX 32u
 #define AMK_SPLITS_MAX 32u
 #define AMK_HEAD_DIM_MAX 256u
-#define AMK_HEAD_DIM_MIN 16u
+#define AMK_HEAD_DIM_STEP 16u
 #define AMK_GROUP_MAX 64u
 #define AMK_KV_CAPACITY_MAX 262144u
 #define AMK_KV_PAGE 128u

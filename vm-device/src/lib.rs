@@ -47,6 +47,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_matvec.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",
+    "cuda/warp_products.cuh",
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",

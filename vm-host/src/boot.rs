@@ -138,11 +138,8 @@ pub(crate) fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), Ho
             abi::SESSIONS_MAX
         )));
     }
-    if !graph.heads_have_a_kernel() {
-        return Err(HostError::Request(format!(
-            "heads of {} elements in {}: the attention of the kernel takes 16, 32, 64, 128 or 256",
-            graph.head_dim, graph.name
-        )));
+    if let Some(refused) = graph.heads_refused() {
+        return Err(HostError::Request(format!("{}: {refused}", graph.name)));
     }
     for (what, width) in [("hidden", graph.hidden), ("ffn", graph.ffn_width())] {
         if !width.is_multiple_of(4) {

@@ -11,6 +11,8 @@
 //! }
 //! ```
 
+#[cfg(test)]
+mod attention_tests;
 mod boot;
 mod card;
 mod compile;

@@ -27,6 +27,8 @@ mod share;
 #[cfg(test)]
 mod unpack_tests;
 
+#[cfg(test)]
+pub(crate) use cached::row_swizzle;
 pub(crate) use cached::unpacked;
 use part::{Part, Run};
 pub(crate) use plan::unpacked_bytes;
@@ -46,6 +48,8 @@ const X_ROW_BYTES: u32 = 128;
 const STAGE_UNITS: u32 = 2;
 /// Factor of the hidden layer's elements while they are f16: they may reach 4.2e6. A power of two, so that only the range moves.
 const HIDDEN_SCALE: f32 = 1.0 / 64.0;
+/// Elements of a head, at most: a thread of the attention has all sums of two rows.
+const CHUNK_HEAD_MAX: u32 = 128;
 /// Bytes of an element of queries, keys and values.
 const HALF_BYTES: u32 = 2;
 /// Limit for one chunk. It takes milliseconds; nothing in it waits.
@@ -122,7 +126,7 @@ pub fn prefill_refused(graph: &Graph, devices: u32) -> Option<String> {
             && layer.mlp.norm.is_some()
             && !graph.norms_all_heads(layer)
     };
-    let narrow = graph.head_dim.is_power_of_two() && (16..=128).contains(&graph.head_dim);
+    let narrow = graph.heads_refused().is_none() && graph.head_dim <= CHUNK_HEAD_MAX;
     if compile::features(graph) != 0 || !graph.layers.iter().all(same_blocks) || !narrow {
         return Some(format!(
             "{} has blocks that the kernels for prompt chunks lack: its prompts run token by token",

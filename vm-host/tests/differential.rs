@@ -17,7 +17,10 @@ use rayon::prelude::*;
 use vm_host::{BootOptions, Idle, Resident};
 
 mod device;
+#[path = "device/heads.rs"]
+mod heads;
 use device::device;
+use heads::{compile, odd_heads};
 
 /// Folders of the corpus. Those of codes, those that multiply the residual stream without a norm (olmo), and those with experts do not run in
 /// a kernel of several sequences.
@@ -404,18 +407,50 @@ fn odd_widths_compute_what_the_graph_says() {
     }
 }
 
+/// Heads whose width is no power of two: in one split and in several, which are merged by an op or by the product after them; across pages.
+#[test]
+fn heads_of_multiples_of_16_compute_what_the_graph_says() {
+    let Some(info) = device() else { return };
+    let merged = r#""fusion_grouping": {"merge": "o_proj"}"#;
+    let split = r#""tiling": {"attention": {"kv_split": 4, "kv_block": 32}}"#;
+    let small = r#""pipeline": {"stages": 2, "stage_bytes": 8192, "in_flight_bytes": 8192, "in_flight_before_wait_bytes": 8192}"#;
+    let of = |parts: &[&str]| format!("{{{}}}", parts.join(", "));
+    let schedules = [of(&[]), of(&[split]), of(&[split, merged]), of(&[small, merged])];
+    let models = odd_heads();
+    let kernel = ir::ScheduleConfig::default().kernel;
+    let variants = models.iter().map(|(_, model)| kernel_variant(&kernel, &model.graph));
+    compile(&variants.collect::<Vec<_>>());
+    for (head_dim, model) in models {
+        for text in &schedules {
+            check_graph(&model, (text, 150), &format!("heads of {head_dim}, {text}"), &info);
+        }
+    }
+}
+
 fn check_widths(model: &model::Model, what: &str, info: &vm_host::DeviceInfo) {
+    let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
+    check_graph(model, (text, 12), what, info);
+}
+
+/// The logits of so many positions under a schedule are those of the evaluated graph.
+fn check_graph(
+    model: &model::Model,
+    (text, positions): (&str, u32),
+    what: &str,
+    info: &vm_host::DeviceInfo,
+) {
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
     let ir::Graph { hidden, ffn, .. } = model.graph;
-    let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
     let config = config(text, &model.graph, &target);
-    let options = lower::Options { kv_capacity: 128 };
+    let options = lower::Options { kv_capacity: 128.max(positions + 2) };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
     let variant = kernel_variant(&config.kernel, &model.graph);
-    let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, boot_options());
+    let rows = boot_options().logits_rows.max(positions);
+    let options = BootOptions { logits_rows: rows, ..boot_options() };
+    let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
     let launched = booted.expect("it boots").launch(variant, &program);
     let mut machine = launched.unwrap_or_else(|e| panic!("launch: {}", e.1));
-    let tokens: Vec<u32> = (0..12).map(|i| i * 37 % 512).collect();
+    let tokens: Vec<u32> = (0..positions).map(|i| i * 37 % 512).collect();
     let decoded = machine.decode(0, 0, &tokens, 1, &[], true).expect("it runs");
     let logits = machine.logits(tokens.len() as u32).expect("logits").concat();
     machine.stop().expect("it stops");

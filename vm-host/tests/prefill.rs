@@ -11,12 +11,16 @@ use ir::program::{Program, Verified};
 use ir::schedule::{neutral_config, validate};
 use ir::{DType, Graph, Target, TensorId, Weights};
 use model::Model;
+use rayon::prelude::*;
 use reference_vm::eval::Evaluator;
 use vm_device::Variant;
 use vm_host::{BootOptions, GemmShape, HostError, Idle, PrefillOptions, Resident};
 
 mod device;
+#[path = "device/heads.rs"]
+mod heads;
 use device::device;
+use heads::{compile, odd_heads};
 
 const GOLDEN: [&str; 12] = [
     "golden/llama-tied-f32",
@@ -335,27 +339,53 @@ fn chunks_of_golden_models_are_as_good_as_steps() {
     let Some(info) = device() else { return };
     let mut problems = Vec::new();
     for name in GOLDEN {
-        let mut bench = Bench::new(golden(name), &SHORT, info.sms);
-        let mut idle = bench.boot();
-        if let Some(why) = vm_host::prefill_refused(bench.graph(), 1) {
-            let refused = idle.prefill(1, 0, &[1, 2], true, &ONE_CHUNK);
-            assert!(matches!(refused, Err(HostError::Request(said)) if said == why), "{name}");
-            continue;
-        }
-        let (booted, steps) = bench.steps(idle);
-        idle = booted;
-        let graph = bench.evaluated(usize::MAX);
-        let small = PrefillOptions { chunk: 128, ..ONE_CHUNK };
-        for shape in SHAPES {
-            let options = PrefillOptions { shape, ..ONE_CHUNK };
-            bench.compare(&mut idle, &steps, &graph, (&format!("{shape:?}"), &options, 1));
-        }
-        bench.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1));
-        bench.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3));
-        bench.follow(idle, 129);
-        problems.append(&mut bench.problems);
+        problems.append(&mut chunks_and_steps(golden(name), info.sms));
     }
     check(&problems);
+}
+
+/// Heads whose width is no power of two. Those above 128 are refused.
+#[test]
+fn chunks_of_heads_of_multiples_of_16_are_as_good_as_steps() {
+    let Some(info) = device() else { return };
+    let mut problems = Vec::new();
+    let models = odd_heads();
+    let kernel = ir::ScheduleConfig::default().kernel;
+    let variants = models.iter().map(|(_, model)| vm_host::variant(&kernel, &model.graph));
+    compile(&variants.collect::<Vec<_>>());
+    models.par_iter().for_each(|(_, model)| {
+        let _ = vm_host::compile_prompts(&model.graph, &info)();
+    });
+    for (head_dim, model) in models {
+        let refused = vm_host::prefill_refused(&model.graph, 1);
+        assert_eq!(refused.is_some(), head_dim > 128, "heads of {head_dim}: {refused:?}");
+        problems.append(&mut chunks_and_steps(model, info.sms));
+    }
+    check(&problems);
+}
+
+/// What is wrong with a model's prompts in chunks, against the same prompts in steps.
+fn chunks_and_steps(model: Model, sms: u32) -> Vec<String> {
+    let mut bench = Bench::new(model, &SHORT, sms);
+    let mut idle = bench.boot();
+    if let Some(why) = vm_host::prefill_refused(bench.graph(), 1) {
+        let name = &bench.graph().name;
+        let refused = idle.prefill(1, 0, &[1, 2], true, &ONE_CHUNK);
+        assert!(matches!(refused, Err(HostError::Request(said)) if said == why), "{name}");
+        return bench.problems;
+    }
+    let (booted, steps) = bench.steps(idle);
+    idle = booted;
+    let graph = bench.evaluated(usize::MAX);
+    let small = PrefillOptions { chunk: 128, ..ONE_CHUNK };
+    for shape in SHAPES {
+        let options = PrefillOptions { shape, ..ONE_CHUNK };
+        bench.compare(&mut idle, &steps, &graph, (&format!("{shape:?}"), &options, 1));
+    }
+    bench.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1));
+    bench.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3));
+    bench.follow(idle, 129);
+    bench.problems
 }
 
 /// The chunk kernels alone, with no kernel resident: this test runs under compute-sanitizer.

@@ -14,7 +14,10 @@ use vm_device::Variant;
 use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Resident, Sequence};
 
 mod device;
+#[path = "device/heads.rs"]
+mod heads;
 use device::device;
+use heads::{compile, odd_heads};
 
 /// Models of every family and 16-bit type.
 const GOLDEN: [&str; 4] =
@@ -214,6 +217,24 @@ fn sessions_of_a_batch_get_what_they_get_alone() {
         for (index, schedule) in SCHEDULES.into_iter().enumerate() {
             let seqs = [8, 8, 4, 2][index];
             check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, seqs);
+        }
+    }
+}
+
+#[test]
+fn sessions_with_heads_of_multiples_of_16_get_what_they_get_alone() {
+    if device().is_none() {
+        return;
+    }
+    let models: Vec<(u32, Model)> =
+        odd_heads().into_iter().filter(|(head_dim, _)| [80, 96].contains(head_dim)).collect();
+    let kernel = ir::ScheduleConfig::default().kernel;
+    let variant =
+        |(_, model): &(u32, Model)| Variant { seqs: 8, ..vm_host::variant(&kernel, &model.graph) };
+    compile(&models.iter().map(variant).collect::<Vec<_>>());
+    for (_, model) in models {
+        for schedule in [SCHEDULES[1], SCHEDULES[2]] {
+            check_model(&model, schedule, &[1, 17, 33, 96, 2, 64, 5, 40, 127], 160, 8);
         }
     }
 }

@@ -27,10 +27,10 @@ const KNOBS: [Knob; 2] = [Knob::KernelPollSleepNs, Knob::KernelEvict];
 const HEADS: [(u32, u32, bool, u32); 9] = [
     (16, 2, false, 0),
     (32, 4, true, 0),
-    (64, 1, false, 0),
+    (96, 1, false, 0), // phi-3-mini
     (64, 3, false, 0),
     (64, 4, false, 0),
-    (64, 8, false, 0),
+    (80, 8, true, 0),
     (128, 2, true, WIDE_SPILLS),
     (128, 4, false, WIDE_SPILLS),
     (256, 4, true, GEMMA_SPILLS), // gemma-3-1b
@@ -317,7 +317,7 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     check(&variants);
 }
 
-/// The kernels for prompt chunks: narrow heads, normalised wide ones, those of llama-3.2-1b, and those of all codes.
+/// The kernels for prompt chunks: heads of no power of two, normalised wide ones, those of llama-3.2-1b, and those of all codes.
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
@@ -331,7 +331,8 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         qk_norm,
     };
     let variants = [
-        of(DType::F16, 16, 2, false),
+        of(DType::F16, 80, 2, false),
+        of(DType::Bf16, 96, 1, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
         PrefillVariant { unpack: (1 << Unpack::ALL.len()) - 1, ..of(DType::F16, 128, 4, false) },

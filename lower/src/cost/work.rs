@@ -198,14 +198,16 @@ fn added(task: &Task) -> Option<BufferId> {
 }
 
 /// Stages of `keys` keys and their values: blocks of which each takes one stage if it fits, and else has the keys and the
-/// values in stages of their own. The rule of vm-device/cuda/keys.cuh.
+/// values in stages of their own, as many rows in each as of the next power of two of bytes. The rule of
+/// vm-device/cuda/keys.cuh.
 fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
     let row_bytes = head_dim * abi::KV_ELEMENT_BYTES as u32;
     // A stage of units with scales is a little longer than a power of two.
     let room = 1 << stage_bytes.ilog2();
     let stages = |keys: u32| {
-        let half = keys.next_multiple_of(tile_keys(head_dim)) * row_bytes;
-        if 2 * half <= room { 1 } else { 2 * half.div_ceil(room) }
+        let rows = keys.next_multiple_of(tile_keys(head_dim));
+        let of_stage = room / row_bytes.next_power_of_two();
+        if 2 * rows * row_bytes <= room { 1 } else { 2 * rows.div_ceil(of_stage) }
     };
     let (block, rest) = (block_keys(head_dim), keys % block_keys(head_dim));
     keys / block * stages(block) + if rest > 0 { stages(rest) } else { 0 }
@@ -469,5 +471,25 @@ impl<'a> Builder<'a> {
         self.phases[id].tasks += 1;
         self.phases[id].stream_bytes += stream_bytes;
         id as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As `block_stages` of keys.cuh has it: a stage of 16 KB has 64 rows of 128 elements, and as many of 96 or 80.
+    #[test]
+    fn keys_take_the_stages_of_the_next_power_of_two() {
+        let stages = |keys, head_dim| kv_stages(keys, head_dim, 16 << 10);
+        for head_dim in [80, 96, 112, 128] {
+            assert_eq!(stages(128, head_dim), 4, "{head_dim}");
+            assert_eq!(stages(64, head_dim), 2, "{head_dim}");
+            assert_eq!(stages(32, head_dim), 1, "{head_dim}: keys and values in one stage");
+        }
+        // 48 keys are copied as 64: keys and values of heads of 48 fit in one stage, of 80 they do not.
+        assert_eq!([48, 64, 80].map(|head_dim| stages(48, head_dim)), [1, 1, 2]);
+        assert_eq!([160, 192, 256].map(|head_dim| stages(64, head_dim)), [4, 4, 4]);
+        assert_eq!(stages(128 + 48, 96), 4 + 2);
     }
 }

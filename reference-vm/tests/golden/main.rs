@@ -2,6 +2,7 @@
 
 mod devices;
 mod eval;
+mod heads;
 mod longer;
 mod lowered;
 mod quantised_families;

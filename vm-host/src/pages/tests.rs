@@ -357,7 +357,7 @@ fn copies(layout: PageLayout) -> (String, String) {
 #[test]
 fn the_device_finds_rows_where_the_host_puts_them() {
     let Some(compiler) = crate::emulated::compiler() else { return };
-    for (kv_heads, head_dim) in [(3, 16), (2, 128)] {
+    for (kv_heads, head_dim) in [(3, 16), (2, 96), (2, 128)] {
         let (asked, said) = copies(PageLayout::new(kv_heads, head_dim));
         let got = device_says(&compiler, head_dim, None, &asked);
         for (got, said) in got.lines().zip(said.lines()) {

@@ -32,10 +32,11 @@ pub(crate) fn unpacked(bytes: &[u8], layout: PageLayout, positions: u32) -> (Vec
 }
 
 /// XOR mask of a row's chunks, as `row_swizzle` of keys.cuh.
-fn row_swizzle(position: u32, head_dim: u32) -> u32 {
+pub(crate) fn row_swizzle(position: u32, head_dim: u32) -> u32 {
     let chunks = head_dim * HALF_BYTES / 16;
-    if chunks < 8 {
-        return position / (8 / chunks) % chunks;
+    let swizzled = 1 << chunks.trailing_zeros(); // permuted among themselves
+    if swizzled < 8 {
+        return position / (8 / swizzled) % swizzled;
     }
     (position & 1) << 2 | (position & 6) >> 1
 }
@@ -46,7 +47,7 @@ mod tests {
 
     #[test]
     fn rows_of_the_cache_are_found_again() {
-        for head_dim in [16, 32, 64, 128] {
+        for head_dim in [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256] {
             let (kv_heads, positions) = (2_u32, 2 * KV_PAGE + 19);
             let (chunks, layout) = (head_dim / 8, PageLayout::new(kv_heads, head_dim));
             let mut bytes = vec![0xff; 3 * layout.page_bytes() as usize];

@@ -335,8 +335,8 @@ impl Run<'_> {
         if *kv_heads == 0 {
             return Ok(()); // other devices have them all
         }
-        let threads =
-            u64::from(count) * u64::from(heads + 2 * kv_heads) * u64::from(variant.head_dim / 8);
+        let of_head = (variant.head_dim / 8).next_power_of_two(); // as op_attention.cuh has it
+        let threads = u64::from(count) * u64::from(heads + 2 * kv_heads) * u64::from(of_head);
         let grid = threads.div_ceil(u64::from(PREFILL_THREADS)) as u32;
         let mut values = [
             buffers.queries.address,

@@ -1,0 +1,90 @@
+// The products of a warp (warp_products.cuh) for emulated threads, and vectors of a few words. Include simt.hpp before.
+#pragma once
+#include <cmath>
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return uint2{x, y}; }
+inline float2 make_float2(float x, float y) { return float2{x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float __expf(float v) { return std::exp(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __ldg(float const* p) { return *p; }
+inline void __syncwarp() { meet(fibers.running / 32); }
+
+// Shared memory; an address in it is the distance from its beginning.
+alignas(1024) inline char prefill_memory[256 << 10];
+inline uint32_t shared_address(void const* p) { return (uint32_t)((char const*)p - prefill_memory); }
+inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
+inline void stage_store(void* p, uint4 v) { *(uint4*)p = v; }
+
+inline float half_value(uint16_t bits) { return (float)bits_as<_Float16>(bits); }
+inline uint16_t half_bits(float v) { return bits_as<uint16_t>((_Float16)v); }
+inline uint32_t half_pair(float low, float high) { return half_bits(low) | (uint32_t)half_bits(high) << 16; }
+inline float2 half_values(uint32_t v) { return float2{half_value((uint16_t)v), half_value((uint16_t)(v >> 16))}; }
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+// What each lane of a warp has, for all lanes.
+struct WarpWords {
+  uint32_t word[6];
+};
+inline WarpWords warp_words[ALL_THREADS];
+inline WarpWords const* warp_share(WarpWords const& mine) {
+  uint32_t const t = fibers.running;
+  warp_words[t] = mine;
+  meet(t / 32);
+  return warp_words + t / 32 * 32;
+}
+inline void warp_shared() { meet(fibers.running / 32); }
+// Element `i`, 0 or 1, of a word of a lane.
+inline float half_of(WarpWords const& of, uint32_t word, uint32_t i) { return half_value((uint16_t)(of.word[word] >> 16 * i)); }
+
+// Row r, column c of a 16x16 first operand whose lanes have these words.
+inline float first_operand(WarpWords const* of, uint32_t r, uint32_t c) { return half_of(of[r % 8 * 4 + c % 8 / 2], r / 8 + c / 8 * 2, c % 2); }
+inline void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  WarpWords const* of = warp_share(WarpWords{a.x, a.y, a.z, a.w, b0, b1});
+  uint32_t const lane = fibers.running % 32;
+  for (uint32_t i = 0; i < 4; ++i) {
+    uint32_t const row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (uint32_t k = 0; k < 16; ++k) {
+      c[i] += first_operand(of, row, k) * half_of(of[column * 4 + k % 8 / 2], 4 + k / 8, k % 2);
+    }
+  }
+  warp_shared();
+}
+inline uint32_t transposed(uint32_t v) {
+  WarpWords const* of = warp_share(WarpWords{v});
+  uint32_t const row = fibers.running % 32 / 4, column = fibers.running % 4 * 2;
+  uint32_t const r = (of[column * 4 + row / 2].word[0] >> row % 2 * 16 & 0xffff) | (of[(column + 1) * 4 + row / 2].word[0] >> row % 2 * 16 & 0xffff) << 16;
+  warp_shared();
+  return r;
+}
+inline uint4 matrices_transposed(char const* row) {
+  WarpWords const* of = warp_share(WarpWords{shared_address(row)});
+  uint32_t const lane = fibers.running % 32;
+  uint32_t r[4];
+  for (uint32_t m = 0; m < 4; ++m) {
+    uint32_t both[2];
+    for (uint32_t i = 0; i < 2; ++i) {
+      both[i] = ((uint16_t const*)(prefill_memory + of[m * 8 + lane % 4 * 2 + i].word[0]))[lane / 4];
+    }
+    r[m] = both[0] | both[1] << 16;
+  }
+  warp_shared();
+  return make_uint4(r[0], r[1], r[2], r[3]);
+}
+
+// Numbers that look random, the same in every run, between -1 and 1.
+inline float noise(uint32_t a, uint32_t b) {
+  uint32_t v = a * 2654435761u + b * 40503u + 12345u;
+  v ^= v >> 15, v *= 2246822519u, v ^= v >> 13, v *= 3266489917u, v ^= v >> 16;
+  return (float)(v % 20001) / 10000.f - 1.f;
+}

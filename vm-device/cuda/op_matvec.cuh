@@ -365,10 +365,11 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   auto stage = [&](Share& weights, auto which) {
     constexpr uint32_t PART = decltype(which)::value;
     note_near(w, left, 4 * k.parts);
+    bool const here = cursor_here(w, c); // asked for before the products, which take longer than the answer
     x.multiply(w, s, weights);
     if (left > TAKE) {
       bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage
-      if (first) {
+      if (first && !here) {
         cursor_land(w, c);
       }
       share_take<UNPACK, UNITS, PART>(w, c, k, next, last, weights);

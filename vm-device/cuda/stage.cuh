@@ -43,6 +43,16 @@ __device__ __forceinline__ bool barrier_try_at(uint32_t b, uint32_t parity) {
       : "memory");
   return ok != 0;
 }
+// The same at once: a try may wait a while for the answer to become yes.
+__device__ __forceinline__ bool barrier_test(uint64_t* b, uint32_t parity) {
+  uint32_t ok;
+  asm volatile(
+      "{ .reg .pred q; mbarrier.test_wait.parity.shared.b64 q, [%1], %2; selp.u32 %0, 1, 0, q; }"
+      : "=r"(ok)
+      : "r"(shared_address(b)), "r"(parity)
+      : "memory");
+  return ok != 0;
+}
 __device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) { return barrier_try_at(shared_address(b), parity); }
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory"); }
 

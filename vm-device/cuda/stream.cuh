@@ -20,7 +20,10 @@ __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const
 }
 
 // Returns whether the current stage has arrived, without waiting. All lanes agree.
-__device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_try(&w.shared->full[c.stage], c.parity)) != 0; }
+__device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_test(&w.shared->full[c.stage], c.parity)) != 0; }
+
+// The same of a lane's own answer. A stage that has arrived stays so until all warps have freed it.
+__device__ __forceinline__ bool cursor_here(Worker const& w, Cursor const& c) { return barrier_test(&w.shared->full[c.stage], c.parity); }
 
 // The same, but waits if `wait` is set.
 __device__ __forceinline__ bool cursor_ready(Worker const& w, Cursor const& c, bool wait) {

@@ -11,6 +11,8 @@
 //! }
 //! ```
 
+#[cfg(test)]
+mod batch_products_tests;
 mod boot;
 mod card;
 mod compile;
@@ -28,6 +30,8 @@ mod monitor;
 mod nvml;
 mod pages;
 mod prefill;
+#[cfg(test)]
+mod random_codes;
 mod region;
 mod ring;
 #[cfg(test)]

@@ -7,6 +7,7 @@ use abi::{AttentionParams, Epilogue, MatvecParams, Params};
 
 use super::staging::{Staging, Stagings};
 use super::{Program, Task, Worker};
+use crate::format::Format;
 use crate::id::{BufferId, MatrixId};
 
 /// What one task takes from the ring.
@@ -99,7 +100,9 @@ impl Program {
     #[must_use]
     pub fn stagings(&self, sequences: u32) -> Stagings {
         let scaled = self.matrices.iter().any(|m| m.format.unit_bytes() > abi::UNIT_BYTES);
-        Stagings { stage_units: self.pipeline.stage_units, scaled, sequences }
+        let group = self.matrices.iter().map(|matrix| matrix.format.operand_units()).max();
+        let stage_units = self.pipeline.stage_units;
+        Stagings { stage_units, scaled, sequences, group: group.unwrap_or(1) }
     }
 }
 
@@ -124,10 +127,14 @@ impl Program {
 }
 
 /// The reason why the device cannot count the stages of tiles of this many units, if it cannot.
-pub(super) fn uncountable(program: &Program, tile: u32, sequences: u32) -> Option<String> {
+pub(super) fn uncountable(
+    program: &Program,
+    (tile, format): (u32, Format),
+    sequences: u32,
+) -> Option<String> {
     // Scales behind units change layouts of small tiles only, which it can count.
-    let stagings = Stagings { stage_units: program.pipeline.stage_units, scaled: false, sequences };
-    let Staging { period, stage_units, .. } = stagings.of(tile);
+    let stagings = Stagings { scaled: false, ..program.stagings(sequences) };
+    let Staging { period, stage_units, .. } = stagings.of(tile, format);
     let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);
     (!fits).then(|| {
         format!(

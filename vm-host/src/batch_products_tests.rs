@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use abi::Unpack;
+use half::f16;
 use ir::program::staging::Staging;
 use ir::{DType, Format, TILE_ROWS};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
@@ -13,17 +14,20 @@ use crate::random_codes::{packed, stored_row};
 /// Columns: of one unit of the longest format, of a whole part, with padding, and of several parts of which the last is short.
 const COLUMNS: [u32; 4] = [128, 2048, 416, 4480];
 
-/// The input of batch_products.cpp, and each row's product with each sequence's vector with the sum of its magnitudes.
-fn case(format: Format, cols: u32, group: u32, seqs: usize) -> (String, Vec<(f64, f64)>) {
+/// Products of rows with vectors: their values, and the sums of the magnitudes.
+type Products = Vec<(f64, f64)>;
+
+/// The input of batch_products.cpp, and each row's product with each sequence's vector.
+fn case(format: Format, cols: u32, group: u32, seqs: usize) -> (String, Products) {
     let mut random = Xoshiro256PlusPlus::seed_from_u64(u64::from(cols));
-    let rows: Vec<Vec<u8>> = (0..TILE_ROWS)
-        .map(|_| match format {
-            Format::F16 => (0..cols)
-                .flat_map(|_| half::f16::from_f32(random.random_range(-1.0..1.0)).to_le_bytes())
-                .collect(),
-            _ => stored_row(format, cols as usize, 7, &mut random),
-        })
-        .collect();
+    let mut row = || {
+        if format.is_scaled() {
+            return stored_row(format, cols as usize, 7, &mut random);
+        }
+        let mut element = || f16::from_f32(random.random_range(-1.0..1.0)).to_le_bytes();
+        (0..cols).flat_map(|_| element()).collect()
+    };
+    let rows: Vec<Vec<u8>> = (0..TILE_ROWS).map(|_| row()).collect();
     let (units, operands) = (format.units_per_tile(cols), format.operand_units());
     let staging = Staging::seqs(units, abi::STAGE_UNITS_MAX, [operands, group]);
     let part = if staging.tile_parts == 1 { units } else { staging.stage_units };
@@ -64,7 +68,7 @@ fn wrong(
 ) -> Option<String> {
     let mask = formats.iter().fold(1 << Unpack::None as u32, |m, f| m | 1 << f.unpack() as u32);
     let group = formats.iter().map(|format| format.operand_units()).max().unwrap_or(1);
-    let cases: Vec<(Format, u32, (String, Vec<(f64, f64)>))> = formats
+    let cases: Vec<(Format, u32, (String, Products))> = formats
         .iter()
         .flat_map(|&format| COLUMNS.map(|cols| (format, cols)))
         .filter(|(format, cols)| {

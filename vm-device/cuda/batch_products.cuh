@@ -59,7 +59,7 @@ __device__ __forceinline__ uint4 vec4_halves(float4 v) {
   }
   uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
   float2 const b0 = pair_values(h0), b1 = pair_values(h1);
-  return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
+  return make_uint4(h0, h1, low_pair(v.x - b0.x, v.y - b0.y), low_pair(v.z - b1.x, v.w - b1.y));
 }
 
 // Of an operand's rows, 8 are high halves and 8 low. One product takes pairs 0 and 1 of a thread's four and the other the rest; in kernels with codes
@@ -83,7 +83,7 @@ __device__ __forceinline__ void operand_sums(SeqInput& x) {
     for (uint32_t i = 0; i < 2u << SUM_LOG2; ++i) {
       mma(c, c, x.half[(s << SUM_LOG2) + i / 2][i % 2], ones, ones);
     }
-    x.sum[EXCESS_CODES ? s : 0] = c[0] + c[2];
+    x.sum[EXCESS_CODES ? s : 0] = rows_sum(c[0], c[2]);
   }
 }
 
@@ -126,8 +126,8 @@ template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_ro
       operand_multiply(c[j % 2 * 2], c[j % 2 * 2 + 1], x.half[j], unpack_operand<UNPACK>(v.weights[j >> LOG2], j & ((1u << LOG2) - 1)));
     }
   }
-  return make_float2(((c[0][0] + c[1][0]) + (c[2][0] + c[3][0])) + ((c[0][2] + c[1][2]) + (c[2][2] + c[3][2])),
-                     ((c[0][1] + c[1][1]) + (c[2][1] + c[3][1])) + ((c[0][3] + c[1][3]) + (c[2][3] + c[3][3])));
+  return make_float2(rows_sum((c[0][0] + c[1][0]) + (c[2][0] + c[3][0]), (c[0][2] + c[1][2]) + (c[2][2] + c[3][2])),
+                     rows_sum((c[0][1] + c[1][1]) + (c[2][1] + c[3][1]), (c[0][3] + c[1][3]) + (c[2][3] + c[3][3])));
 }
 
 // The same where groups of columns have scales: the sums of each are scaled before they are added. The products of two units alternate.
@@ -153,7 +153,7 @@ template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_sc
       float const scale = pair_scale<UNPACK>(scales, row, group);
       float const(&a)[4] = c[n][0], (&b)[4] = c[n][1];
       if constexpr (has_excess(UNPACK)) {
-        sum[row] = fmaf(scale, fmaf(b[row] + b[2 + row], HIGH_CODE / LOW_CODE, a[row] + a[2 + row]), sum[row]);
+        sum[row] = fmaf(scale, fmaf(rows_sum(b[row], b[2 + row]), HIGH_CODE / LOW_CODE, rows_sum(a[row], a[2 + row])), sum[row]);
         float meant = x.sum[j >> SUM_LOG2];
 #pragma unroll
         for (uint32_t k = 1; k < STEP >> SUM_LOG2; ++k) {
@@ -161,7 +161,7 @@ template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_sc
         }
         excess[row] = fmaf(scaled_excess<UNPACK>(pair_row<UNPACK>(scales, row), scale), meant, excess[row]);
       } else {
-        sum[row] = fmaf(scale, (a[row] + b[row]) + (a[2 + row] + b[2 + row]), sum[row]);
+        sum[row] = fmaf(scale, rows_sum(a[row] + b[row], a[2 + row] + b[2 + row]), sum[row]);
       }
     }
   }

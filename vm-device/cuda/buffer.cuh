@@ -66,7 +66,7 @@ __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) 
 __device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v) {
 #if AMK_SEQS > 1
   v = VECTOR_FACTOR != 1.f ? v * VECTOR_FACTOR : v;
-  uint32_t const word = element_pair(v - pair_values(element_pair(v, 0.f)).x, v);
+  uint32_t const word = element_pair(LOW_FACTOR != 1.f ? (v - pair_values(element_pair(v, 0.f)).x) * LOW_FACTOR : v - pair_values(element_pair(v, 0.f)).x, v);
   word_store(s, s.at + i, (word & ~s.mask) | s.tag);
 #else
   word_write(s, i, v);

@@ -4,6 +4,12 @@
 // What vectors are multiplied with before they are staged: a power of two that keeps large elements in the range of f16.
 constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
 
+// What low halves are multiplied with in kernels of several sequences, where they have sums of their own: as f16 those of small elements would have
+// few bits, and words of which the tag takes some (input_write) none.
+constexpr float LOW_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 2048.f : 1.f;
+// The sum of products with high halves and with low ones.
+__device__ __forceinline__ float rows_sum(float high, float low) { return LOW_FACTOR != 1.f ? fmaf(low, 1.f / LOW_FACTOR, high) : high + low; }
+
 #if AMK_DTYPE != AMK_DTYPE_F32
 // Packs two floats as stored elements, the first in the low half; and unpacks them.
 __device__ __forceinline__ uint32_t element_pair(float low, float high) {
@@ -24,6 +30,8 @@ __device__ __forceinline__ float2 pair_values(uint32_t v) {
   return r;
 #endif
 }
+// The same of low halves.
+__device__ __forceinline__ uint32_t low_pair(float low, float high) { return LOW_FACTOR != 1.f ? element_pair(low * LOW_FACTOR, high * LOW_FACTOR) : element_pair(low, high); }
 #endif
 
 // The value of the f16 in the lower half of a word.

@@ -64,7 +64,9 @@ inline uint32_t e4m3_half(uint32_t code) {
 inline uint2 e4m3_halves(uint32_t v) { return uint2{e4m3_half(v & 0xff) | e4m3_half(v >> 8 & 0xff) << 16, e4m3_half(v >> 16 & 0xff) | e4m3_half(v >> 24) << 16}; }
 
 constexpr uint32_t UNIT_COLS = 32, SEQS = AMK_SEQS, SHARE = 8;
-constexpr float VECTOR_FACTOR = 1.f / 16;
+constexpr float VECTOR_FACTOR = 1.f / 16, LOW_FACTOR = 2048.f;
+inline uint32_t low_pair(float low, float high) { return element_pair(low * LOW_FACTOR, high * LOW_FACTOR); }
+inline float rows_sum(float high, float low) { return high + low / LOW_FACTOR; }
 constexpr uint32_t unit_column(uint32_t column) { return (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1; }
 inline uint32_t warp_share(Worker const& w, uint32_t units) {
   uint32_t const warp = w.thread / 32;

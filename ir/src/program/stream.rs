@@ -7,7 +7,6 @@ use abi::{AttentionParams, Epilogue, MatvecParams, Params};
 
 use super::staging::{Staging, Stagings};
 use super::{Program, Task, Worker};
-use crate::format::Format;
 use crate::id::{BufferId, MatrixId};
 
 /// What one task takes from the ring.
@@ -126,15 +125,15 @@ impl Program {
     }
 }
 
-/// The reason why the device cannot count the stages of tiles of this many units, if it cannot.
-pub(super) fn uncountable(
-    program: &Program,
-    (tile, format): (u32, Format),
-    sequences: u32,
-) -> Option<String> {
-    // Scales behind units change layouts of small tiles only, which it can count.
-    let stagings = Stagings { scaled: false, ..program.stagings(sequences) };
-    let Staging { period, stage_units, .. } = stagings.of(tile, format);
+/// The reason why the device cannot count the stages of tiles of this many units, if it cannot, in a kernel of one
+/// sequence. Scales behind units change layouts of small tiles only, which it can count.
+pub(super) fn uncountable(program: &Program, tile: u32) -> Option<String> {
+    uncounted(tile, Staging::new(tile, program.pipeline.stage_units, false))
+}
+
+/// The same of a layout.
+pub(super) fn uncounted(tile: u32, staging: Staging) -> Option<String> {
+    let Staging { period, stage_units, .. } = staging;
     let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);
     (!fits).then(|| {
         format!(

@@ -16,7 +16,7 @@ use abi::{AttentionParams, BufferKind, Epilogue, Opcode, Params, Prologue};
 use super::Verified;
 use crate::format::Format;
 use crate::id::{BufferId, MatrixId};
-use crate::program::stream::uncountable;
+use crate::program::stream::uncounted;
 use crate::program::{Program, Task};
 use crate::violation::{At, Rule, Violations};
 
@@ -91,10 +91,10 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
             let detail = format!("{} has experts: run one sequence", matrix.name);
             found.push(Rule::PShape, At::Whole, detail);
         }
+        let stagings = program.stagings(seqs);
         for (matrix, id) in program.matrices.iter().zip(0..) {
-            if let Some(detail) =
-                uncountable(program, (matrix.units_per_tile(), matrix.format), seqs)
-            {
+            let tile = matrix.units_per_tile();
+            if let Some(detail) = uncounted(tile, stagings.of(tile, matrix.format)) {
                 found.push(Rule::PLimit, At::Matrix(MatrixId(id)), detail);
             }
         }

@@ -649,7 +649,7 @@ pub(crate) struct BenchArgs {
     /// Time a prompt of this many tokens in chunks instead of a step. Needs the GPU.
     #[arg(long, value_name = "TOKENS", conflicts_with_all = ["context", "bundle", "peers", "gguf"])]
     pub(crate) prefill: Option<u32>,
-    /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU and 16-bit weights.
+    /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU, and weights of 16 bits or codes.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
     pub(crate) sequences: Option<u32>,
     #[command(flatten)]

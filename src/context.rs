@@ -130,11 +130,16 @@ impl Context {
     pub(crate) fn for_steps_of(self, batch: u32) -> Result<Self, Failure> {
         if batch > 1 {
             self.one_gpu("a step of several sequences")?;
-            let program = self.lowered(&self.default_config())?;
-            check_seqs(&program, batch)
-                .map_err(|violations| Failure::usage(format!("--batch {batch}: {violations}")))?;
+            self.check_batch(&self.default_config(), batch)?;
         }
         Ok(Self { batch, ..self })
+    }
+
+    /// Refuses a model or schedule whose weights a batch cannot share.
+    pub(crate) fn check_batch(&self, config: &ScheduleConfig, batch: u32) -> Result<(), Failure> {
+        let program = self.lowered(config)?;
+        check_seqs(&program, batch)
+            .map_err(|violations| Failure::usage(format!("--batch {batch}: {violations}")))
     }
 
     pub(crate) fn graph(&self) -> &Graph {
@@ -209,8 +214,7 @@ impl Context {
         }
         memory::check(&self.model, Use::Gate { on_gpu: positions.is_some() })?;
         let (graph, weights) = (self.graph(), &*self.model.weights);
-        let mut expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
-            .map_err(|error| self.unevaluated(error))?;
+        let mut expected = self.expected(seed, positions)?;
         if positions.is_some() {
             let timed = expected.timed_after(graph, weights, seed, contexts, TIMED_TOKENS);
             expected = timed.map_err(|error| self.unevaluated(error))?;
@@ -229,11 +233,17 @@ impl Context {
     ) -> Result<Gate<'a>, Failure> {
         memory::check(&self.model, Use::Gate { on_gpu: positions.is_some() })?;
         let (graph, weights) = (self.graph(), &*self.model.weights);
-        let expected = Expected::new(graph, weights, self.kv_capacity, seed, positions)
-            .map_err(|error| self.unevaluated(error))?;
+        let expected = self.expected(seed, positions)?;
         let gate =
             Gate::new(graph, weights, &self.target, self.lower_options(), kernel_id, expected);
         Ok(gate.with_contexts(&[self.predicted_at()]).with_batch(self.batch))
+    }
+
+    /// The values that a gate compares with.
+    fn expected(&self, seed: u64, positions: Option<usize>) -> Result<Expected, Failure> {
+        let (graph, weights, on) = (self.graph(), &*self.model.weights, (seed, positions));
+        Expected::of_batch(graph, weights, self.kv_capacity, on, self.batch)
+            .map_err(|error| self.unevaluated(error))
     }
 
     /// The error of a graph that cannot be evaluated.

@@ -102,7 +102,7 @@ wire_struct! {
         pub size: u32,
         /// Cache: sliding window, or zero for full attention.
         pub window: u32,
-        /// Cache: the task's split.
+        /// Cache: the task's split. Weights: tiles whose parts share a stage, in a kernel of several sequences.
         pub split: u16,
         /// Cache: splits of the head.
         pub splits: u16,

@@ -136,6 +136,12 @@ impl Format {
         UNIT_ROW_BYTES * 8 / self.bits()
     }
 
+    /// Units of 16-bit operands that a unit makes: 1 of what is multiplied as it is.
+    #[must_use]
+    pub const fn operand_units(self) -> u32 {
+        if self.is_scaled() { 16 / self.bits() } else { 1 }
+    }
+
     /// Units of a tile whose rows have `cols` elements; the last unit is padded.
     #[must_use]
     pub const fn units_per_tile(self, cols: u32) -> u32 {

@@ -205,9 +205,19 @@ impl<'a> Evaluator<'a> {
     /// The queries and the weights of the softmax, of which it multiplies 22 bits, and sums are not rounded
     /// (docs/explanation/tolerances.md).
     #[must_use]
-    pub fn with_device_roundings(mut self) -> Self {
-        self.rounding =
-            Rounding::Device { operand: self.graph.dtype, one_half: self.graph.one_half() };
+    pub fn with_device_roundings(self) -> Self {
+        let one_half = self.graph.one_half();
+        self.with_vectors_of(one_half)
+    }
+
+    /// The same as the kernel of several sequences, whose vectors have both halves in every model (batch_products.cuh).
+    #[must_use]
+    pub fn with_batch_roundings(self) -> Self {
+        self.with_vectors_of(false)
+    }
+
+    fn with_vectors_of(mut self, one_half: bool) -> Self {
+        self.rounding = Rounding::Device { operand: self.graph.dtype, one_half };
         self
     }
 

@@ -131,6 +131,22 @@ impl Expected {
         Self::within(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
     }
 
+    /// As [`new`](Self::new), for steps of this many sequences: the kernel of several rounds vectors less where that of one
+    /// keeps one half of them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_batch(
+        graph: &Graph,
+        weights: &dyn Weights,
+        kv_capacity: u32,
+        (seed, on_device): (u64, Option<usize>),
+        sequences: u32,
+    ) -> Result<Self, ExpectedError> {
+        let on_device = on_device.map(|positions| (positions, sequences));
+        Self::compared(graph, weights, kv_capacity, seed, on_device, REFERENCE_BYTES)
+    }
+
     /// As [`new`](Self::new), with an explicit limit of the weight bytes that the reference VM may read per candidate.
     /// A small limit gives the positions that a search of a large model gets.
     ///
@@ -144,15 +160,28 @@ impl Expected {
         on_device: Option<usize>,
         reference_bytes: u64,
     ) -> Result<Self, ExpectedError> {
+        let on_device = on_device.map(|positions| (positions, 1));
+        Self::compared(graph, weights, kv_capacity, seed, on_device, reference_bytes)
+    }
+
+    /// `on_device`: positions that the device is to run, and sequences of a step there.
+    fn compared(
+        graph: &Graph,
+        weights: &dyn Weights,
+        kv_capacity: u32,
+        seed: u64,
+        on_device: Option<(usize, u32)>,
+        reference_bytes: u64,
+    ) -> Result<Self, ExpectedError> {
         let affordable = affordable(graph, kv_capacity, reference_bytes, POSITIONS_MAX);
         let room = kv_capacity.min(graph.max_positions).max(1) as usize;
         let far_first = far_first(graph, room).filter(|&first| first >= affordable);
         let reference_positions = affordable - far_first.map_or(0, |_| FAR_POSITIONS);
-        let positions = on_device.map_or(0, |most| most.min(room)).max(reference_positions);
+        let positions = on_device.map_or(0, |(most, _)| most.min(room)).max(reference_positions);
         let tokens = draw_tokens(seed, graph.vocab, positions);
         let mut expected = Self::of_tokens(graph, weights, tokens, reference_positions)?;
-        if on_device.is_some() {
-            expected.on_a_device(graph, weights)?;
+        if let Some((_, sequences)) = on_device {
+            expected.on_a_device(graph, weights, sequences)?;
         }
         if let Some(first) = far_first {
             let mut rng = generator(seed, FAR_STREAM);
@@ -236,8 +265,17 @@ impl Expected {
     /// Sets the tolerances of a device over all of these positions: the effect of its roundings on the logits, on the
     /// same routes. All positions are needed, since errors of one position are up to thirteen times those of another
     /// (tests/tests/device_bound.rs).
-    fn on_a_device(&mut self, graph: &Graph, weights: &dyn Weights) -> Result<(), EvalError> {
-        let mut rounded = Evaluator::new(graph, weights)?.with_device_roundings();
+    fn on_a_device(
+        &mut self,
+        graph: &Graph,
+        weights: &dyn Weights,
+        sequences: u32,
+    ) -> Result<(), EvalError> {
+        let evaluator = Evaluator::new(graph, weights)?;
+        let mut rounded = match sequences {
+            1 => evaluator.with_device_roundings(),
+            _ => evaluator.with_batch_roundings(),
+        };
         if let Some(own) = &self.routes {
             rounded = rounded.on_routes(0, own.routes.routes.clone()).recording_routes();
         }
@@ -575,5 +613,25 @@ mod tests {
         let why = why_fewer_positions(&graph).expect("it is large");
         assert!(why.contains("18 positions, not 144") && why.contains("69.5 billion"), "{why}");
         assert_eq!(graph.step_macs(), 69_501_714_432);
+    }
+
+    /// A kernel of one sequence multiplies one half of long vectors beside codes, that of several both halves: so a batch
+    /// is allowed less.
+    #[test]
+    fn a_batch_is_held_to_vectors_of_both_halves() {
+        let coded = model::CODED.iter().find(|(name, _)| *name == "fp8").map(|(_, coded)| *coded);
+        let options = model::Options { coded, ..model::Options::default() };
+        let shape =
+            model::Shape { ffn: 17_408, layers: 2, vocab: 128, options, ..model::Shape::default() };
+        let model = model::Model::random(shape, 1);
+        let (graph, weights) = (&model.graph, &*model.weights);
+        assert!(graph.one_half());
+        let allowed = |sequences| {
+            let on = (1, Some(16));
+            Expected::of_batch(graph, weights, 64, on, sequences).unwrap().on_device.rel()
+        };
+        let alone = Expected::new(graph, weights, 64, 1, Some(16)).unwrap().on_device.rel();
+        assert_eq!(allowed(1), alone);
+        assert!(allowed(8) < alone, "{} and {alone}", allowed(8));
     }
 }

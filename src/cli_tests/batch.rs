@@ -20,7 +20,7 @@ fn sequences_are_not_ignored_on_the_cpu() {
 
 #[test]
 fn sequences_that_cannot_be_timed_are_refused() {
-    let bench = |model, more: &[&str]| {
+    let bench = |model: &str, more: &[&str]| {
         let place = ["bench", "--model", model, "--device", "cpu", "--batch"];
         amk(&[&place[..], more].concat())
     };
@@ -31,6 +31,14 @@ fn sequences_that_cannot_be_timed_are_refused() {
     bench("smollm2-135m", &["2", "--context", "0"]).fails(2, &["--context 0"]);
     let f32 = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama-tied-f32");
     bench(f32, &["8", "--context", "16"]).fails(2, &["16-bit weights", "f32"]);
+    let quantised = |name: &str| format!("{}/corpus/quantised/{name}", env!("CARGO_MANIFEST_DIR"));
+    let experts = quantised("fp8-block-qwen3-moe");
+    let says = ["--batch 8", "has experts: run one sequence"];
+    bench(&experts, &["8", "--context", "16"]).fails(2, &says);
+    // Codes are not.
+    for codes in ["ct-fp8-dynamic-llama", "ct-w4a16-g32-qwen3"].map(quantised) {
+        bench(&codes, &["8", "--context", "16"]).fails(3, &["--batch", "no GPU here"]);
+    }
     bench("smollm2-135m", &["8"]).fails(3, &["--batch", "no GPU here"]);
     unread(&bench("toy", &["2", "--prefill", "8"]), &["cannot be used with"]);
 }

@@ -153,19 +153,10 @@ impl<'a> Row<'a> {
                 }
             }
         }
-        let halves = |tensor: &ir::Tensor| {
-            tensor.shape.len() != 2 || matches!(tensor.dtype, ir::DType::F16 | ir::DType::Bf16)
-        };
-        if matches!(work, Work::Batch(_))
-            && let Some(other) = graph.tensors.iter().find(|tensor| !halves(tensor))
-        {
-            return Err(Failure::usage(format!(
-                "--batch: sequences share the products of 16-bit weights only, and {} is {}",
-                other.name,
-                other.dtype.name()
-            )));
-        }
         let chosen = choose(&context, &args.config, tokens, Auto::Reproducible)?;
+        if let Work::Batch(sequences) = work {
+            context.check_batch(&chosen.config, sequences)?;
+        }
         Ok(Self { args, work, context, chosen })
     }
 

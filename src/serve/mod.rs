@@ -413,7 +413,7 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
 }
 
 /// The schedule for the end of a full cache, where steps are slowest, or that of a batch, and its program. On one GPU the
-/// batch size is the largest that the places fill and the kernel supports, unless an argument sets it.
+/// batch size is the largest that the places fill and the kernel supports, unless weights are codes or an argument sets it.
 fn lowered(
     context: &Context,
     args: &ServeArgs,
@@ -434,6 +434,13 @@ fn lowered(
         None if !on_gpu => return lower(1),
         None if context.target.devices > 1 => {
             report::say("note: sequences take turns: batches work on one GPU so far");
+            return lower(1);
+        }
+        // No card has run such a batch: whoever asks for one gets it.
+        None if context.graph().codes().is_some() => {
+            report::say(
+                "note: sequences take turns: no batch of quantised weights has been measured; --batch 8 asks for one",
+            );
             return lower(1);
         }
         None => {}

@@ -17,28 +17,6 @@ __device__ __forceinline__ constexpr uint32_t unit_column(uint32_t column) {
   return AMK_DTYPE == AMK_DTYPE_F32 ? column % UNIT_COLS : (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1;
 }
 
-#if AMK_DTYPE != AMK_DTYPE_F32
-// Packs two floats as stored elements, the first in the low half; and unpacks them.
-__device__ __forceinline__ uint32_t element_pair(float low, float high) {
-  uint32_t r;
-#if AMK_DTYPE == AMK_DTYPE_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
-  return r;
-}
-__device__ __forceinline__ float2 pair_values(uint32_t v) {
-#if AMK_DTYPE == AMK_DTYPE_BF16
-  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
-#else
-  float2 r;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(r.x), "=f"(r.y) : "r"(v));
-  return r;
-#endif
-}
-#endif
-
 // The words of a buffer. A flag-in-data word (NCCL's LL protocol) is an f32 whose lowest AMK_TAG_BITS bits are the tag: value and tag are one
 // access, so a reader that sees the tag has the value, and it costs no more than a plain word. A plain word has no tag bits.
 struct Words {
@@ -87,7 +65,8 @@ __device__ __forceinline__ void word_write(Words const& s, uint32_t i, float v) 
 // thread writes only a few words, so the writer does the split.
 __device__ __forceinline__ void input_write(Words const& s, uint32_t i, float v) {
 #if AMK_SEQS > 1
-  uint32_t const word = element_pair(v - pair_values(element_pair(v, 0.f)).x, v);
+  v = VECTOR_FACTOR != 1.f ? v * VECTOR_FACTOR : v;
+  uint32_t const word = element_pair(LOW_FACTOR != 1.f ? (v - pair_values(element_pair(v, 0.f)).x) * LOW_FACTOR : v - pair_values(element_pair(v, 0.f)).x, v);
   word_store(s, s.at + i, (word & ~s.mask) | s.tag);
 #else
   word_write(s, i, v);

@@ -1,10 +1,9 @@
 // matvec for several sequences: rows of a streamed matrix times one vector per sequence; the weights are read once.
 //
-// The vectors are the A operand of the products: of its 16 rows, 8 are the high halves of the sequences' elements and 8 the low halves. The
-// 8 rows of a unit are the columns of the B operand. So 8 sequences take as many products as one. Warp w multiplies units w, w + 8, ... of a
-// part of the rows, and its columns of all sequences stay in its registers: they are loaded from L2 straight into the operands' places, not
-// through shared memory. A row that is longer than the registers hold is processed in parts: one part of all tiles whose sums are kept, then
-// the next part of them (loader_parts in stream.cuh; ir/src/program/staging.rs sets the length of a part).
+// The vectors are the A operand of the products (batch_products.cuh), so 8 sequences take as many products as one. Warp w multiplies units w,
+// w + 8, ... of a part of the rows, and its columns of all sequences stay in its registers: they are loaded from L2 straight into the operands'
+// places, not through shared memory. A row that is longer than the registers hold is processed in parts: one part of all tiles whose sums are
+// kept, then the next part of them (loader_parts in stream.cuh; ir/src/program/staging.rs sets the length of a part).
 #pragma once
 
 #if AMK_SEQS > 1
@@ -35,10 +34,6 @@ __device__ __forceinline__ float* seq_sums(Worker const& w, uint32_t buffer, uin
   return (float*)w.x + ((buffer * BATCH_TILES + tile) * AMK_WARPS + warp) * SEQ_SUMS;
 }
 
-// This thread's A operands: for one sequence, the 8 elements that go with its 8 weights in each unit of its warp, as two products take them.
-struct SeqInput {
-  uint4 half[SHARE][2];
-};
 // The sequence of this thread's rows of the A operand. Rows of sequences that do not run are copies of the first; their sums are never read.
 __device__ __forceinline__ uint32_t operand_seq(Worker const& w) {
   uint32_t const row = w.thread % 32 / 4 % SEQS;
@@ -92,42 +87,15 @@ template <bool WHOLE, uint32_t N, typename At> __device__ __forceinline__ void b
   }
 }
 
-// Splits four elements into high halves, two words, and low halves.
-__device__ __forceinline__ uint4 vec4_halves(float4 v) {
-  uint32_t const h0 = element_pair(v.x, v.y), h1 = element_pair(v.z, v.w);
-  float2 const b0 = pair_values(h0), b1 = pair_values(h1);
-  return make_uint4(h0, h1, element_pair(v.x - b0.x, v.y - b0.y), element_pair(v.z - b1.x, v.w - b1.y));
-}
-
-// Index of a thread's first element in a unit. A thread needs two groups of 4 elements, SECOND apart: those that go with its 16 bytes of
-// weights (unit_column). Two loads fetch them, and in each load the two threads of a pair read a whole sector.
-constexpr uint32_t SECOND = 8;
-__device__ __forceinline__ uint32_t operand_element(Worker const& w, uint32_t unit) {
-  return unit * UNIT_COLS + unit_column(w.thread % 4 * 8);
-}
-static_assert(unit_column(4) == SECOND && AMK_HEAD_DIM % 16 == 0, "both groups belong to one head");
-
-// The same for words that are split into halves already (input_write).
+// Splits four elements into high halves, two words, and low halves, of words that are split already (input_write).
 __device__ __forceinline__ uint4 vec4_split(Words const& s, uint4 v) {
   uint32_t const bare = ~(s.mask | s.mask << 16);
   return make_uint4(__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632), __byte_perm(v.x, v.y, 0x5410) & bare, __byte_perm(v.z, v.w, 0x5410) & bare);
 }
 
-__device__ __forceinline__ void operand_of(uint4 first, uint4 second, uint4 (&half)[2]) {
-  half[0] = make_uint4(first.x, first.z, first.y, first.w); // of an operand's rows, 8 are high halves and 8 low
-  half[1] = make_uint4(second.x, second.z, second.y, second.w);
-}
-
 __device__ __forceinline__ void vec4_square(float4 v, float4& sum) { sum = make_float4(fmaf(v.x, v.x, sum.x), fmaf(v.y, v.y, sum.y), fmaf(v.z, v.z, sum.z), fmaf(v.w, v.w, sum.w)); }
 __device__ __forceinline__ float vec4_sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 __device__ __forceinline__ float4 vec4_times(float4 v, float4 n) { return make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w); }
-
-// Distance from a unit of a warp to its next.
-constexpr uint32_t STEP_ELEMENTS = AMK_WARPS * UNIT_COLS;
-constexpr bool SAME_PLACE = STEP_ELEMENTS % AMK_HEAD_DIM == 0; // a warp's units begin at the same place of a head
-// The word of an element where each head has SKIP words before it, and if units begin at the same place, the words from one to the next.
-template <uint32_t SKIP> __device__ __forceinline__ uint32_t element_word(uint32_t e) { return e + (e / AMK_HEAD_DIM + 1) * SKIP; }
-template <uint32_t SKIP> __device__ constexpr uint32_t step_words() { return STEP_ELEMENTS + STEP_ELEMENTS / AMK_HEAD_DIM * SKIP; }
 
 // How a vector's elements become operands: values, values times a norm, or halves already (input_write).
 enum class Form { VALUES, NORMED, SPLIT };
@@ -135,10 +103,8 @@ enum class Form { VALUES, NORMED, SPLIT };
 // Loads the `wanted` groups of 4 words from `first` on into the operands.
 template <Form FORM, uint32_t SKIP, bool WHOLE>
 __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const& words, float const* norm, uint32_t first, uint32_t wanted, SeqInput& x) {
-  uint32_t const word = element_word<SKIP>(first);
-  auto const at = [&](uint32_t i) { return (SAME_PLACE ? word + i / 2 * step_words<SKIP>() : element_word<SKIP>(first + i / 2 * STEP_ELEMENTS)) + i % 2 * SECOND; };
   uint4 v[SEQ_VEC4S];
-  batch_wait<WHOLE>(w, words, at, wanted, v);
+  batch_wait<WHOLE>(w, words, [&](uint32_t i) { return element_word<SKIP>(first, i / 2) + i % 2 * SECOND; }, wanted, v);
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; ++j) {
@@ -151,8 +117,8 @@ __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const&
       vec4_square(a, square);
       vec4_square(b, square);
       // A group that is not wanted is zero, and so is its product with the norm's first weights.
-      float const* n = norm + (WHOLE || (wanted >> 2 * j & 1) != 0 ? first + j * STEP_ELEMENTS : 0);
-      float const* m = norm + (WHOLE || (wanted >> (2 * j + 1) & 1) != 0 ? first + j * STEP_ELEMENTS + SECOND : 0);
+      float const* n = norm + (WHOLE || (wanted >> 2 * j & 1) != 0 ? first + unit_elements(j) : 0);
+      float const* m = norm + (WHOLE || (wanted >> (2 * j + 1) & 1) != 0 ? first + unit_elements(j) + SECOND : 0);
       a = vec4_times(a, load_constant(n)), b = vec4_times(b, load_constant(m));
     }
     operand_of(vec4_halves(a), vec4_halves(b), x.half[j]);
@@ -160,17 +126,17 @@ __device__ __forceinline__ float batch_stage_words(Worker const& w, Words const&
   return vec4_sum(square);
 }
 
-// Loads units `unit0`.. of the sequences' vectors, `mine` of which are this warp's.
+// Loads units of operands `unit0`.. of the sequences' vectors, `mine` of which are this warp's.
 template <Form FORM, uint32_t SKIP>
 __device__ __forceinline__ float batch_stage_vector(Worker const& w, Words const& words, float const* norm, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, SeqInput& x) {
-  uint32_t const first = operand_element(w, unit0 + w.thread / 32);
+  uint32_t const first = operand_element(w, unit0 + warp_unit(w));
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < SEQ_VEC4S; ++i) {
-    wanted |= i / 2 < mine && first + i / 2 * STEP_ELEMENTS + i % 2 * SECOND < p.k_len ? 1u << i : 0;
+    wanted |= i / 2 < mine && first + unit_elements(i / 2) + i % 2 * SECOND < p.k_len ? 1u << i : 0;
   }
   if (FORM == Form::NORMED && w.thread % 32 < mine) {
-    prefetch_l1(norm + (unit0 + w.thread / 32 + w.thread % 32 * AMK_WARPS) * UNIT_COLS);
+    prefetch_l1(norm + (unit0 + warp_unit(w) + unit_step(w.thread % 32)) * UNIT_COLS);
   }
   if (__all_sync(~0u, wanted == (1u << SEQ_VEC4S) - 1)) {
     return batch_stage_words<FORM, SKIP, true>(w, words, norm, first, wanted, x);
@@ -187,7 +153,7 @@ __device__ __forceinline__ float batch_stage_embedding(Worker const& w, Resolved
     float4 v[2];
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      uint32_t const e = operand_element(w, unit0 + w.thread / 32 + j * AMK_WARPS) + i * SECOND;
+      uint32_t const e = operand_element(w, unit0 + warp_unit(w) + unit_step(j)) + i * SECOND;
       v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (j < mine && e < p.k_len) {
         v[i] = embedding_read4(w, in, e);
@@ -204,8 +170,7 @@ __device__ __forceinline__ float batch_stage_embedding(Worker const& w, Resolved
 __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const& words, amk_matvec_params const& p, uint32_t active, uint32_t most, uint32_t unit0, uint32_t mine,
                                                    SeqInput& x) {
   constexpr uint32_t ONCE = 2, SPLITS = 2; // units and splits that are requested at once
-  constexpr uint32_t STEP = STEP_ELEMENTS / AMK_HEAD_DIM * PARTIAL_WORDS;
-  uint32_t const first = operand_element(w, unit0 + w.thread / 32), head0 = first / AMK_HEAD_DIM, split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
+  uint32_t const first = operand_element(w, unit0 + warp_unit(w)), split_words = p.k_len / AMK_HEAD_DIM * PARTIAL_WORDS;
 #pragma unroll
   for (uint32_t j0 = 0; j0 < SHARE; j0 += ONCE) {
     float4 const none = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -220,15 +185,14 @@ __device__ __forceinline__ void batch_stage_merged(Worker const& w, Words const&
       uint32_t wanted = 0;
 #pragma unroll
       for (uint32_t i = 0; i < ONCE * SPLITS; ++i) {
-        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && first + (j0 + i / SPLITS) * STEP_ELEMENTS < p.k_len ? 7u << 3 * i : 0;
+        wanted |= split + i % SPLITS < active && j0 + i / SPLITS < mine && first + unit_elements(j0 + i / SPLITS) < p.k_len ? 7u << 3 * i : 0;
       }
       uint4 v[3 * ONCE * SPLITS];
       batch_wait<false>(
           w, words,
           [&](uint32_t i) {
-            uint32_t const unit = j0 + i / 3 / SPLITS, at = SAME_PLACE ? first : first + unit * STEP_ELEMENTS, head = SAME_PLACE ? head0 : at / AMK_HEAD_DIM;
-            uint32_t const word = split * split_words + head * PARTIAL_WORDS + unit * (SAME_PLACE ? STEP : 0) + i / 3 % SPLITS * split_words;
-            return i % 3 == 0 ? word : word + PARTIAL_HEAD + at % AMK_HEAD_DIM + (i % 3 - 1) * SECOND;
+            uint32_t const unit = j0 + i / 3 / SPLITS, word = split * split_words + head_words<PARTIAL_WORDS>(first, unit) + i / 3 % SPLITS * split_words;
+            return i % 3 == 0 ? word : word + PARTIAL_HEAD + place_in_head(first, unit) + (i % 3 - 1) * SECOND;
           },
           wanted, v);
 #pragma unroll
@@ -266,7 +230,7 @@ template <uint32_t COUNT> __device__ __forceinline__ uint32_t batch_wanted(uint3
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < 2 * COUNT; ++i) {
-    wanted |= from + i / 2 < mine && first + (from + i / 2) * STEP_ELEMENTS + i % 2 * SECOND < k_len ? 1u << i : 0;
+    wanted |= from + i / 2 < mine && first + unit_elements(from + i / 2) + i % 2 * SECOND < k_len ? 1u << i : 0;
   }
   return wanted;
 }
@@ -277,12 +241,12 @@ __device__ __forceinline__ float batch_post_factor(Worker const& w, StagedTask c
   constexpr uint32_t ONCE = 4; // units
   Worker const own = in_seq(w, operand_seq(w));
   Words const words = buffer_words(own, st.buffer[0]);
-  uint32_t const warp = w.thread / 32, first = operand_element(w, warp), mine = warp_share(w, p.units);
+  uint32_t const warp = w.thread / 32, first = operand_element(w, warp_unit(w)), mine = operand_share(w, p.units, unpacked_log2(st.task.unpack));
   float4 four = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
   for (uint32_t j = 0; j < mine; j += ONCE) {
     uint4 v[2 * ONCE];
-    batch_wait<false>(own, words, [&](uint32_t i) { return first + (j + i / 2) * STEP_ELEMENTS + i % 2 * SECOND; }, batch_wanted<ONCE>(first, j, mine, p.k_len), v);
+    batch_wait<false>(own, words, [&](uint32_t i) { return first + unit_elements(j + i / 2) + i % 2 * SECOND; }, batch_wanted<ONCE>(first, j, mine, p.k_len), v);
 #pragma unroll
     for (uint32_t i = 0; i < 2 * ONCE; ++i) {
       vec4_square(vec4_value(words, v[i]), four);
@@ -303,7 +267,7 @@ __device__ __forceinline__ float batch_post_factor(Worker const& w, StagedTask c
   return rsqrtf(fmaf(sum, __fdividef(1.f, (float)p.k_len), p.eps));
 }
 
-// Loads units `unit0`.. of the stream after a block, in which its result has this factor; stores the task's part of it if `stores`. The
+// Loads units of operands `unit0`.. of the stream after a block, in which its result has this factor; stores the task's part of it if `stores`. The
 // result has arrived.
 __device__ __forceinline__ float batch_stage_post_norm(Worker const& own, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, float factor, bool stores, SeqInput& x) {
   constexpr uint32_t ONCE = 4; // units
@@ -314,11 +278,11 @@ __device__ __forceinline__ float batch_stage_post_norm(Worker const& own, Staged
   if (!stores || own.thread % 32 / 4 >= seqs_running(own)) {
     part.end = 0;
   }
-  uint32_t const first = operand_element(own, unit0 + own.thread / 32);
+  uint32_t const first = operand_element(own, unit0 + warp_unit(own));
   float4 square = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (uint32_t j = 0; j < SHARE; j += ONCE) {
-    auto const at = [&](uint32_t i) { return first + (j + i / 2) * STEP_ELEMENTS + i % 2 * SECOND; };
+    auto const at = [&](uint32_t i) { return first + unit_elements(j + i / 2) + i % 2 * SECOND; };
     uint32_t const wanted = batch_wanted<ONCE>(first, j, mine, p.k_len);
     uint4 v[2 * ONCE], r[2 * ONCE];
 #pragma unroll
@@ -357,18 +321,10 @@ __device__ __forceinline__ float batch_stage_post_norm(Worker const& own, Staged
 // Layout of a task's tiles in the ring.
 struct BatchTiles {
   uint32_t units, part;      // per tile; per part of it, except the last
-  uint32_t parts, per_stage; // per tile; tiles per stage: 1 if a tile has several parts, else a divisor of BATCH_TILES
+  uint32_t parts, per_stage; // per tile; tiles, or parts of them, per stage: a divisor of BATCH_TILES, and 1 for parts without codes
 };
-// Loads a warp's units of a tile from the ring. FULL: there are SHARE of them.
-template <bool FULL> __device__ __forceinline__ void batch_take(Worker const& w, char const* tile, uint32_t mine, Share& v) {
-  char const* from = tile + w.thread / 32 * AMK_UNIT_BYTES + w.thread % 32 * 16;
-#pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    v.weights[j] = FULL || j < mine ? stage_load(from + j * AMK_WARPS * AMK_UNIT_BYTES) : make_uint4(0, 0, 0, 0);
-  }
-}
 
-// Loads units `unit0`.. of the prologue's result, for all sequences, into registers. Returns the thread's part of its sequence's sum of squares.
+// Loads units of operands `unit0`.. of the prologue's result, for all sequences, into registers. Returns the thread's part of its sequence's sum of squares.
 // `factor`, `stores`: see batch_stage_post_norm.
 __device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t unit0, uint32_t mine, float factor, bool stores, SeqInput& x) {
   Worker const own = in_seq(w, operand_seq(w));
@@ -397,34 +353,9 @@ __device__ __forceinline__ float batch_stage(Worker const& w, StagedTask const& 
   return batch_stage_vector<Form::NORMED, 0>(own, words, norm, p, unit0, mine, x);
 }
 
-// Multiplies a warp's units of a tile's part by the sequences' vectors; stores its sums, or adds to those of the parts before.
-template <bool FULL> __device__ __forceinline__ void batch_multiply(Worker const& w, Share const& v, SeqInput const& x, uint32_t mine, float* sums, bool first) {
-  float c[4][4] = {}; // independent chains of products
-#pragma unroll
-  for (uint32_t j = 0; j < SHARE; ++j) {
-    if (FULL || j < mine) {
-      float(&a)[4] = c[j % 2 * 2], (&b)[4] = c[j % 2 * 2 + 1];
-      mma(a, a, x.half[j][0], v.weights[j].x, v.weights[j].y);
-      mma(b, b, x.half[j][1], v.weights[j].z, v.weights[j].w);
-    }
-  }
-  // A thread has rows 2t and 2t + 1 of the unit for the sequence of its operands: products of the high halves, and of the low.
-  float r0 = ((c[0][0] + c[1][0]) + (c[2][0] + c[3][0])) + ((c[0][2] + c[1][2]) + (c[2][2] + c[3][2]));
-  float r1 = ((c[0][1] + c[1][1]) + (c[2][1] + c[3][1])) + ((c[0][3] + c[1][3]) + (c[2][3] + c[3][3]));
-  uint32_t const row = w.thread % 32 / 4;
-  if (row < SEQS) {
-    float2* to = (float2*)(sums + row * AMK_UNIT_ROWS + w.thread % 4 * 2);
-    if (!first) {
-      float2 const before = *to;
-      r0 += before.x, r1 += before.y;
-    }
-    *to = make_float2(r0, r1);
-  }
-}
-
-// All products of this warp for a part of `tiles` tiles. `left`: stages left in the task.
-template <bool FULL>
-__device__ __forceinline__ void batch_products(Worker const& w, Cursor& c, BatchTiles const& k, uint32_t& left, SeqInput const& x, uint32_t buffer, uint32_t tiles, uint32_t mine, bool first) {
+// All products of this warp for a part of `tiles` tiles, of `units` units each. `left`: stages left in the task.
+template <uint32_t UNPACK, bool FULL>
+__device__ __forceinline__ void batch_products(Worker const& w, Cursor& c, BatchTiles const& k, uint32_t& left, SeqInput const& x, uint32_t buffer, uint32_t tiles, uint32_t units, uint32_t mine, bool first) {
   float* sums = seq_sums(w, buffer, 0, w.thread / 32);
   char const* place = nullptr;
 #pragma unroll 1
@@ -434,9 +365,9 @@ __device__ __forceinline__ void batch_products(Worker const& w, Cursor& c, Batch
       note_near(w, left, 4);
       place = cursor_land(w, c);
     }
-    Share v;
-    batch_take<FULL>(w, place + in_stage * k.units * AMK_UNIT_BYTES, mine, v); // if a stage has several tiles, they are whole
-    batch_multiply<FULL>(w, v, x, mine, sums, first);
+    BatchShare<UNPACK> v;
+    batch_take<UNPACK, FULL>(w, place + in_stage * (MIXED ? units : k.units) * unit_bytes(UNPACK), mine, v); // without codes, tiles that share a stage are whole
+    batch_multiply<UNPACK, FULL>(w, v, x, mine, sums, first);
     if (in_stage + 1 == k.per_stage || tile + 1 == tiles) {
       cursor_next(w, c); // after the products: what is multiplied has been read
       --left;
@@ -481,7 +412,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
     }
     uint32_t const tile = out_tile(w, o, turn);
     uint32_t row = out_row(w, o, turn);
-    float v = batch_row_sum(w, buffer, tile, at) * scale + add[turn].bias;
+    float v = batch_row_sum(w, buffer, tile, at) * scale_of(scale, add[turn].scale) + add[turn].bias;
     if (p.epilogue == AMK_EPILOGUE_LOGITS) {
       v = logit_capped(v, p.cap);
       best = better(best, Best{v, row});
@@ -489,7 +420,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
       continue;
     }
     if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
-      float const up = batch_row_sum(w, buffer, tile + 1, at) * scale + add[turn].bias_up;
+      float const up = batch_row_sum(w, buffer, tile + 1, at) * scale_of(scale, add[turn].scale_up) + add[turn].bias_up;
       row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
       if (row >= st.buffer[AMK_READS_STAGED].units) { // words of the buffer: padding rows are dropped
         continue;
@@ -548,11 +479,12 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
   amk_matvec_params const& p = *(amk_matvec_params const*)st.task.params; // read again where it is used: registers are for vectors
   BatchTiles const k = {p.units, st.task.tile_parts == 1 ? p.units : st.task.stage_units, st.task.tile_parts, st.task.stage_tiles};
   bool const rms = is_normed(st, p);
+  uint32_t const log2 = unpacked_log2(st.task.unpack);
   Worker const out = in_seq(w, out_seq(w));
   SeqInput x;
-  uint32_t left = k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages left in the task
+  uint32_t left = MIXED ? (p.tiles + k.per_stage - 1) / k.per_stage * k.parts : k.parts > 1 ? p.tiles * k.parts : (p.tiles + k.per_stage - 1) / k.per_stage; // stages left in the task
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
-  float scale = 1.f, square = 0.f, factor = 1.f;
+  float scale = 1.f / VECTOR_FACTOR, square = 0.f, factor = 1.f;
 #if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
   if (p.prologue == AMK_PROLOGUE_POST_NORM) {
     factor = batch_post_factor(w, st, p);
@@ -565,26 +497,31 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
     Addends add[OUT_TURNS];
     barrier_announce(w);
 #pragma unroll 1
-    for (uint32_t part = 0; part < k.parts; ++part) {
-      uint32_t const unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = warp_share(w, units);
-      if (done == 0 || k.parts > 1) {
-        square += batch_stage(w, st, p, unit0, mine, factor, done == 0, x);
+    for (uint32_t turn = 0; turn < k.parts; ++turn) {
+      uint32_t const part = batch_part(done, turn, k.parts), unit0 = part * k.part, units = k.units - unit0 < k.part ? k.units - unit0 : k.part, mine = operand_share(w, units, log2);
+      if (done == 0 || (MIXED ? turn > 0 : k.parts > 1)) { // else it is in registers
+        square += batch_stage(w, st, p, unit0 << log2, mine, factor, done == 0, x);
+        if constexpr (EXCESS_CODES) {
+          operand_sums(x);
+        }
         if (w.thread == 0) {
           flag_store(&w.shared->near, left <= 3); // its last stages have arrived already
         }
         trace_staged(w);
       }
-      if (part + 1 == k.parts) { // overlaps with the products
+      if (turn + 1 == k.parts) { // overlaps with the products
 #pragma unroll
         for (uint32_t turn = 0; turn < OUT_TURNS; ++turn) {
           add[turn] = addends(out, st, p, out_mine(w, o, p, turn) ? out_row(w, o, turn) : p.rows, plan_of(st));
         }
       }
-      if (mine == SHARE) {
-        batch_products<true>(w, c, k, left, x, buffer, tiles, mine, part == 0);
-      } else {
-        batch_products<false>(w, c, k, left, x, buffer, tiles, mine, part == 0);
-      }
+      with_unpack(st.task.unpack, [&](auto unpack) {
+        if (mine == SHARE) {
+          batch_products<decltype(unpack)::value, true>(w, c, k, left, x, buffer, tiles, units, mine, turn == 0);
+        } else {
+          batch_products<decltype(unpack)::value, false>(w, c, k, left, x, buffer, tiles, units, mine, turn == 0);
+        }
+      });
     }
     if (done == 0) {
       batch_leave_squares(w, buffer, square);
@@ -592,7 +529,7 @@ __device__ __forceinline__ void op_matvec_batch(Worker& w, StagedTask const& st,
     trace_multiplied(w);
     barrier_meet(w);
     if (rms && done == 0) {
-      scale = batch_scale(w, buffer, p);
+      scale = batch_scale(w, buffer, p) / VECTOR_FACTOR;
     }
     batch_epilogue(out, st, p, o, buffer, scale, add, best);
   }

@@ -135,6 +135,7 @@ template <uint32_t UNPACK, uint32_t UNITS> struct Fragment {
 };
 __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >> warp_units & 1) != 0; }
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
+constexpr bool ASKS_EARLY = SCALE_WORDS < 2; // whether the next stage is asked for before the products: beside two words of scales registers are short
 constexpr bool SPLIT = FRAGMENT < SHARE; // whether a stage may be two fragments
 __device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
   return !SPLIT ? 1 : task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
@@ -365,7 +366,7 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
   auto stage = [&](Share& weights, auto which) {
     constexpr uint32_t PART = decltype(which)::value;
     note_near(w, left, 4 * k.parts);
-    bool const here = cursor_here(w, c); // asked for before the products, which take longer than the answer
+    bool const here = ASKS_EARLY && cursor_here(w, c); // the products take longer than the answer
     x.multiply(w, s, weights);
     if (left > TAKE) {
       bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage

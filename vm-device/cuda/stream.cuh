@@ -165,18 +165,38 @@ __device__ __forceinline__ bool loader_issue(Shared* sh, Loader& l, uint64_t fro
 __device__ __forceinline__ void loader_count(Shared* sh, uint32_t units) { flag_store(&sh->issued, flag_load(&sh->issued) + units); }
 
 #if AMK_SEQS > 1
+// The part of their tiles that a task multiplies in a turn, for the tiles of the epilogue that begins with tile `tile`. With codes every other epilogue
+// takes them from the last to the first, so that one part of the vectors stays in registers: it has as many bytes as the weights that it is for.
+__device__ __forceinline__ uint32_t batch_part(uint32_t tile, uint32_t turn, uint32_t parts) { return MIXED && tile / BATCH_TILES % 2 != 0 ? parts - 1 - turn : turn; }
+
+// Loads a stage with a part of `bytes` of each of `left` tiles, but of no more than `most`. `next`: bytes from a tile's to the next one's.
+__device__ __forceinline__ bool loader_shared(Shared* sh, Loader& l, uint64_t from, uint32_t left, uint32_t most, uint32_t bytes, uint32_t next, LoaderWaits& waits) {
+  if (!loader_claim(sh, l, waits)) {
+    return false;
+  }
+  uint32_t const full = l.full + l.stage * 8, place = l.ring + l.stage * l.stage_bytes, end = (left < most ? left : most) * bytes;
+  stage_expect_at(full, end);
+#pragma unroll 1
+  for (uint32_t to = 0; to < end; to += bytes, from += next) {
+    stage_copy_at(place + to, from, bytes, full, l.policy);
+  }
+  loader_issued(l);
+  return true;
+}
+
 // Tiles that are longer than a stage, for several sequences: one part of all tiles of an epilogue, then the next part of them, so that each
-// part of the sequences' vectors is loaded once for all. `units`: per tile.
-__device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t address, uint32_t all, uint32_t part, uint32_t units, LoaderWaits& waits) {
+// part of the sequences' vectors is loaded once for all. `units`: per tile; `unit`: bytes of one. Parts of codes are short, so `tiles` share a stage.
+__device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t address, uint32_t all, uint32_t part, uint32_t units, uint32_t unit, uint32_t tiles, LoaderWaits& waits) {
 #pragma unroll 1
   for (uint32_t done = 0; done < all; done += BATCH_TILES * units) {
     uint32_t const end = all - done < BATCH_TILES * units ? all : done + BATCH_TILES * units;
 #pragma unroll 1
-    for (uint32_t first = 0; first < units; first += part) {
-      uint32_t const n = units - first < part ? units - first : part;
+    for (uint32_t turn = 0; turn < units; turn += part) {
+      uint32_t const first = MIXED ? batch_part(done / units, turn / part, (units + part - 1) / part) * part : turn, n = units - first < part ? units - first : part;
 #pragma unroll 1
-      for (uint32_t at = done + first; at < end; at += units) {
-        if (!loader_issue(sh, l, address + (uint64_t)at * AMK_UNIT_BYTES, n * AMK_UNIT_BYTES, waits)) {
+      for (uint32_t at = done + first; at < end; at += MIXED ? tiles * units : units) {
+        if (!(MIXED ? loader_shared(sh, l, address + (uint64_t)at * unit, (end - at + units - 1) / units, tiles, n * unit, units * unit, waits)
+                    : loader_issue(sh, l, address + (uint64_t)at * AMK_UNIT_BYTES, n * AMK_UNIT_BYTES, waits))) {
           return false;
         }
       }
@@ -186,8 +206,8 @@ __device__ __forceinline__ bool loader_parts(Shared* sh, Loader& l, uint64_t add
 }
 #endif
 
-// Loads a run of units of a matrix, once `need` units have arrived. `size`: bytes of a unit.
-__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, LoaderWaits& waits) {
+// Loads a run of units of a matrix, once `need` units have arrived. `size`: bytes of a unit. `tiles`: whose parts share a stage.
+__device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t tiles, uint32_t wrap, LoaderWaits& waits) {
   uint32_t const unit = SCALED_UNITS ? size : AMK_UNIT_BYTES;
   if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
@@ -196,11 +216,13 @@ __device__ __forceinline__ bool loader_weights(Shared* sh, Loader& l, uint4 run,
   uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
   uint32_t place = 0;
   loader_count(sh, run.z);
-  loader_caps(l, sh->program, stage_units);
 #if AMK_SEQS > 1
+  loader_caps(l, sh->program, MIXED && period > stage_units ? stage_units * tiles : stage_units);
   if (period > stage_units) {
-    return loader_parts(sh, l, address, run.z, stage_units, period, waits);
+    return loader_parts(sh, l, address, run.z, stage_units, period, unit, tiles, waits);
   }
+#else
+  loader_caps(l, sh->program, stage_units);
 #endif
   for (uint32_t left = run.z; left > 0;) { // z: units of the run
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
@@ -390,7 +412,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
       on = loader_routed(sh, l, run, more.x, more.y, wrap, read, waits);
 #endif
     } else {
-      on = loader_weights(sh, l, run, more.x, more.y, wrap, waits);
+      on = loader_weights(sh, l, run, more.x, more.y, more.w & 0xffff, wrap, waits);
     }
     if (!on) {
       loader_drain(w, l);

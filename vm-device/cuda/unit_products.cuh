@@ -18,9 +18,6 @@ __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4
 }
 #endif
 
-// What vectors are multiplied with before they are staged: a power of two that keeps large elements in the range of f16.
-constexpr float VECTOR_FACTOR = AMK_DTYPE == AMK_DTYPE_F16 ? 1.f / AMK_F16_VECTOR_DIVISOR : 1.f;
-
 // Place of elements e..e+4 of the vector in the activation buffer. They are staged in the form that is multiplied: f32, or for the tensor cores
 // the high and the low 16-bit half of each element, 64 bytes of each per unit (about 16 bits of precision for bf16), or the high one alone. Of
 // the 8 elements that go with 16 bytes of weights, pairs 0 and 2 are in words 0 and 1, and pairs 1 and 3 in words 2 and 3 (see unit_multiply).

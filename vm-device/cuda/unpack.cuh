@@ -41,11 +41,6 @@ template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker co
   }
 }
 
-__device__ __forceinline__ float half_value(uint32_t bits) {
-  float v;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(v) : "r"(bits));
-  return v;
-}
 // The scale of a group.
 template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t const* scales, uint32_t group) {
   if constexpr (UNPACK == AMK_UNPACK_E4M3_G64) {
@@ -55,6 +50,26 @@ template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t
   } else {
     return half_value(group % 2 == 0 ? scales[group / 2] : scales[group / 2] >> 16);
   }
+}
+
+// The scales of two neighbouring rows, for results whose rows a thread has in pairs (batch_products.cuh): words of both, those of lanes' rows 2t and
+// 2t + 1, and one row's of them. Rows whose scale is half a word share the word.
+__device__ constexpr uint32_t scale_pair_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 1 : scale_stride(unpack) / 2; }
+template <uint32_t UNPACK> __device__ __forceinline__ void scale_pair_load(Worker const& w, char const* unit, uint32_t* scales) {
+  char const* at = unit + AMK_UNIT_BYTES + w.thread % 4 * 2 * scale_stride(UNPACK);
+  if constexpr (scale_pair_words(UNPACK) == 4) {
+    uint4 const all = stage_load(at);
+    scales[0] = all.x, scales[1] = all.y, scales[2] = all.z, scales[3] = all.w;
+  } else if constexpr (scale_pair_words(UNPACK) == 2) {
+    uint2 const both = stage_load8(at);
+    scales[0] = both.x, scales[1] = both.y;
+  } else {
+    scales[0] = stage_load4(at);
+  }
+}
+template <uint32_t UNPACK> __device__ __forceinline__ uint32_t const* pair_row(uint32_t const* scales, uint32_t row) { return scales + row * scale_stride(UNPACK) / 4; }
+template <uint32_t UNPACK> __device__ __forceinline__ float pair_scale(uint32_t const* scales, uint32_t row, uint32_t group) {
+  return scale_stride(UNPACK) == 2 ? group_scale<UNPACK>(scales, row) : group_scale<UNPACK>(pair_row<UNPACK>(scales, row), group);
 }
 
 // What sums of codes in lower and in upper halves of bytes are multiplied with (see unpack8).
@@ -73,16 +88,13 @@ template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32
 #if AMK_DTYPE == AMK_DTYPE_F16
 // Four elements as two pairs of f16. Exact. Zero is zero, as padding must be.
 template <uint32_t UNPACK> __device__ __forceinline__ uint2 unpack4(uint32_t v) {
-  uint2 r;
   if constexpr (is_e4m3(UNPACK)) {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(r.x), "=r"(r.y) : "r"(v));
+    return e4m3_halves(v);
   } else {
     // With its sign bit flipped an element is 128 more, and 0x6400 | u is 1024 + u in f16.
     uint32_t const u = v ^ 0x80808080u, most = 0x64806480u; // 1152 twice
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(r.x) : "r"(__byte_perm(u, 0x64646464u, 0x4140)), "r"(most));
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(r.y) : "r"(__byte_perm(u, 0x64646464u, 0x4342)), "r"(most));
+    return make_uint2(halves_minus(__byte_perm(u, 0x64646464u, 0x4140), most), halves_minus(__byte_perm(u, 0x64646464u, 0x4342), most));
   }
-  return r;
 }
 // Eight elements of 4 bits as four pairs. Codes are operands as they are: bits 0 to 3 of a half are a small (subnormal) f16, code * 2^-24, and
 // bits 4 to 7 are code * 2^-20. What a code is more than it means is subtracted from their sums (groups_multiply).

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x371dc578bf1865d7ull
+#define AMK_ABI_HASH 0x8a4dc3f8c8fa5f49ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -207,7 +207,7 @@ struct alignas(16) amk_load {
   uint32_t watermark; // Weights: units that must have arrived before, in stream order.
   uint32_t size; // Cache: keys of a block of the task's splits. Weights: bytes of a unit.
   uint32_t window; // Cache: sliding window, or zero for full attention.
-  uint16_t split; // Cache: the task's split.
+  uint16_t split; // Cache: the task's split. Weights: tiles whose parts share a stage, in a kernel of several sequences.
   uint16_t splits; // Cache: splits of the head.
 };
 static_assert(sizeof(amk_load) == 32 && alignof(amk_load) == 16, "layout of amk_load");

@@ -35,6 +35,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/batch.cuh",
     "cuda/weight_stream.cuh",
     "cuda/trace.cuh",
+    "cuda/halves.cuh",
     "cuda/buffer.cuh",
     "cuda/routed_stream.cuh",
     "cuda/stream.cuh",
@@ -45,6 +46,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/route.cuh",
     "cuda/matvec_input.cuh",
     "cuda/op_matvec.cuh",
+    "cuda/batch_products.cuh",
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",
     "cuda/warp_products.cuh",
@@ -92,7 +94,7 @@ pub struct Variant {
     pub poll_sleep_ns: u32,
     /// Weights are loaded with the L2 policy evict-first.
     pub evict_first: bool,
-    /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires 16-bit weights.
+    /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires weights of 16 bits or codes, without experts.
     pub seqs: u32,
     /// Devices that run a step together. More than one requires one session.
     pub devices: u32,

@@ -13,6 +13,8 @@
 
 #[cfg(test)]
 mod attention_tests;
+#[cfg(test)]
+mod batch_products_tests;
 mod boot;
 mod card;
 mod compile;
@@ -30,6 +32,8 @@ mod monitor;
 mod nvml;
 mod pages;
 mod prefill;
+#[cfg(test)]
+mod random_codes;
 mod region;
 mod ring;
 #[cfg(test)]

@@ -470,8 +470,8 @@ fn wire_load(
     Ok(match load {
         Load::Weights { matrix, unit0, units, selection } => {
             let index = matrix.index();
-            let staging = part.stagings.of(task.params::<abi::MatvecParams>().units);
             let matrix = &program.matrices[index];
+            let staging = part.stagings.of(task.params::<abi::MatvecParams>().units, matrix.format);
             let (unit_bytes, tile) = (matrix.format.unit_bytes(), matrix.units_per_tile());
             let first = (unit0 / u64::from(tile)) as u32;
             let address = match selection {
@@ -491,6 +491,7 @@ fn wire_load(
                 watermark: residents.weight_stream_starts[index] + end,
                 stage_units: staging.stage_units as u8,
                 period: staging.period as u16,
+                split: if staging.tile_parts > 1 { staging.stage_tiles as u16 } else { 0 },
                 ..abi::Load::default()
             }
         }
@@ -531,10 +532,11 @@ fn wire_task(program: &Program, task: &Task, stagings: Stagings) -> abi::Task {
     };
     if task.opcode == abi::Opcode::Matvec {
         let p = task.params::<abi::MatvecParams>();
-        let (matrix, s) = (p.matrix as usize, stagings.of(p.units));
+        let format = program.matrices[p.matrix as usize].format;
+        let s = stagings.of(p.units, format);
         (wire.stage_units, wire.stage_tiles) = (s.stage_units as u8, s.stage_tiles as u8);
         (wire.warp_units, wire.tile_parts) = (s.warp_units as u8, s.tile_parts as u16);
-        wire.unpack = program.matrices[matrix].format.unpack() as u16;
+        wire.unpack = format.unpack() as u16;
     }
     for (i, wait) in task.waits.iter().enumerate() {
         wire.wait_counter[i] = wait.counter.0;

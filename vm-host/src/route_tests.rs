@@ -121,8 +121,10 @@ fn the_device_chooses_the_experts_that_it_waits_for() {
     assert!(right(&said), "{said}\nfor\n{asked}\nnot\n{rest}");
     // Mutations that it must detect.
     for (from, to) in [
-        ("other == key && j < i", "other == key && j > i"),
-        ("other > key ||", "other >= key ||"),
+        ("(uint32_t)(j < i)", "(uint32_t)(j > i)"),
+        ("(uint32_t)(other > key)", "(uint32_t)(other >= key)"),
+        ("(keys + j + n * 4 * step)", "(keys + j + n * 4)"),
+        ("word_wait(w, in, p.first + i)) : 0;", "word_wait(w, in, p.first + i)) : ~0u;"),
         ("o < sharing; o *= 2", "2 * o < sharing; o *= 2"),
         ("(int32_t)~key >> 31", "(int32_t)key >> 31"),
         ("? key_value(keys[i])", "? __uint_as_float(keys[i])"),

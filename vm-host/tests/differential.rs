@@ -22,8 +22,8 @@ mod heads;
 use device::device;
 use heads::{compile, odd_heads};
 
-/// Folders of the corpus. Those of codes, those that multiply the residual stream without a norm (olmo), and those with experts do not run in
-/// a kernel of several sequences.
+/// Folders of the corpus. Those that multiply the residual stream without a norm (olmo) and those with experts do not run in a kernel of several
+/// sequences.
 const GOLDEN: [&str; 36] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
@@ -122,12 +122,14 @@ fn corpus() -> PathBuf {
     }
 }
 
+/// Whether a folder runs in kernels of one sequence only.
+fn alone(name: &str) -> bool {
+    name.contains("/olmo") || EXPERTS.iter().any(|expert| name.contains(expert))
+}
+
 /// The models to test: all, or those that are requested.
 fn chosen() -> Vec<&'static str> {
     let batched = number("AMK_TEST_BATCH").is_some_and(|seqs| seqs > 1);
-    let experts = |name: &str| EXPERTS.iter().any(|expert| name.contains(expert));
-    let alone =
-        |name: &str| name.starts_with("quantised/") || name.contains("/olmo") || experts(name);
     let all = GOLDEN.into_iter().filter(|name| !(batched && alone(name)));
     let Ok(names) = std::env::var("AMK_TEST_MODELS") else { return all.collect() };
     let known = |name: &str| all.clone().find(|golden| golden.ends_with(&format!("/{name}")));
@@ -145,7 +147,10 @@ fn number(name: &str) -> Option<u64> {
 
 /// The kernel of a program: for one sequence, or for `AMK_TEST_BATCH`, which must give the same results for a plain decode.
 fn kernel_variant(kernel: &ir::KernelConfig, graph: &ir::Graph) -> vm_device::Variant {
-    let seqs = number("AMK_TEST_BATCH").unwrap_or(1) as u32;
+    batch_variant(kernel, graph, number("AMK_TEST_BATCH").unwrap_or(1) as u32)
+}
+
+fn batch_variant(kernel: &ir::KernelConfig, graph: &ir::Graph, seqs: u32) -> vm_device::Variant {
     vm_device::Variant { seqs, ..vm_host::variant(kernel, graph) }
 }
 
@@ -251,7 +256,12 @@ fn check_choices(decoded: &vm_host::Decoded, logits: &[f32], positions: usize, w
 }
 
 /// One model under every schedule: launched again only when the kernel variant changes, else switched by a ring command.
-fn check_model(name: &str, info: &vm_host::DeviceInfo) {
+fn check_model(
+    name: &str,
+    info: &vm_host::DeviceInfo,
+    schedules: &[(&str, &str)],
+    of: &dyn Fn(&ir::KernelConfig, &ir::Graph) -> vm_device::Variant,
+) {
     let dir = corpus().join(name);
     let model = model::import(&dir).unwrap_or_else(|e| panic!("{name}: {e}"));
     let golden = read_golden(&dir);
@@ -259,11 +269,11 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     let options = lower::Options { kv_capacity: 128 };
     let mut idle: Option<Idle> = None;
     let mut resident: Option<Resident> = None;
-    for (schedule, text) in SCHEDULES {
+    for &(schedule, text) in schedules {
         let config = config(text, &model.graph, &target);
         let program = lower::lower(&config, &model.graph, &target, options)
             .unwrap_or_else(|e| panic!("{name}, {schedule}: {e}"));
-        let variant = kernel_variant(&config.kernel, &model.graph);
+        let variant = of(&config.kernel, &model.graph);
         let mut machine = match resident.take() {
             Some(mut running) if running.variant() == variant => {
                 let loaded = running
@@ -297,18 +307,22 @@ fn check_model(name: &str, info: &vm_host::DeviceInfo) {
     }
 }
 
-/// Fills the cache with the kernels of all models and schedules, on all cores: one after the other they take minutes.
-fn compile_kernels(info: &vm_host::DeviceInfo) {
+/// Fills the cache with the kernels of these models and schedules, on all cores: one after the other they take minutes.
+fn compile_kernels(
+    info: &vm_host::DeviceInfo,
+    names: &[&str],
+    schedules: &[(&str, &str)],
+    of: &(dyn Fn(&ir::KernelConfig, &ir::Graph) -> vm_device::Variant + Sync),
+) {
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
     let cache = vm_host::default_cache();
-    chosen().into_par_iter().for_each(|name| {
+    names.into_par_iter().for_each(|name| {
         let graph =
             model::import(&corpus().join(name)).unwrap_or_else(|e| panic!("{name}: {e}")).graph;
-        for (_, text) in SCHEDULES {
+        for (_, text) in schedules {
             let kernel = config(text, &graph, &target).kernel;
-            let variant = kernel_variant(&kernel, &graph);
             // What cannot be compiled is said where it is launched.
-            let _ = vm_host::compile(&variant, "sm_90a", cache.as_deref());
+            let _ = vm_host::compile(&of(&kernel, &graph), "sm_90a", cache.as_deref());
         }
     });
 }
@@ -316,9 +330,26 @@ fn compile_kernels(info: &vm_host::DeviceInfo) {
 #[test]
 fn logits_and_tokens_are_those_of_the_golden_models() {
     let Some(info) = device() else { return };
-    compile_kernels(&info);
+    compile_kernels(&info, &chosen(), &SCHEDULES, &kernel_variant);
     for name in chosen() {
-        check_model(name, &info);
+        check_model(name, &info, &SCHEDULES, &kernel_variant);
+    }
+}
+
+/// Every format of codes in kernels of 2 and of 8 sequences: tiles in parts and whole, in small stages and large ones.
+#[test]
+fn codes_in_kernels_of_several_sequences_are_those_of_the_golden_models() {
+    let Some(info) = device() else { return };
+    let codes = |name: &&str| name.starts_with("quantised/") && !alone(name);
+    let names: Vec<&str> = chosen().into_iter().filter(codes).collect();
+    let schedules = [0, 3, 8, 9].map(|schedule: usize| SCHEDULES[schedule]);
+    for seqs in [2, 8] {
+        let of = move |kernel: &_, graph: &_| batch_variant(kernel, graph, seqs);
+        compile_kernels(&info, &names, &schedules, &of);
+        for name in &names {
+            eprintln!("kernel of {seqs} sequences:");
+            check_model(name, &info, &schedules, &of);
+        }
     }
 }
 
@@ -369,13 +400,17 @@ fn tasks_go_on_where_their_numbers_wrap() {
 
 /// Tiles whose length is no multiple of a power of two: parts of 38 and 37 units, and parts that leave the last warps one unit less. With
 /// 16-bit weights, and with codes, whose tiles have half as many units. Groups of 5, 7 and 30 query heads are attended in parts,
-/// and codes meet one half of the vector of 17408 elements.
+/// and codes meet one half of the vector of 17408 elements. Codes also in a kernel of 8 sequences, where rows of 2304 have two parts.
 #[test]
 fn odd_widths_compute_what_the_graph_says() {
     let Some(info) = device() else { return };
-    for (hidden, heads, kv_heads, ffn) in
-        [(1920, 15, 3, 9728), (896, 7, 1, 4864), (640, 5, 1, 17408), (3840, 30, 1, 18944)]
-    {
+    for (hidden, heads, kv_heads, ffn) in [
+        (1920, 15, 3, 9728),
+        (896, 7, 1, 4864),
+        (640, 5, 1, 17408),
+        (2304, 18, 2, 6144),
+        (3840, 30, 1, 18944),
+    ] {
         let shape = model::Shape {
             name: format!("{hidden} by {ffn}"),
             hidden,
@@ -389,9 +424,10 @@ fn odd_widths_compute_what_the_graph_says() {
             ..model::Shape::default()
         };
         let model = model::Model::random(shape, 7);
-        check_widths(&model, "bf16", &info);
+        let asked = number("AMK_TEST_BATCH").map(|seqs| seqs as u32);
+        check_widths(&model, "bf16", &info, asked.unwrap_or(1));
         // The widest takes the processor half a minute in each format.
-        if hidden > 2000 || number("AMK_TEST_BATCH").is_some_and(|seqs| seqs > 1) {
+        if hidden > 3000 {
             continue;
         }
         for format in [model::Format::Fp8, model::Format::Int8, model::Format::Int4G128] {
@@ -402,7 +438,9 @@ fn odd_widths_compute_what_the_graph_says() {
             model::quantise(&model, all, &dir).unwrap_or_else(|e| panic!("{e}"));
             let codes = model::import(&dir).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(codes.graph.dtype, ir::DType::F16, "it is not dequantised");
-            check_widths(&codes, &format!("{format:?}"), &info);
+            for seqs in asked.map_or(vec![1, 8], |seqs| vec![seqs]) {
+                check_widths(&codes, &format!("{format:?}"), &info, seqs);
+            }
         }
     }
 }
@@ -417,19 +455,20 @@ fn heads_of_multiples_of_16_compute_what_the_graph_says() {
     let of = |parts: &[&str]| format!("{{{}}}", parts.join(", "));
     let schedules = [of(&[]), of(&[split]), of(&[split, merged]), of(&[small, merged])];
     let models = odd_heads();
+    let seqs = number("AMK_TEST_BATCH").unwrap_or(1) as u32;
     let kernel = ir::ScheduleConfig::default().kernel;
     let variants = models.iter().map(|(_, model)| kernel_variant(&kernel, &model.graph));
     compile(&variants.collect::<Vec<_>>());
     for (head_dim, model) in models {
         for text in &schedules {
-            check_graph(&model, (text, 150), &format!("heads of {head_dim}, {text}"), &info);
+            check_graph(&model, (text, 150), &format!("heads of {head_dim}, {text}"), &info, seqs);
         }
     }
 }
 
-fn check_widths(model: &model::Model, what: &str, info: &vm_host::DeviceInfo) {
+fn check_widths(model: &model::Model, what: &str, info: &vm_host::DeviceInfo, seqs: u32) {
     let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
-    check_graph(model, (text, 12), what, info);
+    check_graph(model, (text, 12), what, info, seqs);
 }
 
 /// The logits of so many positions under a schedule are those of the evaluated graph.
@@ -438,13 +477,14 @@ fn check_graph(
     (text, positions): (&str, u32),
     what: &str,
     info: &vm_host::DeviceInfo,
+    seqs: u32,
 ) {
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
     let ir::Graph { hidden, ffn, .. } = model.graph;
     let config = config(text, &model.graph, &target);
     let options = lower::Options { kv_capacity: 128.max(positions + 2) };
     let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
-    let variant = kernel_variant(&config.kernel, &model.graph);
+    let variant = batch_variant(&config.kernel, &model.graph, seqs);
     let rows = boot_options().logits_rows.max(positions);
     let options = BootOptions { logits_rows: rows, ..boot_options() };
     let booted = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
@@ -460,10 +500,10 @@ fn check_graph(
         evaluator.run(&tokens, reference_vm::eval::Logits::All).expect("it runs").concat();
     let error = worst(&expected, &logits);
     eprintln!(
-        "hidden {hidden}, ffn {ffn}, {what}: max |diff| / max |logit| {error:.2e}, {:.1} us per position",
+        "hidden {hidden}, ffn {ffn}, {what}, kernel of {seqs}: max |diff| / max |logit| {error:.2e}, {:.1} us per position",
         decoded.device_us / f64::from(decoded.steps)
     );
-    assert!(error <= 5e-3, "hidden {hidden}, ffn {ffn}, {what}: {error:.3e}");
+    assert!(error <= 5e-3, "hidden {hidden}, ffn {ffn}, {what}, kernel of {seqs}: {error:.3e}");
 }
 
 /// The programs that run on the device here cover every op. Needs no device.

@@ -19,9 +19,19 @@ mod heads;
 use device::device;
 use heads::{compile, odd_heads};
 
-/// Models of every family and 16-bit type.
-const GOLDEN: [&str; 4] =
-    ["llama3-rope-bf16", "mistral-f16", "qwen2-bias-bf16", "qwen3-qknorm-bf16"];
+/// Folders of the corpus: models of every family and 16-bit type, and of codes of every layout.
+const GOLDEN: [&str; 10] = [
+    "golden/llama3-rope-bf16",
+    "golden/mistral-f16",
+    "golden/qwen2-bias-bf16",
+    "golden/qwen3-qknorm-bf16",
+    "quantised/ct-fp8-static-qwen3",
+    "quantised/fp8-block-llama",
+    "quantised/ct-int8-llama",
+    "quantised/ct-w4a16-g128-llama",
+    "quantised/ct-w4a16-asym-g128-qwen2",
+    "quantised/ct-w4a16-g32-qwen3",
+];
 
 const SCHEDULES: [(&str, &str); 4] = [
     ("neutral", "{}"),
@@ -47,11 +57,11 @@ const SESSIONS: u32 = 9;
 const ROWS: u32 = 16;
 
 fn golden(name: &str) -> Model {
-    let here = PathBuf::from("corpus/golden");
+    let here = PathBuf::from("corpus");
     let root = if here.is_dir() {
         here
     } else {
-        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/golden"))
+        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus"))
     };
     model::import(&root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
@@ -241,7 +251,7 @@ fn sessions_with_heads_of_multiples_of_16_get_what_they_get_alone() {
 
 #[test]
 fn sequences_may_be_a_thousand_positions_apart() {
-    let model = golden("llama3-rope-bf16");
+    let model = golden("golden/llama3-rope-bf16");
     for schedule in [SCHEDULES[0], SCHEDULES[1]] {
         let lengths = [1, 1001, 18, 128, 700, 129, 2, 300, 1000];
         check_model(&model, schedule, &lengths, 1024, 8);
@@ -289,10 +299,30 @@ fn sessions_of_a_model_with_long_rows_get_what_they_get_alone() {
     check_model(&model, ("as shipped", &shipped(8)), &lengths, 512, 8);
 }
 
+/// Codes whose rows have several parts, more tiles than one epilogue in a task, and a 16-bit output matrix beside them.
+#[test]
+fn sessions_of_codes_with_long_rows_get_what_they_get_alone() {
+    if device().is_none() {
+        return;
+    }
+    for name in ["llama-3.1-8b-fp8", "llama-3.1-8b-int4-g128"] {
+        let mut model = model::preset(name).expect("a preset");
+        model.graph.layers.truncate(1);
+        let pipeline = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
+        check_model(
+            &model,
+            ("large stages", pipeline),
+            &[1, 17, 127, 33, 5, 64, 99, 2, 18],
+            160,
+            8,
+        );
+    }
+}
+
 /// A machine of 8 sequences of a small model, with sessions that have run alone.
 fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
     let info = device()?;
-    let model = golden("llama3-rope-bf16");
+    let model = golden("golden/llama3-rope-bf16");
     let mut machine = machine(&model, &info, SCHEDULES[1].1, 256, 8);
     let vocab = model.graph.vocab;
     let sessions = alone(&mut machine, &[1, 17, 33, 96, 2, 64, 5, 40], vocab);
@@ -306,7 +336,7 @@ fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
 #[test]
 fn a_machine_for_batches_runs_the_kernel_for_one_and_goes_back() {
     let Some(info) = device() else { return };
-    let model = golden("llama3-rope-bf16");
+    let model = golden("golden/llama3-rope-bf16");
     let (graph, vocab) = (&model.graph, model.graph.vocab);
     let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
     let config = read_config_over(neutral_config(graph, &target), SCHEDULES[1].1, graph, &target);

@@ -3,15 +3,17 @@
 
 use abi::{BATCH_TILES, CONSUMER_WARPS};
 
+use crate::format::Format;
+
 /// Most units of a stage that one warp loads into registers.
 pub const WARP_UNITS_MAX: u32 = abi::STAGE_UNITS_MAX / CONSUMER_WARPS;
 
 /// The layout: several whole tiles in a stage, or one tile in several stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Staging {
-    /// Units of a stage.
+    /// Units of a stage; where it holds the same part of several tiles, units of that part.
     pub stage_units: u32,
-    /// Tiles of a stage; 1 where a tile spans several.
+    /// Tiles of a stage; 1 where a tile spans several, but for codes in a kernel of several sequences.
     pub stage_tiles: u32,
     /// Units after which a new stage begins.
     pub period: u32,
@@ -29,15 +31,17 @@ pub struct Stagings {
     /// Whether units of some matrix have scales behind them.
     pub(super) scaled: bool,
     pub(super) sequences: u32,
+    /// Units of operands that the longest unit of some matrix makes.
+    pub(super) group: u32,
 }
 
 impl Stagings {
-    /// The layout of tiles of this many units.
+    /// The layout of tiles of this many units in this format.
     #[must_use]
-    pub fn of(self, tile_units: u32) -> Staging {
+    pub fn of(self, tile_units: u32, format: Format) -> Staging {
         match self.sequences {
             1 => Staging::new(tile_units, self.stage_units, self.scaled),
-            _ => Staging::seqs(tile_units, self.stage_units),
+            _ => Staging::seqs(tile_units, self.stage_units, [format.operand_units(), self.group]),
         }
     }
 }
@@ -53,24 +57,28 @@ impl Staging {
     }
 
     /// The same for a kernel with several sequences (matvec_batch.cuh): a stage holds whole tiles, whose number divides
-    /// the tiles of an epilogue; or a part of a tile, as long as the vectors that the warps' registers hold.
+    /// the tiles of an epilogue; or a part of a tile, as long as the vectors that the warps' registers hold. A unit makes
+    /// `operands` units of operands, and warps take these in groups of `group` (batch_products.cuh): parts are whole groups,
+    /// but the last. A part of codes is so short that those of several tiles share a stage.
     #[must_use]
-    pub fn seqs(tile_units: u32, stage_units: u32) -> Self {
+    pub fn seqs(tile_units: u32, stage_units: u32, [operands, group]: [u32; 2]) -> Self {
         let (tile_units, stage_units) = (tile_units.max(1), stage_units.max(1));
-        let tile_parts = tile_units.div_ceil(stage_units.min(abi::STAGE_UNITS_MAX));
-        if tile_parts > 1 {
-            let stage_units = tile_units.div_ceil(tile_parts);
+        let most = stage_units.min(abi::STAGE_UNITS_MAX / operands);
+        let shared = |units: u32| 1 << (stage_units / units).clamp(1, BATCH_TILES).ilog2();
+        if tile_units > most {
+            let part = tile_units.div_ceil(tile_units.div_ceil(most));
+            let part = part.next_multiple_of(group / operands).min(most);
             return Self {
-                stage_units,
-                stage_tiles: 1,
+                stage_units: part,
+                stage_tiles: if group > 1 { shared(part) } else { 1 },
                 period: tile_units,
                 warp_units: 0,
-                tile_parts,
+                tile_parts: tile_units.div_ceil(part),
             };
         }
-        let stage_tiles = 1 << (stage_units / tile_units).clamp(1, BATCH_TILES).ilog2();
+        let stage_tiles = shared(tile_units);
         let stage_units = stage_tiles * tile_units;
-        Self { stage_units, stage_tiles, period: stage_units, warp_units: 0, tile_parts }
+        Self { stage_units, stage_tiles, period: stage_units, warp_units: 0, tile_parts: 1 }
     }
 
     /// The layout in which the warps load whole stages into registers.
@@ -177,7 +185,7 @@ mod tests {
     #[test]
     fn several_sequences_take_tiles_part_by_part() {
         let of = |tile, stage| {
-            let s = Staging::seqs(tile, stage);
+            let s = Staging::seqs(tile, stage, [1, 1]);
             (s.stage_units, s.stage_tiles, s.period, s.tile_parts)
         };
         assert_eq!(of(64, 64), (64, 1, 64, 1));
@@ -186,16 +194,37 @@ mod tests {
         assert_eq!(of(65, 64), (33, 1, 65, 2), "the last part may be shorter");
         assert_eq!(of(18, 64), (36, 2, 36, 1), "a divisor of the tiles of an epilogue");
         assert_eq!(of(2, 64), (16, 8, 16, 1), "and no more than those");
-        for tile in 1..1000 {
+        let codes = |tile, operands, group| {
+            let s = Staging::seqs(tile, 64, [operands, group]);
+            (s.stage_units, s.stage_tiles, s.period, s.tile_parts)
+        };
+        assert_eq!(
+            codes(64, 2, 2),
+            (32, 2, 64, 2),
+            "FP8 of llama-3.1-8b: parts of two tiles in a stage"
+        );
+        assert_eq!(codes(112, 4, 4), (16, 4, 112, 7), "int4 of its down");
+        assert_eq!(codes(16, 4, 4), (64, 4, 64, 1), "int4 of llama-3.2-1b: four tiles in a stage");
+        assert_eq!(codes(65, 1, 4), (36, 1, 65, 2), "16 bits beside int4: whole groups");
+        assert_eq!(codes(65, 2, 4), (22, 2, 65, 3), "whole groups of 8 bits");
+    }
+
+    #[test]
+    fn parts_of_several_sequences_fit_registers_and_stages() {
+        let kernels = [(1, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 4)];
+        for (tile, (operands, group)) in (1..1000).flat_map(|tile| kernels.map(|of| (tile, of))) {
             for stage in [8, 16, 32, 64] {
-                let s = Staging::seqs(tile, stage);
-                assert!(
-                    s.stage_units <= stage && BATCH_TILES.is_multiple_of(s.stage_tiles),
-                    "{tile} in {stage}: {s:?}"
-                );
-                let parts = s.tile_parts;
-                let last = tile - (parts - 1) * s.stage_units.min(tile);
-                assert!((1..=s.stage_units).contains(&last), "{tile} in {stage}: {s:?}");
+                let s = Staging::seqs(tile, stage, [operands, group]);
+                let what = format!("{tile} of {operands} in {stage} and groups of {group}: {s:?}");
+                assert!(BATCH_TILES.is_multiple_of(s.stage_tiles), "{what}");
+                let part = if s.tile_parts == 1 { tile } else { s.stage_units };
+                assert!(s.stage_tiles * part <= stage, "{what}");
+                assert!(part * operands <= abi::STAGE_UNITS_MAX, "{what}");
+                assert!(s.tile_parts == 1 || (part * operands).is_multiple_of(group), "{what}");
+                let last = tile - (s.tile_parts - 1) * part;
+                assert!((1..=part).contains(&last), "{what}");
+                // The device tells the two layouts apart by this.
+                assert_eq!(s.period > s.stage_units, s.tile_parts > 1, "{what}");
             }
         }
     }

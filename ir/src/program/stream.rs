@@ -99,7 +99,9 @@ impl Program {
     #[must_use]
     pub fn stagings(&self, sequences: u32) -> Stagings {
         let scaled = self.matrices.iter().any(|m| m.format.unit_bytes() > abi::UNIT_BYTES);
-        Stagings { stage_units: self.pipeline.stage_units, scaled, sequences }
+        let group = self.matrices.iter().map(|matrix| matrix.format.operand_units()).max();
+        let stage_units = self.pipeline.stage_units;
+        Stagings { stage_units, scaled, sequences, group: group.unwrap_or(1) }
     }
 }
 
@@ -123,11 +125,15 @@ impl Program {
     }
 }
 
-/// The reason why the device cannot count the stages of tiles of this many units, if it cannot.
-pub(super) fn uncountable(program: &Program, tile: u32, sequences: u32) -> Option<String> {
-    // Scales behind units change layouts of small tiles only, which it can count.
-    let stagings = Stagings { stage_units: program.pipeline.stage_units, scaled: false, sequences };
-    let Staging { period, stage_units, .. } = stagings.of(tile);
+/// The reason why the device cannot count the stages of tiles of this many units, if it cannot, in a kernel of one
+/// sequence. Scales behind units change layouts of small tiles only, which it can count.
+pub(super) fn uncountable(program: &Program, tile: u32) -> Option<String> {
+    uncounted(tile, Staging::new(tile, program.pipeline.stage_units, false))
+}
+
+/// The same of a layout.
+pub(super) fn uncounted(tile: u32, staging: Staging) -> Option<String> {
+    let Staging { period, stage_units, .. } = staging;
     let fits = period <= u32::from(u16::MAX) && stage_units <= u32::from(u8::MAX);
     (!fits).then(|| {
         format!(

@@ -6,7 +6,7 @@ use abi::{
     AttentionMergeParams, AttentionParams, BufferKind, Epilogue, MatvecParams, Opcode, Params,
     Prologue, Unpack,
 };
-use ir::program::staging::{Staging, Stagings};
+use ir::program::staging::Staging;
 use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
 use ir::{BufferId, CounterId, WorkerId};
 use rustc_hash::FxHashMap;
@@ -216,7 +216,6 @@ fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
 /// Computes the cost of tasks one by one, and numbers flows, phases and flag-in-data buffers on the way.
 struct Builder<'a> {
     program: &'a Program,
-    stagings: Stagings,
     /// Whether some units have scales behind them.
     scaled: bool,
     position: u32,
@@ -236,7 +235,6 @@ impl<'a> Builder<'a> {
     fn new(program: &'a Program, position: u32) -> Self {
         let mut builder = Self {
             program,
-            stagings: program.stagings(1),
             scaled: program.matrices.iter().any(|m| m.format.unit_bytes() > abi::UNIT_BYTES),
             position,
             flag_in_data: Vec::new(),
@@ -283,7 +281,8 @@ impl<'a> Builder<'a> {
 
     /// The stages of tiles of this many units.
     fn stages(&self, units: u32) -> Stages {
-        Stages::new(units.max(1), self.stagings.of(units))
+        let stage_units = self.program.pipeline.stage_units;
+        Stages::new(units.max(1), Staging::new(units, stage_units, self.scaled))
     }
 
     /// The flow of tasks of this many tiles and bytes, whose tiles have this many units.

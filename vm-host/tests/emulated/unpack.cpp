@@ -35,6 +35,10 @@ uint2 stage_load8(char const*);
 uint32_t stage_load4(char const*);
 uint32_t stage_load2(char const*);
 uint32_t __byte_perm(uint32_t, uint32_t, uint32_t);
+float half_value(uint32_t);
+uint2 e4m3_halves(uint32_t);
+uint32_t halves_minus(uint32_t, uint32_t);
+uint4 stage_load(char const*);
 
 // Rounds to the nearest f16, ties to even; beyond its range infinity.
 inline uint32_t half_of(float v) {

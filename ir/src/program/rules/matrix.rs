@@ -39,7 +39,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
                 At::Matrix(MatrixId(index as u32)),
                 format!("{}: {detail}", matrix.name),
             );
-        } else if let Some(detail) = uncountable(program, matrix.units_per_tile(), 1) {
+        } else if let Some(detail) = uncountable(program, matrix.units_per_tile()) {
             found.push(Rule::PLimit, At::Matrix(MatrixId(index as u32)), detail);
         }
     }

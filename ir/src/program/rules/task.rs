@@ -227,7 +227,7 @@ impl<'a> Op<'a> {
         if p.tiles == 0 || end > u64::from(tiles) {
             self.shape(format!("tiles {}..+{} of {}, which has {tiles}", p.tile0, p.tiles, m.name));
         }
-        if let Some(detail) = uncountable(self.program, p.units, 1) {
+        if let Some(detail) = uncountable(self.program, p.units) {
             self.wrong(Rule::PLimit, detail);
         }
     }

@@ -14,8 +14,9 @@
 use abi::{AttentionParams, BufferKind, Epilogue, Opcode, Params, Prologue};
 
 use super::Verified;
+use crate::format::Format;
 use crate::id::{BufferId, MatrixId};
-use crate::program::stream::uncountable;
+use crate::program::stream::uncounted;
 use crate::program::{Program, Task};
 use crate::violation::{At, Rule, Violations};
 
@@ -79,11 +80,10 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
         found.push(Rule::PLimit, At::Whole, format!("{seqs} sequences, not within 1..={most}"));
     }
     if seqs > 1 {
-        if let Some(matrix) = program.matrices.iter().find(|matrix| matrix.format.bits() != 16) {
+        if let Some(matrix) = program.matrices.iter().find(|matrix| matrix.format == Format::F32) {
             let detail = format!(
-                "several sequences share the products of 16-bit weights only, and {} is {}: run one sequence, or convert the model",
-                matrix.name,
-                matrix.format.name()
+                "several sequences share the products of 16-bit weights and of codes only, and {} is f32: run one sequence, or convert the model",
+                matrix.name
             );
             found.push(Rule::PShape, At::Whole, detail);
         }
@@ -91,8 +91,10 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
             let detail = format!("{} has experts: run one sequence", matrix.name);
             found.push(Rule::PShape, At::Whole, detail);
         }
+        let stagings = program.stagings(seqs);
         for (matrix, id) in program.matrices.iter().zip(0..) {
-            if let Some(detail) = uncountable(program, matrix.units_per_tile(), seqs) {
+            let tile = matrix.units_per_tile();
+            if let Some(detail) = uncounted(tile, stagings.of(tile, matrix.format)) {
                 found.push(Rule::PLimit, At::Matrix(MatrixId(id)), detail);
             }
         }

@@ -1,0 +1,178 @@
+// Products of several sequences (batch_products.cuh) as host C++: the threads of a worker are fibers, and a product of the tensor cores is computed
+// from the registers of all lanes of a warp. The input file has cases: the format's number, columns, units of a tile and of a part of it, the vectors
+// as bits, and the bytes of a packed tile; prints the 8 rows of each sequence. Compiled by
+// vm-host/src/batch_products_tests.rs.
+#define WORKERS 1
+#include "simt.hpp"
+#undef AMK_WARPS
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return uint2{x, y}; }
+inline float2 make_float2(float x, float y) { return float2{x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
+using std::fmaf;
+struct Worker {
+  uint32_t thread;
+};
+inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
+inline uint2 stage_load8(void const* p) { return *(uint2 const*)p; }
+inline uint32_t stage_load4(void const* p) { return *(uint32_t const*)p; }
+inline uint32_t stage_load2(void const* p) { return *(uint16_t const*)p; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {
+  uint64_t const all = (uint64_t)b << 32 | a;
+  uint32_t r = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    r |= (uint32_t)(all >> 8 * (select >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return r;
+}
+
+// Floats of 16 bits, of which no test has one that is no number.
+inline float half_value(uint32_t bits) {
+  uint32_t const exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  float const v = exponent == 0 ? std::ldexp((float)mantissa, -24) : std::ldexp((float)(1024 + mantissa), (int)exponent - 25);
+  return (bits & 0x8000) != 0 ? -v : v;
+}
+inline uint32_t half_of(float v) {
+  uint32_t const sign = std::signbit(v) ? 0x8000 : 0;
+  float const x = std::fabs(v);
+  if (!(x < 65520.f)) {
+    return sign | 0x7c00;
+  }
+  int const e = x < 0x1p-14f ? -14 : std::ilogb(x);
+  return sign | (uint32_t)((e + 14) * 1024 + (int)std::nearbyint(std::ldexp(x, 10 - e)));
+}
+inline uint32_t element_pair(float low, float high) { return half_of(low) | half_of(high) << 16; }
+inline float2 pair_values(uint32_t v) { return float2{half_value(v & 0xffff), half_value(v >> 16)}; }
+inline uint32_t halves_minus(uint32_t a, uint32_t b) {
+  float2 const x = pair_values(a), y = pair_values(b);
+  return element_pair(x.x - y.x, x.y - y.y);
+}
+inline uint32_t e4m3_half(uint32_t code) {
+  uint32_t const exponent = code >> 3 & 15, mantissa = code & 7;
+  float const v = exponent == 0 ? std::ldexp((float)mantissa, -9) : std::ldexp((float)(8 + mantissa), (int)exponent - 10);
+  return half_of((code & 0x80) != 0 ? -v : v);
+}
+inline uint2 e4m3_halves(uint32_t v) { return uint2{e4m3_half(v & 0xff) | e4m3_half(v >> 8 & 0xff) << 16, e4m3_half(v >> 16 & 0xff) | e4m3_half(v >> 24) << 16}; }
+
+constexpr uint32_t UNIT_COLS = 32, SEQS = AMK_SEQS, SHARE = 8;
+constexpr float VECTOR_FACTOR = 1.f / 16, LOW_FACTOR = 2048.f;
+inline uint32_t low_pair(float low, float high) { return element_pair(low * LOW_FACTOR, high * LOW_FACTOR); }
+inline float rows_sum(float high, float low) { return high + low / LOW_FACTOR; }
+constexpr uint32_t unit_column(uint32_t column) { return (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1; }
+inline uint32_t warp_share(Worker const& w, uint32_t units) {
+  uint32_t const warp = w.thread / 32;
+  return warp < units ? (units - warp + 7) / 8 : 0;
+}
+
+// The lanes' parts of the operands of a product. Of a 16 by 16 left one a lane has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of rows g and g + 8, of the
+// right one the same rows of column g, and of the result columns 2t and 2t + 1 of rows g and g + 8.
+struct Operands {
+  uint4 a[32];
+  uint32_t b[32][2];
+};
+static Operands operands[THREADS_OF_WORKER / 32];
+inline float part(uint32_t word, uint32_t k) { return half_value(k % 2 == 0 ? word & 0xffff : word >> 16); }
+inline void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  uint32_t const warp = fibers.running / 32, lane = fibers.running % 32;
+  Operands& o = operands[warp];
+  o.a[lane] = a, o.b[lane][0] = b0, o.b[lane][1] = b1;
+  meet(warp);
+  float r[4];
+  for (uint32_t i = 0; i < 4; ++i) {
+    double sum = from[i];
+    for (uint32_t k = 0; k < 16; ++k) {
+      uint4 const row = o.a[lane / 4 * 4 + k % 8 / 2];
+      uint32_t const column = lane % 4 * 2 + i % 2, left = i < 2 ? (k < 8 ? row.x : row.z) : (k < 8 ? row.y : row.w);
+      sum += (double)part(left, k) * part(o.b[column * 4 + k % 8 / 2][k / 8], k);
+    }
+    r[i] = (float)sum;
+  }
+  meet(warp);
+  for (uint32_t i = 0; i < 4; ++i) {
+    c[i] = r[i];
+  }
+}
+
+#include "device.hpp"
+
+// The case at hand.
+static uint32_t unpack, columns, units, part_units;
+static std::vector<float> vectors;
+static std::vector<uint4> tile;
+static float sums[8][8 * SEQS];
+
+template <uint32_t UNPACK> void run_thread(Worker const& w) {
+  uint32_t const lane = w.thread % 32, log2 = unpacked_log2(UNPACK);
+  float const* vector = vectors.data() + lane / 4 % SEQS * columns;
+  auto const four = [&](uint32_t e) { return e < columns ? make_float4(vector[e], vector[e + 1], vector[e + 2], vector[e + 3]) : make_float4(0, 0, 0, 0); };
+  for (uint32_t unit0 = 0; unit0 < units; unit0 += part_units) {
+    uint32_t const n = units - unit0 < part_units ? units - unit0 : part_units, mine = operand_share(w, n, log2);
+    SeqInput x;
+    uint32_t const first = operand_element(w, (unit0 << log2) + warp_unit(w));
+    for (uint32_t j = 0; j < SHARE; ++j) {
+      uint32_t const e = j < mine ? first + unit_elements(j) : columns;
+      operand_of(vec4_halves(four(e)), vec4_halves(four(j < mine ? e + SECOND : columns)), x.half[j]);
+    }
+    if (EXCESS_CODES) {
+      operand_sums(x);
+    }
+    BatchShare<UNPACK> v;
+    char const* const place = (char const*)tile.data() + unit0 * unit_bytes(UNPACK);
+    if (mine == SHARE) {
+      batch_take<UNPACK, true>(w, place, mine, v);
+      batch_multiply<UNPACK, true>(w, v, x, mine, sums[w.thread / 32], unit0 == 0);
+    } else {
+      batch_take<UNPACK, false>(w, place, mine, v);
+      batch_multiply<UNPACK, false>(w, v, x, mine, sums[w.thread / 32], unit0 == 0);
+    }
+  }
+}
+template <uint32_t UNPACK = 0> void run_format(Worker const& w) {
+  if constexpr (UNPACK < 10) {
+    if constexpr (has_unpack(UNPACK)) {
+      if (unpack == UNPACK) {
+        return run_thread<UNPACK>(w);
+      }
+    }
+    run_format<UNPACK + 1>(w);
+  }
+}
+
+int main(int, char** arguments) {
+  FILE* const file = std::fopen(arguments[1], "r");
+  auto const number = [&] {
+    unsigned v = 0;
+    return std::fscanf(file, "%u", &v) == 1 ? v : 0;
+  };
+  for (uint32_t left = number(); left > 0; --left) {
+    unpack = number(), columns = number(), units = number(), part_units = number();
+    vectors.resize(SEQS * columns);
+    for (float& v : vectors) {
+      v = __uint_as_float(number());
+    }
+    uint32_t const bytes = number();
+    tile.assign(bytes / 16, uint4{});
+    for (uint32_t i = 0; i < bytes; ++i) {
+      ((uint8_t*)tile.data())[i] = (uint8_t)number();
+    }
+    run_workers([](uint32_t, uint32_t thread) { run_format(Worker{thread}); });
+    for (uint32_t at = 0; at < 8 * SEQS; ++at) {
+      float sum = 0.f;
+      for (uint32_t warp = 0; warp < 8; ++warp) {
+        sum += sums[warp][at];
+      }
+      std::printf("%.9g ", sum / VECTOR_FACTOR);
+    }
+    std::printf("\n");
+  }
+  return 0;
+}

@@ -29,7 +29,7 @@ fn main() {
     let values = |&knob: &Knob| (knob, ir::schedule::legal_values(knob, graph, &target));
     let space: Vec<_> = Knob::ALL.iter().map(values).collect();
     let search_space = SearchSpace { space, seed: 3, sweep: 40, short: false };
-    let draws = search_space.draws(1, &default, &TrialRecords::default()).map(|(_, config)| config);
+    let draws = search_space.draws(1, default, &TrialRecords::default()).map(|(_, config)| config);
     let mut done = 0;
     for config in std::iter::once(default).chain(draws) {
         let begin = Instant::now();

@@ -48,6 +48,7 @@ mod worker_pool;
 #[path = "../../tests/src/scripted.rs"]
 pub mod scripted;
 mod settings;
+mod settled;
 pub mod stability;
 pub mod strategy;
 mod trial;
@@ -80,6 +81,7 @@ pub use propose::{Change, Origin, TrialRecord, TrialRecords, changes, fit_caps, 
 pub use rejection::{BitsDiffer, ExpectedError, Rejection};
 pub use run::{Search, SearchError, Step, StoppedBy, WastedSpeculation};
 pub use settings::{Clock, Settings};
+pub use settled::searched_values;
 pub use trial::{
     Beside, Confirmation, LeftOut, Outcome, PROTOCOL, Row, Skipped, SkippedProposal, Spent, Trial,
 };

@@ -107,24 +107,27 @@ impl SearchSpace {
     pub fn draws<'a>(
         &'a self,
         trial: u64,
-        incumbent: &'a ScheduleConfig,
+        incumbent: ScheduleConfig,
         past: &TrialRecords,
     ) -> impl Iterator<Item = (Origin, ScheduleConfig)> + use<'a> {
         let mut rng = generator(self.seed, trial);
         let mut planned = Vec::new();
         if trial <= self.sweep {
-            planned.extend(self.sweep(incumbent, past));
+            planned.extend(self.sweep(&incumbent, past));
         }
-        let steps = self.steps(incumbent, past, &mut rng);
-        let combinations = combinations(incumbent, past, &mut rng);
+        let steps = self.steps(&incumbent, past, &mut rng);
+        let combinations = combinations(&incumbent, past, &mut rng);
         // Of every four trials, one tries a jump first and one tries combinations first.
         match trial % 4 {
-            1 if trial > self.sweep => planned.push((Origin::Jump, self.jump(incumbent, &mut rng))),
+            1 if trial > self.sweep => {
+                planned.push((Origin::Jump, self.jump(&incumbent, &mut rng)))
+            }
             3 => planned.extend(combinations),
             _ => {}
         }
         planned.extend(steps);
-        let random = std::iter::repeat_with(move || (Origin::Jump, self.jump(incumbent, &mut rng)));
+        let random =
+            std::iter::repeat_with(move || (Origin::Jump, self.jump(&incumbent, &mut rng)));
         planned.into_iter().chain(random)
     }
 

@@ -104,7 +104,7 @@ impl std::str::FromStr for StrategyName {
 /// The space that every strategy draws from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchSpace {
-    /// The knobs to vary, with the values to draw from.
+    /// The knobs to vary, with the values to draw from. One with a single value is not varied: each proposal has it.
     pub space: Vec<(Knob, Vec<Value>)>,
     /// Seed of random choices, combined with the trial's number.
     pub seed: u64,
@@ -112,6 +112,17 @@ pub struct SearchSpace {
     pub sweep: u64,
     /// Whether the search is short ([`Budget::is_short`](crate::Budget::is_short)).
     pub short: bool,
+}
+
+impl SearchSpace {
+    /// A schedule with the value of each knob that has only one.
+    fn settled(&self, config: &ScheduleConfig) -> ScheduleConfig {
+        let only = |(knob, values): &(Knob, Vec<Value>)| match values[..] {
+            [value] => Some((*knob, value)),
+            _ => None,
+        };
+        edited(config, &self.space.iter().filter_map(only).collect::<Form>())
+    }
 }
 
 /// What [`StrategyName::Residual`] knows when a search begins.
@@ -147,26 +158,26 @@ impl Strategy for Builtin {
 
     fn ask<'s>(&'s self, question: &Question<'s>) -> Proposals<'s> {
         let Question { trial, incumbent, past } = *question;
+        let incumbent = self.search_space.settled(incumbent);
         match self.name {
-            StrategyName::Random => random(&self.search_space, question),
+            StrategyName::Random => random(&self.search_space, trial, incumbent),
             StrategyName::HillClimb => Box::new(self.search_space.draws(trial, incumbent, past)),
             StrategyName::Residual => {
                 let predictions = self.predictions.as_deref();
-                residual::ask(&self.search_space, predictions, &self.prior, question)
+                residual::ask(&self.search_space, predictions, &self.prior, question, incumbent)
             }
         }
     }
 }
 
 /// Every knob at random, each time: the baseline for other strategies.
-fn random<'s>(search_space: &'s SearchSpace, question: &Question<'s>) -> Proposals<'s> {
-    let mut rng = generator(search_space.seed, question.trial);
-    let incumbent = question.incumbent;
+fn random(search_space: &SearchSpace, trial: u64, incumbent: ScheduleConfig) -> Proposals<'_> {
+    let mut rng = generator(search_space.seed, trial);
     Box::new(std::iter::repeat_with(move || {
         let any =
             |(knob, values): &(Knob, Vec<Value>)| Some((*knob, values.choose(&mut rng).copied()?));
         let form: Form = search_space.space.iter().filter_map(any).collect();
-        (Origin::Jump, edited(incumbent, &form))
+        (Origin::Jump, edited(&incumbent, &form))
     }))
 }
 

@@ -306,16 +306,13 @@ fn table(dir: &Path, rows: &[Vec<String>]) -> Result<Results, Failure> {
 }
 
 fn settings(context: &Context, header: &Header) -> Settings {
-    let values = |knob: &Knob| -> (Knob, Vec<KnobValue>) {
-        (*knob, ir::schedule::legal_values(*knob, context.graph(), &context.target))
-    };
     Settings {
         seed: header.seed,
         budget: header.budget,
         explore: header.explore,
         min_gain: header.min_gain,
         default: header.start(context),
-        space: Knob::ALL.iter().map(values).collect(),
+        space: search::searched_values(context.graph(), &context.target),
         timing: Timing::default(),
         finalists: header.finalists,
         simplest: Some(context.default_config()),

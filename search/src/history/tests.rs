@@ -186,7 +186,7 @@ fn what_is_kept_up_to_date_is_what_a_scan_finds() {
     let (mut all, mut kept_up) = (Vec::new(), TrialRecords::default());
     for index in 1..500_u64 {
         let mut rng = generator(17, index);
-        let mut draws = proposer.draws(index, &parent, &kept_up);
+        let mut draws = proposer.draws(index, parent, &kept_up);
         let (_, config) = draws.nth(rng.random_range(0..3)).unwrap();
         drop(draws);
         // Equal gains, no gains and gains of either sign.

@@ -24,7 +24,7 @@ fn run(
             *config == ScheduleConfig::default() || pasts.iter().any(|past| past.config == *config)
         };
         let new = |(_, config): &(Origin, ScheduleConfig)| !tried(config);
-        let (origin, config) = proposer.draws(trial, &incumbent, &pasts).find(new).unwrap();
+        let (origin, config) = proposer.draws(trial, incumbent, &pasts).find(new).unwrap();
         let saved = 1.0 - (1.0 - gain(&config)) / (1.0 - gain(&incumbent));
         let kept = saved > 0.01;
         history.push((origin, past(&incumbent, &config, saved, kept)));
@@ -44,7 +44,7 @@ fn equal_histories_give_equal_draws() {
     other.kernel.poll_sleep_ns = 0;
     let history: TrialRecords = [past(&default, &other, -0.1, false)].into_iter().collect();
     for trial in 1..40 {
-        let draws = || proposer.draws(trial, &default, &history).take(50).collect::<Vec<_>>();
+        let draws = || proposer.draws(trial, default, &history).take(50).collect::<Vec<_>>();
         assert_eq!(draws(), draws());
     }
 }

@@ -470,14 +470,16 @@ fn baseline(question: &Question<'_>) -> ScheduleConfig {
     config
 }
 
-/// Proposes the best untried schedules under weights drawn for this trial, then what `hill-climb` would.
+/// Proposes the best untried schedules under weights drawn for this trial, then what `hill-climb` would. `incumbent`: with
+/// the only values of settled knobs.
 pub(super) fn ask<'s>(
     space: &'s SearchSpace,
     predictions: Option<&'s dyn Predictions>,
     prior: &Regression,
     question: &Question<'s>,
+    incumbent: ScheduleConfig,
 ) -> Proposals<'s> {
-    let Question { trial, incumbent, past } = *question;
+    let Question { trial, past, .. } = *question;
     let mut regression = prior.clone();
     let finished = past.iter().filter_map(|past| Some((past.config, past.score?)));
     let row = |(config, score): (ScheduleConfig, f64)| {
@@ -487,7 +489,7 @@ pub(super) fn ask<'s>(
     regression.add(rows.collect(), 1.0);
     let effort = if space.short { SHORT } else { LONG };
     let weights = regression.draw(effort.drawn, &mut generator(space.seed, trial));
-    let best = Ranking { predictions, weights }.best(incumbent, space, past, effort.rounds);
+    let best = Ranking { predictions, weights }.best(&incumbent, space, past, effort.rounds);
     let ranked = best.into_iter().map(|(_, config)| (Origin::Model, config));
     Box::new(ranked.chain(space.draws(trial, incumbent, past)))
 }

@@ -7,6 +7,7 @@
 mod attention;
 mod bind;
 mod experts;
+mod kept;
 mod ops;
 mod routed;
 mod routing;
@@ -22,6 +23,7 @@ use bind::Binder;
 use experts::{BoundExperts, clamped_product};
 use routing::{Router, Routing};
 
+pub use kept::{Followed, Kept, Sharing};
 pub(crate) use ops::{Belongs, greatest};
 
 use crate::math::{Matrix, activate, argmax, capped, make_room, rms_norm, rotate, rotations};
@@ -29,6 +31,10 @@ use crate::trap::InputError;
 
 /// Positions per pass over the weights; bounds the memory of a long prompt.
 const POSITIONS_PER_PASS: usize = 64;
+
+/// The same of a mixture, whose experts are chosen by few of them: decoding an expert costs as much as multiplying it
+/// with 20.
+const POSITIONS_PER_PASS_OF_EXPERTS: usize = 192;
 
 /// Why a graph cannot be evaluated.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -114,6 +120,8 @@ pub struct Evaluator<'a> {
     capacity: usize,
     rounding: Rounding,
     routing: Routing,
+    /// Inputs of each layer at all positions fed, `[positions, hidden]`, if they are to be kept.
+    inputs: Option<Vec<Vec<f32>>>,
     /// The last position's input to `lm_head`; empty if there is none to continue from.
     last: Vec<f32>,
 }
@@ -182,6 +190,7 @@ impl<'a> Evaluator<'a> {
             capacity: graph.max_positions as usize,
             rounding: Rounding::None,
             routing: Routing::default(),
+            inputs: None,
             last: Vec::new(),
         })
     }
@@ -323,7 +332,7 @@ impl<'a> Evaluator<'a> {
         InputError::check(tokens, vocab, self.positions, self.capacity)?;
         let hidden = self.graph.hidden as usize;
         let mut rows = Vec::new();
-        for tokens in tokens.chunks(POSITIONS_PER_PASS) {
+        for tokens in tokens.chunks(self.positions_per_pass()) {
             let first = self.positions;
             let x = self.pass(tokens);
             self.last = x[x.len() - hidden..].to_vec();
@@ -332,10 +341,7 @@ impl<'a> Evaluator<'a> {
                 .filter(|(_, position)| wanted(*position))
                 .flat_map(|(x, _)| x.iter().copied())
                 .collect();
-            if !asked.is_empty() {
-                let logits = self.logits(&asked);
-                rows.extend(logits.chunks_exact(vocab as usize).map(<[f32]>::to_vec));
-            }
+            rows.extend(self.rows(&asked));
         }
         Ok(rows)
     }
@@ -366,6 +372,34 @@ impl<'a> Evaluator<'a> {
         Ok(tokens)
     }
 
+    fn positions_per_pass(&self) -> usize {
+        if self.expert_layers().next().is_some() {
+            POSITIONS_PER_PASS_OF_EXPERTS
+        } else {
+            POSITIONS_PER_PASS
+        }
+    }
+
+    /// The layers with experts.
+    fn expert_layers(&self) -> impl Iterator<Item = (usize, &BoundExperts<'a>)> {
+        self.layers.iter().enumerate().filter_map(|(index, layer)| match &layer.mlp.body {
+            BoundFeedForward::Gated(_) => None,
+            BoundFeedForward::Experts(experts) => Some((index, &**experts)),
+        })
+    }
+
+    /// A row of logits for each normed position.
+    fn rows(&self, normed: &[f32]) -> Vec<Vec<f32>> {
+        // Bounds the memory: a vocabulary is wide.
+        let parts = normed.chunks(POSITIONS_PER_PASS * self.graph.hidden as usize);
+        let rows = parts.flat_map(|part| {
+            let logits = self.logits(part);
+            let rows = logits.chunks_exact(self.graph.vocab as usize);
+            rows.map(<[f32]>::to_vec).collect::<Vec<_>>()
+        });
+        rows.collect()
+    }
+
     /// The logits of normed positions.
     fn logits(&self, normed: &[f32]) -> Vec<f32> {
         let mut logits = self.lm_head.apply(normed);
@@ -376,6 +410,21 @@ impl<'a> Evaluator<'a> {
 
     /// One pass over the weights for checked tokens; returns the inputs to `lm_head`, `[tokens, hidden]`.
     fn pass(&mut self, tokens: &[u32]) -> Vec<f32> {
+        let first = self.positions;
+        let mut x = self.residual(tokens);
+        let rotations = self.rotations(first, tokens.len());
+        for layer in 0..self.layers.len() {
+            if let Some(inputs) = &mut self.inputs {
+                inputs[layer].extend_from_slice(&x);
+            }
+            self.layer(layer, &rotations, &mut x);
+        }
+        self.positions += tokens.len();
+        self.head_inputs(&x)
+    }
+
+    /// The residual stream before the first layer, `[tokens, hidden]`.
+    fn residual(&self, tokens: &[u32]) -> Vec<f32> {
         let graph = self.graph;
         let hidden = graph.hidden as usize;
         let mut x = vec![0f32; tokens.len() * hidden];
@@ -383,36 +432,53 @@ impl<'a> Evaluator<'a> {
             self.embed.decode_row(token as usize, 0, x);
             x.iter_mut().for_each(|x| *x *= graph.embed_scale);
         }
-        let of_table = |table: &Vec<f32>| -> Vec<_> {
-            let rotation = |i| rotations((self.positions + i) as u32, table, graph.head_dim);
-            (0..tokens.len()).into_par_iter().map(rotation).collect()
-        };
-        let rotations: Vec<_> =
-            std::iter::once(&graph.inv_freq).chain(&graph.rotary).map(of_table).collect();
         self.rounding.handoff(&mut x);
-        let mut routed = 0..;
-        for (layer, cache) in self.layers.iter().zip(&mut self.caches) {
-            let rotations = &rotations[layer.attention.body.rotary as usize];
-            let add = Adding { graph, rounding: self.rounding };
-            add.block(&layer.attention, &mut x, |attention, h| {
-                attention.attend(graph, cache, rotations, self.rounding, &h)
-            });
-            let (first, routing) = (self.positions, &mut self.routing);
-            add.block(&layer.mlp, &mut x, |mlp, h| match mlp {
-                BoundFeedForward::Gated(mlp) => mlp.feed_forward(graph, None, add.rounding, &h),
-                BoundFeedForward::Experts(experts) => {
-                    let layer = routed.next().unwrap_or_default();
-                    let router = Router { routing, layer, first };
-                    experts.feed_forward(graph, add.rounding, &h, router)
-                }
-            });
-        }
-        self.positions += tokens.len();
-        let mut last = norm_rows(&x, Some(&self.final_norm), graph.norm_eps, hidden);
-        self.rounding.factor(&mut last);
-        last
+        x
+    }
+
+    /// Of each table of frequencies, the rotations of `len` positions.
+    fn rotations(&self, first: usize, len: usize) -> Vec<Vec<Rotations>> {
+        let graph = self.graph;
+        let of_table = |table: &Vec<f32>| -> Vec<_> {
+            let rotation = |i| rotations((first + i) as u32, table, graph.head_dim);
+            (0..len).into_par_iter().map(rotation).collect()
+        };
+        std::iter::once(&graph.inv_freq).chain(&graph.rotary).map(of_table).collect()
+    }
+
+    /// One layer at the positions after those in its cache, to which their keys and values are appended. `x` is their
+    /// residual stream, and the last of `rotations` are theirs.
+    fn layer(&mut self, index: usize, rotations: &[Vec<Rotations>], x: &mut [f32]) {
+        let routed = self.expert_layers().take_while(|(layer, _)| *layer < index).count();
+        let (graph, rounding) = (self.graph, self.rounding);
+        let (layer, cache) = (&self.layers[index], &mut self.caches[index]);
+        let first = cache.positions();
+        let rotations = &rotations[layer.attention.body.rotary as usize];
+        let rotations = &rotations[rotations.len() - x.len() / graph.hidden as usize..];
+        let add = Adding { graph, rounding };
+        add.block(&layer.attention, x, |attention, h| {
+            attention.attend(graph, cache, rotations, rounding, &h)
+        });
+        let routing = &mut self.routing;
+        add.block(&layer.mlp, x, |mlp, h| match mlp {
+            BoundFeedForward::Gated(mlp) => mlp.feed_forward(graph, None, rounding, &h),
+            BoundFeedForward::Experts(experts) => {
+                experts.feed_forward(graph, rounding, &h, Router { routing, layer: routed, first })
+            }
+        });
+    }
+
+    /// The inputs to `lm_head` of a residual stream behind the last layer.
+    fn head_inputs(&self, x: &[f32]) -> Vec<f32> {
+        let (graph, hidden) = (self.graph, self.graph.hidden as usize);
+        let mut normed = norm_rows(x, Some(&self.final_norm), graph.norm_eps, hidden);
+        self.rounding.factor(&mut normed);
+        normed
     }
 }
+
+/// Cosine and sine of each pair of a head's elements at a position.
+type Rotations = Vec<(f32, f32)>;
 
 /// Rounding of values between two ops and at the input of one.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -92,10 +92,11 @@ impl Routed {
         crate::compare::distance(own, other)
     }
 
-    /// The number of routes that do not choose the best experts.
+    /// The number of routes at the first positions that do not choose the best experts.
     #[must_use]
-    pub fn strays(&self) -> usize {
-        self.gaps().filter(|gap| *gap > 0.0).count()
+    pub fn strays(&self, positions: usize) -> usize {
+        let routes = positions * self.routes.layers;
+        self.gaps().take(routes).filter(|gap| *gap > 0.0).count()
     }
 
     /// The route with the greatest gap; its gap is zero if all of them choose the best experts.
@@ -201,7 +202,7 @@ mod tests {
         assert_eq!(worst(&[2, 0]), Stray::default());
         let logits_of = || vec![logits.clone(); 2];
         let strays = |sets: &[&[u32]]| {
-            Routed { routes: routes(sets), logits: logits_of(), sizes: vec![2] }.strays()
+            Routed { routes: routes(sets), logits: logits_of(), sizes: vec![2] }.strays(2)
         };
         assert_eq!([strays(&[&[0, 2], &[2, 0]]), strays(&[&[0, 3], &[0, 1]])], [0, 2]);
         let near = worst(&[0, 3]);

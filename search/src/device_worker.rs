@@ -103,6 +103,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         clock: Clock,
     ) -> Self {
         let (incumbent, better, spent) = (None, Vec::new(), Spent::default());
+        let gate = gate.with_clock(clock);
         Self { gate, device, settings, clock, incumbent, better, spent }
     }
 
@@ -120,6 +121,7 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
             self.follow(lead).map_err(|dropped| failed_there(lead, dropped))?;
         }
         let (began, costs) = ((self.clock)(), self.costs());
+        let evaluating_s = self.gate.evaluating.seconds();
         self.spent = job.spent;
         let config = job.proposal.config;
         let shared = self.device.as_deref().map(|device| device as &dyn Device);
@@ -147,7 +149,9 @@ impl<'d, 'a> DeviceWorker<'d, 'a> {
         }
         let here = ((self.clock)() - began).as_secs_f64();
         let total_s = job.spent.propose_s + job.spent.lower_s + here;
-        trial.spent = Spent { device: self.costs() - costs, total_s, ..self.spent };
+        let evaluating_s = self.gate.evaluating.seconds() - evaluating_s;
+        let device = self.costs() - costs;
+        trial.spent = Spent { device, total_s, evaluating_s, ..self.spent };
         trial.gain = trial.gain.filter(|gain| gain.low.is_finite() && gain.high.is_finite());
         trial.threshold = trial.threshold.filter(|threshold| threshold.is_finite());
         trial.noise_floor = trial.noise_floor.filter(|noise| noise.is_finite());

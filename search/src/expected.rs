@@ -6,6 +6,8 @@
 //! angles at the cost of two steps of the weights. Tolerances are computed along with the values: each segment is
 //! evaluated a second time with rounded hand-offs (docs/explanation/tolerances.md).
 
+use std::sync::Arc;
+
 use ir::{Graph, Weights};
 use rand::RngExt;
 use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare, distance};
@@ -248,7 +250,7 @@ impl Expected {
         tokens: Vec<u32>,
         reference_positions: usize,
     ) -> Result<Self, ExpectedError> {
-        let mut evaluator = Evaluator::new(graph, weights)?.recording_routes();
+        let mut evaluator = Evaluator::new(graph, weights)?.keeping();
         let (first, rest) = tokens.split_at(reference_positions);
         let near = Segment::new(&mut evaluator, weights, graph, empty(graph), first.to_vec(), 0)?;
         let mut logits = near.logits.clone();
@@ -257,7 +259,9 @@ impl Expected {
             return Err(ExpectedError::Flat);
         }
         let on_device = Tolerance::DEVICE;
-        let routes = evaluator.routed().map(|routes| OwnRoutes { routes, on_device });
+        let routed = evaluator.routed();
+        let kept = evaluator.into_kept(&tokens).map(Arc::new);
+        let routes = routed.map(|routes| OwnRoutes { routes, on_device, kept });
         let timed = Vec::new();
         Ok(Self { tokens, logits, reference_positions, on_device, timed, routes, near, far: None })
     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ir::{Graph, Weights};
 use reference_vm::compare::Tolerance;
-use reference_vm::eval::{EvalError, Evaluator, Logits};
+use reference_vm::eval::{EvalError, Evaluator, Kept, Logits, Sharing};
 use reference_vm::machine::Machine;
 use reference_vm::routes::{RoutePlace, Routed, Routes, places};
 
@@ -16,43 +16,73 @@ use crate::rejection::{ExpectedError, Rejection};
 /// Rows of logits, one for each position.
 pub(crate) type Rows = Arc<Vec<Vec<f32>>>;
 
-/// Evaluations that are kept: those of the incumbent, of a candidate, and of their first stages.
-const KEPT: usize = 4;
+/// Bytes of the evaluations that are kept. Schedules that add in one order choose alike, so there are few of them.
+const KEPT_BYTES: usize = 1 << 30;
+
+/// Evaluations that are kept whatever their bytes: those of the incumbent and of a candidate.
+const KEPT_MIN: usize = 2;
 
 /// The graph's own routes over the gate's tokens, and how far a device's router logits may be from the graph's.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnRoutes {
     pub(crate) routes: Routed,
     pub(crate) on_device: Tolerance,
+    /// What evaluations on other routes take over.
+    pub(crate) kept: Option<Arc<Kept>>,
 }
 
-/// The last evaluations on routes of devices.
+/// The last evaluations on routes of devices that rounding explains, the last used first.
 #[derive(Debug, Default)]
-pub(crate) struct Followed(Mutex<Vec<(Routes, Evaluated)>>);
+pub(crate) struct Followed(Mutex<Vec<Arc<Evaluated>>>);
 
 /// The graph on a device's routes.
-#[derive(Clone, Debug)]
-struct Evaluated {
+#[derive(Debug)]
+pub(crate) struct Evaluated {
     rows: Rows,
-    /// Choices that the graph would have made otherwise there.
-    strays: usize,
+    kept: Kept,
+}
+
+impl Evaluated {
+    fn routes(&self) -> &Routes {
+        &self.kept.routed().routes
+    }
+
+    fn bytes(&self) -> usize {
+        self.kept.bytes() + self.rows.iter().map(|row| size_of_val(&**row)).sum::<usize>()
+    }
 }
 
 impl Followed {
-    fn known(&self, routes: &Routes) -> Option<Evaluated> {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.iter().find(|(of, _)| of == routes).map(|(_, known)| known.clone())
+    /// The evaluation that begins with these routes.
+    fn known(&self, routes: &Routes) -> Option<Arc<Evaluated>> {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = kept.iter().position(|known| routes.begins(known.routes()))?;
+        kept[..=found].rotate_right(1);
+        kept.first().cloned()
     }
 
-    fn keep(&self, routes: &Routes, evaluated: Evaluated) {
+    fn all(&self) -> Vec<Arc<Evaluated>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn keep(&self, evaluated: Arc<Evaluated>, bytes_max: usize) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.insert(0, (routes.clone(), evaluated));
-        kept.truncate(KEPT);
+        // A first stage whose candidate went on.
+        kept.retain(|known| !known.routes().begins(evaluated.routes()));
+        kept.insert(0, evaluated);
+        let mut bytes = 0;
+        let fits = kept.iter().take_while(|known| {
+            bytes += known.bytes();
+            bytes <= bytes_max
+        });
+        let fits = fits.count().max(KEPT_MIN);
+        kept.truncate(fits);
     }
 }
 
 impl Gate<'_> {
-    /// The expected logits of a run from position zero on, if its routes differ from the graph's own.
+    /// The expected logits of a run from position zero on, and maybe of positions behind it, if its routes differ from
+    /// the graph's own.
     pub(crate) fn followed(&self, ran: &Ran) -> Result<Option<Rows>, Rejection> {
         let (Some(routes), Some(own)) = (&ran.routes, &self.expected().routes) else {
             return Ok(None);
@@ -61,13 +91,32 @@ impl Gate<'_> {
             return Ok(None);
         }
         if let Some(known) = self.followed.known(routes) {
-            return Ok(Some(known.rows));
+            return Ok(Some(known.rows.clone()));
         }
-        let tokens = &self.expected().tokens[..routes.positions()];
-        let evaluated = self.evaluated_on(tokens, routes, None)?;
-        let rows = evaluated.rows.clone();
-        self.followed.keep(routes, evaluated);
-        Ok(Some(rows))
+        let began = (self.clock)();
+        let evaluated = self.evaluate_sharing(routes, own);
+        self.evaluating.add((self.clock)() - began);
+        evaluated.map(Some)
+    }
+
+    /// Evaluates the gate's tokens on a device's routes, and keeps the evaluation if rounding explains them.
+    fn evaluate_sharing(&self, routes: &Routes, own: &OwnRoutes) -> Result<Rows, Rejection> {
+        let (cpu, expected) = (&self.ahead.cpu, self.expected());
+        let known = self.followed.all();
+        let own_kept = own.kept.iter().map(|kept| Sharing { kept, rows: &expected.logits });
+        let others = known.iter().map(|known| Sharing { kept: &known.kept, rows: &known.rows });
+        let sharing: Vec<_> = own_kept.chain(others).collect();
+        let tokens = expected.tokens.get(..routes.positions()).unwrap_or(&expected.tokens);
+        let evaluator = Evaluator::new(cpu.graph, cpu.weights).map_err(unevaluated)?;
+        let found = evaluator.run_sharing(tokens, routes, &sharing).map_err(unevaluated)?;
+        let rows = Arc::new(found.rows);
+        if let Some(kept) = found.kept {
+            let explained = own.on_device.explains(kept.routed());
+            explained.map_err(|at| Rejection::Disagreed { by: "device", at })?;
+            let evaluated = Evaluated { rows: rows.clone(), kept };
+            self.followed.keep(Arc::new(evaluated), KEPT_BYTES);
+        }
+        Ok(rows)
     }
 
     /// The graph's logits of these tokens on a device's routes, at some positions or at all.
@@ -80,16 +129,6 @@ impl Gate<'_> {
         routes: &Routes,
         positions: Option<&[usize]>,
     ) -> Result<Vec<Vec<f32>>, Rejection> {
-        let rows = self.evaluated_on(tokens, routes, positions)?.rows;
-        Ok(Arc::unwrap_or_clone(rows))
-    }
-
-    fn evaluated_on(
-        &self,
-        tokens: &[u32],
-        routes: &Routes,
-        positions: Option<&[usize]>,
-    ) -> Result<Evaluated, Rejection> {
         let cpu = &self.ahead.cpu;
         let evaluator = Evaluator::new(cpu.graph, cpu.weights).map_err(unevaluated)?;
         let mut evaluator = evaluator.on_routes(0, routes.clone()).recording_routes();
@@ -97,13 +136,12 @@ impl Gate<'_> {
             None => evaluator.run(tokens, Logits::All),
             Some(positions) => evaluator.run_at(tokens, positions),
         };
-        let (rows, mut strays) = (Arc::new(rows.map_err(unevaluated)?), 0);
+        let rows = rows.map_err(unevaluated)?;
         if let (Some(routed), Some(own)) = (evaluator.routed(), &self.expected().routes) {
             let explained = own.on_device.explains(&routed);
             explained.map_err(|at| Rejection::Disagreed { by: "device", at })?;
-            strays = routed.strays();
         }
-        Ok(Evaluated { rows, strays })
+        Ok(rows)
     }
 
     /// What is to be said of a run's routes: the number that the graph would not have taken.
@@ -113,7 +151,7 @@ impl Gate<'_> {
         if routes.begins(&own.routes.routes) {
             return Some(format!("all {all} choices of experts are the graph's"));
         }
-        let Evaluated { strays, .. } = self.followed.known(routes)?;
+        let strays = self.followed.known(routes)?.kept.routed().strays(routes.positions());
         Some(format!(
             "{strays} of {all} choices of experts are other ones than the graph's, within rounding; expected values are those on the device's choices"
         ))
@@ -184,5 +222,56 @@ impl Segment {
             })?;
         }
         Ok(Self { logits, cache, routed, ..self.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An evaluation on no routes but these, a set for each position.
+    fn evaluated(sets: &[u32], bytes: usize) -> Arc<Evaluated> {
+        let model = model::import(&::tests::root().join("corpus/families/qwen3-moe-bf16")).unwrap();
+        let layers = model.graph.layers.len();
+        let mut routes = Routes::new(layers);
+        sets.iter().for_each(|&set| routes.push((0..layers).map(|_| vec![set, set + 1])));
+        let evaluator = Evaluator::new(&model.graph, &*model.weights).unwrap();
+        let tokens: Vec<u32> = (0..sets.len() as u32).collect();
+        let found = evaluator.run_sharing(&tokens, &routes, &[]).unwrap();
+        let kept = found.kept.unwrap();
+        let rows = Arc::new(vec![vec![0.0; (bytes - kept.bytes()) / size_of::<f32>()]]);
+        Arc::new(Evaluated { rows, kept })
+    }
+
+    #[test]
+    fn evaluations_are_found_by_how_their_routes_begin_and_the_last_used_stay() {
+        const EACH: usize = 1 << 20;
+        let followed = Followed::default();
+        let keep = |sets: &[u32]| followed.keep(evaluated(sets, EACH), 3 * EACH);
+        let knows = |sets: &[u32]| {
+            let routes = evaluated(sets, EACH).routes().clone();
+            followed.known(&routes).map(|known| {
+                assert!(routes.begins(known.routes()));
+                known.routes().positions()
+            })
+        };
+        keep(&[0, 1]);
+        assert_eq!([knows(&[0]), knows(&[0, 1])], [Some(2); 2]);
+        assert_eq!([knows(&[1]), knows(&[0, 2]), knows(&[0, 1, 2])], [None; 3]);
+        // One that goes on takes the place of its beginning.
+        keep(&[0, 1, 2]);
+        assert_eq!((knows(&[0, 1]), followed.all().len()), (Some(3), 1));
+        keep(&[1]);
+        keep(&[2]);
+        assert_eq!(knows(&[0, 1, 2]), Some(3));
+        keep(&[3]);
+        assert_eq!(
+            [knows(&[0]), knows(&[1]), knows(&[2]), knows(&[3])].map(|k| k.is_some()),
+            [true, false, true, true]
+        );
+        // A limit below two evaluations leaves two.
+        followed.keep(evaluated(&[4], EACH), 1);
+        assert_eq!(followed.all().len(), KEPT_MIN);
+        assert!(knows(&[4]).is_some());
     }
 }

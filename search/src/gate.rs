@@ -4,6 +4,8 @@
 //! from zero on fresh tokens of the search's seed; the model's size limits how many of them a candidate runs.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use ir::schedule::ScheduleConfig;
 use ir::{Graph, Target, Weights};
@@ -40,6 +42,10 @@ pub struct Gate<'a> {
     /// Seconds so far in which the device had finished and waited for the reference VM, by the clock passed to
     /// [`judge_beside`](Self::judge_beside).
     pub(crate) waited_s: f64,
+    /// The clock of [`evaluating`](Self::evaluating).
+    pub(crate) clock: Clock,
+    /// Time so far in which the graph was evaluated on the routes of devices.
+    pub(crate) evaluating: Elapsed,
 }
 
 impl<'a> Gate<'a> {
@@ -56,7 +62,9 @@ impl<'a> Gate<'a> {
         let cpu = Cpu::new(graph, weights, target, options, kernel_id, expected);
         let ahead = Arc::new(Ahead::new(cpu));
         let followed = Arc::default();
-        Self { contexts: Vec::new(), batch: 1, pool: None, ahead, followed, waited_s: 0.0 }
+        let (contexts, evaluating) = (Vec::new(), Elapsed::default());
+        let clock = no_clock;
+        Self { contexts, batch: 1, pool: None, ahead, followed, waited_s: 0.0, clock, evaluating }
     }
 
     /// The same gate for another device, or another search without helpers: both share the results that need no device.
@@ -64,14 +72,21 @@ impl<'a> Gate<'a> {
     pub fn beside(&self) -> Self {
         let (pool, ahead, followed) =
             (self.pool.clone(), self.ahead.clone(), self.followed.clone());
-        let contexts = self.contexts.clone();
-        Self { contexts, batch: self.batch, pool, ahead, followed, waited_s: 0.0 }
+        let (contexts, evaluating) = (self.contexts.clone(), Elapsed::default());
+        let (batch, clock) = (self.batch, self.clock);
+        Self { contexts, batch, pool, ahead, followed, waited_s: 0.0, clock, evaluating }
     }
 
     /// Runs the reference VM on a pool of its own. Devices that share results need separate pools: a thread that waits
     /// for its part of a program must not steal the same program's work for another device, which waits for the first.
     pub(crate) fn with_pool(self, pool: ThreadPool) -> Self {
         Self { pool: Some(Arc::new(pool)), ..self }
+    }
+
+    /// Measures with this clock what evaluations take.
+    #[must_use]
+    pub(crate) fn with_clock(self, clock: Clock) -> Self {
+        Self { clock, ..self }
     }
 
     /// Predicts at these tokens of context, of several the geometric mean, instead of those of the gate's tokens.
@@ -152,7 +167,7 @@ impl<'a> Gate<'a> {
         let expected = self.expected();
         let followed = self.followed(ran)?;
         let own = expected.logits.get(..ran.logits.len()).unwrap_or(&expected.logits);
-        let rows = followed.as_deref().map_or(own, Vec::as_slice);
+        let rows = followed.as_deref().map_or(own, |rows| &rows[..rows.len().min(own.len())]);
         let agreement = reference
             .and_device(rows, &ran.logits, &ran.chosen, expected.on_device)
             .map_err(|at| Rejection::Disagreed { by: "device", at })?;
@@ -246,6 +261,21 @@ impl<'a> Gate<'a> {
     pub fn timed_positions(&self) -> Vec<u32> {
         let middle = |timed: Timed<'_>| ((timed.first + timed.tokens.len()) / 2) as u32;
         self.timed_each().into_iter().map(middle).collect()
+    }
+}
+
+/// A sum of durations.
+#[derive(Debug, Default)]
+pub(crate) struct Elapsed(AtomicU64);
+
+impl Elapsed {
+    pub(crate) fn add(&self, more: Duration) {
+        let nanoseconds = u64::try_from(more.as_nanos()).unwrap_or(u64::MAX);
+        self.0.fetch_add(nanoseconds, Ordering::Relaxed);
+    }
+
+    pub(crate) fn seconds(&self) -> f64 {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed)).as_secs_f64()
     }
 }
 

@@ -157,6 +157,9 @@ pub struct Spent {
     /// The part of that in which the device waited for the reference VM.
     #[serde(default)]
     pub waiting_s: f64,
+    /// The part of the gates in which the graph was evaluated on the experts that the device chose.
+    #[serde(default)]
+    pub evaluating_s: f64,
     /// The reference VM's own seconds, which may be from before the trial began: helpers work ahead.
     pub reference_s: f64,
     /// Timing against the incumbent.

@@ -121,7 +121,7 @@ impl Device for Routing<'_> {
         which: &[BufferId],
     ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
         let words = |layer: usize| {
-            let set = self.says.set(self.position, layer).unwrap();
+            let set = self.says.set(self.position, layer).unwrap_or_default();
             let numbers = set.iter().map(|&expert| expert as f32);
             numbers.chain(set.iter().map(|_| 0.5)).collect()
         };
@@ -141,27 +141,42 @@ impl Device for Routing<'_> {
 
 /// The gate's verdict on a device, by the routes that it takes and says, made from the graph's own.
 fn verdict(devices: impl Fn(&Routed) -> [Routes; 2]) -> (Verdict, usize) {
+    let (mut verdicts, steps) = verdicts(|own| vec![devices(own)]);
+    (verdicts.remove(0), steps)
+}
+
+/// The verdicts of one gate on several devices, one after the other, and the steps that they ran.
+fn verdicts(devices: impl Fn(&Routed) -> Vec<[Routes; 2]>) -> (Vec<Verdict>, usize) {
     let mixture = Mixture::new();
     let target = Target::by_name("h200").unwrap();
     let expected = Expected::new(mixture.graph(), &mixture, POSITIONS, SEED, Some(24)).unwrap();
-    let [takes, says] = devices(&mixture.routed(&expected.tokens));
-    let mut device = Routing { mixture: &mixture, takes, says, position: 0, steps: 0 };
+    let devices = devices(&mixture.routed(&expected.tokens));
     let options = lower::Options { kv_capacity: 64 };
     let mut gate =
         Gate::new(mixture.graph(), &mixture, &target, options, &KernelConfig::id, expected);
     let config = neutral_config(mixture.graph(), &target);
     let timing = Timing { rounds: 4, warmup: 0 };
-    let (verdict, _) = assess::evaluate(&mut gate, Some(&mut device), &config, timing, SEED);
-    (verdict, device.steps)
+    let mut steps = 0;
+    let judge = |[takes, says]: [Routes; 2]| {
+        let mut device = Routing { mixture: &mixture, takes, says, position: 0, steps: 0 };
+        let judged = assess::evaluate(&mut gate, Some(&mut device), &config, timing, SEED);
+        steps += device.steps;
+        judged.0
+    };
+    let verdicts = devices.into_iter().map(judge).collect();
+    (verdicts, steps)
 }
 
 /// A place where exactly one of the two equal experts is chosen, so that the other is as good.
 fn tied(routed: &Routed) -> (usize, usize) {
+    *all_tied(routed).first().expect("a tie at the border of a route")
+}
+
+fn all_tied(routed: &Routed) -> Vec<(usize, usize)> {
     let layers = routed.routes.layers();
     let places = (0..routed.routes.positions()).flat_map(|p| (0..layers).map(move |l| (p, l)));
     let one = |set: &[u32]| set.contains(&0) != set.contains(&1);
-    let mut found = places.filter(|&(p, l)| one(routed.routes.set(p, l).unwrap()));
-    found.next().expect("a tie at the border of a route")
+    places.filter(|&(p, l)| one(routed.routes.set(p, l).unwrap())).collect()
 }
 
 fn swapped(set: &[u32], _: &[f32]) -> Vec<u32> {
@@ -215,6 +230,33 @@ fn a_device_that_lies_about_its_routes_has_other_values() {
             if lie { [honest, other] } else { [other, honest] }
         });
         let reason = verdict.rejected_reason.unwrap();
+        assert!(reason.contains("device disagrees with the graph: logits differ"), "{reason}");
+    }
+}
+
+/// What is known of earlier devices' routes serves later ones, and never in place of their own.
+#[test]
+fn devices_one_after_the_other_are_each_judged_on_their_own_routes() {
+    let (found, _) = verdicts(|own| {
+        let ties = all_tied(own);
+        let at = |place: (usize, usize)| changed(own, place, swapped);
+        let later = *ties.iter().find(|place| place.0 >= 24).expect("a tie behind the first stage");
+        let (early, late, last) = (at(ties[0]), at(later), at(*ties.last().unwrap()));
+        let honest = [&early, &late, &own.routes, &last, &early, &late];
+        let mut devices: Vec<_> = honest.map(|routes| [routes.clone(), routes.clone()]).into();
+        // By now all of these are known.
+        devices.push([early.clone(), late.clone()]);
+        devices.push([late.clone(), early.clone()]);
+        devices.push([own.routes.clone(), last.clone()]);
+        devices.push([last, own.routes.clone()]);
+        devices.push([early.clone(), early]);
+        devices
+    });
+    let correct: Vec<bool> = found.iter().map(|verdict| verdict.correct).collect();
+    assert_eq!(correct[..6], [true; 6], "{:?}", found[0].rejected_reason);
+    assert_eq!(correct[6..], [false, false, false, false, true]);
+    for verdict in &found[6..10] {
+        let reason = verdict.rejected_reason.as_ref().unwrap();
         assert!(reason.contains("device disagrees with the graph: logits differ"), "{reason}");
     }
 }

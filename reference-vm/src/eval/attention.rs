@@ -17,7 +17,7 @@ const BLOCK: usize = 64;
 const TASK_ROWS: usize = 24;
 
 /// Keys (after norm and rotation) and values of one layer.
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Cache {
     /// `[blocks, kv_width, BLOCK]`: one dimension of all keys of a block is contiguous.
     keys: Vec<f32>,
@@ -45,6 +45,15 @@ impl Cache {
         self.positions = self.positions.min(positions);
         self.values.truncate(positions * width);
         self.keys.truncate(positions.div_ceil(BLOCK) * width * BLOCK);
+    }
+
+    pub(super) fn positions(&self) -> usize {
+        self.positions
+    }
+
+    /// Numbers in memory.
+    pub(super) fn elements(&self) -> usize {
+        self.keys.len() + self.values.len()
     }
 
     /// `[positions, width]`.

@@ -1,6 +1,7 @@
 //! Experts: a router chooses some of many MLPs for each position.
 
 use ir::{Clamped, Graph};
+use rayon::prelude::*;
 
 use super::routing::Router;
 use super::{BoundGated, BoundLinear, Rounding, add};
@@ -35,8 +36,8 @@ impl BoundExperts<'_> {
         let logits = self.router.apply(h);
         let rows = logits.chunks_exact(self.experts.len()).enumerate();
         let choices: Vec<_> = rows.map(|(row, logits)| router.choose(self, row, logits)).collect();
-        let mut sums = vec![0.0; h.len()];
-        for (number, expert) in self.experts.iter().enumerate() {
+        // Products of an expert are too small for all threads, so experts run beside each other.
+        let parts = self.experts.par_iter().enumerate().map(|(number, expert)| {
             let chosen = choices.iter().enumerate().filter_map(|(position, choice)| {
                 let weight = choice.iter().find(|(expert, _)| *expert == number)?.1;
                 Some((position, weight))
@@ -44,10 +45,14 @@ impl BoundExperts<'_> {
             let chosen: Vec<_> = chosen.collect();
             let inputs = chosen.iter().flat_map(|(p, _)| h[p * hidden..][..hidden].iter().copied());
             let inputs: Vec<f32> = inputs.collect();
-            if inputs.is_empty() {
-                continue;
-            }
-            let mut outs = expert.feed_forward(graph, self.clamped, rounding, &inputs);
+            let outs = match inputs.is_empty() {
+                true => inputs,
+                false => expert.feed_forward(graph, self.clamped, rounding, &inputs),
+            };
+            (chosen, outs)
+        });
+        let mut sums = vec![0.0; h.len()];
+        for (chosen, mut outs) in parts.collect::<Vec<_>>() {
             for (out, (position, weight)) in outs.chunks_exact_mut(hidden).zip(chosen) {
                 out.iter_mut().for_each(|value| *value *= weight);
                 add(&mut sums[position * hidden..][..hidden], out);

@@ -1,20 +1,20 @@
 //! Routes that an evaluation takes: the graph's own or given ones, and a record of them.
 
+use super::Evaluator;
 use super::experts::BoundExperts;
-use super::{BoundFeedForward, BoundLayer, Evaluator};
 use crate::routes::{Routed, Routes};
 
 /// The given routes, and the record.
 #[derive(Default)]
 pub(super) struct Routing {
     /// The routes to take from a position on.
-    given: Option<(usize, Routes)>,
+    pub(super) given: Option<(usize, Routes)>,
     /// Of each layer with experts, what was chosen at each recorded position and by which logits.
-    record: Option<Vec<Vec<Choice>>>,
+    pub(super) record: Option<Vec<Vec<Choice>>>,
 }
 
 /// A set of experts and the logits of all.
-type Choice = (Vec<u32>, Vec<f32>);
+pub(super) type Choice = (Vec<u32>, Vec<f32>);
 
 /// Chooses the experts of one layer.
 pub(super) struct Router<'r> {
@@ -73,11 +73,7 @@ impl Evaluator<'_> {
     #[must_use]
     pub fn routed(&self) -> Option<Routed> {
         let record = self.routing.record.as_ref().filter(|layers| !layers.is_empty())?;
-        let size = |layer: &BoundLayer<'_>| match &layer.mlp.body {
-            BoundFeedForward::Experts(experts) => Some(experts.top_k),
-            BoundFeedForward::Gated(_) => None,
-        };
-        let sizes = self.layers.iter().filter_map(size).collect();
+        let sizes = self.expert_layers().map(|(_, experts)| experts.top_k).collect();
         let mut routed = Routed { routes: Routes::new(record.len()), logits: Vec::new(), sizes };
         for position in 0..record[0].len() {
             let choices = || record.iter().filter_map(|layer| layer.get(position));

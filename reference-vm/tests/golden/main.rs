@@ -3,6 +3,7 @@
 mod devices;
 mod eval;
 mod heads;
+mod kept;
 mod longer;
 mod lowered;
 mod quantised_families;

@@ -77,7 +77,12 @@ impl Sum {
     /// One line for people. `wall` is the time since the command began.
     pub(super) fn line(&self, wall: Duration) -> String {
         let shares = self.parts().map(|(part, s)| format!("{part} {:.0} %", 100.0 * self.share(s)));
-        let Spent { total_s, waiting_s, reference_s, device, .. } = &self.spent;
+        let Spent { total_s, waiting_s, evaluating_s, reference_s, device, .. } = &self.spent;
+        // Only a mixture chooses otherwise than the graph.
+        let evaluated = match *evaluating_s > 0.0 {
+            true => format!(", evaluations on the device's routes {evaluating_s:.1} s"),
+            false => String::new(),
+        };
         let cards = match self.wall_s {
             None => String::new(),
             Some(_) => format!(
@@ -86,7 +91,7 @@ impl Sum {
             ),
         };
         let mut line = format!(
-            "{} candidates in {:.1} s{cards}, {:.2} per second: {}; reference VM {reference_s:.1} s, waited for {waiting_s:.1} s; baseline {:.1} s, the whole command {:.1} s",
+            "{} candidates in {:.1} s{cards}, {:.2} per second: {}; reference VM {reference_s:.1} s, waited for {waiting_s:.1} s{evaluated}; baseline {:.1} s, the whole command {:.1} s",
             self.candidates,
             self.took_s(),
             self.per_second(),
@@ -126,6 +131,7 @@ impl Sum {
             "wall_s": wall.as_secs_f64(),
             "seconds": seconds,
             "shares": shares,
+            "evaluating_s": self.spent.evaluating_s,
             "reference_s": self.spent.reference_s,
             "waiting_s": self.spent.waiting_s,
             "device": self.spent.device,
@@ -165,6 +171,15 @@ mod tests {
             "{line}"
         );
         assert!(line.ends_with("baseline 3.0 s, the whole command 20.0 s"), "{line}");
+        assert!(!line.contains("evaluations"), "a dense model: {line}");
+        let of_experts = Spent { evaluating_s: 1.25, ..spent };
+        let mixture = Sum { spent: of_experts, ..Sum::of(&[], dropped) };
+        let line_of_mixture = mixture.line(wall);
+        assert!(
+            line_of_mixture.contains("waited for 0.0 s, evaluations on the device's routes 1.2 s;"),
+            "{line_of_mixture}"
+        );
+        assert_eq!(mixture.to_json(wall)["evaluating_s"], 1.25);
         // Two cards: wall time, and the sum over the cards.
         let dropped = WastedSpeculation { trials: 3, seconds: 0.6 };
         let sum = Sum { wall_s: Some(5.0), dropped, ..sum };

@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use corpus::manifest::State;
 use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
-use ir::schedule::Value as KnobValue;
-use ir::{Knob, Target};
+use ir::Target;
 use lower::Rates;
 use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{

@@ -7,7 +7,7 @@
 #pragma once
 
 #if AMK_SEQS > 1
-// Base-two logarithm of the units of operands of a group, and of those whose elements have one sum (SeqInput).
+// Base-two logarithms: of the units of operands in a group (above), and of those whose vector elements are summed together (SeqInput::sum).
 constexpr bool HALF_CODES = MIXED && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO) || has_unpack(AMK_UNPACK_INT4_G32) || has_unpack(AMK_UNPACK_MXFP4));
 constexpr bool EXCESS_CODES = HALF_CODES && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO) || has_unpack(AMK_UNPACK_INT4_G32));
 constexpr uint32_t GROUP_LOG2 = HALF_CODES ? 2 : MIXED ? 1 : 0, GROUP_MASK = (1u << GROUP_LOG2) - 1;

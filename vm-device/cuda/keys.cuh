@@ -10,7 +10,7 @@ constexpr uint32_t BLOCK_KEYS = TILE_KEYS * AMK_WARPS / 2;
 constexpr uint32_t ROW_BYTES = AMK_HEAD_DIM * 2;
 constexpr uint32_t ROW_CHUNKS = ROW_BYTES / 16;
 __device__ constexpr uint32_t power_up(uint32_t n, uint32_t power = 1) { return power < n ? power_up(n, 2 * power) : power; } // the next power of two, or n
-constexpr uint32_t ROW_ROOM = power_up(ROW_BYTES); // a stage has as many rows as it has room for rows of so many bytes: a power of two
+constexpr uint32_t ROW_ROOM = power_up(ROW_BYTES); // bytes counted for a row when a stage is filled, so that its rows are a power of two
 // Chunks that are permuted among themselves: the greatest power of two that divides those of a row, and no more than the banks have room for.
 constexpr uint32_t ROW_SWIZZLED = (ROW_CHUNKS & (0 - ROW_CHUNKS)) < 8 ? ROW_CHUNKS & (0 - ROW_CHUNKS) : 8;
 constexpr uint32_t GROUP_BUF = AMK_GROUP <= AMK_ATTENTION_GROUP ? AMK_GROUP : AMK_ATTENTION_GROUP; // query heads of a task: columns of the B operand

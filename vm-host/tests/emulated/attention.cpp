@@ -152,13 +152,7 @@ static double step(uint32_t position, uint32_t stage_bytes, uint32_t window) {
 }
 
 int main() {
-  for (uint32_t i = 0; i < POSITIONS * HEAD / 2; ++i) {
-    double const angle = (double)(i / (HEAD / 2)) * std::pow(1e4, -2.0 * (i % (HEAD / 2)) / HEAD);
-    angles[2 * i] = (float)std::cos(angle), angles[2 * i + 1] = (float)std::sin(angle);
-  }
-  for (uint32_t i = 0; i < 2 * HEAD; ++i) {
-    norms[i / HEAD][i % HEAD] = 1 + noise(i, 77) / 2;
-  }
+  heads_shape(angles, POSITIONS, norms);
   launch.pages = (uint64_t)pages;
   launch.page_stride = 4;
   shared.launch = &launch;

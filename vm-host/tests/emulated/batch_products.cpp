@@ -4,6 +4,7 @@
 // vm-host/src/batch_products_tests.rs.
 #define WORKERS 1
 #include "simt.hpp"
+#include "half.hpp"
 #undef AMK_WARPS
 
 struct uint2 {
@@ -40,15 +41,6 @@ inline float half_value(uint32_t bits) {
   uint32_t const exponent = bits >> 10 & 31, mantissa = bits & 1023;
   float const v = exponent == 0 ? std::ldexp((float)mantissa, -24) : std::ldexp((float)(1024 + mantissa), (int)exponent - 25);
   return (bits & 0x8000) != 0 ? -v : v;
-}
-inline uint32_t half_of(float v) {
-  uint32_t const sign = std::signbit(v) ? 0x8000 : 0;
-  float const x = std::fabs(v);
-  if (!(x < 65520.f)) {
-    return sign | 0x7c00;
-  }
-  int const e = x < 0x1p-14f ? -14 : std::ilogb(x);
-  return sign | (uint32_t)((e + 14) * 1024 + (int)std::nearbyint(std::ldexp(x, 10 - e)));
 }
 inline uint32_t element_pair(float low, float high) { return half_of(low) | half_of(high) << 16; }
 inline float2 pair_values(uint32_t v) { return float2{half_value(v & 0xffff), half_value(v >> 16)}; }

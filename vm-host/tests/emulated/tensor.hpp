@@ -88,3 +88,14 @@ inline float noise(uint32_t a, uint32_t b) {
   v ^= v >> 15, v *= 2246822519u, v ^= v >> 13, v *= 3266489917u, v ^= v >> 16;
   return (float)(v % 20001) / 10000.f - 1.f;
 }
+
+// Cosines and sines of the rotary angles of all positions, and the weights of two norms.
+template <uint32_t HEAD> void heads_shape(float* angles, uint32_t positions, float (&norms)[2][HEAD]) {
+  for (uint32_t i = 0; i < positions * HEAD / 2; ++i) {
+    double const angle = (double)(i / (HEAD / 2)) * std::pow(1e4, -2.0 * (i % (HEAD / 2)) / HEAD);
+    angles[2 * i] = (float)std::cos(angle), angles[2 * i + 1] = (float)std::sin(angle);
+  }
+  for (uint32_t i = 0; i < 2 * HEAD; ++i) {
+    norms[i / HEAD][i % HEAD] = 1 + noise(i, 77) / 2;
+  }
+}

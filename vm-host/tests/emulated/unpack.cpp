@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <vector>
+#include "half.hpp"
 
 #define __device__
 #define __global__
@@ -40,16 +41,6 @@ uint2 e4m3_halves(uint32_t);
 uint32_t halves_minus(uint32_t, uint32_t);
 uint4 stage_load(char const*);
 
-// Rounds to the nearest f16, ties to even; beyond its range infinity.
-inline uint32_t half_of(float v) {
-  uint32_t const sign = std::signbit(v) ? 0x8000 : 0;
-  float const x = std::fabs(v);
-  if (!(x < 65520.f)) {
-    return sign | 0x7c00;
-  }
-  int const e = x < 0x1p-14f ? -14 : std::ilogb(x);
-  return sign | (uint32_t)((e + 14) * 1024 + (int)std::nearbyint(std::ldexp(x, 10 - e)));
-}
 inline uint32_t half_pair(float low, float high) { return half_of(low) | half_of(high) << 16; }
 constexpr uint32_t PREFILL_THREADS = 256;
 template <typename F> void with_unpack(uint32_t unpack, F const& f);

@@ -276,14 +276,14 @@ template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   using F = Fragment<UNPACK, UNITS>;
   static constexpr bool HELD = FRAGMENT < SHARE || UNPACK == AMK_UNPACK_NONE;
-  static constexpr uint32_t STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+  static constexpr uint32_t STEP = AMK_WARPS * group_bytes(UNPACK);
   VectorGroup<UNPACK> x[HELD ? F::EACH : 1]; // or where it is, and the units of the chunk
   char const* place;
   uint32_t there;
   template <uint32_t PART> __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
     constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0;
     uint32_t const units = chunk_units(k, chunk);
-    char const* from = w.x + ((w.thread / 32 + chunk * k.chunk) << unpacked_log2(UNPACK)) * X_BYTES;
+    char const* from = w.x + (w.thread / 32 + chunk * k.chunk) * group_bytes(UNPACK);
     if constexpr (HELD) {
 #pragma unroll
       for (uint32_t j = 0; j < F::EACH; ++j) {
@@ -296,7 +296,7 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   }
   __device__ __forceinline__ void multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
     if constexpr (HELD) {
-      groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(s, x, share.weights, share.scales);
+      groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(w, s, x, share.weights, share.scales);
     } else {
       constexpr uint32_t ONCE = F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
 #pragma unroll
@@ -324,7 +324,7 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
     for (uint32_t n = 0; n < ONCE; ++n) {
       once[n] = group_load<UNPACK>(w, place + (j + n) * STEP);
     }
-    groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(s, once, weights, share.scales);
+    groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(w, s, once, weights, share.scales);
   }
   // The same of operands; calls `after` with the number of each product. Numbers continue up to five.
   template <typename A> __device__ __forceinline__ void multiply(Worker const&, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, A const& after) const {
@@ -481,7 +481,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void multiply_chunks(Worke
     for (uint32_t unit = 0; unit < k.units; unit += k.stage_units) {
       char const* stage = cursor_land(w, c) + in_stage * k.units * unit_bytes(UNPACK);
       uint32_t const units = k.units - unit < k.stage_units ? k.units - unit : k.stage_units;
-      chunk_multiply<UNPACK>(w, stage + first, w.x + ((unit + warp) << unpacked_log2(UNPACK)) * X_BYTES, warp_share(w, units), s);
+      chunk_multiply<UNPACK>(w, stage + first, w.x + (unit + warp) * group_bytes(UNPACK), warp_share(w, units), s);
       if (in_stage + 1 == k.per_stage || tile0 + i + 1 == k.count) {
         cursor_next(w, c);
       }

@@ -89,12 +89,13 @@ struct Share {
 };
 
 // A thread's part of the vector for a unit of weights that are unpacked: of all units of operands that it makes.
-template <uint32_t UNPACK> struct VectorGroup {
+template <uint32_t UNPACK, bool = has_digits(UNPACK)> struct VectorGroup {
   static constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1;
   Vector x[OPERANDS];
   float sum[has_excess(UNPACK) ? GROUPS : 1]; // of each group's elements that meet codes in lower halves, or in upper ones (see unit_multiply)
 };
-template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
+template <uint32_t UNPACK> struct VectorGroup<UNPACK, true> : DigitGroup {};
+template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> halves_load(Worker const& w, char const* x) {
   VectorGroup<UNPACK> v = {};
 #pragma unroll
   for (uint32_t i = 0; i < v.OPERANDS; ++i) {
@@ -116,11 +117,22 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_
   return v;
 }
 
+// Bytes of the staged vector for a unit.
+__device__ __forceinline__ constexpr uint32_t group_bytes(uint32_t unpack) { return has_digits(unpack) ? DIGIT_BYTES : X_BYTES << unpacked_log2(unpack); }
+
+template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
+  if constexpr (has_digits(UNPACK)) {
+    return VectorGroup<UNPACK>{digits_load<UNPACK>(w, x)};
+  } else {
+    return halves_load<UNPACK>(w, x);
+  }
+}
+
 // Multiplies N units by their parts of the vector, unit n into a chain of tile n / EACH. Where groups of columns have scales, the sums
 // of each are scaled before they are added: those of rows are c[0][0] and c[0][2], and c[0][1] is what codes of 4 bits are more than they mean.
 // The products of the units alternate, so that one need not wait for the one before.
 template <uint32_t UNPACK, uint32_t EACH, uint32_t N, uint32_t TILES, uint32_t CHAINS>
-__device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
+__device__ __forceinline__ void halves_multiply(Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
   using V = VectorGroup<UNPACK>;
   constexpr uint32_t STEP = V::OPERANDS / V::GROUPS, WORDS = scale_words(UNPACK);
 #pragma unroll
@@ -153,6 +165,15 @@ __device__ __forceinline__ void groups_multiply(Sums<CHAINS> (&sums)[TILES], Vec
   }
 }
 
+template <uint32_t UNPACK, uint32_t EACH, uint32_t N, uint32_t TILES, uint32_t CHAINS>
+__device__ __forceinline__ void groups_multiply(Worker const& w, Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
+  if constexpr (has_digits(UNPACK)) {
+    digits_multiply<UNPACK, EACH, N>(w, sums, vector, weights, scales);
+  } else {
+    halves_multiply<UNPACK, EACH, N, TILES, CHAINS>(sums, vector, weights, scales);
+  }
+}
+
 // Multiplies this warp's `mine` units of a chunk by the vector in the activation buffer. `unit`: the first of them.
 template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker const& w, char const* unit, char const* x, uint32_t mine, Sums<4>& s) {
   uint32_t j = 0;
@@ -180,12 +201,12 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
   } else {
 #pragma unroll(SCALED_UNITS ? 1 : 2)
     for (; j < mine; ++j) {
-      constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = (AMK_WARPS << unpacked_log2(UNPACK)) * X_BYTES;
+      constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = AMK_WARPS * group_bytes(UNPACK);
       uint32_t scales[2];
       scales_load<UNPACK>(w, unit + j * STEP, scales);
       uint4 const operand = stage_load(weights + j * STEP);
       VectorGroup<UNPACK> const v[1] = {group_load<UNPACK>(w, x + j * X_STEP)};
-      groups_multiply<UNPACK, 1, 1, 1, 4>((Sums<4>(&)[1])s, v, &operand, scales);
+      groups_multiply<UNPACK, 1, 1, 1, 4>(w, (Sums<4>(&)[1])s, v, &operand, scales);
     }
   }
 }
@@ -202,11 +223,14 @@ __device__ __forceinline__ float warp_sum(float x) {
 constexpr uint32_t ROW_PARTS = SPARE_REGISTERS ? AMK_WARPS : 1, TILE_PARTS = AMK_UNIT_ROWS * ROW_PARTS; // from a row's sums to the next
 // Reduces the sums of N tiles' 8 rows each over the lanes, into this warp's places at `part`.
 template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline__ void tiles_finish(Worker const& w, Sums<CHAINS> const (&s)[N], float* part) {
+  constexpr bool ALL = AMK_DTYPE == AMK_DTYPE_F32 || has_digits(UNPACK); // all four threads of a row have a part of its sum
   uint32_t const lane = w.thread % 32;
   float first[N], second[N]; // of the first eight rows of results, and of the others
 #pragma unroll
   for (uint32_t n = 0; n < N; ++n) {
-    if constexpr (has_scales(UNPACK)) {
+    if constexpr (has_digits(UNPACK)) {
+      first[n] = digits_sum<UNPACK>(w, s[n].c[0]), second[n] = 0.f;
+    } else if constexpr (has_scales(UNPACK)) {
       float const(&c)[4] = s[n].c[0];
       first[n] = c[0], second[n] = c[2];
       if (has_excess(UNPACK)) {
@@ -224,18 +248,18 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
   }
 #pragma unroll
   for (uint32_t n = 0; n < N; ++n) {
-#if AMK_DTYPE == AMK_DTYPE_F32
-    first[n] += second[n];
-    first[n] += __shfl_xor_sync(~0u, first[n], 1);
-    first[n] += __shfl_xor_sync(~0u, first[n], 2);
-#else
-    second[n] = __shfl_down_sync(~0u, second[n], 1);
-#endif
+    if (ALL) {
+      first[n] += second[n];
+      first[n] += __shfl_xor_sync(~0u, first[n], 1);
+      first[n] += __shfl_xor_sync(~0u, first[n], 2);
+    } else {
+      second[n] = __shfl_down_sync(~0u, second[n], 1);
+    }
   }
   if ((lane & 3) == 0) {
 #pragma unroll
     for (uint32_t n = 0; n < N; ++n) {
-      part[n * TILE_PARTS + lane / 4 * ROW_PARTS] = AMK_DTYPE == AMK_DTYPE_F32 ? first[n] : first[n] + second[n];
+      part[n * TILE_PARTS + lane / 4 * ROW_PARTS] = ALL ? first[n] : first[n] + second[n];
     }
   }
 }

@@ -42,6 +42,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/op_attention_merge.cuh",
     "cuda/features.cuh",
     "cuda/unpack.cuh",
+    "cuda/digits.cuh",
     "cuda/unit_products.cuh",
     "cuda/route.cuh",
     "cuda/matvec_input.cuh",

@@ -63,45 +63,66 @@ fn case(format: Format, cols: u32, group: u32, seqs: usize) -> (String, Products
     (asked, expected)
 }
 
-/// Whether the device's products of these formats are right to 18 bits, in a kernel that has all of them.
+/// A program that multiplies tiles by vectors: its name, its device sources and constants, and the bits to which its products are right.
+pub(crate) struct Multiplier {
+    pub(crate) program: &'static str,
+    pub(crate) sources: &'static [&'static str],
+    pub(crate) defines: Vec<String>,
+    pub(crate) bits: i32,
+}
+
+impl Multiplier {
+    /// What it gets wrong of products with `seqs` vectors, in a kernel that has all of these formats.
+    pub(crate) fn wrong(
+        &self,
+        compiler: &str,
+        formats: &[Format],
+        seqs: usize,
+        spoil: Option<(&str, &str)>,
+    ) -> Option<String> {
+        let mask = formats.iter().fold(1 << Unpack::None as u32, |m, f| m | 1 << f.unpack() as u32);
+        let group = formats.iter().map(|format| format.operand_units()).max().unwrap_or(1);
+        let cases: Vec<(Format, u32, (String, Products))> = formats
+            .iter()
+            .flat_map(|&format| COLUMNS.map(|cols| (format, cols)))
+            .filter(|(format, cols)| {
+                format.stored().block().is_none_or(|block| cols.is_multiple_of(block.group))
+            })
+            .map(|(format, cols)| (format, cols, case(format, cols, group, seqs)))
+            .collect();
+        let mut asked = format!("{} ", cases.len());
+        cases.iter().for_each(|(.., (text, _))| asked += text);
+        let mut defines = self.defines.clone();
+        defines.push(format!("-DAMK_UNPACK={mask}"));
+        defines.push(format!("-DAMK_DTYPE={}", DType::F16 as u32));
+        defines.push(format!("-DAMK_SEQS={seqs}"));
+        let said = run(compiler, self.program, (self.sources, &defines), spoil, &asked);
+        let mut lines = said.lines();
+        for (format, cols, (_, expected)) in &cases {
+            let row = lines.next().unwrap_or_default().split_whitespace();
+            let row: Vec<f64> = row.filter_map(|word| word.parse().ok()).collect();
+            let near = |(actual, (value, most)): (&f64, &(f64, f64))| {
+                (actual - value).abs() <= most * 2_f64.powi(-self.bits)
+            };
+            if row.len() != expected.len() || !row.iter().zip(expected).all(near) {
+                let name = format.name();
+                return Some(format!("{name} of {cols} columns: {row:?}, expected {expected:?}"));
+            }
+        }
+        None
+    }
+}
+
+/// Whether the device's products with the vectors of several sequences are wrong.
 fn wrong(
     compiler: &str,
     formats: &[Format],
     seqs: usize,
     spoil: Option<(&str, &str)>,
 ) -> Option<String> {
-    let mask = formats.iter().fold(1 << Unpack::None as u32, |m, f| m | 1 << f.unpack() as u32);
-    let group = formats.iter().map(|format| format.operand_units()).max().unwrap_or(1);
-    let cases: Vec<(Format, u32, (String, Products))> = formats
-        .iter()
-        .flat_map(|&format| COLUMNS.map(|cols| (format, cols)))
-        .filter(|(format, cols)| {
-            format.stored().block().is_none_or(|block| cols.is_multiple_of(block.group))
-        })
-        .map(|(format, cols)| (format, cols, case(format, cols, group, seqs)))
-        .collect();
-    let mut asked = format!("{} ", cases.len());
-    cases.iter().for_each(|(.., (text, _))| asked += text);
-    let defines = [
-        format!("-DAMK_UNPACK={mask}"),
-        format!("-DAMK_DTYPE={}", DType::F16 as u32),
-        format!("-DAMK_SEQS={seqs}"),
-    ];
-    let sources = ["amk_abi.h", "prelude.cuh", "unpack.cuh", "batch_products.cuh"];
-    let said = run(compiler, "batch_products", (&sources, &defines), spoil, &asked);
-    let mut lines = said.lines();
-    for (format, cols, (_, expected)) in &cases {
-        let row = lines.next().unwrap_or_default().split_whitespace();
-        let row: Vec<f64> = row.filter_map(|word| word.parse().ok()).collect();
-        let near = |(actual, (value, most)): (&f64, &(f64, f64))| {
-            (actual - value).abs() <= most * 2_f64.powi(-18)
-        };
-        if row.len() != expected.len() || !row.iter().zip(expected).all(near) {
-            let name = format.name();
-            return Some(format!("{name} of {cols} columns: {row:?}, expected {expected:?}"));
-        }
-    }
-    None
+    let sources = &["amk_abi.h", "prelude.cuh", "unpack.cuh", "batch_products.cuh"];
+    let batch = Multiplier { program: "batch_products", sources, defines: Vec::new(), bits: 18 };
+    batch.wrong(compiler, formats, seqs, spoil)
 }
 
 #[test]

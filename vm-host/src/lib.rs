@@ -21,6 +21,8 @@ mod compile;
 mod devices;
 mod driver;
 #[cfg(test)]
+mod digits_tests;
+#[cfg(test)]
 #[path = "emulated_tests.rs"]
 mod emulated;
 mod error;

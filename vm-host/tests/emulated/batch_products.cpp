@@ -4,56 +4,8 @@
 // vm-host/src/batch_products_tests.rs.
 #define WORKERS 1
 #include "simt.hpp"
-#include "half.hpp"
+#include "codes.hpp"
 #undef AMK_WARPS
-
-struct uint2 {
-  uint32_t x, y;
-};
-struct float2 {
-  float x, y;
-};
-struct float4 {
-  float x, y, z, w;
-};
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return uint2{x, y}; }
-inline float2 make_float2(float x, float y) { return float2{x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
-using std::fmaf;
-struct Worker {
-  uint32_t thread;
-};
-inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
-inline uint2 stage_load8(void const* p) { return *(uint2 const*)p; }
-inline uint32_t stage_load4(void const* p) { return *(uint32_t const*)p; }
-inline uint32_t stage_load2(void const* p) { return *(uint16_t const*)p; }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {
-  uint64_t const all = (uint64_t)b << 32 | a;
-  uint32_t r = 0;
-  for (uint32_t i = 0; i < 4; ++i) {
-    r |= (uint32_t)(all >> 8 * (select >> 4 * i & 7) & 0xff) << 8 * i;
-  }
-  return r;
-}
-
-// Floats of 16 bits, of which no test has one that is no number.
-inline float half_value(uint32_t bits) {
-  uint32_t const exponent = bits >> 10 & 31, mantissa = bits & 1023;
-  float const v = exponent == 0 ? std::ldexp((float)mantissa, -24) : std::ldexp((float)(1024 + mantissa), (int)exponent - 25);
-  return (bits & 0x8000) != 0 ? -v : v;
-}
-inline uint32_t element_pair(float low, float high) { return half_of(low) | half_of(high) << 16; }
-inline float2 pair_values(uint32_t v) { return float2{half_value(v & 0xffff), half_value(v >> 16)}; }
-inline uint32_t halves_minus(uint32_t a, uint32_t b) {
-  float2 const x = pair_values(a), y = pair_values(b);
-  return element_pair(x.x - y.x, x.y - y.y);
-}
-inline uint32_t e4m3_half(uint32_t code) {
-  uint32_t const exponent = code >> 3 & 15, mantissa = code & 7;
-  float const v = exponent == 0 ? std::ldexp((float)mantissa, -9) : std::ldexp((float)(8 + mantissa), (int)exponent - 10);
-  return half_of((code & 0x80) != 0 ? -v : v);
-}
-inline uint2 e4m3_halves(uint32_t v) { return uint2{e4m3_half(v & 0xff) | e4m3_half(v >> 8 & 0xff) << 16, e4m3_half(v >> 16 & 0xff) | e4m3_half(v >> 24) << 16}; }
 
 constexpr uint32_t UNIT_COLS = 32, SEQS = AMK_SEQS, SHARE = 8;
 constexpr float VECTOR_FACTOR = 1.f / 16, LOW_FACTOR = 2048.f;
@@ -96,15 +48,12 @@ inline void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uin
 
 #include "device.hpp"
 
-// The case at hand.
-static uint32_t unpack, columns, units, part_units;
-static std::vector<float> vectors;
-static std::vector<uint4> tile;
+static Case const* asked;
 static float sums[8][8 * SEQS];
 
 template <uint32_t UNPACK> void run_thread(Worker const& w) {
-  uint32_t const lane = w.thread % 32, log2 = unpacked_log2(UNPACK);
-  float const* vector = vectors.data() + lane / 4 % SEQS * columns;
+  uint32_t const lane = w.thread % 32, log2 = unpacked_log2(UNPACK), columns = asked->columns, units = asked->units, part_units = asked->part_units;
+  float const* vector = asked->vectors.data() + lane / 4 % SEQS * columns;
   auto const four = [&](uint32_t e) { return e < columns ? make_float4(vector[e], vector[e + 1], vector[e + 2], vector[e + 3]) : make_float4(0, 0, 0, 0); };
   for (uint32_t unit0 = 0; unit0 < units; unit0 += part_units) {
     uint32_t const n = units - unit0 < part_units ? units - unit0 : part_units, mine = operand_share(w, n, log2);
@@ -118,7 +67,7 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
       operand_sums(x);
     }
     BatchShare<UNPACK> v;
-    char const* const place = (char const*)tile.data() + unit0 * unit_bytes(UNPACK);
+    char const* const place = (char const*)asked->tile.data() + unit0 * unit_bytes(UNPACK);
     if (mine == SHARE) {
       batch_take<UNPACK, true>(w, place, mine, v);
       batch_multiply<UNPACK, true>(w, v, x, mine, sums[w.thread / 32], unit0 == 0);
@@ -131,7 +80,7 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
 template <uint32_t UNPACK = 0> void run_format(Worker const& w) {
   if constexpr (UNPACK < 10) {
     if constexpr (has_unpack(UNPACK)) {
-      if (unpack == UNPACK) {
+      if (asked->unpack == UNPACK) {
         return run_thread<UNPACK>(w);
       }
     }
@@ -140,22 +89,10 @@ template <uint32_t UNPACK = 0> void run_format(Worker const& w) {
 }
 
 int main(int, char** arguments) {
-  FILE* const file = std::fopen(arguments[1], "r");
-  auto const number = [&] {
-    unsigned v = 0;
-    return std::fscanf(file, "%u", &v) == 1 ? v : 0;
-  };
-  for (uint32_t left = number(); left > 0; --left) {
-    unpack = number(), columns = number(), units = number(), part_units = number();
-    vectors.resize(SEQS * columns);
-    for (float& v : vectors) {
-      v = __uint_as_float(number());
-    }
-    uint32_t const bytes = number();
-    tile.assign(bytes / 16, uint4{});
-    for (uint32_t i = 0; i < bytes; ++i) {
-      ((uint8_t*)tile.data())[i] = (uint8_t)number();
-    }
+  CaseFile file = {std::fopen(arguments[1], "r")};
+  for (uint32_t left = file.number(); left > 0; --left) {
+    Case const one(file, SEQS);
+    asked = &one;
     run_workers([](uint32_t, uint32_t thread) { run_format(Worker{thread}); });
     for (uint32_t at = 0; at < 8 * SEQS; ++at) {
       float sum = 0.f;

@@ -1,0 +1,96 @@
+// Integer products of codes (digits.cuh) as host C++: the threads of a worker are fibers, each warp stages its groups of the vector, and a product of
+// the tensor cores is computed from the registers of all lanes of a warp. Prints the 8 rows of each case. Compiled by vm-host/src/digits_tests.rs.
+#define WORKERS 1
+#include "simt.hpp"
+#include "codes.hpp"
+#undef AMK_WARPS
+constexpr float VECTOR_FACTOR = 1.f / 16;
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
+  for (int o = 16; o > 0; o >>= 1) {
+    uint32_t const other = __shfl_xor_sync(~0u, v, o);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+
+// Of a 16 by 32 left operand a lane has columns 4t.. and 16 + 4t.. of rows g and g + 8, of the right one the same rows of column g, and of the result
+// columns 2t and 2t + 1 of rows g and g + 8.
+struct Operands {
+  uint4 a[32];
+  uint32_t b[32][2];
+};
+static Operands operands[THREADS_OF_WORKER / 32];
+inline int byte_at(uint32_t word, uint32_t k) { return (int8_t)(word >> k % 4 * 8 & 255); }
+inline void mma_bytes(uint32_t (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  uint32_t const warp = fibers.running / 32, lane = fibers.running % 32;
+  Operands& o = operands[warp];
+  o.a[lane] = a, o.b[lane][0] = b0, o.b[lane][1] = b1;
+  meet(warp);
+  for (uint32_t i = 0; i < 4; ++i) {
+    for (uint32_t k = 0; k < 32; ++k) {
+      uint4 const row = o.a[lane / 4 * 4 + k % 16 / 4];
+      uint32_t const column = lane % 4 * 2 + i % 2, left = i < 2 ? (k < 16 ? row.x : row.z) : (k < 16 ? row.y : row.w);
+      c[i] += (uint32_t)(byte_at(left, k) * byte_at(o.b[column * 4 + k % 16 / 4][k / 16], k));
+    }
+  }
+  meet(warp);
+}
+
+#include "device.hpp"
+
+static Case const* asked;
+static float sums[8][8];
+alignas(16) static char staged[64 * DIGIT_BYTES];
+struct TileSums {
+  float c[1][4];
+};
+
+template <uint32_t UNPACK> void run_thread(Worker const& w) {
+  uint32_t const lane = w.thread % 32;
+  TileSums s[1] = {};
+  for (uint32_t unit = w.thread / 32; unit < asked->units; unit += 8) {
+    uint32_t const e = unit * DIGIT_GROUP + lane * 4;
+    float const* v = asked->vectors.data() + e;
+    float4 const four[1] = {e < asked->columns ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(0, 0, 0, 0)};
+    stage_digits(lane, four, [&](uint32_t) { return staged + unit * DIGIT_BYTES; });
+    meet(w.thread / 32);
+    char const* const place = (char const*)asked->tile.data() + unit * unit_bytes(UNPACK);
+    uint4 const weights = stage_load(place + lane * 16);
+    uint32_t scales[2];
+    scales_load<UNPACK>(w, place, scales);
+    DigitGroup const group[1] = {digits_load<UNPACK>(w, staged + unit * DIGIT_BYTES)};
+    digits_multiply<UNPACK, 1, 1>(w, s, group, &weights, scales);
+  }
+  float sum = digits_sum<UNPACK>(w, s[0].c[0]);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  sums[w.thread / 32][lane / 4] = sum;
+}
+template <uint32_t UNPACK> void run_format(Worker const& w) {
+  if constexpr (has_unpack(UNPACK)) {
+    if (asked->unpack == UNPACK) {
+      run_thread<UNPACK>(w);
+    }
+  }
+}
+
+int main(int, char** arguments) {
+  CaseFile file = {std::fopen(arguments[1], "r")};
+  for (uint32_t left = file.number(); left > 0; --left) {
+    Case const one(file, 1);
+    asked = &one;
+    run_workers([](uint32_t, uint32_t thread) {
+      run_format<AMK_UNPACK_INT4_G128>(Worker{thread});
+      run_format<AMK_UNPACK_INT4_G128_ZERO>(Worker{thread});
+    });
+    for (uint32_t row = 0; row < 8; ++row) {
+      float sum = 0.f;
+      for (uint32_t warp = 0; warp < 8; ++warp) {
+        sum += sums[warp][row];
+      }
+      std::printf("%.9g ", sum / VECTOR_FACTOR);
+    }
+    std::printf("\n");
+  }
+  return 0;
+}

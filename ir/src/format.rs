@@ -18,6 +18,9 @@ const ROWS: usize = TILE_ROWS;
 const ROW: usize = UNIT_ROW_BYTES as usize;
 const UNIT: usize = UNIT_BYTES as usize;
 
+/// Columns of a group of a vector that is multiplied as integers ([`Format::has_digits`]).
+pub const DIGIT_GROUP: u32 = 128;
+
 macro_rules! formats {
     ($($(#[doc = $doc:literal])+ $variant:ident $name:literal stored $stored:ident operand $operand:ident unpack $unpack:ident;)+) => {
         /// A weight format.
@@ -51,6 +54,12 @@ macro_rules! formats {
             #[must_use]
             pub const fn operand(self) -> DType {
                 match self { $(Self::$variant => DType::$operand),+ }
+            }
+
+            /// Whether vectors of one sequence are multiplied with it as integers (vm-device/cuda/digits.cuh).
+            #[must_use]
+            pub const fn has_digits(self) -> bool {
+                matches!(self, Self::Int4G128 | Self::Int4G128Zero)
             }
 
             /// What the kernel does to its elements before it multiplies them.

@@ -12,6 +12,7 @@ use crate::block::{Experts, FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
 use crate::program::Dims;
+use crate::program::smem::Vectors;
 
 /// A stored tensor: its name in the checkpoint, element type and shape (row-major).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -181,11 +182,16 @@ impl Graph {
         codes.max_by_key(|&dtype| dtype as u32)
     }
 
-    /// [`Dims::one_half`] of its tensors and layers.
+    /// The longest vectors that its matrices are multiplied with on a device.
     #[must_use]
-    pub fn one_half(&self) -> bool {
+    pub fn vectors(&self) -> Vectors {
         let experts = self.layers.iter().any(|layer| layer.gated().is_none());
-        Dims::from(self).one_half(self.codes().is_some(), experts)
+        let matrices = self.tensors.iter().filter(|tensor| tensor.shape.len() > 1);
+        let of = |tensor: &Tensor| {
+            let cols = tensor.shape.last().copied().unwrap_or(0);
+            (cols, Format::of(tensor.dtype, self.dtype))
+        };
+        Vectors::new(&Dims::from(self), experts, matrices.map(of))
     }
 
     /// Query heads that share one key/value head.

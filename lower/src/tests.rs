@@ -461,7 +461,7 @@ fn wide_groups_are_attended_in_parts() {
 #[test]
 fn long_vectors_beside_codes_have_one_half() {
     let of = |name: &str| model::preset(name).expect("a preset").graph;
-    let halves = |name| of(name).one_half();
+    let halves = |name| of(name).vectors().one_half;
     assert!(halves("qwen3-32b-fp8") && halves("llama-3.1-70b-int4-g128"));
     for both in ["qwen3-32b", "llama-3.1-8b-fp8", "qwen3-30b-a3b-fp8-block", "gpt-oss-20b"] {
         assert!(!halves(both), "{both}");

@@ -15,7 +15,7 @@ mod routing;
 use std::collections::BTreeSet;
 
 use half::{bf16, f16};
-use ir::{Clamped, DType, Graph, Linear, TensorId, Weights};
+use ir::{Clamped, DIGIT_GROUP, DType, Format, Graph, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
 use attention::{Cache, Sees, attend};
@@ -215,18 +215,18 @@ impl<'a> Evaluator<'a> {
     /// (docs/explanation/tolerances.md).
     #[must_use]
     pub fn with_device_roundings(self) -> Self {
-        let one_half = self.graph.one_half();
-        self.with_vectors_of(one_half)
+        let one_half = self.graph.vectors().one_half;
+        self.with_vectors_of(one_half, true)
     }
 
     /// The same as the kernel of several sequences, whose vectors have both halves in every model (batch_products.cuh).
     #[must_use]
     pub fn with_batch_roundings(self) -> Self {
-        self.with_vectors_of(false)
+        self.with_vectors_of(false, false)
     }
 
-    fn with_vectors_of(mut self, one_half: bool) -> Self {
-        self.rounding = Rounding::Device { operand: self.graph.dtype, one_half };
+    fn with_vectors_of(mut self, one_half: bool, digits: bool) -> Self {
+        self.rounding = Rounding::Device { operand: self.graph.dtype, one_half, digits };
         self
     }
 
@@ -472,7 +472,7 @@ impl<'a> Evaluator<'a> {
     fn head_inputs(&self, x: &[f32]) -> Vec<f32> {
         let (graph, hidden) = (self.graph, self.graph.hidden as usize);
         let mut normed = norm_rows(x, Some(&self.final_norm), graph.norm_eps, hidden);
-        self.rounding.factor(&mut normed);
+        self.rounding.factor(&self.lm_head.weight, &mut normed);
         normed
     }
 }
@@ -488,8 +488,8 @@ enum Rounding {
     /// The words of hand-offs.
     Handoffs,
     /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. Beside
-    /// codes a vector has one half of each element only.
-    Device { operand: DType, one_half: bool },
+    /// codes a vector may have one half of each element only, or be integers with `digits`.
+    Device { operand: DType, one_half: bool, digits: bool },
 }
 
 impl Rounding {
@@ -502,10 +502,15 @@ impl Rounding {
         }
     }
 
-    /// Rounds a factor of a product: on the device, to one or two halves of the operands' type (unit_products.cuh:
-    /// `x4_store`).
-    fn factor(self, words: &mut [f32]) {
-        let Self::Device { operand, one_half } = self else { return };
+    /// Rounds a factor of a product with a matrix: on the device, to one or two halves of the operands' type
+    /// (unit_products.cuh: `x4_store`), or to integers (digits.cuh: `stage_digits`).
+    fn factor(self, matrix: &Matrix<'_>, words: &mut [f32]) {
+        let Self::Device { operand, one_half, digits } = self else { return };
+        if digits && Format::of(matrix.dtype(), operand).has_digits() {
+            let groups = words.par_chunks_mut(matrix.cols());
+            return groups
+                .for_each(|row| row.chunks_mut(DIGIT_GROUP as usize).for_each(as_integers));
+        }
         let halves = |round: fn(f32) -> f32| {
             move |word: &mut f32| {
                 let high = round(*word);
@@ -532,6 +537,14 @@ impl Rounding {
             words.iter_mut().for_each(|word| *word = as_f16(*word));
         }
     }
+}
+
+/// To integers of 15 bits and back: of a group, 1.984375 times a power of two is the factor, so that the largest fits.
+fn as_integers(group: &mut [f32]) {
+    let most = group.iter().fold(f32::MIN_POSITIVE, |most, word| most.max(word.abs()));
+    let power = f32::from_bits(most.to_bits() & 0x7f80_0000).recip();
+    let factor = 1.984_375 * 8192.0 * power;
+    group.iter_mut().for_each(|word| *word = (*word * factor).round_ties_even() / factor);
 }
 
 /// To f16 and back, without infinities.
@@ -623,7 +636,7 @@ impl BoundAttention<'_> {
 
     /// The output projection.
     fn project(&self, rounding: Rounding, mut mixed: Vec<f32>) -> Vec<f32> {
-        rounding.factor(&mut mixed);
+        rounding.factor(&self.o.weight, &mut mixed);
         self.o.apply(&mixed)
     }
 }
@@ -668,16 +681,37 @@ impl BoundGated<'_> {
 
     /// The down projection.
     fn contract(&self, rounding: Rounding, mut hidden: Vec<f32>) -> Vec<f32> {
-        rounding.factor(&mut hidden);
+        rounding.factor(&self.down.weight, &mut hidden);
         self.down.apply(&hidden)
     }
 }
 
-impl<B> Block<B> {
+/// What a block does behind its norm.
+trait Body<'a> {
+    /// A matrix of its first products.
+    fn first(&self) -> &Matrix<'a>;
+}
+
+impl<'a> Body<'a> for BoundAttention<'a> {
+    fn first(&self) -> &Matrix<'a> {
+        &self.q.weight
+    }
+}
+
+impl<'a> Body<'a> for BoundFeedForward<'a> {
+    fn first(&self) -> &Matrix<'a> {
+        match self {
+            Self::Gated(mlp) => &mlp.gate.weight,
+            Self::Experts(experts) => &experts.router.weight,
+        }
+    }
+}
+
+impl<'a, B: Body<'a>> Block<B> {
     /// The inputs of the body's first products.
     fn normed(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> Vec<f32> {
         let mut h = norm_rows(x, self.norm.as_deref(), graph.norm_eps, graph.hidden as usize);
-        rounding.factor(&mut h);
+        rounding.factor(self.body.first(), &mut h);
         h
     }
 }
@@ -690,7 +724,7 @@ struct Adding<'a> {
 
 impl Adding<'_> {
     /// `x + post_norm(body(norm(x)))`.
-    fn block<B>(
+    fn block<'a, B: Body<'a>>(
         &self,
         block: &Block<B>,
         x: &mut [f32],

@@ -175,6 +175,10 @@ impl<'a> Matrix<'a> {
         (expected > 0 && bytes.len() == expected).then_some(Self { dtype, rows, cols, bytes })
     }
 
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }

@@ -629,7 +629,7 @@ mod tests {
             model::Shape { ffn: 17_408, layers: 2, vocab: 128, options, ..model::Shape::default() };
         let model = model::Model::random(shape, 1);
         let (graph, weights) = (&model.graph, &*model.weights);
-        assert!(graph.one_half());
+        assert!(graph.vectors().one_half);
         let allowed = |sequences| {
             let on = (1, Some(16));
             Expected::of_batch(graph, weights, 64, on, sequences).unwrap().on_device.rel()

@@ -1,9 +1,9 @@
 // Products of 4-bit codes in groups of 128 columns, as integers: the tensor cores multiply bytes at twice the rate of 16-bit floats, and codes become
 // bytes in fewer instructions than floats.
 //
-// Elements of a group of the vector are multiplied by a power of two and rounded to integers, which are staged as two digits of a byte: high * 256 +
-// low, each of -128..127. A unit of codes has one group of 8 rows. Sums are exact up to the end of the group, where they are multiplied by its scales
-// and added to those of the groups before.
+// Elements of a group of the vector are scaled and rounded to integers of 15 bits and a sign, which are staged as two digits of a byte: high * 256 + low,
+// each of -128..127. A unit of codes has one group of 8 rows. Sums are exact up to the end of the group, where they are multiplied by its scales and
+// added to those of the groups before.
 //
 // Of the left operand's 16 rows, the first 8 are the codes in the lower halves of a thread's bytes, and the others those in the upper halves, of the
 // same 8 rows. So of the results, columns with digits of `low` elements, those that go with lower halves, are meant in the first 8 rows and columns
@@ -12,11 +12,15 @@
 
 // Whether a format is multiplied so. A step of several sequences has vectors in registers (batch_products.cuh).
 __device__ constexpr bool has_digits(uint32_t unpack) { return AMK_DTYPE == AMK_DTYPE_F16 && AMK_SEQS == 1 && (unpack == AMK_UNPACK_INT4_G128 || unpack == AMK_UNPACK_INT4_G128_ZERO); }
-constexpr bool SOME_DIGITS = MIXED && AMK_UNPACK >> AMK_UNPACK_INT4_G128 != 0 && ((AMK_UNPACK >> AMK_UNPACK_INT4_G128 & 1) != 0 || (AMK_UNPACK >> AMK_UNPACK_INT4_G128_ZERO & 1) != 0);
+constexpr bool SOME_DIGITS = has_digits(AMK_UNPACK_INT4_G128) && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO));
 
-// An element as an integer has WHOLE_MOST bits and a sign: two digits. A group as it is staged: planes of 64 bytes with the high and the low digits of the
-// low elements, then of the high ones, 16 bytes for each thread of four, a word for each word of its codes; then its factor and its sum.
-constexpr uint32_t WHOLE_MOST = 14, DIGIT_GROUP = 128, DIGIT_PLANE = 64, DIGIT_FACTOR = 4 * DIGIT_PLANE, DIGIT_BYTES = DIGIT_FACTOR + 16;
+// A group as it is staged: planes of 64 bytes with the high and the low digits of the low elements, then of the high ones, 16 bytes for each thread of
+// four, a word for each word of its codes; then its factor and its sum.
+constexpr uint32_t DIGIT_GROUP = 128, DIGIT_PLANE = 64, DIGIT_FACTOR = 4 * DIGIT_PLANE, DIGIT_BYTES = DIGIT_FACTOR + 16;
+
+// The group's scale is this times a power of two: the greatest element becomes at most 127 * 256, so that its high digit fits when it is rounded up.
+constexpr float DIGIT_SCALE = 1.984375f;
+constexpr uint32_t EXPONENTS = 0x7f800000u, DIGIT_SCALE_BITS = 267u << 23 | 0x7e0000, DIGIT_LEAST = 14 << 23; // less an exponent it is the scale
 
 // A float with an integer of 22 bits in its mantissa: 1.5 * 2^23 and as much more.
 constexpr uint32_t WHOLE_BITS = 0x4b400000u;
@@ -39,7 +43,6 @@ __device__ __forceinline__ float magnitudes_max(float a, float b) {
 //
 // What the lanes exchange takes as long as thirty instructions, so it is asked for all groups before it is used.
 template <uint32_t N, typename Place> __device__ __forceinline__ void stage_digits(uint32_t lane, float4 const (&v)[N], Place const& group) {
-  constexpr uint32_t EXPONENTS = 0x7f800000u, LEAST = WHOLE_MOST << 23;
   constexpr float MORE = WHOLE + 128.f; // half a low digit more makes the high digit a rounded one, and the low one what it is with its sign flipped
   bool const second = (lane & 2) != 0;
   uint32_t most[N], mine[N], other[N];
@@ -50,8 +53,8 @@ template <uint32_t N, typename Place> __device__ __forceinline__ void stage_digi
   }
 #pragma unroll
   for (uint32_t i = 0; i < N; ++i) {
-    most[i] = (most[i] > LEAST ? most[i] : LEAST) & EXPONENTS;
-    float const scale = __uint_as_float((254 + WHOLE_MOST - 1 << 23) - most[i]); // the largest becomes at most 2^WHOLE_MOST
+    most[i] = (most[i] > DIGIT_LEAST ? most[i] : DIGIT_LEAST) & EXPONENTS;
+    float const scale = __uint_as_float(DIGIT_SCALE_BITS - most[i]);
     uint32_t const x = __float_as_uint(fmaf(v[i].x, scale, MORE)), y = __float_as_uint(fmaf(v[i].y, scale, MORE)), z = __float_as_uint(fmaf(v[i].z, scale, MORE)), t = __float_as_uint(fmaf(v[i].w, scale, MORE));
     uint32_t const front = __byte_perm(x, y, 0x5410), back = __byte_perm(z, t, 0x5410);
     mine[i] = second ? back : front;
@@ -69,7 +72,7 @@ template <uint32_t N, typename Place> __device__ __forceinline__ void stage_digi
     }
     *(uint32_t*)(to + place) = __byte_perm(mine[i], other[i], second ? 0x3715 : 0x7351);
     *(uint32_t*)(to + place + DIGIT_PLANE) = __byte_perm(mine[i], other[i], second ? 0x2604 : 0x6240) ^ 0x80808080u;
-    float const factor = most[i] == EXPONENTS ? __uint_as_float(0x7fc00000u) : __uint_as_float(most[i] - (WHOLE_MOST - 1 << 23));
+    float const factor = most[i] == EXPONENTS ? __uint_as_float(0x7fc00000u) : __uint_as_float(most[i] - (13 << 23)) * (1.f / DIGIT_SCALE);
     if (lane == 0) {
       if constexpr (has_unpack(AMK_UNPACK_INT4_G128_ZERO)) {
         *(float2*)(to + DIGIT_FACTOR) = make_float2(factor, factor * (float)sum[i]);

@@ -63,11 +63,10 @@ fn case(format: Format, cols: u32, group: u32, seqs: usize) -> (String, Products
     (asked, expected)
 }
 
-/// A program that multiplies tiles by vectors: its name, its device sources and constants, and the bits to which its products are right.
+/// A program that multiplies tiles by vectors: its name, its device sources, and the bits to which its products are right.
 pub(crate) struct Multiplier {
     pub(crate) program: &'static str,
     pub(crate) sources: &'static [&'static str],
-    pub(crate) defines: Vec<String>,
     pub(crate) bits: i32,
 }
 
@@ -92,10 +91,11 @@ impl Multiplier {
             .collect();
         let mut asked = format!("{} ", cases.len());
         cases.iter().for_each(|(.., (text, _))| asked += text);
-        let mut defines = self.defines.clone();
-        defines.push(format!("-DAMK_UNPACK={mask}"));
-        defines.push(format!("-DAMK_DTYPE={}", DType::F16 as u32));
-        defines.push(format!("-DAMK_SEQS={seqs}"));
+        let defines = [
+            format!("-DAMK_UNPACK={mask}"),
+            format!("-DAMK_DTYPE={}", DType::F16 as u32),
+            format!("-DAMK_SEQS={seqs}"),
+        ];
         let said = run(compiler, self.program, (self.sources, &defines), spoil, &asked);
         let mut lines = said.lines();
         for (format, cols, (_, expected)) in &cases {
@@ -121,7 +121,7 @@ fn wrong(
     spoil: Option<(&str, &str)>,
 ) -> Option<String> {
     let sources = &["amk_abi.h", "prelude.cuh", "unpack.cuh", "batch_products.cuh"];
-    let batch = Multiplier { program: "batch_products", sources, defines: Vec::new(), bits: 18 };
+    let batch = Multiplier { program: "batch_products", sources, bits: 18 };
     batch.wrong(compiler, formats, seqs, spoil)
 }
 

@@ -19,9 +19,9 @@ mod boot;
 mod card;
 mod compile;
 mod devices;
-mod driver;
 #[cfg(test)]
 mod digits_tests;
+mod driver;
 #[cfg(test)]
 #[path = "emulated_tests.rs"]
 mod emulated;

@@ -367,7 +367,7 @@ impl Room {
         let stage_bytes = program.stage_bytes();
         let (x_bytes, least) = match seqs {
             1 => {
-                (smem::activation_bytes(&program.dims, program.one_half()), program.pipeline.stages)
+                (smem::activation_bytes(&program.dims, program.vectors()), program.pipeline.stages)
             }
             seqs => (smem::batch_activation_bytes(&program.dims, seqs), STAGES_MIN),
         };

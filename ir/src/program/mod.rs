@@ -35,6 +35,7 @@ use crate::format::Format;
 use crate::graph::{DType, Graph};
 use crate::id::{BufferId, CounterId, MatrixId, TensorId};
 use crate::phase::PhaseClass;
+use crate::program::smem::Vectors;
 
 /// Maps rows of a packed matrix, or elements of a packed vector, to stored tensors.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -410,12 +411,12 @@ impl Program {
         loads.map(|load| self.weight_bytes(load)).sum()
     }
 
-    /// [`Dims::one_half`] of its matrices.
+    /// The longest vectors that its matrices are multiplied with.
     #[must_use]
-    pub fn one_half(&self) -> bool {
-        let codes = self.matrices.iter().any(|matrix| matrix.format.is_scaled());
+    pub fn vectors(&self) -> Vectors {
         let experts = self.matrices.iter().any(|matrix| matrix.experts > 1);
-        self.dims.one_half(codes, experts)
+        let matrices = self.matrices.iter().map(|matrix| (matrix.cols, matrix.format));
+        Vectors::new(&self.dims, experts, matrices)
     }
 
     /// Key/value bytes that one step at `position` reads on the device.

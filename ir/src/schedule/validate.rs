@@ -58,7 +58,7 @@ pub(super) fn check(config: &ScheduleConfig, graph: &Graph, target: &Target) -> 
 /// The bytes of a worker's activation buffer.
 #[must_use]
 pub fn activation_bytes(graph: &Graph) -> u32 {
-    smem::activation_bytes(&Dims::from(graph), graph.one_half())
+    smem::activation_bytes(&Dims::from(graph), graph.vectors())
 }
 
 /// The most stages that the table allows and that fit in shared memory, with the rest of the config unchanged. `None`

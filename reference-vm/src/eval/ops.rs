@@ -126,7 +126,7 @@ impl Evaluator<'_> {
 
     pub(crate) fn logits_of(&self, x: &[f32]) -> Belongs {
         let mut last = norm_rows(x, Some(&self.final_norm), self.graph.norm_eps, x.len());
-        self.rounding.factor(&mut last);
+        self.rounding.factor(&self.lm_head.weight, &mut last);
         Belongs::sums(self.logits(&last))
     }
 

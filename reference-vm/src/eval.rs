@@ -26,7 +26,9 @@ use routing::{Router, Routing};
 pub use kept::{Followed, Kept, Sharing};
 pub(crate) use ops::{Belongs, greatest};
 
-use crate::math::{Matrix, activate, argmax, capped, make_room, rms_norm, rotate, rotations};
+use crate::math::{
+    Matrix, activate, argmax, capped, make_room, rms_norm, root_mean_square, rotate, rotations,
+};
 use crate::trap::InputError;
 
 /// Positions per pass over the weights; bounds the memory of a long prompt.
@@ -708,10 +710,19 @@ impl<'a> Body<'a> for BoundFeedForward<'a> {
 }
 
 impl<'a, B: Body<'a>> Block<B> {
-    /// The inputs of the body's first products.
+    /// The inputs of the body's first products. A device rounds them before it knows the norm's factor, which it
+    /// multiplies sums with.
     fn normed(&self, graph: &Graph, rounding: Rounding, x: &[f32]) -> Vec<f32> {
-        let mut h = norm_rows(x, self.norm.as_deref(), graph.norm_eps, graph.hidden as usize);
+        let width = graph.hidden as usize;
+        let (Rounding::Device { .. }, Some(norm)) = (rounding, &self.norm) else {
+            return norm_rows(x, self.norm.as_deref(), graph.norm_eps, width);
+        };
+        let mut h: Vec<f32> = x.iter().zip(norm.iter().cycle()).map(|(x, norm)| x * norm).collect();
         rounding.factor(self.body.first(), &mut h);
+        h.par_chunks_mut(width).zip(x.par_chunks(width)).for_each(|(h, x)| {
+            let factor = (1.0 / root_mean_square(x, graph.norm_eps)) as f32;
+            h.iter_mut().for_each(|h| *h *= factor);
+        });
         h
     }
 }

@@ -37,49 +37,28 @@ __device__ __forceinline__ float magnitudes_max(float a, float b) {
 #endif
 }
 
-// All lanes of a warp stage N groups, 4 consecutive elements of each; `group(i)`: the place of number i, or null if it is not wanted, to all lanes alike.
-// Lanes of a pair, 2 apart, hold the first and the second four of the elements that go with a word of codes. Lower halves are elements 0 and 1 of both,
-// and upper halves 2 and 3 (half_column in ir/src/format.rs). NaNs and infinities make a group's factor, and so every sum, no number.
-//
-// What the lanes exchange takes as long as thirty instructions, so it is asked for all groups before it is used.
-template <uint32_t N, typename Place> __device__ __forceinline__ void stage_digits(uint32_t lane, float4 const (&v)[N], Place const& group) {
-  constexpr float MORE = WHOLE + 128.f; // half a low digit more makes the high digit a rounded one, and the low one what it is with its sign flipped
+// All lanes of a warp stage a group, 4 consecutive elements each; `group`: its place. Lanes of a pair, 2 apart, hold the first and the second four of
+// the elements that go with a word of codes. Lower halves are elements 0 and 1 of both, and upper halves 2 and 3 (half_column in ir/src/format.rs).
+// NaNs and infinities make the group's factor, and so every sum, no number.
+__device__ __forceinline__ void stage_digits(char* group, uint32_t lane, float4 v) {
+  uint32_t const found = __reduce_max_sync(~0u, __float_as_uint(magnitudes_max(magnitudes_max(v.x, v.y), magnitudes_max(v.z, v.w)))), most = (found > DIGIT_LEAST ? found : DIGIT_LEAST) & EXPONENTS;
+  float const scale = __uint_as_float(DIGIT_SCALE_BITS - most);
+  constexpr float MORE = WHOLE + 128.f; // half a high digit more rounds it, and makes the low one what it is with its sign flipped
+  uint32_t const x = __float_as_uint(fmaf(v.x, scale, MORE)), y = __float_as_uint(fmaf(v.y, scale, MORE)), z = __float_as_uint(fmaf(v.z, scale, MORE)), t = __float_as_uint(fmaf(v.w, scale, MORE));
   bool const second = (lane & 2) != 0;
-  uint32_t most[N], mine[N], other[N];
-  int sum[N];
-#pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    most[i] = __reduce_max_sync(~0u, __float_as_uint(magnitudes_max(magnitudes_max(v[i].x, v[i].y), magnitudes_max(v[i].z, v[i].w))));
-  }
-#pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    most[i] = (most[i] > DIGIT_LEAST ? most[i] : DIGIT_LEAST) & EXPONENTS;
-    float const scale = __uint_as_float(DIGIT_SCALE_BITS - most[i]);
-    uint32_t const x = __float_as_uint(fmaf(v[i].x, scale, MORE)), y = __float_as_uint(fmaf(v[i].y, scale, MORE)), z = __float_as_uint(fmaf(v[i].z, scale, MORE)), t = __float_as_uint(fmaf(v[i].w, scale, MORE));
-    uint32_t const front = __byte_perm(x, y, 0x5410), back = __byte_perm(z, t, 0x5410);
-    mine[i] = second ? back : front;
-    other[i] = __shfl_xor_sync(~0u, second ? front : back, 2);
-    if constexpr (has_unpack(AMK_UNPACK_INT4_G128_ZERO)) {
-      sum[i] = (int)__reduce_add_sync(~0u, x + y + z + t - 4 * (WHOLE_BITS + 128));
-    }
-  }
-  uint32_t const place = (second ? 2 * DIGIT_PLANE : 0) + ((lane & 1) | (lane >> 1 & 2)) * 16 + lane / 8 * 4;
-#pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    char* const to = group(i);
-    if (to == nullptr) {
-      continue;
-    }
-    *(uint32_t*)(to + place) = __byte_perm(mine[i], other[i], second ? 0x3715 : 0x7351);
-    *(uint32_t*)(to + place + DIGIT_PLANE) = __byte_perm(mine[i], other[i], second ? 0x2604 : 0x6240) ^ 0x80808080u;
-    float const factor = most[i] == EXPONENTS ? __uint_as_float(0x7fc00000u) : __uint_as_float(most[i] - (13 << 23)) * (1.f / DIGIT_SCALE);
+  uint32_t const front = __byte_perm(x, y, 0x5410), back = __byte_perm(z, t, 0x5410), mine = second ? back : front;
+  uint32_t const other = __shfl_xor_sync(~0u, second ? front : back, 2);
+  char* const at = group + (second ? 2 * DIGIT_PLANE : 0) + ((lane & 1) | (lane >> 1 & 2)) * 16 + lane / 8 * 4;
+  *(uint32_t*)at = __byte_perm(mine, other, second ? 0x3715 : 0x7351);
+  *(uint32_t*)(at + DIGIT_PLANE) = __byte_perm(mine, other, second ? 0x2604 : 0x6240) ^ 0x80808080u;
+  float const factor = most == EXPONENTS ? __uint_as_float(0x7fc00000u) : __uint_as_float(most - (13 << 23)) * (1.f / DIGIT_SCALE);
+  if constexpr (has_unpack(AMK_UNPACK_INT4_G128_ZERO)) {
+    int const sum = (int)__reduce_add_sync(~0u, x + y + z + t - 4 * (WHOLE_BITS + 128));
     if (lane == 0) {
-      if constexpr (has_unpack(AMK_UNPACK_INT4_G128_ZERO)) {
-        *(float2*)(to + DIGIT_FACTOR) = make_float2(factor, factor * (float)sum[i]);
-      } else {
-        *(float*)(to + DIGIT_FACTOR) = factor;
-      }
+      *(float2*)(group + DIGIT_FACTOR) = make_float2(factor, factor * (float)sum);
     }
+  } else if (lane == 0) {
+    *(float*)(group + DIGIT_FACTOR) = factor;
   }
 }
 

@@ -23,18 +23,13 @@ __device__ __forceinline__ VectorUnits vector_units(Worker const& w, uint32_t un
   uint32_t const unit = ((w.thread / 32 + (mine >> log2) * AMK_WARPS) << log2) + (mine & ((1u << log2) - 1));
   return VectorUnits{log2, (units << log2) * UNIT_COLS, unit * UNIT_COLS + lane % UNIT_VEC4S * 4, has_digits(unpack)};
 }
-// Stages 4 elements of N turns, the first at `e`, as far as they are before `end`. With digits all lanes of the warp do.
-template <uint32_t N> __device__ __forceinline__ void stage_units(Worker const& w, VectorUnits const& u, uint32_t e, uint32_t end, float4 const (&v)[N]) {
+// Stages 4 elements; with digits all lanes of the warp do.
+__device__ __forceinline__ void stage_units(Worker const& w, VectorUnits const& u, uint32_t e, float4 v) {
   if (SOME_DIGITS && u.digits) {
-    stage_digits(w.thread % 32, v, [&](uint32_t i) { return e + i * TURN_COLS < end ? w.x + (e + i * TURN_COLS) / DIGIT_GROUP * DIGIT_BYTES : nullptr; });
+    stage_digits(w.x + e / DIGIT_GROUP * DIGIT_BYTES, w.thread % 32, v);
     return;
   }
-#pragma unroll
-  for (uint32_t i = 0; i < N; ++i) {
-    if (e + i * TURN_COLS < end) {
-      stage_x4(w, e + i * TURN_COLS, v[i]);
-    }
-  }
+  stage_x4(w, e, v);
 }
 
 // Turns in which a warp stages a vector of `elements` elements; and how many of them at once if that may be `most`: an equal part.
@@ -50,8 +45,10 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
 #pragma unroll 1
   for (uint32_t first = 0; first < end; first += TURN_COLS) { // all lanes take every turn
     uint32_t const e = first + u.first;
-    float4 const x[1] = {merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE)};
-    stage_units(w, u, e, u.elements, x);
+    float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
+    if (e < u.elements) {
+      stage_units(w, u, e, x);
+    }
   }
 }
 
@@ -61,12 +58,11 @@ __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer
 #pragma unroll 1
   for (uint32_t e = u.first; e < u.elements; e += TURN_COLS) { // padding is zero in the matrix
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f), n = x;
-    if (!MIXED || e < p.k_len) { // the units of the embedding may be shorter
+    if (!MIXED || e < p.k_len) { // the units of the embedding are shorter
       x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
       square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
     }
-    float4 const product[1] = {make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w)};
-    stage_units(w, u, e, u.elements, product);
+    stage_units(w, u, e, make_float4(x.x * n.x, x.y * n.y, x.z * n.z, x.w * n.w));
   }
   return square;
 }
@@ -99,20 +95,21 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
       n[i] = NORM && (norm != nullptr || (SPARE_REGISTERS && WIDTH != 0)) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
-    float4 product[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
+      uint32_t const e = first + i * TURN_COLS + u.first;
       float4 const x = vec4_value(words, v[i]);
       if (NORM) {
         square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       }
-      product[i] = make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w);
-      if (SPARE_REGISTERS && ((ALL && (i + 1) * TURN_COLS <= WIDTH) || first + i * TURN_COLS + u.first < whole)) {
-        x4_store(place + (first / TURN_COLS + i) * TURN_BYTES, product[i]);
+      if ((ALL && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
+        float4 const product = make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w);
+        if (SPARE_REGISTERS) {
+          x4_store(place + (first / TURN_COLS + i) * TURN_BYTES, product);
+        } else {
+          stage_units(w, u, e, product);
+        }
       }
-    }
-    if (!SPARE_REGISTERS) {
-      stage_units(w, u, first + u.first, whole, product);
     }
     if (ALL) {
       break;
@@ -249,15 +246,15 @@ __device__ __forceinline__ float stage_post_norm(Worker const& w, ResolvedBuffer
     if (__builtin_expect(late, 0)) {
       vec4s_wait(w, residual.words, at, wanted, r);
     }
-    float4 product[N];
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       float4 const x = post_normed(vec4_value(sums, v[i]), n[i], factor, vec4_value(residual.words, r[i]));
       square = vec4_squares(x, square);
       part.store(at[i], x);
-      product[i] = make_float4(x.x * m[i].x, x.y * m[i].y, x.z * m[i].z, x.w * m[i].w); // beyond the vector they are zero
+      if (at[i] < u.elements) { // beyond the vector they are zero
+        stage_units(w, u, at[i], make_float4(x.x * m[i].x, x.y * m[i].y, x.z * m[i].z, x.w * m[i].w));
+      }
     }
-    stage_units(w, u, first + u.first, u.elements, product);
   }
   return square;
 }

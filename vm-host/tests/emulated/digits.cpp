@@ -51,8 +51,7 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
   for (uint32_t unit = w.thread / 32; unit < asked->units; unit += 8) {
     uint32_t const e = unit * DIGIT_GROUP + lane * 4;
     float const* v = asked->vectors.data() + e;
-    float4 const four[1] = {e < asked->columns ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(0, 0, 0, 0)};
-    stage_digits(lane, four, [&](uint32_t) { return staged + unit * DIGIT_BYTES; });
+    stage_digits(staged + unit * DIGIT_BYTES, lane, e < asked->columns ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(0, 0, 0, 0));
     meet(w.thread / 32);
     char const* const place = (char const*)asked->tile.data() + unit * unit_bytes(UNPACK);
     uint4 const weights = stage_load(place + lane * 16);

@@ -122,6 +122,10 @@ impl Finder<'_> {
         {
             self.read(4, 0, route.words);
         }
+        // Of the loader: it ranks the experts itself, before the task has its route.
+        if let Some(matrix) = self.program.matrices.get(p.matrix as usize) {
+            self.read(5, 0, matrix.experts);
+        }
         let row0 = p.tile0.saturating_mul(abi::UNIT_ROWS);
         let row1 =
             p.tile0.saturating_add(p.tiles).saturating_mul(abi::UNIT_ROWS).min(p.rows.max(row0));

@@ -81,7 +81,7 @@ limits! {
     STAGE_UNITS_MAX: u32 = 64;
     /// Warps of a worker that run its tasks.
     CONSUMER_WARPS: u32 = 8;
-    /// Other warps of a worker: the loader, the task prefetcher, the watchdog that also polls the host ring, and the heartbeat's writer.
+    /// Other warps of a worker: the loader, the task prefetcher, the watchdog that also polls the host ring, and the heartbeat's writer, which also ranks experts.
     /// They complete the group of four that gives registers to the consumers.
     HELPER_WARPS: u32 = 4;
     /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.

@@ -255,14 +255,14 @@ __device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, 
   if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
   }
+  uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
+  loader_caps(l, sh->program, stage_units); // before the wait: its divisions would delay the first load
   SlotWalk walk;
   if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size)) {
     return false;
   }
-  uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
   uint32_t place = 0;
   loader_count(sh, run.z);
-  loader_caps(l, sh->program, stage_units);
   for (uint32_t left = run.z; left > 0;) {
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
     uint32_t const units = left < most ? left : most;

@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
-constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the heartbeat's writer; registers move by whole groups of 4 warps
+constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the heartbeat's writer, which also ranks experts; registers move by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t SEQS = AMK_SEQS;

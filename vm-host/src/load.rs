@@ -384,8 +384,7 @@ impl Room {
     }
 }
 
-/// Tasks, loads and queues of all workers, and of loads whose addresses the experts' logits decide what the logits' address
-/// and that of the load's record are set from.
+/// Tasks, loads and queues of all workers, and records of loads whose units logits decide, without the logits' addresses.
 struct Tables {
     tasks: Vec<abi::Task>,
     loads: Vec<abi::Load>,
@@ -403,11 +402,9 @@ fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
         for task in &worker.tasks {
             if let Some(load) = program.load(task) {
                 if let Some((selection, routed)) = selected(program, load, part)? {
-                    // Each layer has logits of its own, so the worker's loader has already ranked them for the load before.
-                    let again =
-                        u32::from(before.replace(selection.logits) == Some(selection.logits));
-                    let routed = abi::Routed { again, ..routed };
-                    selections.push((loads.len(), (selection, routed)));
+                    let of = (selection.logits, routed.slots, routed.expert_len);
+                    let again = u32::from(before.replace(of) == Some(of));
+                    selections.push((loads.len(), (selection, abi::Routed { again, ..routed })));
                 }
                 loads.push(wire_load(program, task, load, part)?);
             }

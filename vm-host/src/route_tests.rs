@@ -124,6 +124,35 @@ fn waits(random: &mut Xoshiro256PlusPlus) -> (String, String) {
     (asked, said)
 }
 
+/// Mutations of the sources that the test must detect.
+const MUTATIONS: &[(&str, &str)] = &[
+    ("keys.x == most ? 0 : keys.y == most ? 1", "keys.y == most ? 1 : keys.x == most ? 0"),
+    ("keys.z == most ? 2 : 3", "keys.z == most ? 3 : 2"),
+    ("keys.w = taken & 8 ? 0 : keys.w", "keys.w = taken & 16 ? 0 : keys.w"),
+    ("most > leader.key", "most >= leader.key"),
+    ("(tied & upto) == own", "(tied & own) == own"),
+    ("taken |= 1u << mine.at", "taken |= 1u"),
+    ("taken >> i, i", "taken, i"),
+    ("keys(i), taken >> i, i", "keys(i), taken >> i, 0"),
+    ("i < each; i += 4", "i < 4; i += 4"),
+    ("(experts + 127) / 128 * 4", "experts / 128 * 4"),
+    ("word_wait(w, in, p.first + i)) : 0;", "word_wait(w, in, p.first + i)) : ~0u;"),
+    ("(int32_t)~key >> 31", "(int32_t)key >> 31"),
+    ("? key_value(keys[i])", "? __uint_as_float(keys[i])"),
+    ("(int32_t)bits >> 31", "bits >> 31"),
+    ("wanted > 2 ?", "wanted > 3 ?"),
+    ("missing |= wanted > 3 ? words.w ^ tag : 0", ""),
+    ("wanted > 1 ? key(words.y) : 0", "key(words.y)"),
+    ("first < experts ? experts - first : 0", "each"),
+    ("i = each; i > 0;", "i = 4; i > 0;"),
+    ("words_keys(words, mine), keys", "words_keys(words, each), keys"),
+    ("logits + i), mine - i) : make_uint4", "logits), mine - i) : make_uint4"),
+    ("tail.y != 0 ||", ""),
+    ("tail.y != 0 || experts_wait(sh, routed)", "true"),
+    ("return flag_load(&sh->halt) == 0 &&", "return"),
+    ("flag_load(&sh->epoch) * AMK_TAG_RUNS", "flag_load(&sh->epoch)"),
+];
+
 #[test]
 fn the_device_chooses_the_experts_that_it_waits_for() {
     let Some(compiler) = compiler() else { return };
@@ -138,34 +167,7 @@ fn the_device_chooses_the_experts_that_it_waits_for() {
     };
     let said = device_says(&compiler, None, &asked);
     assert!(right(&said), "{said}\nfor\n{asked}\nnot\n{rest}");
-    // Mutations that it must detect.
-    for (from, to) in [
-        ("keys.x == most ? 0 : keys.y == most ? 1", "keys.y == most ? 1 : keys.x == most ? 0"),
-        ("keys.z == most ? 2 : 3", "keys.z == most ? 3 : 2"),
-        ("keys.w = taken & 8 ? 0 : keys.w", "keys.w = taken & 16 ? 0 : keys.w"),
-        ("most > leader.key", "most >= leader.key"),
-        ("(uint32_t)__ffs(tied)", "32 - (uint32_t)__clz(tied)"),
-        ("taken |= 1u << mine.at", "taken |= 1u"),
-        ("taken >> i, i", "taken, i"),
-        ("keys(i), taken >> i, i", "keys(i), taken >> i, 0"),
-        ("i < each; i += 4", "i < 4; i += 4"),
-        ("(experts + 127) / 128 * 4", "experts / 128 * 4"),
-        ("word_wait(w, in, p.first + i)) : 0;", "word_wait(w, in, p.first + i)) : ~0u;"),
-        ("(int32_t)~key >> 31", "(int32_t)key >> 31"),
-        ("? key_value(keys[i])", "? __uint_as_float(keys[i])"),
-        ("(int32_t)bits >> 31", "bits >> 31"),
-        ("wanted > 2 ?", "wanted > 3 ?"),
-        ("missing |= wanted > 3 ? words.w ^ tag : 0", ""),
-        ("wanted > 1 ? key(words.y) : 0", "key(words.y)"),
-        ("first < experts ? experts - first : 0", "each"),
-        ("i = each; i > 0;", "i = 4; i > 0;"),
-        ("words_keys(words, mine), keys", "words_keys(words, each), keys"),
-        ("logits + i), mine - i) : make_uint4", "logits), mine - i) : make_uint4"),
-        ("tail.y != 0 ||", ""),
-        ("tail.y != 0 || experts_wait(sh, routed)", "true"),
-        ("return flag_load(&sh->halt) == 0 &&", "return"),
-        ("flag_load(&sh->epoch) * AMK_TAG_RUNS", "flag_load(&sh->epoch)"),
-    ] {
+    for &(from, to) in MUTATIONS {
         let said = device_says(&compiler, Some((from, to)), &asked);
         assert!(!right(&said), "nobody notices {to} for {from}");
     }

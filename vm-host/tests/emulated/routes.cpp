@@ -44,6 +44,7 @@ inline bool vec4_here(Words const&, uint4 const&) { return true; }
 inline float4 vec4_value(Words const&, uint4 v) { return float4{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}; }
 inline bool is_dead(Shared*) { return false; }
 inline void block_fence() {}
+inline void __syncwarp() { meet(fibers.running / 32); }
 inline float __ldg(float const* p) { return *p; }
 inline float __expf(float v) { return std::exp(v); }
 inline float __fdividef(float a, float b) { return a / b; }

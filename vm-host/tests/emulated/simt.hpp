@@ -162,7 +162,6 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
   meet(warp);
   return most;
 }
-inline void __syncwarp() { meet(fibers.running / 32); }
 // Ballot: each lane adds its own bit.
 inline uint32_t __ballot_sync(uint32_t mask, bool v) { return __reduce_add_sync(mask, (uint32_t)v << fibers.running % 32); }
 inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }

@@ -7,7 +7,9 @@ use abi::{
     Prologue, Unpack,
 };
 use ir::program::staging::Staging;
-use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
+use ir::program::{
+    Program, Region, Task, Worker, accesses, active_splits, attended, read_late, split_range,
+};
 use ir::{BufferId, CounterId, WorkerId};
 use rustc_hash::FxHashMap;
 
@@ -197,13 +199,6 @@ fn added(task: &Task) -> Option<BufferId> {
     if once { task.reads[3] } else { None }
 }
 
-/// The route of a product whose loads follow the logits: its words are read while the product multiplies, and are there by
-/// then, so it waits for the logits alone.
-fn followed(task: &Task) -> Option<BufferId> {
-    let ranks = task.opcode == Opcode::Matvec && task.reads[5].is_some();
-    if ranks { task.reads[4] } else { None }
-}
-
 /// Stages of `keys` keys and their values: blocks of which each takes one stage if it fits, and else has the keys and the
 /// values in stages of their own, as many rows in each as of the next power of two of bytes. The rule of
 /// vm-device/cuda/keys.cuh.
@@ -333,11 +328,10 @@ impl<'a> Builder<'a> {
     fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
-        let (unread, added, followed) = (self.unread(task), added(task), followed(task));
+        let (unread, added, late) = (self.unread(task), added(task), read_late(task));
         let mut residual = None;
-        let read = |index: &usize, region: &Region| {
-            !unread.contains(index) && followed != Some(region.buffer)
-        };
+        let read =
+            |index: &usize, region: &Region| !unread.contains(index) && late != Some(region.buffer);
         let reads = touched.reads.iter().enumerate().filter(|(index, region)| read(index, region));
         for (index, region) in reads.filter(|(_, region)| self.is_flag_in_data(region)) {
             let Some(&buffer) = self.flag_in_data_ids.get(&self.key(region.buffer)) else {

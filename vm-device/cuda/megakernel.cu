@@ -244,7 +244,7 @@ __device__ __forceinline__ void worker_heartbeat_run(Shared* sh) {
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
 constexpr uint32_t RANK_SLEEP_NS = 100, RANK_TURNS = 128; // the loader asks long before the logits are there; turns between two looks at the clock
 
-// The same warp in a kernel with routes: it also finds the experts for the loader.
+// The same warp in a kernel with routes, all of its lanes: it also finds the experts for the loader.
 __device__ __forceinline__ void ranks_run(Shared* sh) {
   uint32_t const lane = threadIdx.x % 32;
   auto const heartbeat = [&] {
@@ -300,6 +300,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->worker_heartbeat_ns = 0;
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
     sh->rank_asked = 0;
+#pragma unroll 1
+    for (uint16_t& expert : sh->slot_expert) { // a worker that is to leave waits for no stage: what it reads must be some expert's number
+      expert = 0;
+    }
 #endif
 #if AMK_DEVICES > 1
     device_find(sh, launch);

@@ -20,8 +20,8 @@ limits! {
     /// Vectors that are multiplied in f16 are divided by this before, so that elements up to a million are in its range.
     F16_VECTOR_DIVISOR: u32 = 16;
     /// Buffers that a task may read.
-    READS_MAX: usize = 5;
-    /// Those of them that every kernel stages. Only kernels of models with routes or sinks stage the fifth.
+    READS_MAX: usize = 6;
+    /// Those of them that every kernel stages. Only kernels of models with routes or sinks stage the fifth; the sixth is the loader's.
     READS_STAGED: usize = 4;
     /// Buffers that a task may write.
     WRITES_MAX: usize = 2;
@@ -81,7 +81,7 @@ limits! {
     STAGE_UNITS_MAX: u32 = 64;
     /// Warps of a worker that run its tasks.
     CONSUMER_WARPS: u32 = 8;
-    /// Other warps of a worker: the loader, the task prefetcher, the watchdog that also polls the host ring, and the heartbeat's writer.
+    /// Other warps of a worker: the loader, the task prefetcher, the watchdog that also polls the host ring, and the heartbeat's writer, which also ranks experts.
     /// They complete the group of four that gives registers to the consumers.
     HELPER_WARPS: u32 = 4;
     /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.

@@ -29,7 +29,7 @@ macro_rules! for_each_op {
             }
             /// Multiplies rows of a streamed matrix with a vector: `out[row] = epilogue(W[row, ..] . prologue(x) + bias[row])`.
             ///
-            /// Reads `[x, norm weight, bias, residual, route]` (each but `x` may be none), writes `[out, candidates]`.
+            /// Reads `[x, norm weight, bias, residual, route, logits]` (each but `x` may be none), writes `[out, candidates]`.
             ///
             /// With `post_norm`, `x` is a block's result, the residual the stream that its norm is added to, and the norm
             /// weights are those of this norm and, if the sum is normed too, the second norm's behind them. The sum is the
@@ -39,8 +39,9 @@ macro_rules! for_each_op {
             /// With a route of k slots the matrix holds experts one after the other, of which the route chooses one per slot. With
             /// `silu_mul` its rows are those of the first slot's expert, of the second's, and so on, and each result is multiplied by
             /// its slot's weight. Otherwise `x` has a part for each slot, and a row is the sum of the chosen experts' rows times these
-            /// parts, with their biases times the slots' weights.
-            matvec = Matvec = 2 MatvecParams amk_matvec_params { reads 5, writes 2 } {
+            /// parts, with their biases times the slots' weights. Where there is a choice, its loads follow the logits that the
+            /// route is made of, which the worker ranks itself; weights and biases are those of the route.
+            matvec = Matvec = 2 MatvecParams amk_matvec_params { reads 6, writes 2 } {
                 /// Matrix of the program; the rows come from the worker's load stream, in order.
                 pub matrix: u32,
                 /// First tile of 8 rows.

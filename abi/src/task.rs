@@ -53,18 +53,18 @@ wire_enum! {
         Weights = 0 "weights",
         /// The keys and values of an attention task; the position says how many.
         Cache = 1 "cache",
-        /// Units of experts that a route chooses.
+        /// Units of experts that a router's logits choose.
         Routed = 2 "routed",
     }
 }
 
 wire_struct! {
     /// Where a load's units are among a layer's experts. Unit `u` of the load, counted from `unit0`, is of slot `u / segment % slots`, and unit
-    /// `u / (segment * slots) * segment + u % segment` of the expert that the route has there.
+    /// `u / (segment * slots) * segment + u % segment` of the expert with the slot's rank among the logits.
     amk_routed align(16) size(48)
     pub struct Routed {
-        /// Device address of the route's words, which are flag-in-data.
-        pub route: u64,
+        /// Device address of the experts' logits, which are flag-in-data.
+        pub logits: u64,
         /// Device address of the first expert's first unit.
         pub experts: u64,
         /// Units of an expert.
@@ -75,10 +75,12 @@ wire_struct! {
         pub unit0: u32,
         /// Slots of the route.
         pub slots: u32,
-        /// Experts, for bounds checks.
+        /// Experts that are ranked.
         pub expert_len: u32,
+        /// 1 if the worker's routed load before is of the same route: its experts are still known.
+        pub again: u32,
         /// Zero.
-        pub reserved: [u32; 3],
+        pub reserved: [u32; 2],
     }
 }
 

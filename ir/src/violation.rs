@@ -43,7 +43,7 @@ macro_rules! for_each_rule {
             Program TCover "T-COVER" "every word of a buffer that tasks use is written in each step";
             Program MArena "M-ARENA" "buffers lie in the arena, aligned and apart from each other";
             Program KSplit "K-SPLIT" "each split of each key/value head of a layer is attended exactly once, with equal parameters, and merged with the same";
-            Program LRoute "L-ROUTE" "a product with a route reads one that a `route` of as many experts writes as flag-in-data words";
+            Program LRoute "L-ROUTE" "a product with a route reads one that a `route` of as many experts writes as flag-in-data words, and its loads follow the same logits";
             Program KCache "K-CACHE" "each layer has one key/value cache of the right size, used by that layer only";
         }
     };

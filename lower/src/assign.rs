@@ -131,6 +131,7 @@ mod tests {
             residual,
             stream: None,
             route,
+            logits: None,
             output,
             reads,
             writes,

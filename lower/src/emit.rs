@@ -79,6 +79,7 @@ impl Plan<'_> {
         if let Some(route) = phase.route {
             task.reads[4] = Some(self.flow.buffer(route));
         }
+        task.reads[5] = phase.logits.map(|logits| self.flow.buffer(logits));
         if let (Some(output), Some(free)) =
             (phase.output, task.writes.iter_mut().find(|place| place.is_none()))
         {

@@ -52,6 +52,8 @@ pub(crate) struct Phase {
     pub(crate) stream: Option<ValueId>,
     /// The route that its products follow.
     pub(crate) route: Option<ValueId>,
+    /// The logits by which its loaders rank the experts, where there is a choice.
+    pub(crate) logits: Option<ValueId>,
     /// `None` for `sample`, which has no reader.
     pub(crate) output: Option<ValueId>,
     /// Constants at their places among the op's reads.
@@ -122,7 +124,7 @@ impl Flow {
     /// of its own device, and the devices exchange the best of them.
     fn replicate(&mut self) {
         for phase in self.phases.iter().filter(|phase| phase.class != PhaseClass::Sample) {
-            let whole = [Some(phase.input), phase.route];
+            let whole = [Some(phase.input), phase.route, phase.logits];
             let reads = whole.into_iter().flatten().map(|value| (value, false));
             let own = !phase.reads_whole_residual();
             for (value, own) in reads.chain(phase.residual.map(|value| (value, own))) {
@@ -304,7 +306,7 @@ impl Builder<'_> {
         let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
         let items = graph.kv_heads * group_parts(graph.group()) * splits;
         let attention = Phase {
-            reads: [None, q_norm, k_norm, Some(rope), sinks],
+            reads: [None, q_norm, k_norm, Some(rope), sinks, None],
             writes: [None, Some(kv)],
             items,
             item_bytes: key_bytes * u64::from(kv_block),
@@ -354,7 +356,7 @@ impl Builder<'_> {
         let params = NormParams { width, first: q, second: kv, eps, ..NormParams::default() };
         let norm = Phase {
             handoff: PhaseClass::Qkv.handoff(self.config),
-            reads: [None, Some(weight), None, None, None],
+            reads: [None, Some(weight), None, None, None, None],
             items: width,
             block: NORM_BLOCK,
             item_bytes: 4,
@@ -418,7 +420,8 @@ impl Builder<'_> {
         let count = experts.experts.len() as u32;
         let params = product(reading.prologue, Epilogue::Store);
         let logits = self.reader(PhaseClass::Router, n, &router.router, params, &reading);
-        let logits = Phase { handoff: PhaseClass::GateUp.handoff(self.config), ..logits };
+        // Loaders poll them, so they are always flag-in-data.
+        let logits = Phase { handoff: Some(Handoff::FlagInData), ..logits };
         let logits = self.push(logits, u64::from(count + u32::from(router.shared.is_some())));
         let reading = match reading.residual {
             Some(_) => self.read_stream(&mut stream, block.norm, name(), false),
@@ -427,6 +430,7 @@ impl Builder<'_> {
         let scoring = if experts.normalised { Scoring::Chosen } else { Scoring::All };
         let route = self.route(n, "route", logits, (0, count, experts.top_k, scoring));
         let (up, down) = (PhaseClass::GateUp, PhaseClass::Down);
+        let ranked = Some(logits).filter(|_| count > 1);
         let mut hidden = None;
         if let (Some(packed), Some(shared)) = (&router.shared, &experts.shared) {
             let route = self.route(n, "shared_route", logits, (count, 1, 1, Scoring::Sigmoid));
@@ -443,7 +447,7 @@ impl Builder<'_> {
         params.rows = experts.top_k;
         let h = self.reader(up, n, &packed.gate_up, params, &reading);
         let width = u64::from(experts.top_k) * u64::from(graph.expert_width(experts));
-        let h = self.push(Phase { route: Some(route), ..h }, width);
+        let h = self.push(Phase { route: Some(route), logits: ranked, ..h }, width);
         if let Some((packed, h)) = hidden {
             let params = product(Prologue::Copy, Epilogue::Residual);
             let shared = self.matvec(PhaseClass::SharedDown, n, &packed.down, params, h, None);
@@ -453,11 +457,12 @@ impl Builder<'_> {
         let params = product(Prologue::Copy, Epilogue::Store);
         let params = MatvecParams { units: experts.top_k, ..params };
         let last = self.matvec(down, n, &packed.down, params, h, None);
-        self.end_block(Phase { route: Some(route), ..last }, block.post_norm, stream)
+        let last = Phase { route: Some(route), logits: ranked, ..last };
+        self.end_block(last, block.post_norm, stream)
     }
 
-    /// Adds a route of `slots` among `experts`, by logits from `first` on. Loaders poll its words, so they are always
-    /// flag-in-data.
+    /// Adds a route of `slots` among `experts`, by logits from `first` on. Products read its words while they multiply, so
+    /// they are always flag-in-data.
     fn route(
         &mut self,
         n: u32,
@@ -542,7 +547,7 @@ impl Builder<'_> {
         // Rows of h: each comes from a gate row and an up row.
         let interleaved = if matrix.map.interleaved { 2 } else { 1 };
         Phase {
-            reads: [None, norm, constants, None, None],
+            reads: [None, norm, constants, None, None, None],
             items: params.rows.div_ceil(UNIT_ROWS),
             block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
             item_bytes: u64::from(params.units) * u64::from(matrix.format.unit_bytes()),
@@ -561,6 +566,7 @@ impl Builder<'_> {
             residual: None,
             stream: None,
             route: None,
+            logits: None,
             output: None,
             reads: [None; READS_MAX],
             writes: [None; WRITES_MAX],

@@ -319,7 +319,7 @@ impl Builder<'_> {
         out: BufferId,
     ) -> Output {
         for task in &mut tasks {
-            task.reads = [Some(input.buffer), reads[0], reads[1], reads[2], None];
+            task.reads = [Some(input.buffer), reads[0], reads[1], reads[2], None, None];
             task.writes[0] = Some(out);
         }
         self.phase(phase, out, Some(input), tasks)
@@ -416,7 +416,7 @@ impl Builder<'_> {
                 reserved: [0; 4],
             };
             let mut task = Task::new(Opcode::Attention, layer as u16, params);
-            task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq), None];
+            task.reads = [Some(qkv.buffer), q_norm, k_norm, Some(inv_freq), None, None];
             task.writes = [Some(partials), Some(cache)];
             tasks.push(task);
         }
@@ -454,7 +454,7 @@ impl Builder<'_> {
         let count = tasks.len() as u32;
         let candidates = self.activation(Phase::LmHead, layers, "candidates", 2 * count);
         for task in &mut tasks {
-            task.reads = [Some(x.buffer), Some(norm), None, None, None];
+            task.reads = [Some(x.buffer), Some(norm), None, None, None, None];
             task.writes = [Some(logits), Some(candidates)];
         }
         let out = self.phase(Phase::LmHead, candidates, Some(x), tasks);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use abi::BufferKind;
 use ir::CounterId;
-use ir::program::{Program, Region, Task, accesses};
+use ir::program::{Program, Region, Task, accesses, read_late};
 use rustc_hash::FxHashMap;
 
 use crate::timeline;
@@ -43,7 +43,9 @@ pub(crate) fn dependencies(program: &Program) -> Vec<Arc<[u32]>> {
     let mut found = Vec::new();
     for (task, _) in all() {
         let waits: Vec<CounterId> = task.waits.iter().map(|wait| wait.counter).collect();
-        let reads: Vec<Region> = polled(program, &accesses(program, task).reads).copied().collect();
+        let (reads, late) = (accesses(program, task).reads, read_late(task));
+        let before = polled(program, &reads).filter(|region| late != Some(region.buffer));
+        let reads: Vec<Region> = before.copied().collect();
         let key = (waits, reads);
         if let Some(list) = lists.get(&key) {
             found.push(list.clone());

@@ -241,6 +241,29 @@ __device__ __forceinline__ void worker_heartbeat_run(Shared* sh) {
   }
 }
 
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+constexpr uint32_t RANK_SLEEP_NS = 100, RANK_TURNS = 128; // the loader asks long before the logits are there; turns between two looks at the clock
+
+// The same warp in a kernel with routes, all of its lanes: it also finds the experts for the loader.
+__device__ __forceinline__ void ranks_run(Shared* sh) {
+  uint32_t const lane = threadIdx.x % 32;
+  auto const heartbeat = [&] {
+    if (lane == 0) {
+      worker_heartbeat(sh, now_ns());
+    }
+    __syncwarp();
+  };
+  for (uint32_t turn = 0; __shfl_sync(~0u, flag_load(&sh->gone), 0) == 0; ++turn) {
+    if (!experts_serve(sh, lane, heartbeat)) {
+      __nanosleep(RANK_SLEEP_NS);
+    }
+    if (turn % RANK_TURNS == 0) {
+      heartbeat();
+    }
+  }
+}
+#endif
+
 // The third helper warp of every block: the watchdog, until the consumers have left. In block 0 it runs the poller first.
 __device__ __forceinline__ void watchdog_run(Shared* sh) {
   while (flag_load(&sh->gone) == 0) {
@@ -275,6 +298,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     sh->task = 0;
     sh->issued = sh->started = 0;
     sh->worker_heartbeat_ns = 0;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+    sh->rank_asked = 0;
+#pragma unroll 1
+    for (uint16_t& expert : sh->slot_expert) { // a worker that is to leave waits for no stage: what it reads must be some expert's number
+      expert = 0;
+    }
+#endif
 #if AMK_DEVICES > 1
     device_find(sh, launch);
 #else
@@ -309,8 +339,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + HELPERS, 1) amk_megaker
     }
 #endif
     watchdog_run(sh);
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  } else if (threadIdx.x >= CONSUMERS + 96) {
+    ranks_run(sh);
+#else
   } else if (threadIdx.x == CONSUMERS + 96) {
     worker_heartbeat_run(sh);
+#endif
   }
 }
 

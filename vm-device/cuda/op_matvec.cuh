@@ -65,17 +65,18 @@ __device__ __forceinline__ float scale_of(float vector, float row) { return MIXE
 __device__ __forceinline__ void epilogue(Worker const& w, StagedTask const& st, amk_matvec_params const& p, Words const& out, uint32_t units, RowParts<SPARE_REGISTERS> const& parts, uint32_t row, float scale,
                                          Addends add, bool flagged, Best& best) {
   if (has_route(st) && p.epilogue == AMK_EPILOGUE_SILU_MUL && !rows_follow(st, p)) { // nothing before waits for the route
-    row_addends(w, st, p, row, add);
+    row_addends(w, st, p, row, false, add);
   }
   float v = parts.row_sum() * scale_of(scale, add.scale) + add.bias;
   if (p.epilogue == AMK_EPILOGUE_SILU_MUL) {
     float const up = parts.up_sum() * scale_of(scale, add.scale_up) + add.bias_up;
+    float const weight = row_weight(w, st, p, row, add.residual);
     bool const second = w.thread / AMK_UNIT_ROWS % 2 != 0;
     row = row / (2 * AMK_UNIT_ROWS) * AMK_UNIT_ROWS + row % AMK_UNIT_ROWS;
     if (second || row >= units) { // padding rows are dropped
       return;
     }
-    v = gated(v, up, p.activation, p.cap) * (has_route(st) ? __uint_as_float(add.residual) : 1.f);
+    v = gated(v, up, p.activation, p.cap) * weight;
   } else if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
     v += residual_value(w, st, row, add.residual, flagged);
   } else if (p.epilogue == AMK_EPILOGUE_LOGITS) {
@@ -627,8 +628,13 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
   uint32_t row = p.tile0 * AMK_UNIT_ROWS + t;
   bool mine = t < p.tiles * AMK_UNIT_ROWS && t < ROWS_BUF && row < p.rows;
   float square = SPARE_REGISTERS ? take_and_stage(w, st, p, k, c, mine ? row : p.rows, plan, v, add) : take_in_turn(w, st, p, k, c, mine ? row : p.rows, plan, v, add);
-  if (mine && rows_follow(st, p)) { // the first stage is here, so the route is
-    row_addends(w, st, p, row, add);
+  if (rows_follow(st, p)) {
+    if (k.shares == 0) { // else it is here
+      cursor_land(w, c);
+    }
+    if (mine) {
+      row_addends(w, st, p, row, true, add);
+    }
   }
   Best best = {-__int_as_float(0x7f800000), 0xffffffffu};
   // Finishes the rows of up to TILES_BUF tiles, after their products.
@@ -684,7 +690,7 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     barrier_announce(w);
     add = mine ? addends(w, st, p, row, plan) : Addends{};
     if (mine && rows_follow(st, p)) {
-      row_addends(w, st, p, row, add);
+      row_addends(w, st, p, row, true, add);
     }
   }
   if (p.epilogue == AMK_EPILOGUE_LOGITS) {

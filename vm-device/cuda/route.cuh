@@ -27,44 +27,11 @@ struct RouteWords {
 };
 __device__ __forceinline__ RouteWords route_words(Worker const& w, StagedTask const& st) { return RouteWords{buffer_words(w, aside(st)), aside(st).units / 2}; }
 
-// Key whose order is that of f32 in total: NaN has a place in it too, so that no two experts have the same rank.
-__device__ __forceinline__ uint32_t order_key(float v) {
-  uint32_t const bits = __float_as_uint(v);
-  return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
-}
-// The inverse.
-__device__ __forceinline__ float key_value(uint32_t key) { return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u)); }
-
-constexpr uint32_t RANK_ONCE = 2; // fours of keys that are requested at once
-// One if the expert `j` of key `other` comes before the expert `i` of `key`. Without branches, so that loads and comparisons overlap.
-__device__ __forceinline__ uint32_t comes_before(uint32_t other, uint32_t j, uint32_t key, uint32_t i) {
-  return (uint32_t)(other > key) | ((uint32_t)(other == key) & (uint32_t)(j < i));
-}
-// Experts before the i-th, of fours number first, first + step, ... of `keys`.
-__device__ __forceinline__ uint32_t rank_part(uint32_t const* keys, uint32_t padded, uint32_t first, uint32_t step, uint32_t key, uint32_t i) {
-  uint32_t rank = 0;
-#pragma unroll 1
-  for (uint32_t j = first * 4; j < padded; j += RANK_ONCE * 4 * step) {
-    uint4 others[RANK_ONCE];
-#pragma unroll
-    for (uint32_t n = 0; n < RANK_ONCE; ++n) {
-      others[n] = *(uint4 const*)(keys + j + n * 4 * step);
-    }
-#pragma unroll
-    for (uint32_t n = 0; n < RANK_ONCE; ++n) {
-      uint32_t const at = j + n * 4 * step;
-      rank += comes_before(others[n].x, at, key, i) + comes_before(others[n].y, at + 1, key, i);
-      rank += comes_before(others[n].z, at + 2, key, i) + comes_before(others[n].w, at + 3, key, i);
-    }
-  }
-  return rank;
-}
-// Ranks the experts: the rank of one is its slot. Several threads share the comparisons of an expert, as many as there are for each.
+// Ranks the experts: the rank of one is its slot. One warp does, as for the loaders, so that both choose the same.
 __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
-  uint32_t const log2 = p.experts <= CONSUMERS / 8 ? 3 : p.experts <= CONSUMERS / 4 ? 2 : p.experts <= CONSUMERS / 2 ? 1 : 0, sharing = 1u << log2;
-  uint32_t const once = RANK_ONCE * 4 * sharing, padded = (p.experts + once - 1) / once * once; // the least key pads: it comes before none
-  uint32_t* const keys = (uint32_t*)w.x;          // of the logits, in the activation buffer
+  uint32_t const each = lane_experts(p.experts), padded = 32 * each;
+  uint32_t* const keys = (uint32_t*)w.x;         // of the logits, in the activation buffer
   float* const chosen = (float*)(keys + padded); // logits by slot
   float* const sums = chosen + p.slots;          // of each warp
   for (uint32_t i = w.thread; i < padded; i += CONSUMERS) {
@@ -72,18 +39,13 @@ __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& 
   }
   trace_staged(w);
   consumers_sync();
-#pragma unroll 1
-  for (uint32_t first = 0; first < p.experts; first += CONSUMERS >> log2) { // all lanes take every turn
-    uint32_t const i = first + (w.thread >> log2), key = i < p.experts ? keys[i] : 0;
-    uint32_t rank = rank_part(keys, padded, w.thread % sharing, sharing, key, i);
-#pragma unroll 1
-    for (uint32_t o = 1; o < sharing; o *= 2) {
-      rank += __shfl_xor_sync(~0u, rank, o);
-    }
-    if (i < p.experts && rank < p.slots && w.thread % sharing == 0) {
+  if (w.thread < 32) {
+    uint32_t const* const mine = keys + w.thread * each;
+    auto const four = [&](uint32_t i) { return *(uint4 const*)(mine + i); };
+    warp_rank(w.thread, p.experts, p.slots, four(0), four, [&](uint32_t rank, uint32_t expert, uint32_t key) {
       chosen[rank] = key_value(key);
-      word_write(out, rank, (float)i);
-    }
+      word_write(out, rank, (float)expert);
+    });
   }
   consumers_sync();
   float const best = chosen[0];
@@ -140,24 +102,36 @@ __device__ __forceinline__ float const* expert_biases(StagedTask const& st, amk_
 // The epilogue's addends for a thread's row, loaded while the products are computed. A flag-in-data residual is kept as it was read, ready or
 // not. A plain one may be read only after the inputs of all warps have arrived, since they order it.
 struct Addends {
-  uint32_t residual; // in a row of an expert that is gated, which has none: bits of the expert's weight
+  uint32_t residual; // in a row of an expert that is gated, which has none: the word of the expert's weight, ready or not
   float bias, bias_up;
   float scale, scale_up; // of the codes of a row; 1 of operands
 };
 
-// The biases of a row of the expert that it is of, and the expert's weight. Waits for the route.
-__device__ __forceinline__ void row_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, Addends& add) {
+// The biases of a row of the expert that it is of, and the expert's weight. Rows that follow a route have the expert that the loader chose, whose first
+// stage is here, and the weight's word as it is, ready or not: `route` may still be at it. Others wait for both.
+__device__ __forceinline__ void row_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, bool follow, Addends& add) {
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
   RouteWords const route = route_words(w, st);
   uint32_t const each = p.rows / route.slots, slot = row / each;
   float const* const biases = expert_biases(st, p);
   if (biases != nullptr) {
-    float const* const at = biases + (size_t)route.expert(w, slot) * each + row % each;
+    uint32_t const expert = follow ? *(volatile uint16_t*)&w.shared->slot_expert[slot] : route.expert(w, slot);
+    float const* const at = biases + (size_t)expert * each + row % each;
     add.bias = __ldg(at);
     add.bias_up = row / AMK_UNIT_ROWS % 2 == 0 ? __ldg(at + AMK_UNIT_ROWS) : 0.f;
   }
-  add.residual = __float_as_uint(route.weight(w, slot));
+  add.residual = load_relaxed(route.words.at + route.slots + slot);
 #endif
+}
+// The weight of the expert that a row is of, whose word was read before. Waits for the route if that was too early.
+__device__ __forceinline__ float row_weight(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row, uint32_t word) {
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  if (has_route(st)) {
+    RouteWords const route = route_words(w, st);
+    return word_here(route.words, word) ? word_value(route.words, word) : route.weight(w, row / (p.rows / route.slots));
+  }
+#endif
+  return 1.f;
 }
 // The biases of a row that all experts of a route add to, times their weights. Waits for the route.
 __device__ __forceinline__ float sum_addends(Worker const& w, StagedTask const& st, amk_matvec_params const& p, uint32_t row) {

@@ -249,20 +249,20 @@ __device__ __forceinline__ bool loader_step(Shared* sh, uint32_t wrap) {
 }
 
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-// Loads units of experts that a route chooses, once it has been written in the step that has begun. A stage may have units of several. Returns
+// Loads units of the experts that the router chooses, once its logits have been written in the step that has begun. A stage may have units of several. Returns
 // false when the loader is to stop.
-__device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, RouteRead& read, LoaderWaits& waits) {
+__device__ __forceinline__ bool loader_routed(Shared* sh, Loader& l, uint4 run, uint32_t need, uint32_t size, uint32_t wrap, LoaderWaits& waits) {
   if (need > flag_load(&sh->watermark) && !weight_stream_wait(sh, need, wrap)) {
     return false;
   }
+  uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
+  loader_caps(l, sh->program, stage_units); // before the wait: its divisions would delay the first load
   SlotWalk walk;
-  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size, wrap, read)) {
+  if (!loader_step(sh, wrap) || !slots_wait(sh, walk, (amk_routed const*)((uint64_t)run.y << 32 | run.x), size)) {
     return false;
   }
-  uint32_t const stage_units = run.w >> 8 & 0xff, period = run.w >> 16;
   uint32_t place = 0;
   loader_count(sh, run.z);
-  loader_caps(l, sh->program, stage_units);
   for (uint32_t left = run.z; left > 0;) {
     uint32_t const most = period - place < stage_units ? period - place : stage_units;
     uint32_t const units = left < most ? left : most;
@@ -384,14 +384,6 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
   l.full = shared_address(sh->full), l.ring = shared_address(w.ring), l.parity = 1;
   l.stages = w.stages, l.stage_bytes = w.stage_bytes;
   sh->pages.wrap = AMK_NONE;
-#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-#if AMK_TRACE
-  RouteRead read;
-#else
-  RouteRead& read = sh->route_read;
-#endif
-  read.wrap = AMK_NONE;
-#endif
   l.policy = evict_first_policy();
   LoaderWaits waits = {0, 0, trace_clock()};
   uint32_t load = 0, wrap = 0;
@@ -409,7 +401,7 @@ __device__ __forceinline__ void loader_run(Worker const& w) {
       on = loader_keys(sh, l, run, more, wrap, waits);
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
     } else if ((run.w & 0xff) == AMK_LOAD_ROUTED) {
-      on = loader_routed(sh, l, run, more.x, more.y, wrap, read, waits);
+      on = loader_routed(sh, l, run, more.x, more.y, wrap, waits);
 #endif
     } else {
       on = loader_weights(sh, l, run, more.x, more.y, more.w & 0xffff, wrap, waits);

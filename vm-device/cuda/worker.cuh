@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr uint32_t CONSUMERS = AMK_WARPS * 32;
-constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the heartbeat's writer; registers move by whole groups of 4 warps
+constexpr uint32_t HELPERS = AMK_HELPER_WARPS * 32; // threads: loader, prefetcher, watchdog, and the heartbeat's writer, which also ranks experts; registers move by whole groups of 4 warps
 constexpr uint32_t TILES_BUF = 16;                       // tiles whose sums are kept before an epilogue
 constexpr uint32_t ROWS_BUF = TILES_BUF * AMK_UNIT_ROWS; // 128
 constexpr uint32_t SEQS = AMK_SEQS;
@@ -54,11 +54,6 @@ struct TraceBuffer {
 };
 #endif
 
-// The route that the loader read last (routed_stream.cuh).
-struct RouteRead {
-  uint32_t route, wrap; // low half of the route's address, and the step
-};
-
 // The fixed part of a worker's shared memory.
 struct Shared {
   uint64_t full[AMK_STAGES_MAX];
@@ -96,6 +91,9 @@ struct Shared {
   uint32_t epoch; // for reports
   uint32_t task;  // index in the queue, for reports
   uint32_t issued; // units that the loader has requested, ever
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  uint32_t rank_asked; // nonzero: the loader waits for experts (rank.cuh); the place of its load's record behind the program's loads
+#endif
   uint32_t seen_progress; // the watchdog's: progress at its last change, and the time of that
   uint64_t seen_ns;
   uint32_t watermark; // units that have arrived, as last read by the loader: in shared memory, to save registers
@@ -108,10 +106,7 @@ struct Shared {
   uint64_t peers[AMK_DEVICES - 1]; // distances in bytes from this device's memory to that of each other device
 #endif
 #if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
-  uint16_t slot_expert[AMK_SLOTS_MAX]; // the loader's, of the route that it read last
-#if !AMK_TRACE
-  RouteRead route_read; // the loader's; beside a trace there is no room
-#endif
+  uint16_t slot_expert[AMK_SLOTS_MAX]; // of the route whose weights the loader is at
 #endif
 #if AMK_TRACE
   TraceBuffer trace;

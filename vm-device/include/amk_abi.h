@@ -12,14 +12,14 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x8a4dc3f8c8fa5f49ull
+#define AMK_ABI_HASH 0xa13f56abcc899de0ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
 #define AMK_UNIT_ROWS 8u
 #define AMK_UNIT_ROW_BYTES 64u
 #define AMK_F16_VECTOR_DIVISOR 16u
-#define AMK_READS_MAX 5u
+#define AMK_READS_MAX 6u
 #define AMK_READS_STAGED 4u
 #define AMK_WRITES_MAX 2u
 #define AMK_EXPERTS_MAX 1024u
@@ -213,14 +213,15 @@ struct alignas(16) amk_load {
 static_assert(sizeof(amk_load) == 32 && alignof(amk_load) == 16, "layout of amk_load");
 
 struct alignas(16) amk_routed {
-  uint64_t route; // Device address of the route's words, which are flag-in-data.
+  uint64_t logits; // Device address of the experts' logits, which are flag-in-data.
   uint64_t experts; // Device address of the first expert's first unit.
   uint32_t expert_units; // Units of an expert.
   uint32_t segment; // Units that lie one after the other before the next slot's.
   uint32_t unit0; // First unit of the load.
   uint32_t slots; // Slots of the route.
-  uint32_t expert_len; // Experts, for bounds checks.
-  uint32_t reserved[3]; // Zero.
+  uint32_t expert_len; // Experts that are ranked.
+  uint32_t again; // 1 if the worker's routed load before is of the same route: its experts are still known.
+  uint32_t reserved[2]; // Zero.
 };
 static_assert(sizeof(amk_routed) == 48 && alignof(amk_routed) == 16, "layout of amk_routed");
 

@@ -37,6 +37,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/trace.cuh",
     "cuda/halves.cuh",
     "cuda/buffer.cuh",
+    "cuda/rank.cuh",
     "cuda/routed_stream.cuh",
     "cuda/stream.cuh",
     "cuda/op_attention_merge.cuh",

@@ -194,7 +194,7 @@ fn image(
     let mut routed = Vec::with_capacity(selections.len());
     for (load, (selection, of)) in selections {
         loads[load].address = routed_address + (routed.len() * size_of::<abi::Routed>()) as u64;
-        routed.push(abi::Routed { route: buffers[selection.route.index()].address, ..of });
+        routed.push(abi::Routed { logits: buffers[selection.logits.index()].address, ..of });
     }
     layout.write(load_address, bytemuck::cast_slice(&loads));
     layout.write(routed_address, bytemuck::cast_slice(&routed));
@@ -384,8 +384,7 @@ impl Room {
     }
 }
 
-/// Tasks, loads and queues of all workers, and of loads whose address a route decides what the route and the address of
-/// the load's record are set from.
+/// Tasks, loads and queues of all workers, and records of loads whose units logits decide, without the logits' addresses.
 struct Tables {
     tasks: Vec<abi::Task>,
     loads: Vec<abi::Load>,
@@ -399,10 +398,13 @@ fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
     let each = program.workers_per_device().max(1);
     for worker in program.workers.iter().skip(part.device as usize * each).take(each) {
         let load0 = loads.len();
+        let mut before = None;
         for task in &worker.tasks {
             if let Some(load) = program.load(task) {
-                if let Some(selected) = selected(program, load, part)? {
-                    selections.push((loads.len(), selected));
+                if let Some((selection, routed)) = selected(program, load, part)? {
+                    let of = (selection.logits, routed.slots, routed.expert_len);
+                    let again = u32::from(before.replace(of) == Some(of));
+                    selections.push((loads.len(), (selection, abi::Routed { again, ..routed })));
                 }
                 loads.push(wire_load(program, task, load, part)?);
             }
@@ -419,7 +421,7 @@ fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
     Ok(Tables { tasks, loads, queues, selections })
 }
 
-/// Where a route's choice puts a load's units, without the route's address.
+/// Where the choice of experts puts a load's units, without the logits' address.
 fn selected(
     program: &Program,
     load: Load,

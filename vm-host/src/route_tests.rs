@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use crate::emulated::{compiler, run};
 
 fn device_says(compiler: &str, spoil: Option<(&str, &str)>, asked: &str) -> String {
-    let sources = ["amk_abi.h", "routed_stream.cuh", "route.cuh"];
+    let sources = ["amk_abi.h", "rank.cuh", "routed_stream.cuh", "route.cuh"];
     let define = format!("-DAMK_FEATURES={}u", 1 << abi::Feature::Route as u32);
     run(compiler, "routes", (&sources, &[define]), spoil, asked)
 }
@@ -33,8 +33,7 @@ impl Choice {
     /// Whether the device's words are the numbers of the experts with the largest logits, and their weights.
     fn is(&self, said: &str) -> bool {
         let logits = &self.logits[self.first..];
-        let mut order: Vec<usize> = (0..logits.len()).collect();
-        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+        let order = ranked(logits);
         let among = if self.scoring == Scoring::All { logits.len() } else { self.slots };
         let above = |expert: &usize| f64::from(logits[*expert] - logits[order[0]]).exp();
         let total: f64 = order[..among].iter().map(above).sum();
@@ -77,33 +76,82 @@ fn choices(random: &mut Xoshiro256PlusPlus) -> Vec<Choice> {
     shapes.into_iter().enumerate().map(of).collect()
 }
 
-/// Waits for routes whose words arrive in any order, each number last once: the looks at which the last number is
-/// there, none for the second load, the experts.
+/// Experts by rank.
+fn ranked(logits: &[f32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    order
+}
+
+/// Loaders that wait for logits, which arrive in any order: whether they go on after both loads of a layer, the looks at
+/// which the last logit is there, none for the second load, the experts. Some are halted before.
 fn waits(random: &mut Xoshiro256PlusPlus) -> (String, String) {
     let (mut asked, mut said) = (String::new(), String::new());
-    let experts = 20;
-    let all = 1..=abi::SLOTS_MAX as usize;
-    for (slots, last) in all.flat_map(|slots| (0..slots).map(move |last| (slots, last))) {
-        // The number of experts is none of theirs.
-        let numbers: Vec<u32> = (0..slots).map(|_| random.random_range(0..=experts)).collect();
-        let mut places: Vec<usize> = (0..2 * slots).filter(|&place| place != last).collect();
-        for i in (1..places.len()).rev() {
+    let shapes =
+        [(2, 1), (6, 2), (20, 16), (32, 4), (33, 3), (128, 8), (131, 9), (512, 10), (1024, 16)];
+    for ((experts, slots), case) in
+        shapes.into_iter().flat_map(|shape| (0..6).map(move |n| (shape, n)))
+    {
+        // Of few values, so that many are equal; cases 0 and 1 have zeros of both signs, and all equal.
+        let value = |_| (random.random_range(0..40) as f32 - 30.0) / 8.0;
+        let mut logits: Vec<f32> = (0..experts).map(value).collect();
+        match case {
+            0 => (logits[0], logits[experts - 1]) = (-0.0, 0.0),
+            1 => logits.fill(-1.0),
+            _ => {}
+        }
+        let mut places: Vec<usize> = (0..experts).collect();
+        for i in (1..experts).rev() {
             places.swap(i, random.random_range(0..=i));
         }
-        let before = random.random_range(0..=slots); // weights that arrive after it
-        let end = places.len();
-        places.sort_by_key(|&place| place >= slots + before); // stable
-        let looks = end - (slots - before);
-        places.insert(looks, last);
-        let numbers_text: Vec<String> = numbers.iter().map(u32::to_string).collect();
-        let places_text: Vec<String> = places.iter().map(usize::to_string).collect();
-        let (numbers_text, places_text) = (numbers_text.join(" "), places_text.join(" "));
-        let _ = writeln!(asked, "w {slots} {experts} {numbers_text} {places_text}");
-        let kept: Vec<String> = numbers.iter().map(|&n| n.min(experts - 1).to_string()).collect();
-        let _ = writeln!(said, "{} 0 {}", looks + 1, kept.join(" "));
+        let last = [0, experts - 1, random.random_range(0..experts)][case % 3];
+        places.retain(|&place| place != last);
+        places.push(last);
+        let every = experts.div_ceil(7);
+        let looks = (experts - 1).div_ceil(every) + 1;
+        let halted = if case == 5 { looks / 2 + 1 } else { 0 };
+        let bits: Vec<String> = logits.iter().map(|logit| logit.to_bits().to_string()).collect();
+        let order: Vec<String> = places.iter().map(usize::to_string).collect();
+        let (bits, order) = (bits.join(" "), order.join(" "));
+        let _ = writeln!(asked, "w {slots} {experts} {halted} {every} {bits} {order}");
+        if halted > 0 {
+            said.push_str("halted\n");
+            continue;
+        }
+        let best: Vec<String> = ranked(&logits)[..slots].iter().map(usize::to_string).collect();
+        let _ = writeln!(said, "1 {looks} 0 {}", best.join(" "));
     }
     (asked, said)
 }
+
+/// Mutations of the sources that the test must detect.
+const MUTATIONS: &[(&str, &str)] = &[
+    ("keys.x == most ? 0 : keys.y == most ? 1", "keys.y == most ? 1 : keys.x == most ? 0"),
+    ("keys.z == most ? 2 : 3", "keys.z == most ? 3 : 2"),
+    ("keys.w = taken & 8 ? 0 : keys.w", "keys.w = taken & 16 ? 0 : keys.w"),
+    ("most > leader.key", "most >= leader.key"),
+    ("(tied & upto) == own", "(tied & own) == own"),
+    ("taken |= 1u << mine.at", "taken |= 1u"),
+    ("taken >> i, i", "taken, i"),
+    ("keys(i), taken >> i, i", "keys(i), taken >> i, 0"),
+    ("i < each; i += 4", "i < 4; i += 4"),
+    ("(experts + 127) / 128 * 4", "experts / 128 * 4"),
+    ("word_wait(w, in, p.first + i)) : 0;", "word_wait(w, in, p.first + i)) : ~0u;"),
+    ("(int32_t)~key >> 31", "(int32_t)key >> 31"),
+    ("? key_value(keys[i])", "? __uint_as_float(keys[i])"),
+    ("(int32_t)bits >> 31", "bits >> 31"),
+    ("wanted > 2 ?", "wanted > 3 ?"),
+    ("missing |= wanted > 3 ? words.w ^ tag : 0", ""),
+    ("wanted > 1 ? key(words.y) : 0", "key(words.y)"),
+    ("first < experts ? experts - first : 0", "each"),
+    ("i = each; i > 0;", "i = 4; i > 0;"),
+    ("words_keys(words, mine), keys", "words_keys(words, each), keys"),
+    ("logits + i), mine - i) : make_uint4", "logits), mine - i) : make_uint4"),
+    ("tail.y != 0 ||", ""),
+    ("tail.y != 0 || experts_wait(sh, routed)", "true"),
+    ("return flag_load(&sh->halt) == 0 &&", "return"),
+    ("flag_load(&sh->epoch) * AMK_TAG_RUNS", "flag_load(&sh->epoch)"),
+];
 
 #[test]
 fn the_device_chooses_the_experts_that_it_waits_for() {
@@ -119,23 +167,7 @@ fn the_device_chooses_the_experts_that_it_waits_for() {
     };
     let said = device_says(&compiler, None, &asked);
     assert!(right(&said), "{said}\nfor\n{asked}\nnot\n{rest}");
-    // Mutations that it must detect.
-    for (from, to) in [
-        ("(uint32_t)(j < i)", "(uint32_t)(j > i)"),
-        ("(uint32_t)(other > key)", "(uint32_t)(other >= key)"),
-        ("(keys + j + n * 4 * step)", "(keys + j + n * 4)"),
-        ("word_wait(w, in, p.first + i)) : 0;", "word_wait(w, in, p.first + i)) : ~0u;"),
-        ("o < sharing; o *= 2", "2 * o < sharing; o *= 2"),
-        ("(int32_t)~key >> 31", "(int32_t)key >> 31"),
-        ("? key_value(keys[i])", "? __uint_as_float(keys[i])"),
-        ("wanted > 2 ?", "wanted > 3 ?"),
-        ("left > 4 ? 4 : 0", "left > 5 ? 4 : 0"),
-        ("left - second, tag", "left, tag"),
-        ("slot < AMK_SLOTS_MAX; slot += 8", "slot < 8; slot += 8"),
-        ("read.wrap != wrap ||", ""),
-        ("read.wrap = wrap,", ""),
-        ("number < last ? number : last", "number"),
-    ] {
+    for &(from, to) in MUTATIONS {
         let said = device_says(&compiler, Some((from, to)), &asked);
         assert!(!right(&said), "nobody notices {to} for {from}");
     }

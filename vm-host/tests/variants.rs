@@ -63,11 +63,10 @@ const WIDE_SPILLS: u32 = 192;
 const FOUR_SCALES_SPILLS: u32 = 160;
 /// With the features of all dense families at once 492, with those of gemma-3-1b alone 408.
 const GEMMA_SPILLS: u32 = 500;
-/// Kernels with routes: the loader spills 100 bytes around its wait for a route. The rest is that of the same shapes without routes: some 320
-/// bytes with 8 wide, normed heads of a group (qwen3-30b-a3b), 70 with the widths of gpt-oss-20b. The cost was not measured.
-const ROUTE_SPILLS: u32 = 440;
-/// The same with codes, whose scales and factors wait in registers too. The cost was not measured.
-const ROUTED_CODES_SPILLS: u32 = 800;
+/// Kernels with routes: one word of the loader's around its wait for the experts, stored and loaded.
+const ROUTE_SPILLS: u32 = 24;
+/// The same with codes, whose scales and factors wait in registers too: qwen3-30b-a3b-fp8-block spills 16 bytes, gpt-oss-20b 32.
+const ROUTED_CODES_SPILLS: u32 = 40;
 const TRACE_SPILLS: u32 = 32;
 /// Kernels of several sequences, whose vectors take 64 registers per thread: the one of 8 sequences for llama-3.2-1b spills 652. The cost was not measured.
 const BATCH_SPILLS: u32 = 800;

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Params, Prologue};
+use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Opcode, Params, Prologue};
 
 use crate::id::BufferId;
 use crate::program::{Program, Task, part_heads};
@@ -56,6 +56,14 @@ pub fn accesses(program: &Program, task: &Task) -> Accesses {
         }
     }
     finder.found
+}
+
+/// The route of a product whose loads follow the logits. Its words are read while the product multiplies, and are there by
+/// then, so the product begins with the logits.
+#[must_use]
+pub fn read_late(task: &Task) -> Option<BufferId> {
+    let ranks = task.opcode == Opcode::Matvec && task.reads[5].is_some();
+    if ranks { task.reads[4] } else { None }
 }
 
 /// Elements of a group of the residual stream that one thread stores.
@@ -121,6 +129,10 @@ impl Finder<'_> {
         if let Some(route) = self.task.reads[4].and_then(|id| self.program.buffers.get(id.index()))
         {
             self.read(4, 0, route.words);
+        }
+        // Of the loader: it ranks the experts itself, before the task has its route.
+        if let Some(matrix) = self.program.matrices.get(p.matrix as usize) {
+            self.read(5, 0, matrix.experts);
         }
         let row0 = p.tile0.saturating_mul(abi::UNIT_ROWS);
         let row1 =

@@ -14,7 +14,7 @@ mod stream;
 mod topology;
 mod verify;
 
-pub use access::{Accesses, Region, accesses, stream_part};
+pub use access::{Accesses, Region, accesses, read_late, stream_part};
 pub use packed::{
     PackedAttention, PackedLayer, PackedMatrix, PackedMlp, PackedModel, PackedRouter,
 };

@@ -41,12 +41,12 @@ pub enum Load {
 }
 
 /// Where a load's units are among experts. Unit `u`, counted among those of all slots, is of slot `u / segment % slots`,
-/// and unit `u / (segment * slots) * segment + u % segment` of the expert that the route has there. A route changes
-/// addresses only: how many units a load has, and of which stages, is the same for all.
+/// and unit `u / (segment * slots) * segment + u % segment` of the expert that has this rank among the logits, as the
+/// route has it too. Logits change addresses only: how many units a load has, and of which stages, is the same for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Selection {
-    /// The route.
-    pub route: BufferId,
+    /// The experts' logits, by which the loader ranks them.
+    pub logits: BufferId,
     /// Units that lie one after the other before the next slot's.
     pub segment: u32,
     /// Slots of the route.
@@ -83,11 +83,12 @@ impl Program {
         let matrix = self.matrices.get(p.matrix as usize).filter(|matrix| matrix.experts > 1)?;
         let route = task.reads[4]?;
         let slots = self.buffers.get(route.index())?.words / 2;
+        let logits = task.reads[5]?;
         let segment = match p.epilogue == Epilogue::SiluMul as u32 {
             true => p.units.saturating_mul(matrix.expert_rows() / abi::UNIT_ROWS),
             false => matrix.units_per_tile(),
         };
-        Some(Selection { route, segment, slots })
+        Some(Selection { logits, segment, slots })
     }
 
     /// The loads of a worker's tasks, in the order in which they are consumed.

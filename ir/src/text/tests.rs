@@ -45,7 +45,7 @@ fn task() -> impl Strategy<Value = Task> {
     let wait = (any::<u32>(), any::<u32>())
         .prop_map(|(counter, count)| Wait { counter: CounterId(counter), count });
     let buffer = || any::<Option<u32>>().prop_map(|id| id.map(BufferId));
-    let buffers = (proptest::array::uniform5(buffer()), proptest::array::uniform2(buffer()));
+    let buffers = (proptest::array::uniform6(buffer()), proptest::array::uniform2(buffer()));
     let signal = any::<Option<u32>>().prop_map(|id| id.map(CounterId));
     (
         proptest::sample::select(Opcode::ALL),

@@ -7,7 +7,9 @@ use abi::{
     Prologue, Unpack,
 };
 use ir::program::staging::Staging;
-use ir::program::{Program, Region, Task, Worker, accesses, active_splits, attended, split_range};
+use ir::program::{
+    Program, Region, Task, Worker, accesses, active_splits, attended, read_late, split_range,
+};
 use ir::{BufferId, CounterId, WorkerId};
 use rustc_hash::FxHashMap;
 
@@ -326,10 +328,11 @@ impl<'a> Builder<'a> {
     fn cost(&mut self, task: &Task, flow: &mut u32) -> Cost {
         let touched = accesses(self.program, task);
         let mut polls: Vec<Poll> = Vec::new();
-        let (unread, added) = (self.unread(task), added(task));
+        let (unread, added, late) = (self.unread(task), added(task), read_late(task));
         let mut residual = None;
-        let read = |index: &usize| !unread.contains(index);
-        let reads = touched.reads.iter().enumerate().filter(|(index, _)| read(index));
+        let read =
+            |index: &usize, region: &Region| !unread.contains(index) && late != Some(region.buffer);
+        let reads = touched.reads.iter().enumerate().filter(|(index, region)| read(index, region));
         for (index, region) in reads.filter(|(_, region)| self.is_flag_in_data(region)) {
             let Some(&buffer) = self.flag_in_data_ids.get(&self.key(region.buffer)) else {
                 continue;

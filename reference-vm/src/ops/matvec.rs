@@ -84,6 +84,9 @@ pub(super) fn inputs(context: Context<'_>, p: &MatvecParams) -> Result<Vec<Span>
         spans.push(context.span(3, rows.row0, rows.len())?);
     }
     spans.extend(Route::span(context)?);
+    if let Some(matrix) = context.packed.get(MatrixId(p.matrix).index()) {
+        spans.extend(Route::logits(context, matrix.experts())?);
+    }
     Ok(spans)
 }
 

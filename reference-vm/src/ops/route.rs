@@ -20,8 +20,7 @@ pub(super) fn fire(context: Context<'_>, p: &RouteParams) -> Result<Effects, Fau
         return Err(Fault::Parameter { name: "slots", value: p.slots });
     }
     let logits = context.read(0, p.first, p.experts)?;
-    let mut order: Vec<usize> = (0..logits.len()).collect();
-    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let order = ranked(&logits);
     let (chosen, all) = (&order[..p.slots as usize], &order[..]);
     let best = f64::from(logits[order[0]]);
     let above = |&expert: &usize| (f64::from(logits[expert]) - best).exp();
@@ -40,6 +39,13 @@ pub(super) fn fire(context: Context<'_>, p: &RouteParams) -> Result<Effects, Fau
     Ok(Effects::store(context.writes(0)?, 0, &words))
 }
 
+/// Experts by rank: the largest logit first, of equal ones the first expert.
+fn ranked(logits: &[f32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    order
+}
+
 /// A route as a product reads it: the expert and the weight of each slot.
 pub(super) struct Route(Vec<(u32, f32)>);
 
@@ -50,17 +56,27 @@ impl Route {
         context.span(4, 0, context.memory.words(buffer)).map(Some)
     }
 
-    /// The route of a task, if it has one, over the experts of this matrix.
+    /// The words of the logits that a task's loader ranks the experts by, if it does.
+    pub(super) fn logits(context: Context<'_>, experts: u32) -> Result<Option<Span>, Fault> {
+        context.task.reads[5].map(|_| context.span(5, 0, experts)).transpose()
+    }
+
+    /// The route of a task, if it has one, over the experts of this matrix. Where the loader ranks them, its numbers are
+    /// what is multiplied.
     pub(super) fn read(context: Context<'_>, matrix: &Packed<'_>) -> Result<Option<Self>, Fault> {
         let Some(span) = Self::span(context)? else { return Ok(None) };
         let words = context.read(4, 0, span.len)?;
         let (numbers, weights) = words.split_at(words.len() / 2);
+        let loaded = match Self::logits(context, matrix.experts())? {
+            Some(span) => ranked(&context.read(5, 0, span.len)?),
+            None => Vec::new(),
+        };
         let slot = |(slot, (&number, &weight)): (usize, (&f32, &f32))| {
             let (value, experts) = (number as u32, matrix.experts());
             if value >= experts || value as f32 != number {
                 return Err(Fault::NoExpert { slot: slot as u32, value, experts });
             }
-            Ok((value, weight))
+            Ok((loaded.get(slot).map_or(value, |&expert| expert as u32), weight))
         };
         let slots = numbers.iter().zip(weights).enumerate().map(slot);
         slots.collect::<Result<_, _>>().map(|slots| Some(Self(slots)))

@@ -1,19 +1,19 @@
-// Routes as host C++, with the device's own code (route.cuh, routed_stream.cuh): the threads of a worker rank experts by their logits; the loader
-// waits for the words of a route, which arrive one by one. The input file has a case per line. Compiled by vm-host/src/route_tests.rs.
+// Routes as host C++, with the device's own code (rank.cuh, route.cuh, routed_stream.cuh): a worker makes a route of logits; the loader waits for the
+// warp that ranks experts by logits that arrive a few at a time. The input file has a case per line. Compiled by vm-host/src/route_tests.rs.
 #define WORKERS 1
 #include "simt.hpp"
 
-constexpr uint32_t CONSUMERS = THREADS_OF_WORKER, TAG_MASK = 15;
+constexpr uint32_t CONSUMERS = THREADS_OF_WORKER, TAG_MASK = 15, SPINS_PER_LOOK = 1;
 constexpr bool MIXED = false;
 struct float4 {
   float x, y, z, w;
 };
-struct RouteRead {
-  uint32_t route, wrap;
-};
 struct Shared {
-  uint32_t epoch, halt;
+  uint32_t epoch, halt, rank_asked;
   uint16_t slot_expert[16];
+  struct {
+    uint64_t loads;
+  } program;
 };
 struct Worker {
   Shared* shared;
@@ -38,9 +38,13 @@ inline ResolvedBuffer const& aside(StagedTask const& st) { return st.fifth; }
 inline Words buffer_words(Worker const&, ResolvedBuffer const& b) { return Words{(uint32_t*)b.address}; }
 inline float word_wait(Worker const&, Words const& s, uint32_t i) { return __uint_as_float(s.at[i]); }
 inline void word_write(Words const& s, uint32_t i, float v) { s.at[i] = __float_as_uint(v); }
+inline bool word_here(Words const&, uint32_t) { return true; }
+inline float word_value(Words const&, uint32_t word) { return __uint_as_float(word); }
 inline bool vec4_here(Words const&, uint4 const&) { return true; }
 inline float4 vec4_value(Words const&, uint4 v) { return float4{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}; }
 inline bool is_dead(Shared*) { return false; }
+inline void block_fence() {}
+inline void __syncwarp() { meet(fibers.running / 32); }
 inline float __ldg(float const* p) { return *p; }
 inline float __expf(float v) { return std::exp(v); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -57,29 +61,36 @@ inline void task_barrier(Worker const&) { consumers_sync(); }
 template <typename F> void for_seqs(Worker&, F const& f) { f(); }
 constexpr bool has_feature(uint32_t) { return true; }
 
-// A look of the loader that finds a word missing reads `halt`: then the next word arrives.
+// A look that finds a logit missing reads `halt`: then the next ones arrive, `every` at a time and the last one alone.
 static Shared shared;
-static RouteRead kept;
-static std::vector<uint32_t> arriving; // places of words, in the order in which they arrive
-static uint32_t route[48], looks;
+static std::vector<uint32_t> arriving; // places of logits, in the order in which they arrive
+static std::vector<float> values;
+static uint32_t logits[1024 + 64], looks, every, arrived, halt_at;
 inline uint32_t flag_load(uint32_t const* word) {
-  if (word == &shared.halt) {
-    if (looks >= arriving.size()) {
+  if (word == &shared.rank_asked) {
+    next_fiber();
+  }
+  if (word == &shared.halt && fibers.running == 0) { // one lane's look is that of all
+    if (arrived >= arriving.size()) {
       std::printf("waits for ever\n");
       std::exit(0);
     }
-    uint32_t& here = route[arriving[looks++]];
-    here = (here & ~TAG_MASK) | (shared.epoch * 4 & TAG_MASK);
+    shared.halt = ++looks == halt_at;
+    uint32_t const last = (uint32_t)arriving.size() - 1, end = arrived == last ? last + 1 : arrived + every < last ? arrived + every : last;
+    for (; arrived < end; ++arrived) {
+      logits[arriving[arrived]] = (__float_as_uint(values[arriving[arrived]]) & ~TAG_MASK) | (shared.epoch * 4 & TAG_MASK);
+    }
   }
   return *word;
 }
+inline void flag_store(uint32_t* word, uint32_t v) { *word = v; }
 
 #include "device.hpp"
 
 static StagedTask st;
-static std::vector<char> scratch(1 << 14);
+alignas(16) static char scratch[1 << 14];
 static void rank_experts(uint32_t, uint32_t thread) {
-  Worker w = {&shared, scratch.data(), thread};
+  Worker w = {&shared, scratch, thread};
   op_route(w, st);
 }
 
@@ -98,33 +109,55 @@ static void route_case(std::FILE* in) {
   }
 }
 
-// The numbers of the slots, and places of words of numbers and weights in the order of their arrival.
+// Threads of the first warp rank for the loader, which is the thread after them and has two loads.
+static amk_routed routed[3]; // the first is of no load
+static uint32_t first_looks;
+static bool first_on, second_on, loaded;
+static void rank_for_loader(uint32_t, uint32_t thread) {
+  if (thread < 32) {
+    while (!__shfl_sync(~0u, loaded, 0)) {
+      experts_serve(&shared, thread, [] {});
+    }
+  } else if (thread == 32) {
+    SlotWalk walk;
+    first_on = slots_wait(&shared, walk, routed + 1, 512), first_looks = looks;
+    if (first_on) {
+      arriving.clear(), arrived = 0;
+      for (uint32_t& word : logits) {
+        word ^= TAG_MASK;
+      }
+      second_on = slots_wait(&shared, walk, routed + 2, 512); // does not look
+    }
+    loaded = true;
+  }
+}
+
+// Logits, the look at which the loader is halted or 0, how many arrive at a time, and their places in the order of their arrival.
 static void wait_case(std::FILE* in) {
   uint32_t slots = 0, experts = 0;
-  (void)!std::fscanf(in, "%u %u", &slots, &experts);
-  arriving.resize(2 * slots), looks = 0;
+  (void)!std::fscanf(in, "%u %u %u %u", &slots, &experts, &halt_at, &every);
+  arriving.resize(experts), values.resize(experts), looks = arrived = 0, shared.halt = 0, loaded = false;
   shared.epoch += 1;
-  for (uint32_t i = 0; i < 48; ++i) { // of the step before, and behind the route anything
-    route[i] = (__float_as_uint(1e9f) & ~TAG_MASK) | ((shared.epoch - 1) * 4 & TAG_MASK);
+  for (uint32_t& word : logits) { // of the step before; so are those behind the experts', for ever
+    word = (__float_as_uint(1e9f) & ~TAG_MASK) | ((shared.epoch - 1) * 4 & TAG_MASK);
   }
-  for (uint32_t i = 0; i < slots; ++i) {
-    uint32_t number = 0;
-    (void)!std::fscanf(in, "%u", &number);
-    route[i] = (__float_as_uint((float)number) & ~TAG_MASK) | (route[i] & TAG_MASK);
+  for (float& value : values) {
+    uint32_t bits = 0;
+    (void)!std::fscanf(in, "%u", &bits);
+    value = __uint_as_float(bits);
   }
   for (uint32_t& place : arriving) {
     (void)!std::fscanf(in, "%u", &place);
   }
-  SlotWalk walk;
-  amk_routed routed = {(uint64_t)route, 0, 1, 1, 0, slots, experts, {}};
-  slots_wait(&shared, walk, &routed, 512, shared.epoch, kept);
-  uint32_t const first = looks;
-  arriving.clear(), looks = 0;
-  for (uint32_t& word : route) {
-    word ^= TAG_MASK;
+  shared.program.loads = (uint64_t)routed;
+  routed[1] = {(uint64_t)logits, 0, 1, 1, 0, slots, experts, 0, {}};
+  routed[2] = {(uint64_t)logits, 0, 1, 1, 0, slots, experts, 1, {}};
+  run_workers(rank_for_loader);
+  if (!first_on) {
+    std::printf("halted");
+    return;
   }
-  slots_wait(&shared, walk, &routed, 512, shared.epoch, kept); // the second load of the layer does not look
-  std::printf("%u %u", first, looks);
+  std::printf("%u %u %u", second_on, first_looks, looks - first_looks);
   for (uint32_t i = 0; i < slots; ++i) {
     std::printf(" %u", shared.slot_expert[i]);
   }

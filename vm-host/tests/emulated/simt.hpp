@@ -151,6 +151,17 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
   meet(warp);
   return sum;
 }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
+  uint32_t const t = fibers.running, warp = t / 32;
+  fibers.word[t] = v;
+  meet(warp);
+  uint32_t most = 0;
+  for (uint32_t i = 0; i < 32; ++i) {
+    most = (uint32_t)fibers.word[warp * 32 + i] > most ? (uint32_t)fibers.word[warp * 32 + i] : most;
+  }
+  meet(warp);
+  return most;
+}
 // Ballot: each lane adds its own bit.
 inline uint32_t __ballot_sync(uint32_t mask, bool v) { return __reduce_add_sync(mask, (uint32_t)v << fibers.running % 32); }
 inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }

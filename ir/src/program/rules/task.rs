@@ -5,7 +5,7 @@
 
 use abi::{
     Activation, AttentionMergeParams, AttentionParams, BufferKind, EmbedParams, Epilogue,
-    MatvecParams, NormParams, Params, Prologue, RouteParams, SampleParams, Scoring,
+    MatvecParams, NormParams, Opcode, Params, Prologue, RouteParams, SampleParams, Scoring,
 };
 
 use crate::id::BufferId;
@@ -25,6 +25,9 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
             continue;
         }
         let mut op = Op { program, task, at: &at, found };
+        if task.opcode != Opcode::Matvec {
+            op.none(&[5], &[]);
+        }
         match task.op() {
             Params::Nop(p) => {
                 op.zero(&p.reserved);
@@ -232,8 +235,13 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// Slots of the task's route; 1 without one.
+    /// Slots of the task's route; 1 without one. Where there is a choice, the logits that it is made by are read too.
     fn slots(&mut self, matrix: &Matrix) -> u32 {
+        if matrix.experts > 1 {
+            self.read("the experts' logits", 5, &[BufferKind::FlagInData]);
+        } else {
+            self.none(&[5], &[]);
+        }
         if self.task.reads[4].is_none() {
             if matrix.experts > 1 {
                 self.arity(format!(

@@ -251,7 +251,7 @@ impl Builder<'_> {
                 reserved: [0; 4],
             };
             let mut task = Task::new(Opcode::Attention, index, params);
-            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq), None];
+            task.reads = [Some(qkv), norms[0], norms[1], Some(inv_freq), None, None];
             task.writes = [Some(partials), Some(cache)];
             task
         };
@@ -328,7 +328,7 @@ impl Builder<'_> {
                 ..params
             };
             let mut task = Task::new(Opcode::Matvec, layer, params);
-            task.reads = [around.x, around.norm, around.bias, around.residual, None];
+            task.reads = [around.x, around.norm, around.bias, around.residual, None, None];
             task.writes = writes;
             tasks.push(task);
         }

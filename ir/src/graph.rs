@@ -11,6 +11,7 @@ pub use abi::{Activation, DType};
 use crate::block::{Experts, FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
+use crate::kv::KvDtype;
 use crate::program::Dims;
 
 /// A stored tensor: its name in the checkpoint, element type and shape (row-major).
@@ -109,6 +110,9 @@ pub struct Graph {
     /// Soft cap of the logits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub logit_cap: Option<f32>,
+    /// Element type of keys and values. A choice of the run, not of the checkpoint.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub kv_dtype: KvDtype,
     /// Factor on q.k before the softmax, usually `head_dim ** -0.5`.
     pub attn_scale: f32,
     /// Longest sequence that the checkpoint was made for.
@@ -186,6 +190,13 @@ impl Graph {
     pub fn one_half(&self) -> bool {
         let experts = self.layers.iter().any(|layer| layer.gated().is_none());
         Dims::from(self).one_half(self.codes().is_some(), experts)
+    }
+
+    /// Bytes of the keys and values of one token on the device.
+    #[must_use]
+    pub fn kv_token_bytes(&self) -> u64 {
+        let row = self.kv_dtype.row_bytes(self.head_dim);
+        2 * self.layers.len() as u64 * u64::from(self.kv_heads) * u64::from(row)
     }
 
     /// Query heads that share one key/value head.

@@ -11,7 +11,7 @@ use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::program::{Matrix, PackedModel};
 use ir::schedule::Evict;
-use ir::{Activation, Graph, KernelConfig};
+use ir::{Activation, Graph, KernelConfig, KvDtype};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -83,7 +83,15 @@ pub(crate) fn features(graph: &Graph) -> u32 {
         (Feature::ClampedSilu, experts().any(|experts| experts.clamped.is_some())),
         (Feature::PostNorm, graph.layers.iter().any(post_normed)),
     ];
-    needed.iter().fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32)
+    let needed = needed
+        .iter()
+        .fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32);
+    needed | kv_feature(graph.kv_dtype)
+}
+
+/// The feature of caches of an element type, as a mask.
+pub(crate) fn kv_feature(dtype: KvDtype) -> u32 {
+    u32::from(dtype == KvDtype::E4m3) << Feature::KvE4m3 as u32
 }
 
 fn experts_of(layer: &ir::Layer) -> Option<&ir::Experts> {

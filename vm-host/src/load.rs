@@ -10,9 +10,10 @@ use ir::program::staging::Stagings;
 use ir::program::{
     Buffer, BufferSource, Load, Program, RowMap, Selection, Task, Verified, check_seqs, smem,
 };
-use ir::{BufferId, Graph, Weights, decode};
+use ir::{BufferId, Graph, KvDtype, Weights, decode};
 use vm_device::Variant;
 
+use crate::compile::kv_feature;
 use crate::devices::Placed;
 use crate::error::HostError;
 use crate::pages::PageLayout;
@@ -260,6 +261,15 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
         return Err(HostError::Request(format!(
             "the program has heads of {} elements, {group} queries to a key; the kernel was compiled for {} and {}",
             program.dims.head_dim, variant.head_dim, variant.group
+        )));
+    }
+    let (kv, compiled) = (program.kv_dtype(), variant.features & kv_feature(KvDtype::E4m3));
+    if kv_feature(kv) != compiled {
+        let of = if compiled == 0 { KvDtype::F16 } else { KvDtype::E4m3 };
+        return Err(HostError::Request(format!(
+            "the program has key/value caches of {}, and the kernel was compiled for {} (--kv-dtype)",
+            kv.name(),
+            of.name()
         )));
     }
     let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);

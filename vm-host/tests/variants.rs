@@ -254,6 +254,12 @@ fn every_shape_of_heads_compiles() {
     for (heads, widths, shares) in MATRICES {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
     }
+    // Key/value caches of codes: the shapes of llama-3.2-1b and llama-3.1-8b, and several sequences.
+    for (matrices, seqs) in [(MATRICES[1], 1), (MATRICES[3], 1), (MATRICES[3], 8)] {
+        let (heads, widths, shares) = matrices;
+        let features = 1 << Feature::KvE4m3 as u32;
+        variants.push(Variant { widths, shares, features, seqs, ..shaped(HEADS[heads]) });
+    }
     let halves = Variant { dtype: DType::F16, ..plain };
     variants.push(halves);
     for (heads, widths, shares, unpack) in CODES {
@@ -343,13 +349,17 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         head_dim,
         group,
         qk_norm,
+        features: 0,
     };
+    let codes = 1 << Feature::KvE4m3 as u32;
     let variants = [
         of(DType::F16, 80, 2, false),
         of(DType::Bf16, 96, 1, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
         PrefillVariant { unpack: (1 << Unpack::ALL.len()) - 1, ..of(DType::F16, 128, 4, false) },
+        PrefillVariant { features: codes, ..of(DType::Bf16, 64, 4, false) },
+        PrefillVariant { features: codes, ..of(DType::Bf16, 128, 2, true) },
     ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {

@@ -90,13 +90,13 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(c
 }
 
 // Writes four elements of a key or a value to its row of the cache, in the layout of key_append and value_append; `e` is a multiple of 4.
-__device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint32_t e, float const (&v)[4], RowScale const& scale) {
-  if constexpr (KV_CODES) {
-    *(uint32_t*)(row + e) = codes_of(half_values(cache_pair(v[0], v[1])), half_values(cache_pair(v[2], v[3])), scale.inverse);
-  } else {
-    char* to = row + (e / 8 ^ row_swizzle(position)) * 16 + e % 8 * 2;
-    *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
-  }
+__device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint32_t e, float const (&v)[4]) {
+  char* to = row + (e / 8 ^ row_swizzle(position)) * 16 + e % 8 * 2;
+  *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
+}
+// The same of a row of codes.
+__device__ __forceinline__ void codes_write4(char* row, uint32_t e, float const (&v)[4], float inverse) {
+  *(uint32_t*)(row + e) = codes_of(half_values(cache_pair(v[0], v[1])), half_values(cache_pair(v[2], v[3])), inverse);
 }
 // The scale of a row, of which each of HEAD_LANES lanes has these elements. All lanes.
 __device__ __forceinline__ RowScale lanes_scale(float const (&x)[4], float const (&y)[4]) {
@@ -163,10 +163,15 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
   for (uint32_t i = 0; i < 4; ++i) {
     x[i] = run < kv_heads ? u[i] : x[i], y[i] = run < kv_heads ? v[i] : y[i];
   }
-  cache_write4(row, position, part * 4, x, row_scale);
-  cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y, row_scale);
-  if (KV_CODES && part == 0) {
-    *(uint4*)(row + AMK_HEAD_DIM) = make_uint4(row_scale.bits, 0, 0, 0);
+  if constexpr (KV_CODES) {
+    codes_write4(row, part * 4, x, row_scale.inverse);
+    codes_write4(row, AMK_HEAD_DIM / 2 + part * 4, y, row_scale.inverse);
+    if (part == 0) {
+      *(uint4*)(row + AMK_HEAD_DIM) = make_uint4(row_scale.bits, 0, 0, 0);
+    }
+  } else {
+    cache_write4(row, position, part * 4, x);
+    cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y);
   }
 }
 

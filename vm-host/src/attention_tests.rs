@@ -119,7 +119,7 @@ fn a_chunk_attends_with_heads_of_every_multiple_of_16() {
     }
     for (from, to) in [
         ("(2 * piece + half) ^ head_swizzle(row)", "(2 * piece + half)"),
-        ("KV_CODES && part == 0", "false"),
+        ("if (part == 0)", "if (false)"),
         ("head < heads + kv_heads ? u[i] : x[i]", "x[i]"),
     ] {
         let coded = (true, KvDtype::E4m3);

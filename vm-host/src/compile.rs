@@ -9,7 +9,7 @@ use abi::Feature;
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
-use ir::program::{Matrix, PackedModel};
+use ir::program::{Matrix, PackedModel, Program};
 use ir::schedule::Evict;
 use ir::{Activation, Graph, KernelConfig, KvDtype};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
@@ -92,6 +92,20 @@ pub(crate) fn features(graph: &Graph) -> u32 {
 /// The feature of caches of an element type, as a mask.
 pub(crate) fn kv_feature(dtype: KvDtype) -> u32 {
     u32::from(dtype == KvDtype::E4m3) << Feature::KvE4m3 as u32
+}
+
+/// Refuses a program whose caches are of another type than those that the kernel was compiled for: every row would be read wrongly.
+pub(crate) fn check_caches(program: &Program, variant: &Variant) -> Result<(), HostError> {
+    let (kv, compiled) = (program.kv_dtype(), variant.features & kv_feature(KvDtype::E4m3));
+    if kv_feature(kv) != compiled {
+        let of = if compiled == 0 { KvDtype::F16 } else { KvDtype::E4m3 };
+        return Err(HostError::Request(format!(
+            "the program has key/value caches of {}, and the kernel was compiled for {} (--kv-dtype)",
+            kv.name(),
+            of.name()
+        )));
+    }
+    Ok(())
 }
 
 fn experts_of(layer: &ir::Layer) -> Option<&ir::Experts> {

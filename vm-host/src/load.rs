@@ -10,10 +10,10 @@ use ir::program::staging::Stagings;
 use ir::program::{
     Buffer, BufferSource, Load, Program, RowMap, Selection, Task, Verified, check_seqs, smem,
 };
-use ir::{BufferId, Graph, KvDtype, Weights, decode};
+use ir::{BufferId, Graph, Weights, decode};
 use vm_device::Variant;
 
-use crate::compile::kv_feature;
+use crate::compile::check_caches;
 use crate::devices::Placed;
 use crate::error::HostError;
 use crate::pages::PageLayout;
@@ -263,15 +263,7 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
             program.dims.head_dim, variant.head_dim, variant.group
         )));
     }
-    let (kv, compiled) = (program.kv_dtype(), variant.features & kv_feature(KvDtype::E4m3));
-    if kv_feature(kv) != compiled {
-        let of = if compiled == 0 { KvDtype::F16 } else { KvDtype::E4m3 };
-        return Err(HostError::Request(format!(
-            "the program has key/value caches of {}, and the kernel was compiled for {} (--kv-dtype)",
-            kv.name(),
-            of.name()
-        )));
-    }
+    check_caches(program, variant)?;
     let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);
     let needed = tasks().fold(0, |mask, task| mask | needed_by(task));
     if needed & !variant.features != 0 {

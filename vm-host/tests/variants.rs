@@ -245,9 +245,9 @@ fn every_shape_of_heads_compiles() {
     variants.push(Variant { seqs: 2, ..shaped(HEADS[0]) });
     let (heads, widths, shares) = MATRICES[1];
     variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });
-    // Those of experts are tested with kernels of their own.
-    let of_experts = [Feature::Route, Feature::Sinks, Feature::ClampedSilu];
-    let dense = Feature::ALL.iter().filter(|feature| !of_experts.contains(feature));
+    // Those of experts, and caches of codes, are tested with kernels of their own.
+    let others = [Feature::Route, Feature::Sinks, Feature::ClampedSilu, Feature::KvE4m3];
+    let dense = Feature::ALL.iter().filter(|feature| !others.contains(feature));
     let features = dense.fold(0, |mask, &feature| mask | 1 << feature as u32);
     let (heads, widths, shares) = (HEADS[8], [1152, 1024, 6912], 1 << 4 | 1 << 5 | 1 << 7 | 1);
     variants.push(Variant { widths, shares, features, ..shaped(heads) });
@@ -255,7 +255,7 @@ fn every_shape_of_heads_compiles() {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
     }
     // Key/value caches of codes: the shapes of llama-3.2-1b and llama-3.1-8b, and several sequences.
-    for (matrices, seqs) in [(MATRICES[1], 1), (MATRICES[3], 1), (MATRICES[3], 8)] {
+    for (matrices, seqs) in [(MATRICES[1], 1), (MATRICES[3], 1), (MATRICES[1], 8)] {
         let (heads, widths, shares) = matrices;
         let features = 1 << Feature::KvE4m3 as u32;
         variants.push(Variant { widths, shares, features, seqs, ..shaped(HEADS[heads]) });

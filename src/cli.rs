@@ -409,26 +409,9 @@ pub(crate) struct PlaceArgs {
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = emulated)]
     #[schemars(range(min = 2, max = 8))]
     pub(crate) emulate: Option<u32>,
-}
-
-/// Arguments of `device-child`, which `amk` passes to itself.
-#[derive(Debug, Args)]
-pub(crate) struct DeviceChildArgs {
-    /// The model, as it was given to the parent.
-    #[arg(long)]
-    pub(crate) model: String,
-    /// The target, if one was given to the parent.
-    #[arg(long)]
-    pub(crate) target: Option<String>,
-    /// The GPUs of a step, if there are several.
-    #[arg(long)]
-    pub(crate) gpus: Option<Gpus>,
-    /// Capacity of the key/value cache in tokens.
-    #[arg(long)]
-    pub(crate) kv_capacity: Option<u32>,
-    /// Sequences of a step.
-    #[arg(long, default_value_t = 1)]
-    pub(crate) batch: u32,
+    #[command(flatten)]
+    #[serde(skip)]
+    pub(crate) kv: KvArgs,
 }
 
 #[derive(Debug, Args)]
@@ -440,6 +423,8 @@ pub(crate) struct DoctorArgs {
     /// Capacity of the key/value cache in tokens. Default: the model's positions, at most 4096.
     #[arg(long, value_name = "TOKENS", requires = "model")]
     pub(crate) kv_capacity: Option<u32>,
+    #[command(flatten)]
+    pub(crate) kv: KvArgs,
 }
 
 #[derive(Debug, Args, Deserialize, JsonSchema)]

@@ -21,6 +21,8 @@ mod gpus;
 mod hub;
 #[path = "cli_tests/inspect.rs"]
 mod inspect;
+#[path = "cli_tests/kv_dtype.rs"]
+mod kv_dtype;
 #[path = "cli_tests/live.rs"]
 mod live;
 #[path = "cli_tests/manifest.rs"]

@@ -6,6 +6,7 @@
 
 use std::path::Path;
 
+use ir::KvDtype;
 use ir::program::Program;
 use ir::sampling::Sampling;
 use ir::schedule::ScheduleConfig;
@@ -43,6 +44,9 @@ pub(crate) struct Head {
     /// The GPU's name.
     pub(crate) card: Option<String>,
     pub(crate) kv_capacity: u32,
+    /// Element type of the caches; logs of earlier versions are of 16 bits.
+    #[serde(default, skip_serializing_if = "is_f16")]
+    pub(crate) kv_dtype: KvDtype,
     /// Tokens of all caches on a GPU together; null for what fits.
     pub(crate) kv_pool: Option<u64>,
     /// Sequences at the same time.
@@ -55,6 +59,11 @@ pub(crate) struct Head {
     pub(crate) kernels: Vec<Kernel>,
     /// Nanoseconds since 1970.
     pub(crate) began_ns: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_f16(dtype: &KvDtype) -> bool {
+    *dtype == KvDtype::F16
 }
 
 /// A schedule and what it became.
@@ -97,6 +106,7 @@ impl Head {
             target: context.target.name.clone(),
             card: if device == "cuda" { context.card() } else { None },
             kv_capacity: context.kv_capacity,
+            kv_dtype: context.graph().kv_dtype,
             kv_pool: None,
             places: 1,
             shares: false,

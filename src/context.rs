@@ -7,7 +7,7 @@ use model::Model;
 use search::{Expected, Gate, KernelId, TIMED_TOKENS};
 use vm_device::Variant;
 
-use crate::cli::{DeviceChoice, Gpus, ModelArgs, PlaceArgs};
+use crate::cli::{DeviceChoice, Gpus, KvArgs, ModelArgs, PlaceArgs};
 use crate::config_source::ConfigSource;
 use crate::device::probe::live_target;
 use crate::failure::Failure;
@@ -108,6 +108,7 @@ impl Context {
             "model opened"
         );
         model.reach(place.kv_capacity.unwrap_or(0));
+        model.graph.kv_dtype = place.kv.kv_dtype;
         let kv_capacity = kv_capacity(place.kv_capacity, &model.graph)?;
         let (name, named_target) = (name.to_owned(), place.target.clone());
         let device = place.device;
@@ -177,6 +178,11 @@ impl Context {
         Err(Failure::missing(format!(
             "{what} works on one GPU so far, not on {target}: leave it out, or use one GPU (without --gpus and --emulate)"
         )))
+    }
+
+    /// The flag that chose the element type of keys and values.
+    pub(crate) fn kv(&self) -> KvArgs {
+        KvArgs { kv_dtype: self.graph().kv_dtype }
     }
 
     /// The options of lowering.

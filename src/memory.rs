@@ -14,8 +14,6 @@ use crate::failure::Failure;
 const WORKSPACE: u64 = 64 << 20;
 /// Bytes of a key or value on the host: f32.
 const HOST_BYTES: u64 = 4;
-/// The same on the GPU: f16.
-const DEVICE_BYTES: u64 = 2;
 /// Device memory for programs and for the rest of what is set aside (docs/guide/your-own-model.md).
 const DEVICE_WORKSPACE: u64 = (384 + 256) << 20;
 /// Tensors that a loader to a GPU holds at once: a pair of rows' halves, and the next.
@@ -55,7 +53,7 @@ impl Needs {
             Use::Gate { on_gpu: true } => made + loaded,
             Use::Device => loaded,
         };
-        let token = token_bytes(graph, HOST_BYTES);
+        let token = token_bytes(graph);
         let cache = match of {
             Use::Host { sequences, positions } => {
                 sequences.saturating_mul(positions).saturating_mul(token)
@@ -76,14 +74,12 @@ impl Needs {
 
 /// What a model needs on a GPU, in bytes, with one session of this capacity.
 pub(crate) fn on_device(graph: &Graph, capacity: u32) -> u64 {
-    graph.weight_bytes() as u64
-        + u64::from(capacity) * token_bytes(graph, DEVICE_BYTES)
-        + DEVICE_WORKSPACE
+    graph.weight_bytes() as u64 + u64::from(capacity) * graph.kv_token_bytes() + DEVICE_WORKSPACE
 }
 
-/// Bytes of the keys and values of a token in all layers.
-pub(crate) fn token_bytes(graph: &Graph, element: u64) -> u64 {
-    2 * graph.layers.len() as u64 * u64::from(graph.kv_width()) * element
+/// Bytes of the keys and values of a token in all layers on the host.
+fn token_bytes(graph: &Graph) -> u64 {
+    2 * graph.layers.len() as u64 * u64::from(graph.kv_width()) * HOST_BYTES
 }
 
 /// The bytes that a process can still get, and by what they are limited.
@@ -122,7 +118,7 @@ pub(crate) fn check(model: &Model, of: Use) -> Result<(), Failure> {
     tracing::info!(
         weights = needs.weights,
         kv_cache = needs.cache,
-        kv_bytes_per_token = token_bytes(&model.graph, HOST_BYTES),
+        kv_bytes_per_token = token_bytes(&model.graph),
         workspace = needs.workspace,
         needed = needs.bytes(),
         free = free.map(|free| free.bytes),
@@ -224,7 +220,11 @@ mod tests {
         assert_eq!(Needs::new(&graph(), [0, 0], of).weights, 0, "they stay in their files");
         assert_eq!(Needs::new(&graph(), [0, 0], Use::Device).bytes(), WORKSPACE);
         // The guide's figure: 128 KB per token on a GPU.
-        assert_eq!(token_bytes(&graph(), DEVICE_BYTES), 128 << 10);
+        assert_eq!(graph().kv_token_bytes(), 128 << 10);
+        // Of codes 144 bytes for the 256 of a head.
+        let coded = Graph { kv_dtype: ir::KvDtype::E4m3, ..graph() };
+        assert_eq!(coded.kv_token_bytes(), 72 << 10);
+        assert_eq!(on_device(&graph(), 4096) - on_device(&coded, 4096), 4096 * (56 << 10));
         assert!(on_device(&graph(), 4096) > 16 << 30);
     }
 

@@ -216,6 +216,8 @@ fn found(context: &Context, tokens: u32) -> Option<Chosen> {
 
 /// The schedule that a search on this machine found for steps of `seqs` sequences.
 fn found_for(context: &Context, tokens: u32, seqs: u32) -> Option<Chosen> {
+    // Searches are of caches of 16 bits.
+    context.kv().only_f16("").ok()?;
     let (config, entry) = found::nearest(context, tokens, seqs)?;
     let Entry { target, card, context, batch, kernel_id, latency_us, .. } = entry;
     let of = if batch == 1 { String::new() } else { format!(" for {batch} sequences at once") };

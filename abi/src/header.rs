@@ -39,7 +39,8 @@ fn language() -> String {
     enumeration(&mut out, "EPILOGUE", Epilogue::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "ACTIVATION", Activation::ALL.iter().map(|v| (v.name(), *v as u32)));
     enumeration(&mut out, "SCORING", Scoring::ALL.iter().map(|v| (v.name(), *v as u32)));
-    enumeration(&mut out, "BUFFER", BufferKind::ALL.iter().map(|v| (v.name(), *v as u32)));
+    let buffers = BufferKind::ALL.iter().filter(|v| **v != BufferKind::KvCacheE4m3); // likewise
+    enumeration(&mut out, "BUFFER", buffers.map(|v| (v.name(), *v as u32)));
     for layout in crate::op::param_layouts() {
         let _ = writeln!(out, "{} {}", layout.c_name, layout.size);
         for field in layout.fields {

@@ -53,6 +53,8 @@ limits! {
     WORKERS_MAX: u32 = 256;
     /// Bytes of an element of the device's key/value cache: f16.
     KV_ELEMENT_BYTES: u64 = 2;
+    /// Bytes behind the codes of a row of a cache of e4m3, of which the scale takes two: rows are copied 16 bytes at a time.
+    KV_SCALE_BYTES: u32 = 16;
     /// Stages of the weight ring of a worker.
     STAGES_MAX: u32 = 32;
     /// Splits of the keys of one head group over workers.

@@ -389,5 +389,7 @@ wire_enum! {
         ClampedSilu = 7 "clamped_silu",
         /// The prologue `post_norm`.
         PostNorm = 8 "post_norm",
+        /// Key/value caches of e4m3.
+        KvE4m3 = 9 "kv_e4m3",
     }
 }

@@ -142,6 +142,8 @@ wire_enum! {
         Embedding = 4 "embedding",
         /// Logits, `[rows][vocab]` f32; the step picks the row.
         Logits = 5 "logits",
+        /// As `kv_cache`, of e4m3: a row of `head_dim` codes, behind them `KV_SCALE_BYTES` that begin with their scale, a power of two as f16.
+        KvCacheE4m3 = 6 "kv_cache_e4m3",
     }
 }
 

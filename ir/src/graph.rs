@@ -11,6 +11,7 @@ pub use abi::{Activation, DType};
 use crate::block::{Experts, FeedForward, Gated, Layer};
 use crate::format::Format;
 use crate::id::TensorId;
+use crate::kv::KvDtype;
 use crate::program::Dims;
 use crate::program::smem::Vectors;
 
@@ -110,6 +111,9 @@ pub struct Graph {
     /// Soft cap of the logits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub logit_cap: Option<f32>,
+    /// Element type of keys and values. A choice of the run, not of the checkpoint.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub kv_dtype: KvDtype,
     /// Factor on q.k before the softmax, usually `head_dim ** -0.5`.
     pub attn_scale: f32,
     /// Longest sequence that the checkpoint was made for.
@@ -192,6 +196,13 @@ impl Graph {
             (cols, Format::of(tensor.dtype, self.dtype))
         };
         Vectors::new(&Dims::from(self), experts, matrices.map(of))
+    }
+
+    /// Bytes of the keys and values of one token on the device.
+    #[must_use]
+    pub fn kv_token_bytes(&self) -> u64 {
+        let row = self.kv_dtype.row_bytes(self.head_dim);
+        2 * self.layers.len() as u64 * u64::from(self.kv_heads) * u64::from(row)
     }
 
     /// Query heads that share one key/value head.

@@ -9,6 +9,7 @@ mod block;
 pub mod format;
 mod graph;
 mod id;
+mod kv;
 mod nearest;
 mod phase;
 pub mod program;
@@ -24,6 +25,7 @@ pub use block::{Attention, Block, Clamped, Experts, FeedForward, Gated, Layer, S
 pub use format::{DIGIT_GROUP, Format, TILE_ROWS};
 pub use graph::{Activation, DType, Graph, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
+pub use kv::KvDtype;
 pub use nearest::nearest;
 pub use phase::PhaseClass;
 pub use schedule::{KernelConfig, Knob, ScheduleConfig, Valid};

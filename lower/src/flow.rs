@@ -301,7 +301,7 @@ impl Builder<'_> {
         let rope = self.rotary[body.rotary as usize];
         let sinks = body.sinks.map(|sinks| self.vector(name("sinks"), sinks, graph.heads));
         let source = BufferSource::KvCache { layer: n };
-        let kv = self.buffer(name("kv"), BufferKind::KvCache, self.kv_words, source);
+        let kv = self.buffer(name("kv"), graph.kv_dtype.buffer_kind(), self.kv_words, source);
         // The sequence length is not known here: one block of keys stands for it.
         let key_bytes = 2 * u64::from(head_dim) * graph.dtype.bytes() as u64;
         let items = graph.kv_heads * group_parts(graph.group()) * splits;

@@ -249,6 +249,7 @@ impl Shape {
             activation: options.activation,
             score_cap: options.score_cap,
             logit_cap: options.logit_cap,
+            kv_dtype: ir::KvDtype::default(),
             attn_scale: options
                 .attn_scale
                 .unwrap_or((1.0 / f64::from(self.head_dim).sqrt()) as f32),

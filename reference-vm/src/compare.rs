@@ -19,7 +19,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use ir::{BufferId, DType, Scalar};
+use ir::{BufferId, DType, KvDtype, Scalar};
 use rayon::prelude::*;
 
 use crate::math::{LANES, argmax};
@@ -61,6 +61,23 @@ impl Tolerance {
     /// one is used alone where the model's response is not computed, such as at the end of a long context.
     pub const DEVICE: Self = Self { rel: 5e-3 };
 
+    /// The same with a cache of codes. A key or value at the boundary of two codes may become either, a step of an eighth at most, and a single
+    /// one of them moves the logits of a small model by more than all other roundings. The limit is well below what the codes themselves
+    /// cost (docs/explanation/tolerances.md), so a wrong scale or code of a head is beyond it.
+    pub const DEVICE_CODES: Self = Self { rel: 5e-2 };
+
+    /// Cached keys and values that are codes: one step of the codes of the greatest binade.
+    pub const CODES: Self = Self { rel: 0.125 };
+
+    /// The upper limit of a device's tolerance.
+    #[must_use]
+    pub fn device_limit(kv: KvDtype) -> Self {
+        match kv {
+            KvDtype::F16 => Self::DEVICE,
+            KvDtype::E4m3 => Self::DEVICE_CODES,
+        }
+    }
+
     /// For one sum of `len` products whose inputs had type `dtype`: rounding errors grow like a random walk, and eight
     /// of its standard deviations leave no false alarms.
     #[must_use]
@@ -93,12 +110,12 @@ impl Tolerance {
     /// add [`MMA_PRODUCTS`] products at a time and truncate, always to the same side; so a sum of `longest` products
     /// may lose one unit in the last place each time. Derived in docs/explanation/tolerances.md.
     ///
-    /// It is never more than [`DEVICE`](Self::DEVICE), however much the model amplifies roundings.
+    /// It is never more than [`device_limit`](Self::device_limit), however much the model amplifies roundings.
     #[must_use]
-    pub fn of_device(response: f64, longest: usize) -> Self {
+    pub fn of_device(kv: KvDtype, response: f64, longest: usize) -> Self {
         let cut_off = 2f64.powi(-23) * longest.div_ceil(MMA_PRODUCTS) as f64;
         let rel = DEVICE_MARGIN * response + cut_off;
-        Self { rel: rel.min(Self::DEVICE.rel) }
+        Self { rel: rel.min(Self::device_limit(kv).rel) }
     }
 
     /// The larger of the two tolerances.

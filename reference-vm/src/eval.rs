@@ -14,8 +14,8 @@ mod routing;
 
 use std::collections::BTreeSet;
 
-use half::{bf16, f16};
-use ir::{Clamped, DIGIT_GROUP, DType, Format, Graph, Linear, TensorId, Weights};
+use half::bf16;
+use ir::{Clamped, DIGIT_GROUP, DType, Format, Graph, KvDtype, Linear, TensorId, Weights};
 use rayon::prelude::*;
 
 use attention::{Cache, Sees, attend};
@@ -26,6 +26,7 @@ use routing::{Router, Routing};
 pub use kept::{Followed, Kept, Sharing};
 pub(crate) use ops::{Belongs, greatest};
 
+use crate::codes::{as_f16, to_e4m3};
 use crate::math::{
     Matrix, activate, argmax, capped, make_room, rms_norm, root_mean_square, rotate, rotations,
 };
@@ -228,7 +229,18 @@ impl<'a> Evaluator<'a> {
     }
 
     fn with_vectors_of(mut self, one_half: bool, digits: bool) -> Self {
-        self.rounding = Rounding::Device { operand: self.graph.dtype, one_half, digits };
+        let operand = self.graph.dtype;
+        self.rounding = Rounding::Device { operand, one_half, digits, shifts: false };
+        self
+    }
+
+    /// Also shifts keys and values that become codes by more than a device's sums differ, so that more codes are others: the resulting change
+    /// bounds that of a device whatever codes happen to lie at the boundaries of its own. Nothing changes for caches of 16 bits.
+    #[must_use]
+    pub fn with_shifted_codes(mut self) -> Self {
+        if let Rounding::Device { shifts, .. } = &mut self.rounding {
+            *shifts = true;
+        }
         self
     }
 
@@ -491,8 +503,13 @@ enum Rounding {
     Handoffs,
     /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. Beside
     /// codes a vector may have one half of each element only, or be integers with `digits`.
-    Device { operand: DType, one_half: bool, digits: bool },
+    Device { operand: DType, one_half: bool, digits: bool, shifts: bool },
 }
+
+/// Relative shifts of keys and values before they become codes: some times what hand-offs of 20 bits and vectors of 17 move them by. A code is
+/// another after about ten times as large a part of all shifts, since codes of a binade are an eighth of it apart.
+const HANDOFF_SHIFT: f32 = 1.0 / (1 << 17) as f32;
+const DEVICE_SHIFT: f32 = 1.0 / (1 << 14) as f32;
 
 impl Rounding {
     /// Rounds words as a hand-off does between writer and reader.
@@ -507,7 +524,7 @@ impl Rounding {
     /// Rounds a factor of a product with a matrix: on the device, to one or two halves of the operands' type
     /// (unit_products.cuh: `x4_store`), or to integers (digits.cuh: `stage_digits`).
     fn factor(self, matrix: &Matrix<'_>, words: &mut [f32]) {
-        let Self::Device { operand, one_half, digits } = self else { return };
+        let Self::Device { operand, one_half, digits, .. } = self else { return };
         if digits && Format::of(matrix.dtype(), operand).has_digits() {
             let groups = words.par_chunks_mut(matrix.cols());
             return groups
@@ -533,10 +550,23 @@ impl Rounding {
         }
     }
 
-    /// Rounds keys or values for the cache: on the device to f16 (op_attention.cuh: `cache_pair`).
-    fn cache(self, words: &mut [f32]) {
-        if let Self::Device { .. } = self {
-            words.iter_mut().for_each(|word| *word = as_f16(*word));
+    /// Rounds keys or values for the cache: on the device to f16 (op_attention.cuh: `cache_pair`). The codes of a smaller
+    /// type are what the user chose, so they are no rounding of an executor: every executor has the same.
+    fn cache(self, graph: &Graph, words: &mut [f32]) {
+        match graph.kv_dtype {
+            KvDtype::E4m3 => {
+                let shift = match self {
+                    Self::Handoffs => HANDOFF_SHIFT,
+                    Self::Device { shifts: true, .. } => DEVICE_SHIFT,
+                    Self::Device { shifts: false, .. } | Self::None => 0.0,
+                };
+                words.iter_mut().for_each(|word| *word *= 1.0 + shift);
+                words.chunks_exact_mut(graph.head_dim as usize).for_each(to_e4m3);
+            }
+            KvDtype::F16 if matches!(self, Self::Device { .. }) => {
+                words.iter_mut().for_each(|word| *word = as_f16(*word));
+            }
+            KvDtype::F16 => {}
         }
     }
 }
@@ -547,11 +577,6 @@ fn as_integers(group: &mut [f32]) {
     let power = f32::from_bits(most.to_bits() & 0x7f80_0000).recip();
     let factor = 1.984_375 * 8192.0 * power;
     group.iter_mut().for_each(|word| *word = (*word * factor).round_ties_even() / factor);
-}
-
-/// To f16 and back, without infinities.
-fn as_f16(value: f32) -> f32 {
-    f16::from_f32(value.clamp(f16::MIN.to_f32(), f16::MAX.to_f32())).to_f32()
 }
 
 impl BoundLinear<'_> {
@@ -592,8 +617,8 @@ impl BoundAttention<'_> {
             rounding.handoff(&mut k);
         }
         self.shape_heads(graph, &mut q, &mut k, rotations);
-        rounding.cache(&mut k);
-        rounding.cache(&mut v);
+        rounding.cache(graph, &mut k);
+        rounding.cache(graph, &mut v);
         cache.extend(&k, &v, graph.kv_width() as usize);
         let mut mixed = attend(graph, cache, &q, self.sees());
         rounding.handoff(&mut mixed);

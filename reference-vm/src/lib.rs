@@ -15,6 +15,7 @@
 //! with what it judges.
 
 pub mod accuracy;
+mod codes;
 pub mod compare;
 mod defect;
 pub mod divergence;

@@ -175,7 +175,7 @@ impl<'a> Machine<'a> {
     ) -> Result<Self, MachineError> {
         let qkv_rows = u64::from(graph.heads) + 2 * u64::from(graph.kv_heads);
         let qkv_fits = qkv_rows * u64::from(graph.head_dim) <= u64::from(u32::MAX);
-        if program.dims != graph.into() || !qkv_fits {
+        if program.dims != graph.into() || program.kv_dtype() != graph.kv_dtype || !qkv_fits {
             return Err(MachineError::Dims);
         }
         let logits =

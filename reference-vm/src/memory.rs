@@ -6,7 +6,7 @@
 
 use abi::BufferKind;
 use ir::program::{Buffer, BufferSource, Dims, Program};
-use ir::{BufferId, CounterId, Graph, MatrixId, Weights};
+use ir::{BufferId, CounterId, Graph, KvDtype, MatrixId, Weights};
 
 use crate::math::make_room;
 use crate::packed::{Packed, vector};
@@ -293,6 +293,11 @@ impl<'a> Memory<'a> {
         self.program.dims
     }
 
+    /// Element type of the caches.
+    pub(crate) fn kv_dtype(&self) -> KvDtype {
+        self.program.kv_dtype()
+    }
+
     /// Number of words of a buffer; 0 for a buffer that does not exist.
     pub(crate) fn words(&self, buffer: BufferId) -> u32 {
         self.program.buffers.get(buffer.index()).map_or(0, |buffer| buffer.words)
@@ -436,7 +441,7 @@ fn place(
             let values = vector(map, graph, weights)?.ok_or(misfit)?;
             when(values.len() == words, Place::Constant(values))
         }
-        (BufferKind::KvCache, BufferSource::KvCache { layer }) => {
+        (BufferKind::KvCache | BufferKind::KvCacheE4m3, BufferSource::KvCache { layer }) => {
             when(*layer < program.dims.layers, Place::KvCache(*layer as usize))
         }
         (BufferKind::Embedding, BufferSource::Embedding(matrix)) => {

@@ -1,5 +1,7 @@
 //! From a candidate to something that can be compared: runs the gates in order and records them in a verdict.
 
+use ir::KvDtype;
+use ir::program::Program;
 use ir::schedule::ScheduleConfig;
 use rayon::prelude::*;
 use reference_vm::compare::{Agreement, Device as OnDevice, Reference, Summary};
@@ -142,6 +144,22 @@ pub(crate) fn describe(candidate: &Candidate, verdict: &mut Verdict) {
     let workers = program.workers.len();
     verdict.passed("lower", format!("{} tasks on {workers} workers", program.task_len()));
     verdict.passed("verify", "no deadlock, no race, every tile once, within every limit");
+    verdict.notes.extend(about_codes(program));
+}
+
+/// What a reader of the verdict should know of caches of codes.
+fn about_codes(program: &Program) -> Option<String> {
+    let (kv, wide) = (program.kv_dtype(), KvDtype::F16);
+    let row_bytes = |dtype: KvDtype| u64::from(dtype.row_bytes(program.dims.head_dim));
+    let of_token = program.kv_bytes(0);
+    (kv != wide).then(|| {
+        format!(
+            "key/value caches of {} (--kv-dtype): {of_token} bytes per token, {} as {}; the graph has the same codes, so what they cost is not in the errors",
+            kv.name(),
+            of_token / row_bytes(kv) * row_bytes(wide),
+            wide.name()
+        )
+    })
 }
 
 /// Runs the candidate on the reference VM and, if there is one, on the device, at every position and twice.

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use ir::{Graph, Weights};
+use ir::{Graph, KvDtype, Weights};
 use rand::RngExt;
 use reference_vm::compare::{Agreement, Reference, Tolerance, What, compare, distance};
 use reference_vm::eval::{EvalError, Evaluator, Logits};
@@ -258,7 +258,7 @@ impl Expected {
         if is_flat(&logits) {
             return Err(ExpectedError::Flat);
         }
-        let on_device = Tolerance::DEVICE;
+        let on_device = Tolerance::device_limit(graph.kv_dtype);
         let routed = evaluator.routed();
         let kept = evaluator.into_kept(&tokens).map(Arc::new);
         let routes = routed.map(|routes| OwnRoutes { routes, on_device, kept });
@@ -279,15 +279,17 @@ impl Expected {
         let mut rounded = match sequences {
             1 => evaluator.with_device_roundings(),
             _ => evaluator.with_batch_roundings(),
-        };
+        }
+        .with_shifted_codes();
         if let Some(own) = &self.routes {
             rounded = rounded.on_routes(0, own.routes.routes.clone()).recording_routes();
         }
         let logits = rounded.run(&self.tokens, Logits::All)?;
-        let longest = longest(graph);
-        self.on_device = Tolerance::of_device(distance(rows(&self.logits), rows(&logits)), longest);
+        let (kv, longest) = (graph.kv_dtype, longest(graph));
+        let response = distance(rows(&self.logits), rows(&logits));
+        self.on_device = Tolerance::of_device(kv, response, longest);
         if let Some((own, rounded)) = self.routes.as_mut().zip(rounded.routed()) {
-            own.on_device = Tolerance::of_device(own.routes.distance(&rounded), longest);
+            own.on_device = Tolerance::of_device(kv, own.routes.distance(&rounded), longest);
         }
         Ok(())
     }
@@ -417,7 +419,10 @@ impl Segment {
         let width = graph.kv_width() as usize;
         let of = |want: &[f32], got: &[f32]| {
             let response = distance(want.chunks_exact(width), got.chunks_exact(width));
-            Tolerance::of_response(response, longest)
+            match graph.kv_dtype {
+                KvDtype::F16 => Tolerance::of_response(response, longest),
+                KvDtype::E4m3 => Tolerance::CODES,
+            }
         };
         let response = distance(rows(&logits), rows(&rounded_logits));
         let pairs = cache.iter().zip(&rounded_cache);

@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
+use ir::KvDtype;
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
@@ -123,6 +124,56 @@ pub(super) fn several(text: &str) -> Result<u32, String> {
 fn one_of(text: &str, widths: &[u32]) -> Result<u32, String> {
     let asked = text.parse().ok().filter(|number| widths.contains(number));
     asked.ok_or_else(|| format!("kernels are compiled for {widths:?} sequences at once"))
+}
+
+/// The element type of key/value caches. It is part of what a run computes, so only this flag chooses it: no schedule, search or store does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct KvArgs {
+    /// Element type of the key/value cache. e4m3 keeps 8 bits and a scale per token and head: more tokens in the same memory, at some loss.
+    #[arg(long, value_name = "f16|e4m3", default_value = "f16", hide_default_value = true, value_parser = kv_dtype)]
+    pub(crate) kv_dtype: KvDtype,
+}
+
+fn kv_dtype(text: &str) -> Result<KvDtype, String> {
+    let known = KvDtype::ALL.into_iter().find(|dtype| dtype.name() == text);
+    known.ok_or_else(|| {
+        format!("key/value caches are of f16 (16 bits) or e4m3 (8 bits), not {text}")
+    })
+}
+
+impl KvArgs {
+    /// Refuses a cache of codes for `what`, which knows caches of 16 bits only.
+    pub(crate) fn only_f16(self, what: &str) -> Result<(), Failure> {
+        if self.kv_dtype == KvDtype::F16 {
+            return Ok(());
+        }
+        let dtype = self.kv_dtype.name();
+        Err(Failure::usage(format!(
+            "{what} is for key/value caches of f16: leave --kv-dtype {dtype} out, or give it to generate, chat, serve, evaluate or bench"
+        )))
+    }
+}
+
+/// Arguments of `device-child`, which `amk` passes to itself.
+#[derive(Debug, Args)]
+pub(crate) struct DeviceChildArgs {
+    /// The model, as it was given to the parent.
+    #[arg(long)]
+    pub(crate) model: String,
+    /// The target, if one was given to the parent.
+    #[arg(long)]
+    pub(crate) target: Option<String>,
+    /// The GPUs of a step, if there are several.
+    #[arg(long)]
+    pub(crate) gpus: Option<Gpus>,
+    /// Capacity of the key/value cache in tokens.
+    #[arg(long)]
+    pub(crate) kv_capacity: Option<u32>,
+    #[command(flatten)]
+    pub(crate) kv: KvArgs,
+    /// Sequences of a step.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) batch: u32,
 }
 
 /// How a prompt is run.

@@ -93,6 +93,9 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         let what = "this build of amk has no `bench --serve`; build it with its default features";
         return Err(Failure::missing(what.to_owned()));
     }
+    if args.manifest.is_some() || args.bundle.is_some() {
+        args.place.kv.only_f16("a bundle")?;
+    }
     if let Some(path) = &args.manifest {
         return manifest::run(args, path);
     }
@@ -347,11 +350,10 @@ impl Measured {
     /// Sets the accuracy. If it is out of bounds, the verdict says so.
     fn set_accuracy(&mut self, accuracy: Option<Accuracy>) {
         self.accuracy = accuracy;
-        if accuracy.is_some_and(|accuracy| !accuracy.holds()) {
+        if let Some(accuracy) = accuracy.filter(|accuracy| !accuracy.holds()) {
             self.refuse(format!(
                 "accuracy is out of bounds: relative error at most {:.0e}, divergence at most {:.0e} nats, every decided top-1 equal",
-                Accuracy::REL_MAX,
-                Accuracy::KL_MAX
+                accuracy.rel_max, accuracy.kl_max
             ));
         }
     }
@@ -419,11 +421,11 @@ fn accuracy_document(accuracy: &Accuracy, against: &str) -> Value {
         "positions": accuracy.positions,
         "rel_err_worst": accuracy.rel_worst,
         "rel_err_mean": accuracy.rel_mean,
-        "rel_err_max_allowed": Accuracy::REL_MAX,
+        "rel_err_max_allowed": accuracy.rel_max,
         "top1_decided": accuracy.decided,
         "top1_equal": accuracy.decided_equal,
         "kl_mean": accuracy.kl_mean,
-        "kl_max_allowed": Accuracy::KL_MAX,
+        "kl_max_allowed": accuracy.kl_max,
         "within_bounds": accuracy.holds(),
     })
 }

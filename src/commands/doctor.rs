@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::cli::DoctorArgs;
+use crate::cli::{DoctorArgs, KvArgs};
 use crate::context::kv_capacity;
 use crate::device::Check;
 use crate::failure::{Exit, Failure, Outcome};
@@ -13,7 +13,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Outcome {
     let mut checks = vec![cores(), free_memory(), scratch()];
     checks.extend(crate::device::checks());
     if let Some(name) = &args.model {
-        checks.extend(needed(name, args.kv_capacity)?);
+        checks.extend(needed(name, args.kv_capacity, args.kv)?);
     }
     checks.extend(peers::look());
     let gpu = checks.iter().filter(|c| ["driver", "nvrtc", "gpu"].contains(&c.name)).all(|c| c.ok);
@@ -51,8 +51,9 @@ fn free_memory() -> Check {
 }
 
 /// What a model needs on the host and on the GPU, beside what is free.
-fn needed(name: &str, capacity: Option<u32>) -> Result<[Check; 2], Failure> {
-    let (graph, made) = models::graph(name, capacity.unwrap_or(0))?;
+fn needed(name: &str, capacity: Option<u32>, kv: KvArgs) -> Result<[Check; 2], Failure> {
+    let (mut graph, made) = models::graph(name, capacity.unwrap_or(0))?;
+    graph.kv_dtype = kv.kv_dtype;
     let capacity = kv_capacity(capacity, &graph)?;
     let of = Use::Host { sequences: 1, positions: capacity.into() };
     let weights = graph.weight_bytes() as u64;
@@ -70,7 +71,13 @@ fn needed(name: &str, capacity: Option<u32>) -> Result<[Check; 2], Failure> {
     let bytes = memory::on_device(&graph, capacity);
     let card = vm_host::Card::default().free_memory().ok();
     let there = card.map_or_else(|| "no GPU".to_owned(), |free| format!("{} free", Bytes(free)));
-    let device = format!("{} needs {} on a GPU: {there}", graph.name, Bytes(bytes));
+    let device = format!(
+        "{} needs {} on a GPU, {} bytes of keys and values per token ({}): {there}",
+        graph.name,
+        Bytes(bytes),
+        graph.kv_token_bytes(),
+        graph.kv_dtype.name()
+    );
     let fits = card.is_none_or(|free| bytes <= free);
     let device =
         Check::new("device", fits, device).or("lower --kv-capacity, or end what else uses the GPU");

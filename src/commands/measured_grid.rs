@@ -43,6 +43,7 @@ const ANCHOR: u32 = u32::MAX;
 type Ready = Result<(Candidate, Agreement<Reference>), Answer>;
 
 pub(crate) fn run(args: &RecordArgs) -> Outcome {
+    args.model.place.kv.only_f16("a measured grid")?;
     let context = Context::new(&args.model)?;
     let most = context.kv_capacity.min(POSITIONS_MAX as u32);
     context.check_timed(args.context, TIMED_TOKENS, most)?;

@@ -91,7 +91,8 @@ pub(crate) fn disasm(args: &FileArgs) -> Outcome {
 
 pub(crate) fn interpret(args: &InterpretArgs) -> Outcome {
     let program = files::verified(&args.file)?;
-    let model = models::load(&args.model)?;
+    let mut model = models::load(&args.model)?;
+    model.graph.kv_dtype = program.kv_dtype(); // a saved program was lowered for it
     let graph = &model.graph;
     let working = Spinner::on(format!("running {} on the reference VM", graph.name));
     let mut machine = Machine::new(&program, graph, &*model.weights).map_err(|e| {
@@ -159,7 +160,8 @@ fn locate(
     let mut machine = Machine::new(program, graph, weights).ok()?;
     let at = expected.diverges(&examiner, &mut machine, None)?;
     let mut found = FirstDivergence::of(program, "reference", &at);
-    let place = Place { model: &args.model, target: None, kv_capacity: None };
+    let kv_dtype = program.kv_dtype();
+    let place = Place { model: &args.model, target: None, kv_capacity: None, kv_dtype };
     let inputs = Inputs::Program { file: &args.file, tokens: &args.tokens, seed: args.seed };
     found.rerun = rerun::command(&place, &inputs, &found);
     Some(found)

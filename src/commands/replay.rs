@@ -7,7 +7,7 @@ use ir::schedule::{ScheduleConfig, read_config};
 use serde_json::json;
 use vm_host::KvPool;
 
-use crate::cli::{DeviceChoice, PlaceArgs, PrefillChoice, ReplayLogArgs};
+use crate::cli::{DeviceChoice, KvArgs, PlaceArgs, PrefillChoice, ReplayLogArgs};
 use crate::command_log::{Head, Kernel, Recorded};
 use crate::context::Context;
 use crate::engine::{Built, Kernels, Opening, open};
@@ -106,6 +106,7 @@ fn context(args: &ReplayLogArgs, head: &Head) -> Result<Context, Failure> {
         target: Some(head.target.clone()),
         device: args.device.unwrap_or(recorded),
         kv_capacity: Some(head.kv_capacity),
+        kv: KvArgs { kv_dtype: head.kv_dtype },
         ..PlaceArgs::default()
     };
     let context = Context::load(args.model.as_deref().unwrap_or(&head.model), &place)?;

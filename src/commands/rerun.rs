@@ -3,9 +3,9 @@
 use std::cmp::Ordering;
 use std::sync::Arc;
 
-use ir::BufferId;
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
+use ir::{BufferId, KvDtype};
 use reference_vm::divergence::{Examiner, Word, ulps};
 use reference_vm::machine::{Machine, Run};
 use reference_vm::{Fired, Order};
@@ -234,6 +234,9 @@ pub(crate) fn command(
 ) -> Option<String> {
     let (task, position) = (found.task.as_ref()?, found.position?);
     let mut words = vec!["amk rerun --model".to_owned(), quoted(place.model)];
+    if place.kv_dtype != KvDtype::default() {
+        words.push(format!("--kv-dtype {}", place.kv_dtype.name()));
+    }
     if let Some(target) = place.target {
         words.push(format!("--target {target}"));
     }
@@ -270,6 +273,7 @@ pub(crate) struct Place<'a> {
     pub(crate) target: Option<&'a str>,
     /// If it is not the default.
     pub(crate) kv_capacity: Option<u32>,
+    pub(crate) kv_dtype: KvDtype,
 }
 
 impl<'a> Place<'a> {
@@ -278,6 +282,7 @@ impl<'a> Place<'a> {
             model: &context.name,
             target: context.named_target.as_deref(),
             kv_capacity: Some(context.kv_capacity),
+            kv_dtype: context.graph().kv_dtype,
         }
     }
 }

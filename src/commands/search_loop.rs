@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use corpus::manifest::State;
 use corpus::{CorpusError, Ledger, Results};
 use indicatif::ProgressBar;
-use ir::Target;
+use ir::{KvDtype, Target};
 use lower::Rates;
 use search::strategy::{CostModel, Known, SearchSpace, Strategy, StrategyName};
 use search::{
@@ -114,6 +114,7 @@ fn searched(
     context: &Context,
     Begun { folder, resumed, header, past }: Begun,
 ) -> Result<Answer<Found>, Failure> {
+    context.kv().only_f16("a search")?;
     let (dir, ledger_path) = (folder.path.clone(), folder.path.join(LEDGER));
     let several = cards::are_meant(args, &header)?;
     let header = header.with_start(args, context)?;
@@ -453,7 +454,7 @@ impl Session<'_> {
         if let Some(found) = &mut trial.verdict.first_divergence {
             let (config, default) = (&trial.config, self.context.default_config());
             let (target, kv_capacity) = (Some(&*header.target), header.kv_capacity);
-            let place = Place { model: &header.model, target, kv_capacity };
+            let place = Place { model: &header.model, target, kv_capacity, kv_dtype: KvDtype::F16 };
             let inputs = Inputs::Schedule { config, default, seed: header.seed };
             found.rerun = rerun::command(&place, &inputs, found);
         }

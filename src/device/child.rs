@@ -58,6 +58,7 @@ fn command(context: &Context, visible: Option<&str>) -> Command {
     let mut command = this_program();
     command.args(["device-child", "--model", &context.name, "--kv-capacity"]);
     command.args([context.kv_capacity.to_string(), "--batch".into(), context.batch.to_string()]);
+    command.args(["--kv-dtype", context.graph().kv_dtype.name()]);
     command.args(crate::log::arguments());
     if context.target.devices > 1 {
         command.args(["--target", &context.target.name]);
@@ -81,6 +82,7 @@ pub(crate) fn serve(args: &DeviceChildArgs) -> Outcome {
         device: DeviceChoice::Cuda,
         kv_capacity: args.kv_capacity,
         gpus: args.gpus,
+        kv: args.kv,
         ..PlaceArgs::default()
     };
     let context = Context::open(&args.model, &place)?.for_steps_of(args.batch)?;

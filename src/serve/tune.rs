@@ -67,6 +67,7 @@ pub(super) fn tuner(
     if !args.tune.tune {
         return Ok(None);
     }
+    args.model.place.kv.only_f16("a search (--tune)")?;
     let refused = |why: &str| Err(Failure::usage(format!("--tune: {why}")));
     let Some(lowered) = lowered else {
         return refused("--device eval runs the graph, which has no schedule");

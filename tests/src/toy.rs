@@ -104,6 +104,7 @@ pub fn graph(s: &Shape) -> Graph {
         activation: Activation::Silu,
         score_cap: None,
         logit_cap: None,
+        kv_dtype: ir::KvDtype::default(),
         attn_scale: (s.head_dim as f32).powf(-0.5),
         max_positions: 64,
         dtype: DType::F32,

@@ -68,6 +68,7 @@ impl<'a> Pieces<'a> {
             | BufferKind::FlagInData
             | BufferKind::Constant
             | BufferKind::KvCache
+            | BufferKind::KvCacheE4m3
             | BufferKind::Embedding => buffer.offset,
         };
         let bases = program.buffers.iter().map(base).collect();

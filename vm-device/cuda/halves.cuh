@@ -41,13 +41,25 @@ __device__ __forceinline__ float half_value(uint32_t bits) {
   return v;
 }
 
-#if AMK_DTYPE == AMK_DTYPE_F16
 // Four e4m3 as two pairs of f16.
 __device__ __forceinline__ uint2 e4m3_halves(uint32_t v) {
   uint2 r;
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(r.x), "=r"(r.y) : "r"(v));
   return r;
 }
+// Two floats as e4m3, the first in the low byte: to nearest, ties to even; beyond 448 that.
+__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
+  uint32_t r;
+  asm("{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %1, %2; cvt.u32.u16 %0, p; }" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// The products of two pairs of f16.
+__device__ __forceinline__ uint32_t halves_times(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+#if AMK_DTYPE == AMK_DTYPE_F16
 // The differences of two pairs of f16.
 __device__ __forceinline__ uint32_t halves_minus(uint32_t a, uint32_t b) {
   uint32_t r;

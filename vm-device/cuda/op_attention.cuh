@@ -3,18 +3,13 @@
 // Keys and values come through the ring, in blocks (keys.cuh), requested long before the queries arrive. Each warp works alone on its
 // tiles of 32 keys, with the tensor cores: scores are keys times queries, the columns of the B operand being the high halves of the
 // heads and then their low halves (22 bits together); the softmax weights become the B operand of the product
-// with the values, in the same columns. Keys and values are f16 as in the cache. The warps meet once, to add up.
+// with the values, in the same columns. Keys and values are f16, as in the cache or from its codes (cache_rows.cuh). The warps meet once, to add up.
 #pragma once
 
 constexpr uint32_t BLOCKS = (AMK_HEAD_DIM + 31) / 32;          // of 32 elements of a head, 8 for each of 4 lanes; the last may be half
 constexpr uint32_t HALVES = TILE_KEYS / 16;                    // of a tile: 16 keys per product with the values
 constexpr float LOWEST = -1e30f;                               // below every score, and finite, so that differences are numbers
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-
-// Packs two values as in the cache: clamped to the range of f16.
-__device__ __forceinline__ uint32_t cache_pair(float low, float high) {
-  return half_pair(fminf(fmaxf(low, -65504.f), 65504.f), fminf(fmaxf(high, -65504.f), 65504.f));
-}
 
 // The split of a head that a task works on, for this sequence.
 __device__ __forceinline__ uint32_t task_split(Worker const& w, amk_attention_params const& p) { return seq_split(p.split, p.splits, seq_of(w)); }
@@ -50,18 +45,12 @@ __device__ __forceinline__ void keys_take(KeyTile& tile, char const* rows, uint3
   uint32_t const lane = threadIdx.x % 32, swizzle = row_swizzle(key0 + lane / 4); // of both halves
 #pragma unroll
   for (uint32_t h = 0; h < 2; ++h) {
+    uint32_t const row = h * 8 + lane / 4, scale = KV_CODES ? row_scale(rows + row * ROW_BYTES) : 0;
 #pragma unroll
     for (uint32_t b = 0; b < BLOCKS; ++b) {
-      char const* at = rows + (h * 8 + lane / 4) * ROW_BYTES + ((b * 4 + lane % 4) ^ swizzle) * 16;
-      tile.bits[h][b] = block_lane(b) ? stage_load(at) : make_uint4(0, 0, 0, 0);
+      tile.bits[h][b] = block_lane(b) ? row_take(rows, row, b * 4 + lane % 4, swizzle, scale) : make_uint4(0, 0, 0, 0);
     }
   }
-}
-
-// The A operand for two chunks of 8 elements over 16 keys: elements are rows, keys are columns.
-__device__ __forceinline__ uint4 values_pick(Worker const& w, char const* rows, uint32_t swizzle, uint32_t chunk) {
-  uint32_t const lane = w.thread % 32;
-  return matrices_transposed(rows + (lane % 8 + lane / 16 * 8) * ROW_BYTES + ((chunk + lane / 8 % 2) ^ swizzle) * 16);
 }
 
 // A lane's part of the queries: 8 elements of each block of its column, which is lane / 4.
@@ -75,7 +64,22 @@ constexpr uint32_t SCRATCH_HEAD = AMK_HEAD_DIM + 4;
 __device__ __forceinline__ float* scratch_head(Worker const& w, uint32_t warp, uint32_t g) { return (float*)w.x + (warp * GROUP_BUF + g) * SCRATCH_HEAD; }
 // After the warps' scratch: the step's new key and value as they go into the cache, if they are this worker's.
 __device__ __forceinline__ uint4* fresh_key(Worker const& w) { return (uint4*)scratch_head(w, AMK_WARPS, 0); }
-__device__ __forceinline__ uint4* fresh_value(Worker const& w) { return fresh_key(w) + ROW_CHUNKS; }
+__device__ __forceinline__ uint4* fresh_value(Worker const& w) { return fresh_key(w) + HEAD_CHUNKS; }
+// Elements 8 * chunk and on of one of them; and elements 2 * pair and the next.
+__device__ __forceinline__ uint4 fresh_take(uint4 const* row, uint32_t chunk) {
+  if constexpr (KV_CODES) {
+    return row_take((char const*)row, 0, chunk, 0, row_scale((char const*)row));
+  } else {
+    return row[chunk];
+  }
+}
+__device__ __forceinline__ float2 fresh_pair(uint4 const* row, uint32_t pair) {
+  if constexpr (KV_CODES) {
+    return half_values(halves_times(e4m3_halves(stage_load2((char const*)row + pair * 2)).x, row_scale((char const*)row)));
+  } else {
+    return half_values(((uint32_t const*)row)[pair]);
+  }
+}
 
 // Lanes that normalise and rotate a head together, each with 4 elements of its first half and the 4 that they are rotated with.
 // Their number is a power of two: lanes beyond the head have zeros.
@@ -128,7 +132,7 @@ __device__ __forceinline__ uint2 halves(float a, float b) {
 __device__ __forceinline__ void head_stage(char* to, float (&x)[4], float scale) {
   uint2 const a = halves(x[0] * scale, x[1] * scale), b = halves(x[2] * scale, x[3] * scale);
   *(uint2*)to = make_uint2(a.x, b.x);
-  *(uint2*)(to + ROW_BYTES) = make_uint2(a.y, b.y);
+  *(uint2*)(to + HEAD_BYTES) = make_uint2(a.y, b.y);
 }
 
 __device__ __forceinline__ bool head_lane(uint32_t lane) { return HEAD_PARTS == HEAD_LANES || lane % HEAD_LANES < HEAD_PARTS; }
@@ -206,8 +210,12 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
     }
   }
   __syncwarp();
+  if (KV_CODES && newest) {
+    row_encode(fresh_key(w));
+    row_encode(fresh_value(w));
+  }
   uint32_t const column = lane / 4, head = column % COLUMN_HEADS < GROUP_BUF ? column % COLUMN_HEADS : 0; // the result of other columns is never read
-  char const* mine = (char const*)scratch_head(w, w.thread / 32, head) + column / COLUMN_HEADS * ROW_BYTES + lane % 4 * 16;
+  char const* mine = (char const*)scratch_head(w, w.thread / 32, head) + column / COLUMN_HEADS * HEAD_BYTES + lane % 4 * 16;
 #pragma unroll
   for (uint32_t i = 0; i < BLOCKS; ++i) {
     q.bits[i] = block_lane(i) ? stage_load(mine + i * 64) : make_uint4(0, 0, 0, 0);
@@ -224,7 +232,7 @@ __device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t p
 #pragma unroll
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
     if (i / BLOCKS * 8 + lane / 4 == row && block_lane(i % BLOCKS)) {
-      keys.bits[i / BLOCKS][i % BLOCKS] = fresh_key(w)[i % BLOCKS * 4 + lane % 4];
+      keys.bits[i / BLOCKS][i % BLOCKS] = fresh_take(fresh_key(w), i % BLOCKS * 4 + lane % 4);
     }
   }
 }
@@ -247,7 +255,7 @@ __device__ __forceinline__ void value_append(Worker const& w, char* to, uint32_t
 // Lanes whose column is a low half have the same values as the lanes two below, except for `out`.
 struct Running {
   float m[2], l[2];
-  float out[ROW_CHUNKS / 2][4]; // 16 elements of the head: two columns of row lane / 4, two of row lane / 4 + 8
+  float out[HEAD_CHUNKS / 2][4]; // 16 elements of the head: two columns of row lane / 4, two of row lane / 4 + 8
 };
 
 // Scores of 16 keys: keys lane / 4 and lane / 4 + 8, for this lane's two heads. Two independent chains of products.
@@ -297,15 +305,16 @@ __device__ __forceinline__ void tile_add(Worker const& w, Running& r, float (&s)
   }
   if (!first) { // else the sums are zero
 #pragma unroll
-    for (uint32_t c = 0; c < ROW_CHUNKS / 2; ++c) {
+    for (uint32_t c = 0; c < HEAD_CHUNKS / 2; ++c) {
       r.out[c][0] *= old[0], r.out[c][1] *= old[1], r.out[c][2] *= old[0], r.out[c][3] *= old[1];
     }
   }
 #pragma unroll
   for (uint32_t half = 0; half < HALVES; ++half) {
+    uint2 const scales = value_scales(values + half * 16 * ROW_BYTES, w.thread % 32);
 #pragma unroll
-    for (uint32_t c = 0; c < ROW_CHUNKS / 2; ++c) {
-      mma_f16(r.out[c], values_pick(w, values + half * 16 * ROW_BYTES, swizzle, 2 * c), weights[2 * half], weights[2 * half + 1]);
+    for (uint32_t c = 0; c < HEAD_CHUNKS / 2; ++c) {
+      mma_f16(r.out[c], values_take(values + half * 16 * ROW_BYTES, w.thread % 32, swizzle, c, scales), weights[2 * half], weights[2 * half + 1]);
     }
   }
 }
@@ -325,11 +334,11 @@ __device__ __forceinline__ void warp_finish(Worker const& w, Running& r) {
     *(float2*)to = make_float2(second ? r.m[1] : r.m[0], second ? r.l[1] : r.l[0]);
   }
 #pragma unroll
-  for (uint32_t i = 0; i < ROW_CHUNKS; ++i) {
+  for (uint32_t i = 0; i < HEAD_CHUNKS; ++i) {
     float const x = r.out[i / 2][i % 2 * 2], y = r.out[i / 2][i % 2 * 2 + 1];
     float const sum = (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, 2);
     if (g < GROUP_BUF) {
-      to[4 + i * 8 + lane / 4] = sum;
+      to[4 + sum_element(lane, i)] = sum;
     }
   }
 }
@@ -422,7 +431,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   KeyTile key; // the first of 16
 #pragma unroll
   for (uint32_t i = 0; i < 2 * BLOCKS; ++i) {
-    key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane(i) ? fresh_key(w)[i * 4 + lane] : make_uint4(0, 0, 0, 0);
+    key.bits[i / BLOCKS][i % BLOCKS] = i < BLOCKS && lane < 4 && block_lane(i) ? fresh_take(fresh_key(w), i * 4 + lane) : make_uint4(0, 0, 0, 0);
   }
   if (store && lane < ROW_CHUNKS) {
     *(uint4*)(to + place) = fresh_key(w)[lane];
@@ -438,7 +447,7 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
   for (uint32_t i = 0; i < (AMK_HEAD_DIM / 2 + 31) / 32; ++i) {
     uint32_t const pair = i * 32 + lane;
     if (pair < AMK_HEAD_DIM / 2) {
-      float2 const v = half_values(((uint32_t const*)fresh_value(w))[pair]);
+      float2 const v = fresh_pair(fresh_value(w), pair);
 #pragma unroll
       for (uint32_t g = 0; g < GROUP_BUF; ++g) {
         *(float2*)(scratch_head(w, warp, g) + 4 + 2 * pair) = v;
@@ -459,7 +468,7 @@ __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, am
   r.m[0] = r.m[1] = LOWEST;
   r.l[0] = r.l[1] = 0.f;
 #pragma unroll
-  for (uint32_t i = 0; i < ROW_CHUNKS / 2; ++i) {
+  for (uint32_t i = 0; i < HEAD_CHUNKS / 2; ++i) {
     r.out[i][0] = r.out[i][1] = r.out[i][2] = r.out[i][3] = 0.f;
   }
   if (alone) {

@@ -1,6 +1,6 @@
 // Page tables of the sessions' keys and values. Only this file turns a session into addresses.
 //
-// A layer's cache is [pages][2][kv_heads][AMK_KV_PAGE][head_dim]. A page has as many positions as one block of keys, or two of wide heads, so a
+// A layer's cache is [pages][2][kv_heads][AMK_KV_PAGE] rows of ROW_BYTES. A page has as many positions as one block of keys, or two of wide heads, so a
 // copy by the loader that starts at a page never leaves it. amk_launch.pages lists the pages of each session in the order of its positions, as 16-bit words. The
 // host writes a session's words between two of its commands, before it publishes the one that needs them; the device only reads them. Page
 // zero belongs to no session and holds zeros: table words without a page contain it. docs/decisions/021-paged-key-value-caches.md.

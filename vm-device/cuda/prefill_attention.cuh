@@ -3,21 +3,21 @@
 // A block is a warpgroup: it processes 64 tokens of one query head over the keys in blocks of 64, two of which are in flight or arrived. Queries
 // and softmax weights are the first operands of warpgroup products, from registers; keys and values are the second ones, from shared memory.
 // The cache's permutation of the chunks of a row (keys.cuh) is the hardware's swizzle of as many bytes, after the rows are permuted within
-// eights if they have 8 chunks or more (key_row). All are f16.
+// eights if they have 8 chunks or more (key_row). All are f16; codes are put there as the cache would have them if it were of f16.
 #pragma once
 
 constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
-constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * ROW_BYTES; // keys only, or values only
+constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * HEAD_BYTES; // keys only, or values only
 static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
 static_assert(ATTEND_THREADS == 128 && AMK_HEAD_DIM <= 128, "a warpgroup; a thread has all sums of its two rows");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8;
 // A head is processed in parts: the chunks that are permuted among themselves. In shared memory a part of all keys follows another.
-constexpr uint32_t PART_CHUNKS = ROW_SWIZZLED, PART_DIM = PART_CHUNKS * 8, PARTS = AMK_HEAD_DIM / PART_DIM, PART_ROW = PART_DIM * 2;
+constexpr uint32_t PART_CHUNKS = HEAD_SWIZZLED, PART_DIM = PART_CHUNKS * 8, PARTS = AMK_HEAD_DIM / PART_DIM, PART_ROW = PART_DIM * 2;
 constexpr uint32_t PART_BYTES = ATTEND_KEYS * PART_ROW, PART_TILES = PART_DIM / 8, PART_STEPS = PART_DIM / 16;
 
 // Row of a key in shared memory, and its inverse: the key of a row.
-__device__ __forceinline__ uint32_t key_row(uint32_t key) { return ROW_SWIZZLED < 8 ? key : (key & ~7u) | row_swizzle(key); }
-__device__ __forceinline__ uint32_t row_key(uint32_t row) { return ROW_SWIZZLED < 8 ? row : (row & ~7u) | (row & 4) >> 2 | (row & 3) << 1; }
+__device__ __forceinline__ uint32_t key_row(uint32_t key) { return HEAD_SWIZZLED < 8 ? key : (key & ~7u) | head_swizzle(key); }
+__device__ __forceinline__ uint32_t row_key(uint32_t row) { return HEAD_SWIZZLED < 8 ? row : (row & ~7u) | (row & 4) >> 2 | (row & 3) << 1; }
 
 struct Attend {
   char* out;           // vectors, `pitch` tokens apart from 64 columns to the next
@@ -35,9 +35,9 @@ __device__ __forceinline__ char* queries_place(uint32_t step) { return prefill_m
 
 __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
   uint32_t const lane = threadIdx.x % 32, first = token0 + lane / 4, second = first + 8;
-  char const* head = a.queries + (uint64_t)a.head * ROW_BYTES + lane % 4 * 4;
-  char const* p = head + (uint64_t)(first < a.tokens ? first : 0) * a.heads * ROW_BYTES;
-  char const* q = head + (uint64_t)(second < a.tokens ? second : 0) * a.heads * ROW_BYTES;
+  char const* head = a.queries + (uint64_t)a.head * HEAD_BYTES + lane % 4 * 4;
+  char const* p = head + (uint64_t)(first < a.tokens ? first : 0) * a.heads * HEAD_BYTES;
+  char const* q = head + (uint64_t)(second < a.tokens ? second : 0) * a.heads * HEAD_BYTES;
 #pragma unroll
   for (uint32_t k = 0; k < STEPS; ++k, p += 32, q += 32) {
     stage_store(queries_place(k), make_uint4(*(uint32_t const*)p, *(uint32_t const*)q, *(uint32_t const*)(p + 16), *(uint32_t const*)(q + 16)));
@@ -46,22 +46,49 @@ __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
 
 // Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunks
 // of every ROWS_APART-th row: one of every ROW_LANES, a power of two that divides those of a row.
-constexpr uint32_t ROW_LANES = ROW_CHUNKS & (0 - ROW_CHUNKS), ROWS_APART = ATTEND_THREADS / ROW_LANES;
-static_assert(ROW_CHUNKS == ROW_LANES || ROW_LANES == PART_CHUNKS, "one chunk of each part, or of the row");
+constexpr uint32_t ROW_LANES = HEAD_CHUNKS & (0 - HEAD_CHUNKS), ROWS_APART = ATTEND_THREADS / ROW_LANES;
+static_assert(HEAD_CHUNKS == ROW_LANES || ROW_LANES == PART_CHUNKS, "one chunk of each part, or of the row");
 static_assert(ROWS_APART % 8 == 0 && ATTEND_KEYS % ROWS_APART == 0, "rows of a thread are permuted alike");
-__device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
+__device__ __forceinline__ void rows_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
   uint32_t const row = threadIdx.x / ROW_LANES, chunk = threadIdx.x % ROW_LANES;
   uint32_t const to = shared_address(stage) + chunk / PART_CHUNKS * PART_BYTES + key_row(row) * PART_ROW + chunk % PART_CHUNKS * 16;
-  char const* from = a.keys + paged_row(page, a.values, first) + (ROW_CHUNKS == ROW_LANES ? threadIdx.x * 16 : row * ROW_BYTES + chunk * 16);
+  char const* from = a.keys + paged_row(page, a.values, first) + (HEAD_CHUNKS == ROW_LANES ? threadIdx.x * 16 : row * HEAD_BYTES + chunk * 16);
 #pragma unroll
   for (uint32_t i = 0; i < ATTEND_KEYS / ROWS_APART; ++i) {
     uint32_t const bytes = first + row + i * ROWS_APART < end ? 16 : 0;
 #pragma unroll
-    for (uint32_t j = 0; j < ROW_CHUNKS / ROW_LANES; ++j) {
-      uint32_t const place = j * PART_BYTES + i * ROWS_APART * PART_ROW, chunks = i * ROWS_APART * ROW_BYTES + j * ROW_LANES * 16;
+    for (uint32_t j = 0; j < HEAD_CHUNKS / ROW_LANES; ++j) {
+      uint32_t const place = j * PART_BYTES + i * ROWS_APART * PART_ROW, chunks = i * ROWS_APART * HEAD_BYTES + j * ROW_LANES * 16;
       piece_copy(to + place, from + chunks, bytes);
       piece_copy(to + ATTEND_BLOCK_BYTES + place, from + a.values + chunks, bytes);
     }
+  }
+}
+
+// The same of rows of codes, which become f16 on the way and are there at once: 16 codes at a time.
+__device__ __forceinline__ void codes_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
+  constexpr uint32_t PIECES = AMK_HEAD_DIM / 16;
+#pragma unroll
+  for (uint32_t i = 0; i < 2 * ATTEND_KEYS * PIECES / ATTEND_THREADS; ++i) {
+    uint32_t const all = i * ATTEND_THREADS + threadIdx.x, piece = all % PIECES, row = all / PIECES % ATTEND_KEYS, run = all / (ATTEND_KEYS * PIECES);
+    char const* from = a.keys + paged_row(page, a.values, first + row) + run * a.values;
+    bool const has = first + row < end;
+    uint4 const v = has ? *(uint4 const*)(from + piece * 16) : make_uint4(0, 0, 0, 0);
+    uint32_t const scale = has ? *(uint16_t const*)(from + AMK_HEAD_DIM) * 0x10001u : 0;
+    char* const to = stage + run * ATTEND_BLOCK_BYTES + key_row(row) * PART_ROW;
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      uint32_t const chunk = (2 * piece + half) ^ head_swizzle(row);
+      uint2 const codes = half == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
+      stage_store(to + chunk / PART_CHUNKS * PART_BYTES + chunk % PART_CHUNKS * 16, codes_take(codes, scale));
+    }
+  }
+}
+__device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
+  if constexpr (KV_CODES) {
+    codes_copy(a, page, first, end, stage);
+  } else {
+    rows_copy(a, page, first, end, stage);
   }
 }
 

@@ -94,6 +94,23 @@ __device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint3
   char* to = row + (e / 8 ^ row_swizzle(position)) * 16 + e % 8 * 2;
   *(uint2*)to = make_uint2(cache_pair(v[0], v[1]), cache_pair(v[2], v[3]));
 }
+// The same of a row of codes.
+__device__ __forceinline__ void codes_write4(char* row, uint32_t e, float const (&v)[4], float inverse) {
+  *(uint32_t*)(row + e) = codes_of(half_values(cache_pair(v[0], v[1])), half_values(cache_pair(v[2], v[3])), inverse);
+}
+// The scale of a row, of which each of HEAD_LANES lanes has these elements. All lanes.
+__device__ __forceinline__ RowScale lanes_scale(float const (&x)[4], float const (&y)[4]) {
+  float most = 0.f;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; i += 2) {
+    most = greater(greater(most, half_values(cache_pair(x[i], x[i + 1]))), half_values(cache_pair(y[i], y[i + 1])));
+  }
+#pragma unroll
+  for (uint32_t o = 1; o < HEAD_LANES; o *= 2) {
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  }
+  return scale_for(most);
+}
 
 // Splits the rows of q, k and v of each token. Queries are normalised, rotated and scaled into `queries`, [token][head][head_dim] of f16;
 // keys (normalised and rotated) and values go into the pages of the layer and session. HEAD_LANES threads per head, of which HEAD_PARTS have elements.
@@ -120,11 +137,20 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
   }
   float u[4] = {x[0], x[1], x[2], x[3]}, v[4] = {y[0], y[1], y[2], y[3]};
   shape_head(u, v, s, 0, eps); // called by all lanes, even if the values do not change
+  RowScale row_scale = {};
+  if constexpr (KV_CODES) {
+    float kept[4], rest[4]; // chosen first: all lanes take part in the maximum
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      kept[i] = head < heads + kv_heads ? u[i] : x[i], rest[i] = head < heads + kv_heads ? v[i] : y[i];
+    }
+    row_scale = lanes_scale(kept, rest);
+  }
   if (!mine) {
     return;
   }
   if (head < heads) {
-    char* to = queries + ((uint64_t)token * heads + head) * ROW_BYTES + part * 8;
+    char* to = queries + ((uint64_t)token * heads + head) * HEAD_BYTES + part * 8;
     float const factor = scale * LOG2_E;
     *(uint2*)to = make_uint2(cache_pair(u[0] * factor, u[1] * factor), cache_pair(u[2] * factor, u[3] * factor));
     *(uint2*)(to + AMK_HEAD_DIM) = make_uint2(cache_pair(v[0] * factor, v[1] * factor), cache_pair(v[2] * factor, v[3] * factor)); // half a row further on
@@ -137,8 +163,16 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
   for (uint32_t i = 0; i < 4; ++i) {
     x[i] = run < kv_heads ? u[i] : x[i], y[i] = run < kv_heads ? v[i] : y[i];
   }
-  cache_write4(row, position, part * 4, x);
-  cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y);
+  if constexpr (KV_CODES) {
+    codes_write4(row, part * 4, x, row_scale.inverse);
+    codes_write4(row, AMK_HEAD_DIM / 2 + part * 4, y, row_scale.inverse);
+    if (part == 0) {
+      *(uint4*)(row + AMK_HEAD_DIM) = make_uint4(row_scale.bits, 0, 0, 0);
+    }
+  } else {
+    cache_write4(row, position, part * 4, x);
+    cache_write4(row, position, AMK_HEAD_DIM / 2 + part * 4, y);
+  }
 }
 
 // Logits of one token: each warp takes a tile of 8 rows at a time.

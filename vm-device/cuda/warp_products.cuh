@@ -36,3 +36,9 @@ __device__ __forceinline__ uint4 matrices_transposed(char const* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(shared_address(row)) : "memory");
   return a;
 }
+// The same of two matrices, the rows of the second one from lanes 8 to 15.
+__device__ __forceinline__ uint2 two_matrices_transposed(char const* row) {
+  uint2 a;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(a.x), "=r"(a.y) : "r"(shared_address(row)) : "memory");
+  return a;
+}

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xa13f56abcc899de0ull
+#define AMK_ABI_HASH 0xf7d7fd60c644f886ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -36,6 +36,7 @@ typedef long long int64_t;
 #define AMK_EXCHANGE_SLOTS 128u
 #define AMK_WORKERS_MAX 256u
 #define AMK_KV_ELEMENT_BYTES 2u
+#define AMK_KV_SCALE_BYTES 16u
 #define AMK_STAGES_MAX 32u
 #define AMK_SPLITS_MAX 32u
 #define AMK_HEAD_DIM_MAX 256u
@@ -110,6 +111,7 @@ typedef long long int64_t;
 #define AMK_FEATURE_SINKS 6u
 #define AMK_FEATURE_CLAMPED_SILU 7u
 #define AMK_FEATURE_POST_NORM 8u
+#define AMK_FEATURE_KV_E4M3 9u
 
 #define AMK_BUFFER_PLAIN 0u
 #define AMK_BUFFER_FLAG_IN_DATA 1u
@@ -117,6 +119,7 @@ typedef long long int64_t;
 #define AMK_BUFFER_KV_CACHE 3u
 #define AMK_BUFFER_EMBEDDING 4u
 #define AMK_BUFFER_LOGITS 5u
+#define AMK_BUFFER_KV_CACHE_E4M3 6u
 
 #define AMK_COMMAND_PING 1u
 #define AMK_COMMAND_DECODE 2u

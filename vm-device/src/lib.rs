@@ -52,6 +52,7 @@ pub const SOURCES: &[Source] = sources![
     "cuda/matvec_batch.cuh",
     "cuda/op_norm.cuh",
     "cuda/warp_products.cuh",
+    "cuda/cache_rows.cuh",
     "cuda/op_attention.cuh",
     "cuda/op_small.cuh",
     "cuda/sampling.cuh",
@@ -171,19 +172,22 @@ pub struct PrefillVariant {
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
+    /// Bit n: the `Feature` of number n; of those that these kernels have, which is that of key/value caches.
+    pub features: u32,
 }
 
 impl PrefillVariant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, unpack, head_dim, group, qk_norm } = *self;
+        let Self { dtype, unpack, head_dim, group, qk_norm, features } = *self;
         vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_UNPACK={unpack}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
+            format!("-DAMK_FEATURES={features}"),
         ]
     }
 }

@@ -1,5 +1,7 @@
 //! Attention on the device, of a step and of a prompt's chunk, compiled as host C++: heads of every kind of width against the definition.
 
+use ir::KvDtype;
+
 use crate::emulated::{compiler, run};
 use crate::prefill::row_swizzle;
 
@@ -27,14 +29,27 @@ const STEP_MAX: f64 = 1e-4;
 /// Queries, softmax weights and results of a chunk are f16 too.
 const CHUNK_MAX: f64 = 3e-3;
 
+/// Mutations of what reads and writes rows of codes.
+const CODES_SPOILED: [(&str, &str); 9] = [
+    ("+ 0x1fffffu", "+ 0u"),
+    ("(uint32_t)(e + 15) << 10", "(uint32_t)(e + 14) << 10"),
+    ("ROW_BYTES + chunk * 8", "ROW_BYTES + chunk * 16"),
+    ("0x3120", "0x3210"),
+    ("% 4 * 2 * ROW_BYTES + AMK_HEAD_DIM", "% 4 * ROW_BYTES + AMK_HEAD_DIM"),
+    ("at + 9 * ROW_BYTES", "at + ROW_BYTES"),
+    ("lane % 16 * ROW_BYTES + step", "lane % 8 * ROW_BYTES + step"),
+    ("i / 2 * 16 + lane / 4 * 2 + i % 2", "i * 8 + lane / 4"),
+    ("row_encode(fresh_value(w));", ""),
+];
+
 fn device_says(
     compiler: &str,
     (head_dim, group, normed): Heads,
-    chunks: bool,
+    (chunks, kv): (bool, KvDtype),
     spoil: Option<(&str, &str)>,
 ) -> String {
-    let mut sources =
-        vec!["keys.cuh", "pages.cuh", "op_attention_merge.cuh", "features.cuh", "op_attention.cuh"];
+    let mut sources = vec!["keys.cuh", "pages.cuh", "op_attention_merge.cuh", "features.cuh"];
+    sources.extend(["cache_rows.cuh", "op_attention.cuh"]);
     if chunks {
         sources.extend(["prefill_vectors.cuh", "prefill_attention.cuh"]);
     }
@@ -42,7 +57,7 @@ fn device_says(
         format!("-DAMK_HEAD_DIM={head_dim}"),
         format!("-DAMK_GROUP={group}"),
         format!("-DAMK_QK_NORM={normed}"),
-        "-DAMK_FEATURES=0".into(),
+        format!("-DAMK_FEATURES={}", crate::compile::kv_feature(kv)),
         "-DAMK_SEQS=1".into(),
     ];
     let program = if chunks { "chunks" } else { "attention" };
@@ -59,39 +74,56 @@ fn error_of(said: &str) -> f64 {
 #[test]
 fn a_step_attends_with_heads_of_every_multiple_of_16() {
     let Some(compiler) = compiler() else { return };
-    for heads in STEPS {
-        let said = device_says(&compiler, heads, false, None);
+    for (kv, heads) in KvDtype::ALL.into_iter().flat_map(|kv| STEPS.map(|heads| (kv, heads))) {
+        let said = device_says(&compiler, heads, (false, kv), None);
         let error = error_of(&said);
-        assert!(error <= STEP_MAX, "{heads:?}: {said}");
+        assert!(error <= STEP_MAX, "{kv:?} {heads:?}: {said}");
         let masks = said.split_whitespace().skip(1).map(|word| word.parse().expect("a number"));
-        let host: Vec<u32> = (0..16).map(|key| row_swizzle(key, heads.0)).collect();
-        assert_eq!(masks.collect::<Vec<u32>>(), host, "{heads:?}: chunks of a row");
+        let swizzle = |key| if kv == KvDtype::F16 { row_swizzle(key, heads.0) } else { 0 };
+        let host: Vec<u32> = (0..16).map(swizzle).collect();
+        assert_eq!(masks.collect::<Vec<u32>>(), host, "{kv:?} {heads:?}: chunks of a row");
     }
     for (heads, from, to) in [
         ((80, 1, 0), "block * 32 + threadIdx.x % 4 * 8 < AMK_HEAD_DIM", "block < 4"),
         ((96, 2, 1), "HEAD_PARTS == HEAD_LANES ||", "true ||"),
         ((96, 1, 0), "key[HEAD_PARTS]", "key[HEAD_LANES]"),
         ((96, 1, 0), "room / ROW_ROOM", "room / ROW_BYTES"),
-        ((80, 1, 0), "(ROW_CHUNKS & (0 - ROW_CHUNKS)) < 8", "false"),
+        ((80, 1, 0), "(HEAD_CHUNKS & (0 - HEAD_CHUNKS)) < 8", "false"),
     ] {
-        let error = error_of(&device_says(&compiler, heads, false, Some((from, to))));
+        let wide = (false, KvDtype::F16);
+        let error = error_of(&device_says(&compiler, heads, wide, Some((from, to))));
         assert!(error > STEP_MAX, "{heads:?}: nobody notices {to} for {from}");
+    }
+    for (from, to) in CODES_SPOILED {
+        let coded = (false, KvDtype::E4m3);
+        let error = error_of(&device_says(&compiler, (64, 2, 1), coded, Some((from, to))));
+        assert!(error > STEP_MAX, "nobody notices {to} for {from}");
     }
 }
 
 #[test]
 fn a_chunk_attends_with_heads_of_every_multiple_of_16() {
     let Some(compiler) = compiler() else { return };
-    for heads in CHUNKS {
-        let said = device_says(&compiler, heads, true, None);
-        assert!(error_of(&said) <= CHUNK_MAX, "{heads:?}: {said}");
+    for (kv, heads) in KvDtype::ALL.into_iter().flat_map(|kv| CHUNKS.map(|heads| (kv, heads))) {
+        let said = device_says(&compiler, heads, (true, kv), None);
+        assert!(error_of(&said) <= CHUNK_MAX, "{kv:?} {heads:?}: {said}");
     }
     for (heads, from, to) in [
         ((96, 1, 0), "place = j * PART_BYTES", "place = 0"),
         ((96, 1, 0), "values + part * PART_BYTES", "values + 0 * part"),
         ((80, 1, 1), "token < tokens && head_lane(part)", "token < tokens"),
     ] {
-        let error = error_of(&device_says(&compiler, heads, true, Some((from, to))));
+        let wide = (true, KvDtype::F16);
+        let error = error_of(&device_says(&compiler, heads, wide, Some((from, to))));
         assert!(error > CHUNK_MAX, "{heads:?}: nobody notices {to} for {from}");
+    }
+    for (from, to) in [
+        ("(2 * piece + half) ^ head_swizzle(row)", "(2 * piece + half)"),
+        ("if (part == 0)", "if (false)"),
+        ("head < heads + kv_heads ? u[i] : x[i]", "x[i]"),
+    ] {
+        let coded = (true, KvDtype::E4m3);
+        let error = error_of(&device_says(&compiler, (64, 2, 1), coded, Some((from, to))));
+        assert!(error > CHUNK_MAX, "nobody notices {to} for {from}");
     }
 }

@@ -9,9 +9,9 @@ use abi::Feature;
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
-use ir::program::{Matrix, PackedModel};
+use ir::program::{Matrix, PackedModel, Program};
 use ir::schedule::Evict;
-use ir::{Activation, Graph, KernelConfig};
+use ir::{Activation, Graph, KernelConfig, KvDtype};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -83,7 +83,29 @@ pub(crate) fn features(graph: &Graph) -> u32 {
         (Feature::ClampedSilu, experts().any(|experts| experts.clamped.is_some())),
         (Feature::PostNorm, graph.layers.iter().any(post_normed)),
     ];
-    needed.iter().fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32)
+    let needed = needed
+        .iter()
+        .fold(0, |mask, (feature, needed)| mask | u32::from(*needed) << *feature as u32);
+    needed | kv_feature(graph.kv_dtype)
+}
+
+/// The feature of caches of an element type, as a mask.
+pub(crate) fn kv_feature(dtype: KvDtype) -> u32 {
+    u32::from(dtype == KvDtype::E4m3) << Feature::KvE4m3 as u32
+}
+
+/// Refuses a program whose caches are of another type than those that the kernel was compiled for: every row would be read wrongly.
+pub(crate) fn check_caches(program: &Program, variant: &Variant) -> Result<(), HostError> {
+    let (kv, compiled) = (program.kv_dtype(), variant.features & kv_feature(KvDtype::E4m3));
+    if kv_feature(kv) != compiled {
+        let of = if compiled == 0 { KvDtype::F16 } else { KvDtype::E4m3 };
+        return Err(HostError::Request(format!(
+            "the program has key/value caches of {}, and the kernel was compiled for {} (--kv-dtype)",
+            kv.name(),
+            of.name()
+        )));
+    }
+    Ok(())
 }
 
 fn experts_of(layer: &ir::Layer) -> Option<&ir::Experts> {

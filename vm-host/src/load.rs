@@ -13,6 +13,7 @@ use ir::program::{
 use ir::{BufferId, Graph, Weights, decode};
 use vm_device::Variant;
 
+use crate::compile::check_caches;
 use crate::devices::Placed;
 use crate::error::HostError;
 use crate::pages::PageLayout;
@@ -262,6 +263,7 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
             program.dims.head_dim, variant.head_dim, variant.group
         )));
     }
+    check_caches(program, variant)?;
     let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);
     let needed = tasks().fold(0, |mask, task| mask | needed_by(task));
     if needed & !variant.features != 0 {

@@ -396,7 +396,7 @@ impl Memory {
         let shape = (options.sessions, kv_capacity);
         let caches = cards.on_each(|device| {
             let own = &residents.devices[device as usize];
-            DeviceCaches::new(shape, own.caches.clone(), own.layout.page_bytes())
+            DeviceCaches::new(shape, own.caches.clone(), own.layout)
         })?;
         let pages = PageTables::new(pool, shape, caches);
         // A worker's loader is recorded under the number of its block among those of its GPU.

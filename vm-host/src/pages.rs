@@ -1,12 +1,13 @@
 //! Pages of the key/value cache: their allocation to sessions, and their layout.
 //!
-//! The cache of a layer is `[pages][2][kv_heads][KV_PAGE][head_dim]`. A session has a row of page numbers, in the order of its positions. The
+//! The cache of a layer is `[pages][2][kv_heads][KV_PAGE]` rows. A session has a row of page numbers, in the order of its positions. The
 //! rows are in device memory, and the kernel finds keys and values through them ([decision 021](../../docs/decisions/021-paged-key-value-caches.md)).
 //! All pages are allocated before the launch. Between two commands of a session its row grows; at its end its pages are returned.
 
 use std::ops::Range;
 
-use abi::{KV_ELEMENT_BYTES, KV_PAGE, KV_PAGES_MAX};
+use abi::{KV_PAGE, KV_PAGES_MAX};
+use ir::KvDtype;
 use ir::program::{BufferSource, Program};
 
 use crate::error::HostError;
@@ -289,23 +290,28 @@ impl PagePool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageLayout {
     pub(crate) kv_heads: u32,
-    /// Bytes of the keys, or values, of a head at one position.
-    pub(crate) row_bytes: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) dtype: KvDtype,
 }
 
 impl PageLayout {
-    pub(crate) fn new(kv_heads: u32, head_dim: u32) -> Self {
-        Self { kv_heads, row_bytes: head_dim * KV_ELEMENT_BYTES as u32 }
+    pub(crate) fn new(kv_heads: u32, head_dim: u32, dtype: KvDtype) -> Self {
+        Self { kv_heads, head_dim, dtype }
+    }
+
+    /// Bytes of the keys, or values, of a head at one position.
+    pub(crate) fn row_bytes(self) -> u32 {
+        self.dtype.row_bytes(self.head_dim)
     }
 
     /// That of a device with these heads of a program, at least one.
     pub(crate) fn of(program: &Program, heads: Range<u32>) -> Self {
-        Self::new(heads.len().max(1) as u32, program.dims.head_dim)
+        Self::new(heads.len().max(1) as u32, program.dims.head_dim, program.kv_dtype())
     }
 
     /// Bytes of a head's keys, or values, in a page.
     pub(crate) fn head_bytes(self) -> u32 {
-        KV_PAGE * self.row_bytes
+        KV_PAGE * self.row_bytes()
     }
 
     /// Bytes from the keys of a head to its values in a page.

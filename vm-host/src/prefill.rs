@@ -259,6 +259,7 @@ fn variant(graph: &Graph) -> PrefillVariant {
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.attention.body.q_norm.is_some()),
+        features: compile::kv_feature(graph.kv_dtype),
     }
 }
 

@@ -244,14 +244,20 @@ fn every_shape_of_heads_compiles() {
     variants.push(Variant { seqs: 2, ..shaped(HEADS[0]) });
     let (heads, widths, shares) = MATRICES[1];
     variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });
-    // Those of experts are tested with kernels of their own.
-    let of_experts = [Feature::Route, Feature::Sinks, Feature::ClampedSilu];
-    let dense = Feature::ALL.iter().filter(|feature| !of_experts.contains(feature));
+    // Those of experts, and caches of codes, are tested with kernels of their own.
+    let others = [Feature::Route, Feature::Sinks, Feature::ClampedSilu, Feature::KvE4m3];
+    let dense = Feature::ALL.iter().filter(|feature| !others.contains(feature));
     let features = dense.fold(0, |mask, &feature| mask | 1 << feature as u32);
     let (heads, widths, shares) = (HEADS[8], [1152, 1024, 6912], 1 << 4 | 1 << 5 | 1 << 7 | 1);
     variants.push(Variant { widths, shares, features, ..shaped(heads) });
     for (heads, widths, shares) in MATRICES {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
+    }
+    // Key/value caches of codes: the shapes of llama-3.2-1b and llama-3.1-8b, and several sequences.
+    for (matrices, seqs) in [(MATRICES[1], 1), (MATRICES[3], 1), (MATRICES[1], 8)] {
+        let (heads, widths, shares) = matrices;
+        let features = 1 << Feature::KvE4m3 as u32;
+        variants.push(Variant { widths, shares, features, seqs, ..shaped(HEADS[heads]) });
     }
     let halves = Variant { dtype: DType::F16, ..plain };
     variants.push(halves);
@@ -342,13 +348,17 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         head_dim,
         group,
         qk_norm,
+        features: 0,
     };
+    let codes = 1 << Feature::KvE4m3 as u32;
     let variants = [
         of(DType::F16, 80, 2, false),
         of(DType::Bf16, 96, 1, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
         PrefillVariant { unpack: (1 << Unpack::ALL.len()) - 1, ..of(DType::F16, 128, 4, false) },
+        PrefillVariant { features: codes, ..of(DType::Bf16, 64, 4, false) },
+        PrefillVariant { features: codes, ..of(DType::Bf16, 128, 2, true) },
     ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {

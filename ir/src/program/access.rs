@@ -6,6 +6,7 @@ use std::ops::Range;
 use abi::{AttentionParams, BufferKind, Epilogue, MatvecParams, Opcode, Params, Prologue};
 
 use crate::id::BufferId;
+use crate::kv::KvDtype;
 use crate::program::{Program, Task, part_heads};
 
 /// Words `start..end` of a buffer.
@@ -89,10 +90,9 @@ impl Finder<'_> {
     fn region(&self, id: Option<BufferId>, start: u32, len: u32) -> Option<Region> {
         let id = id?;
         let buffer = self.program.buffers.get(id.index())?;
-        let tracked = matches!(
-            buffer.kind,
-            BufferKind::Plain | BufferKind::FlagInData | BufferKind::KvCache | BufferKind::Logits
-        );
+        let tracked =
+            matches!(buffer.kind, BufferKind::Plain | BufferKind::FlagInData | BufferKind::Logits)
+                || KvDtype::of_buffer(buffer.kind).is_some();
         tracked.then_some(Region { buffer: id, start, end: start.saturating_add(len) })
     }
 

@@ -34,6 +34,7 @@ use serde::{Deserialize, Serialize};
 use crate::format::Format;
 use crate::graph::{DType, Graph};
 use crate::id::{BufferId, CounterId, MatrixId, TensorId};
+use crate::kv::KvDtype;
 use crate::phase::PhaseClass;
 use crate::program::smem::Vectors;
 
@@ -199,6 +200,7 @@ impl Buffer {
             BufferKind::Plain | BufferKind::FlagInData => u64::from(self.words) * 4,
             BufferKind::Constant
             | BufferKind::KvCache
+            | BufferKind::KvCacheE4m3
             | BufferKind::Embedding
             | BufferKind::Logits => 0,
         }
@@ -423,9 +425,16 @@ impl Program {
     #[must_use]
     pub fn kv_bytes(&self, position: u32) -> u64 {
         let dims = &self.dims;
-        let elements =
-            2 * u64::from(dims.layers) * u64::from(dims.kv_heads) * u64::from(dims.head_dim);
-        elements * (u64::from(position) + 1) * abi::KV_ELEMENT_BYTES
+        let rows = 2 * u64::from(dims.layers) * u64::from(dims.kv_heads);
+        let row_bytes = self.kv_dtype().row_bytes(dims.head_dim);
+        rows * (u64::from(position) + 1) * u64::from(row_bytes)
+    }
+
+    /// Element type of its key/value caches: all have the same ([`Rule::KCache`](crate::Rule::KCache)).
+    #[must_use]
+    pub fn kv_dtype(&self) -> KvDtype {
+        let mut kinds = self.buffers.iter().map(|buffer| KvDtype::of_buffer(buffer.kind));
+        kinds.find_map(|dtype| dtype).unwrap_or_default()
     }
 
     /// The program in postcard. One of a single device ends with its workers, as before there were several.

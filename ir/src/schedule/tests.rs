@@ -55,6 +55,7 @@ fn graph(ffn: u32, dtype: DType) -> Graph {
         activation: Activation::Silu,
         score_cap: None,
         logit_cap: None,
+        kv_dtype: crate::KvDtype::default(),
         attn_scale: 0.088,
         max_positions: 8192,
         dtype,

@@ -202,8 +202,7 @@ fn added(task: &Task) -> Option<BufferId> {
 /// Stages of `keys` keys and their values: blocks of which each takes one stage if it fits, and else has the keys and the
 /// values in stages of their own, as many rows in each as of the next power of two of bytes. The rule of
 /// vm-device/cuda/keys.cuh.
-fn kv_stages(keys: u32, head_dim: u32, stage_bytes: u32) -> u32 {
-    let row_bytes = head_dim * abi::KV_ELEMENT_BYTES as u32;
+fn kv_stages(keys: u32, (head_dim, row_bytes): (u32, u32), stage_bytes: u32) -> u32 {
     // A stage of units with scales is a little longer than a power of two.
     let room = 1 << stage_bytes.ilog2();
     let stages = |keys: u32| {
@@ -447,11 +446,13 @@ impl<'a> Builder<'a> {
             return Work::Nothing;
         }
         let mine = split_range(keys, p.kv_block, active, p.split).len() as u32;
-        let bytes = u64::from(mine) * 2 * u64::from(p.head_dim) * abi::KV_ELEMENT_BYTES;
+        let row_bytes = self.program.kv_dtype().row_bytes(p.head_dim);
+        let bytes = u64::from(mine) * 2 * u64::from(row_bytes);
         if p.part == 0 {
             self.kv_bytes += bytes; // the group's other parts find them in L2
         }
-        let stages = f64::from(kv_stages(mine, p.head_dim, self.program.stage_bytes()));
+        let stages =
+            f64::from(kv_stages(mine, (p.head_dim, row_bytes), self.program.stage_bytes()));
         let (payload, full) = (bytes as f64 / stages, self.program.pipeline.stage_units);
         *flow = self.numbered(payload, full, false, stages, Unpack::None);
         // All warps at once take two blocks.
@@ -483,7 +484,13 @@ mod tests {
     /// As `block_stages` of keys.cuh has it: a stage of 16 KB has 64 rows of 128 elements, and as many of 96 or 80.
     #[test]
     fn keys_take_the_stages_of_the_next_power_of_two() {
-        let stages = |keys, head_dim| kv_stages(keys, head_dim, 16 << 10);
+        let of = |dtype: ir::KvDtype, keys, head_dim: u32| {
+            kv_stages(keys, (head_dim, dtype.row_bytes(head_dim)), 16 << 10)
+        };
+        let stages = |keys, head_dim| of(ir::KvDtype::F16, keys, head_dim);
+        // Codes with their scale take as many, but for a short block that fits into one stage.
+        assert_eq!([64, 128].map(|head_dim| of(ir::KvDtype::E4m3, 128, head_dim)), [2, 4]);
+        assert_eq!([32, 48].map(|keys| of(ir::KvDtype::E4m3, keys, 128)), [1, 2]);
         for head_dim in [80, 96, 112, 128] {
             assert_eq!(stages(128, head_dim), 4, "{head_dim}");
             assert_eq!(stages(64, head_dim), 2, "{head_dim}");

@@ -178,7 +178,7 @@ fn distance_is_of_the_worst_row_and_infinite_where_there_is_none() {
 
 #[test]
 fn a_device_is_allowed_what_its_roundings_do_and_never_more_than_the_constant() {
-    let of = |response, longest| Tolerance::of_device(response, longest).rel();
+    let of = |response, longest| Tolerance::of_device(KvDtype::F16, response, longest).rel();
     assert_eq!(of(1e-3, 0), 2e-3);
     // A sum of 16 products is one step of a tensor core, which may truncate one unit in the last place.
     assert!((of(0.0, 16) - 2f64.powi(-23)).abs() < 1e-20);

@@ -59,8 +59,8 @@ impl Evaluator<'_> {
         let table = graph.rotary_of(&graph.layers[layer]);
         let angles = [rotations(position, table, graph.head_dim)];
         bound.shape_heads(graph, &mut q, &mut k, &angles);
-        self.rounding.cache(&mut k);
-        self.rounding.cache(&mut v);
+        self.rounding.cache(self.graph, &mut k);
+        self.rounding.cache(self.graph, &mut v);
         [q, k, v]
     }
 
@@ -142,7 +142,7 @@ impl Evaluator<'_> {
 
     /// Keys or values as rounded by this evaluator's executor for its cache.
     pub(crate) fn kept(&self, mut cached: Vec<f32>) -> Vec<f32> {
-        self.rounding.cache(&mut cached);
+        self.rounding.cache(self.graph, &mut cached);
         cached
     }
 }

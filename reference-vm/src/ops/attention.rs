@@ -2,9 +2,11 @@
 //! has the newest key appends it.
 
 use abi::AttentionParams;
+use ir::KvDtype;
 use ir::program::{Dims, part_heads, split_range};
 
 use super::{Context, Effects, Splits, bits, product, reserved};
+use crate::codes::to_e4m3;
 use crate::defect::{Defect, Rotated};
 use crate::math::{capped, dot, rms_norm, softmax_parts};
 use crate::memory::{Append, Span};
@@ -95,8 +97,12 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
     let cache = context.writes(1)?;
     let newest = owns_newest(p, splits);
     let append = if newest {
-        let key = shaped(context.read(0, at.k, p.head_dim)?, Rotated::Keys)?;
-        let value = context.read(0, at.v, p.head_dim)?;
+        let mut key = shaped(context.read(0, at.k, p.head_dim)?, Rotated::Keys)?;
+        let mut value = context.read(0, at.v, p.head_dim)?;
+        if context.memory.kv_dtype() == KvDtype::E4m3 {
+            to_e4m3(&mut key);
+            to_e4m3(&mut value);
+        }
         Some(Append { buffer: cache, kv_head: p.kv_head, key, value })
     } else {
         None

@@ -170,7 +170,7 @@ fn device_roundings_move_logits_as_far_as_the_device_does() {
         assert!((2e-4..2.5e-3).contains(&own), "{name}: {own}");
         assert!((bf16 / f32 - 1.0).abs() < 0.1 && (f16 / f32 - 1.0).abs() < 0.1, "{name}");
         let longest = golden.model.graph.ffn.max(golden.model.graph.hidden) as usize;
-        let allowed = Tolerance::of_device(own, longest).rel();
+        let allowed = Tolerance::of_device(ir::KvDtype::F16, own, longest).rel();
         assert!(allowed > 1.9 * own || allowed == Tolerance::DEVICE.rel(), "{name}: {allowed}");
     });
 }

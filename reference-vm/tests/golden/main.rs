@@ -4,6 +4,7 @@ mod devices;
 mod eval;
 mod heads;
 mod kept;
+mod kv_e4m3;
 mod longer;
 mod lowered;
 mod quantised_families;

@@ -183,7 +183,8 @@ fn compare(
         chosen &= rows.len() == tokens.len();
         chosen &= rows.iter().zip(tokens).all(|(row, token)| first_greatest(row) == *token);
     }
-    let accuracy = Accuracy::of(&expected, &actual, Tolerance::DEVICE);
+    let accuracy =
+        Accuracy::of(&expected, &actual, Tolerance::device_limit(context.graph().kv_dtype));
     let missing = || Failure::refused("a sequence ended before all its positions were run");
     measured.set_accuracy(Some(accuracy.ok_or_else(missing)?));
     if !chosen {

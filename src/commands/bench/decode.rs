@@ -185,11 +185,12 @@ impl Bench<'_, '_> {
         let handle = self.device.prepare(&candidate.program, kernel).map_err(Rejection::Failed)?;
         let (actual, last_ran) = rows_at(self.device, (handle, &candidate.program), passage)?;
         let expected = passage.expected_of(self.gate, &actual)?;
-        let accuracy = Accuracy::of(&expected, &actual.logits, Tolerance::DEVICE);
+        let limit = Tolerance::device_limit(self.gate.graph().kv_dtype);
+        let accuracy = Accuracy::of(&expected, &actual.logits, limit);
         let disagreed = |by| move |at| Rejection::Disagreed { by, at };
         let agreement = assessed
             .reference
-            .and_device(&expected, &actual.logits, &actual.chosen, Tolerance::DEVICE)
+            .and_device(&expected, &actual.logits, &actual.chosen, limit)
             .map_err(disagreed("device"))?;
         let contender = Contender::new(handle, &agreement);
         let Timing { rounds, warmup } = self.timing;

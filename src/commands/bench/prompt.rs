@@ -47,7 +47,8 @@ pub(super) fn measure(row: &Row<'_>, tokens: u32) -> Result<Measured, Failure> {
     let began = Instant::now();
     let steps = device.feed(handle, 0, 0, &prompt, true)?;
     let steps_us = began.elapsed().as_secs_f64() * 1e6;
-    let accuracy = Accuracy::of(&[steps], &[chunks], Tolerance::DEVICE);
+    let accuracy =
+        Accuracy::of(&[steps], &[chunks], Tolerance::device_limit(context.graph().kv_dtype));
     let missing = || Failure::refused("the device gave no logits of the prompt's last token");
     measured.set_accuracy(Some(accuracy.ok_or_else(missing)?));
     let bandwidth = info.bandwidth.unwrap_or(context.target.bandwidth as f64);

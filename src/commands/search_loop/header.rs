@@ -113,6 +113,7 @@ struct Start {
 impl Header {
     /// The terms of a new search, as far as the arguments determine them.
     pub(super) fn fresh(args: &LoopArgs) -> Result<Self, Failure> {
+        args.place.kv.only_f16("a search")?;
         let budget = args.budget.unwrap_or(DEFAULT_BUDGET);
         Ok(Self {
             schema: None,
@@ -324,7 +325,14 @@ impl Header {
         // A resumed search has the number of GPUs in its target's name.
         let gpus = args.place.gpus.filter(|_| !self.resumed);
         let emulate = args.place.emulate.filter(|_| !self.resumed);
-        PlaceArgs { target, device, kv_capacity: self.kv_capacity, gpus, emulate }
+        PlaceArgs {
+            target,
+            device,
+            kv_capacity: self.kv_capacity,
+            gpus,
+            emulate,
+            kv: args.place.kv,
+        }
     }
 
     /// The terms with the fields that depend on the loaded model and the opened device.

@@ -2,13 +2,26 @@
 
 use std::ops::Range;
 
-use super::{PagePool, row_words};
+use super::{PageLayout, PagePool, row_words};
+use ir::KvDtype;
+
 use crate::error::HostError;
 use crate::memory::{Copier, DeviceBuffer};
 
 /// Value that poisons pages: an f16 far from any key or value, yet finite, since the copies of a tile include rows after the last key,
 /// which are multiplied by zero.
 pub(crate) const CACHE_POISON: u8 = 0x77;
+
+/// The same of codes: a code far from any, whose product with the scale of the same bytes is finite as an f16.
+const CODE_POISON: u8 = 0x60;
+
+/// What poisons pages of caches of an element type.
+fn poison(dtype: KvDtype) -> u8 {
+    match dtype {
+        KvDtype::F16 => CACHE_POISON,
+        KvDtype::E4m3 => CODE_POISON,
+    }
+}
 
 /// The pages of a device: it has its own heads of each.
 pub(crate) struct DeviceCaches {
@@ -17,6 +30,7 @@ pub(crate) struct DeviceCaches {
     /// Address of page zero, per layer.
     caches: Vec<u64>,
     page_bytes: u64,
+    poison: u8,
 }
 
 impl DeviceCaches {
@@ -24,10 +38,11 @@ impl DeviceCaches {
     pub(crate) fn new(
         (sessions, capacity): (u32, u32),
         caches: Vec<u64>,
-        page_bytes: u64,
+        layout: PageLayout,
     ) -> Result<Self, HostError> {
         let rows = DeviceBuffer::zeroed(PageTables::bytes(sessions, capacity))?;
-        Ok(Self { rows, caches, page_bytes })
+        let (page_bytes, poison) = (layout.page_bytes(), poison(layout.dtype));
+        Ok(Self { rows, caches, page_bytes, poison })
     }
 
     /// Address of the rows.
@@ -186,7 +201,7 @@ impl PageTables {
                 let bytes = u64::from(run.end - run.start) * device.page_bytes;
                 let layers = 0..device.caches.len();
                 let targets = layers.map(|layer| device.place(layer, run.start));
-                copier.fill_all(targets, bytes, CACHE_POISON)?;
+                copier.fill_all(targets, bytes, device.poison)?;
             }
             self.used[run.start as usize..run.end as usize].fill(false);
         }

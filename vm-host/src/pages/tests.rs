@@ -301,8 +301,8 @@ fn pools_are_as_large_as_they_are_asked_to_be() {
 /// Addresses that the device's source gives to rows, for heads of this many elements.
 fn device_says(compiler: &str, head_dim: u32, spoil: Option<(&str, &str)>, asked: &str) -> String {
     let sources = ["amk_abi.h", "keys.cuh", "pages.cuh"];
-    let define = format!("-DAMK_HEAD_DIM={head_dim}");
-    crate::emulated::run(compiler, "pages", (&sources, &[define]), spoil, asked)
+    let defines = [format!("-DAMK_HEAD_DIM={head_dim}"), "-DAMK_FEATURES=0".to_owned()];
+    crate::emulated::run(compiler, "pages", (&sources, &defines), spoil, asked)
 }
 
 /// The input of pages.cpp and its expected output: for runs of keys in sessions with pages in any order, each copy that the loader makes.
@@ -344,7 +344,7 @@ fn copies(layout: PageLayout) -> (String, String) {
             let rows = (end - block).min(KV_PAGE).next_multiple_of(32);
             for position in block..block + rows {
                 let page = held.get((position / KV_PAGE) as usize).copied().unwrap_or(0);
-                let row = position % KV_PAGE * layout.row_bytes;
+                let row = position % KV_PAGE * layout.row_bytes();
                 let at = u64::from(page) * layout.page_bytes() + head + u64::from(row);
                 let _ = write!(said, "{at} ");
             }
@@ -358,7 +358,7 @@ fn copies(layout: PageLayout) -> (String, String) {
 fn the_device_finds_rows_where_the_host_puts_them() {
     let Some(compiler) = crate::emulated::compiler() else { return };
     for (kv_heads, head_dim) in [(3, 16), (2, 96), (2, 128)] {
-        let (asked, said) = copies(PageLayout::new(kv_heads, head_dim));
+        let (asked, said) = copies(PageLayout::new(kv_heads, head_dim, KvDtype::F16));
         let got = device_says(&compiler, head_dim, None, &asked);
         for (got, said) in got.lines().zip(said.lines()) {
             assert_eq!(got.trim(), said.trim(), "{kv_heads} heads of {head_dim}");
@@ -366,7 +366,7 @@ fn the_device_finds_rows_where_the_host_puts_them() {
         assert_eq!(got.lines().count(), said.lines().count());
     }
     // Mutations that it must detect.
-    let (asked, said) = copies(PageLayout::new(3, 16));
+    let (asked, said) = copies(PageLayout::new(3, 16, KvDtype::F16));
     let same = |got: &str| got.lines().map(str::trim).eq(said.lines().map(str::trim));
     for (from, to) in [
         ("key / PAGE_KEYS % (8 * PAGE_LINES)", "key / PAGE_KEYS % 8"),

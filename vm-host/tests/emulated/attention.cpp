@@ -47,6 +47,10 @@ static void append(uint32_t position) {
       keys[h][position][i] = half_value(half_bits((float)keys[h][position][i]));
       values[h][position][i] = half_value(half_bits(noise(position * ROWS + HEADS + KV_HEADS + h, i)));
     }
+    if (KV_CODES) {
+      kept_row(keys[h][position], HEAD);
+      kept_row(values[h][position], HEAD);
+    }
   }
 }
 // Writes a position's rows into the cache, for positions that have no step.
@@ -54,8 +58,20 @@ static void cached(uint32_t position) {
   for (uint32_t run = 0; run < 2 * KV_HEADS; ++run) {
     double const* from = run < KV_HEADS ? keys[run][position] : values[run - KV_HEADS][position];
     char* row = cache + paged_row(pages[position / PAGE_KEYS], KV_HEADS * PAGE_KEYS * ROW_BYTES, position) + run * PAGE_KEYS * ROW_BYTES;
+    float most = 0;
     for (uint32_t i = 0; i < HEAD; ++i) {
-      ((uint16_t*)row)[(i / 8 ^ row_swizzle(position)) * 8 + i % 8] = half_bits((float)from[i]);
+      most = std::fmax(most, (float)std::fabs(from[i]));
+    }
+    RowScale const scale = KV_CODES ? scale_for(most) : RowScale{};
+    for (uint32_t i = 0; i < HEAD; ++i) {
+      if (KV_CODES) {
+        row[i] = (char)e4m3_code((float)from[i] * scale.inverse);
+      } else {
+        ((uint16_t*)row)[(i / 8 ^ row_swizzle(position)) * 8 + i % 8] = half_bits((float)from[i]);
+      }
+    }
+    if (KV_CODES) {
+      *(uint16_t*)(row + HEAD) = (uint16_t)scale.bits;
     }
   }
 }

@@ -57,7 +57,7 @@ template <bool TRANSPOSED = false, uint32_t TILES> void group_multiply(float (&c
 
 constexpr uint32_t HEAD = AMK_HEAD_DIM, GROUP = AMK_GROUP, KV_HEADS = 2, HEADS = GROUP * KV_HEADS, ROWS = HEADS + 2 * KV_HEADS, PAGES = 4;
 constexpr uint32_t POSITIONS = 2 * PAGE_KEYS, PITCH = POSITIONS, STRIDE = ROWS * HEAD + 8;
-static char cache[PAGES * 2 * KV_HEADS * PAGE_KEYS * ROW_BYTES], queries[POSITIONS * HEADS * ROW_BYTES];
+alignas(16) static char cache[PAGES * 2 * KV_HEADS * PAGE_KEYS * ROW_BYTES], queries[POSITIONS * HEADS * HEAD_BYTES];
 static char out[(HEADS * HEAD / X_COLS + 1) * PITCH * X_ROW_BYTES];
 alignas(16) static float qkv[POSITIONS * STRIDE], angles[POSITIONS * HEAD], norms[2][HEAD];
 static uint16_t pages[8] = {3, 1, 0, 0};
@@ -96,18 +96,25 @@ static double check(uint32_t token) {
   uint32_t const position = chunk.start + token, oldest = chunk.window != 0 && position >= chunk.window ? position + 1 - chunk.window : 0;
   double worst = 0;
   for (uint32_t h = 0; h < HEADS; ++h) {
-    double q[HEAD], k[HEAD], sum = 0, weighted[HEAD] = {};
+    double q[HEAD], k[HEAD], kept[HEAD], sum = 0, weighted[HEAD] = {};
     shaped(position, h, norms[0], q);
     for (uint32_t at = oldest; at <= position; ++at) {
       double score = 0;
       shaped(at, HEADS + h / GROUP, norms[1], k);
+      for (uint32_t i = 0; i < HEAD; ++i) {
+        kept[i] = element(at, HEADS + KV_HEADS + h / GROUP, i);
+      }
+      if (KV_CODES) {
+        kept_row(k, HEAD);
+        kept_row(kept, HEAD);
+      }
       for (uint32_t i = 0; i < HEAD; ++i) {
         score += SCALE * q[i] * k[i];
       }
       double const e = std::exp(score);
       sum += e;
       for (uint32_t i = 0; i < HEAD; ++i) {
-        weighted[i] += e * element(at, HEADS + KV_HEADS + h / GROUP, i);
+        weighted[i] += e * kept[i];
       }
     }
     for (uint32_t i = 0; i < HEAD; ++i) {

@@ -26,10 +26,43 @@ inline uint32_t shared_address(void const* p) { return (uint32_t)((char const*)p
 inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
 inline void stage_store(void* p, uint4 v) { *(uint4*)p = v; }
 
+inline uint32_t stage_load2(void const* p) { return *(uint16_t const*)p; }
+inline uint2 stage_load8(void const* p) { return *(uint2 const*)p; }
+
 inline float half_value(uint16_t bits) { return (float)bits_as<_Float16>(bits); }
 inline uint16_t half_bits(float v) { return bits_as<uint16_t>((_Float16)v); }
 inline uint32_t half_pair(float low, float high) { return half_bits(low) | (uint32_t)half_bits(high) << 16; }
 inline float2 half_values(uint32_t v) { return float2{half_value((uint16_t)v), half_value((uint16_t)(v >> 16))}; }
+inline uint32_t halves_times(uint32_t a, uint32_t b) {
+  float2 const x = half_values(a), y = half_values(b);
+  return half_pair(x.x * y.x, x.y * y.y);
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
+  uint64_t const both = (uint64_t)b << 32 | a;
+  uint32_t r = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    r |= (uint32_t)(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return r;
+}
+// The value of an e4m3, and the nearest one, of a tie that with a zero as its last bit: found among all.
+inline float e4m3_value(uint32_t code) {
+  uint32_t const exponent = code >> 3 & 15, mantissa = code & 7;
+  float const v = exponent == 0 ? std::ldexp((float)mantissa, -9) : std::ldexp(8.f + (float)mantissa, (int)exponent - 10);
+  return code >> 7 != 0 ? -v : v;
+}
+inline uint32_t e4m3_code(float v) {
+  uint32_t best = 0;
+  for (uint32_t code = 1; code < 0x7f; ++code) {
+    float const now = std::fabs(e4m3_value(code) - std::fabs(v)), before = std::fabs(e4m3_value(best) - std::fabs(v));
+    best = now < before || (now == before && code % 2 == 0) ? code : best;
+  }
+  return best | (std::signbit(v) ? 0x80u : 0u);
+}
+inline uint32_t e4m3_pair(float low, float high) { return e4m3_code(low) | e4m3_code(high) << 8; }
+inline uint2 e4m3_halves(uint32_t v) {
+  return make_uint2(half_pair(e4m3_value(v & 0xff), e4m3_value(v >> 8 & 0xff)), half_pair(e4m3_value(v >> 16 & 0xff), e4m3_value(v >> 24)));
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 
 // What each lane of a warp has, for all lanes.
@@ -82,6 +115,36 @@ inline uint4 matrices_transposed(char const* row) {
   return make_uint4(r[0], r[1], r[2], r[3]);
 }
 
+inline uint2 two_matrices_transposed(char const* row) {
+  WarpWords const* of = warp_share(WarpWords{shared_address(row)});
+  uint32_t const lane = fibers.running % 32;
+  uint32_t r[2];
+  for (uint32_t m = 0; m < 2; ++m) {
+    uint32_t both[2];
+    for (uint32_t i = 0; i < 2; ++i) {
+      both[i] = ((uint16_t const*)(prefill_memory + of[m * 8 + lane % 4 * 2 + i].word[0]))[lane / 4];
+    }
+    r[m] = both[0] | both[1] << 16;
+  }
+  warp_shared();
+  return make_uint2(r[0], r[1]);
+}
+
+// A key or a value as the cache keeps it, by a definition that shares nothing with the device: the scale is found by trying.
+inline void kept_row(double* row, uint32_t head) {
+  float most = 0;
+  for (uint32_t i = 0; i < head; ++i) {
+    row[i] = half_value(half_bits((float)row[i]));
+    most = std::fmax(most, (float)std::fabs(row[i]));
+  }
+  float scale = 0x1p-14f;
+  while (most > 448.f * scale && scale < 128.f) {
+    scale *= 2;
+  }
+  for (uint32_t i = 0; i < head; ++i) {
+    row[i] = e4m3_value(e4m3_code((float)row[i] / scale)) * scale;
+  }
+}
 // Numbers that look random, the same in every run, between -1 and 1.
 inline float noise(uint32_t a, uint32_t b) {
   uint32_t v = a * 2654435761u + b * 40503u + 12345u;

@@ -9,6 +9,7 @@ use abi::{AttentionMergeParams, AttentionParams, MatvecParams, Opcode, Prologue}
 use rustc_hash::FxHashMap;
 
 use crate::id::BufferId;
+use crate::kv::KvDtype;
 use crate::program::{BufferSource, Dims, Program, Task, group_parts};
 use crate::violation::{At, Rule, Violations};
 
@@ -116,12 +117,17 @@ fn splits(program: &Program, cache: BufferId, group: &Group, found: &mut Violati
     }
 }
 
-/// Checks that there is one cache per layer.
+/// Checks that there is one cache per layer, and that all have the element type of the first.
 fn caches(program: &Program, found: &mut Violations) {
+    let of_program = program.kv_dtype();
     let mut seen: FxHashMap<u32, BufferId> = FxHashMap::default();
     for (index, buffer) in program.buffers.iter().enumerate() {
         let BufferSource::KvCache { layer } = buffer.source else { continue };
         let id = BufferId(index as u32);
+        if let Some(own) = KvDtype::of_buffer(buffer.kind).filter(|&own| own != of_program) {
+            let detail = format!("a cache of {} beside one of {}", own.name(), of_program.name());
+            found.push(Rule::KCache, At::Buffer(id), detail);
+        }
         if let Some(other) = seen.insert(layer, id) {
             let other = buffer_name(program, other);
             found.push(

@@ -65,7 +65,7 @@ fn source(program: &Program, buffer: &Buffer) -> Finding {
             BufferKind::Plain | BufferKind::FlagInData | BufferKind::Logits,
         )
         | (BufferSource::Vector(_) | BufferSource::Rotary(_), BufferKind::Constant)
-        | (BufferSource::KvCache { .. }, BufferKind::KvCache)
+        | (BufferSource::KvCache { .. }, BufferKind::KvCache | BufferKind::KvCacheE4m3)
         | (BufferSource::Embedding(_), BufferKind::Embedding) => true,
         (
             BufferSource::Scratch

@@ -9,6 +9,7 @@ use abi::{
 };
 
 use crate::id::BufferId;
+use crate::kv::KvDtype;
 use crate::program::stream::uncountable;
 use crate::program::{
     Buffer, BufferSource, Matrix, Program, Task, accesses, group_parts, stream_part,
@@ -503,7 +504,7 @@ impl<'a> Op<'a> {
             self.words("the sinks", sinks, d.heads.into());
         }
         self.write_words("the partials", 0, ACTIVATION, self.partial_words(p.splits));
-        self.write("the cache", 1, &[BufferKind::KvCache]);
+        self.write("the cache", 1, &KvDtype::ALL.map(KvDtype::buffer_kind));
     }
 
     fn attention_merge(&mut self, p: &AttentionMergeParams) {

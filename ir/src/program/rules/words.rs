@@ -5,6 +5,7 @@
 use abi::{BufferKind, Opcode};
 
 use crate::id::{BufferId, WorkerId};
+use crate::kv::KvDtype;
 use crate::program::{Program, Region, accesses};
 use crate::violation::{At, Rule, Violations};
 
@@ -94,7 +95,7 @@ pub(in crate::program) fn check(program: &Program, found: &mut Violations) {
         let buffer = BufferId((instance % program.buffers.len()) as u32);
         // Writes to a cache are checked by the attention rules.
         let checked = used[buffer.index()]
-            && program.buffers[buffer.index()].kind != BufferKind::KvCache
+            && KvDtype::of_buffer(program.buffers[buffer.index()].kind).is_none()
             && program.instance(device, buffer) == instance;
         if checked {
             twice(program, buffer, writes, &places, found);

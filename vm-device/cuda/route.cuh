@@ -59,6 +59,10 @@ __device__ __forceinline__ uint32_t rank_part(uint32_t const* keys, uint32_t pad
   }
   return rank;
 }
+// Weight of an expert with the logit `mine`; `total` is the sum of exponentials, all relative to the best logit.
+__device__ __forceinline__ float chosen_weight(uint32_t scoring, float mine, float best, float total) {
+  return scoring == AMK_SCORING_SIGMOID ? __fdividef(1.f, 1.f + __expf(-mine)) : __fdividef(__expf(mine - best), total);
+}
 // Ranks the experts: the rank of one is its slot. Several threads share the comparisons of an expert, as many as there are for each.
 __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
@@ -102,9 +106,7 @@ __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& 
     total += sums[i];
   }
   if (w.thread < p.slots) {
-    float const mine = chosen[w.thread];
-    bool const sigmoid = p.scoring == AMK_SCORING_SIGMOID;
-    word_write(out, p.slots + w.thread, sigmoid ? __fdividef(1.f, 1.f + __expf(-mine)) : __fdividef(__expf(mine - best), total));
+    word_write(out, p.slots + w.thread, chosen_weight(p.scoring, chosen[w.thread], best, total));
   }
 }
 

@@ -66,6 +66,8 @@ pub const SOURCES: &[Source] = sources![
 /// own, so that the resident kernel does not change with them.
 pub const PREFILL_SOURCES: &[Source] = sources![
     "cuda/prefill_vectors.cuh",
+    "cuda/prefill_route.cuh",
+    "cuda/group_products.cuh",
     "cuda/prefill_unpack.cuh",
     "cuda/prefill_gemm.cuh",
     "cuda/prefill_attention.cuh",
@@ -169,19 +171,22 @@ pub struct PrefillVariant {
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
+    /// Bit n: the model needs the `Feature` of number n.
+    pub features: u32,
 }
 
 impl PrefillVariant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, unpack, head_dim, group, qk_norm } = *self;
+        let Self { dtype, unpack, head_dim, group, qk_norm, features } = *self;
         vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_UNPACK={unpack}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
+            format!("-DAMK_FEATURES={features}"),
         ]
     }
 }

@@ -27,12 +27,23 @@ const STEP_MAX: f64 = 1e-4;
 /// Queries, softmax weights and results of a chunk are f16 too.
 const CHUNK_MAX: f64 = 3e-3;
 
+/// What is run: a step, a prompt's chunk, or one with a score of each head beside those of its keys.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Step,
+    Chunk,
+    ChunkWithSinks,
+}
+use Way::{Chunk, ChunkWithSinks, Step};
+
 fn device_says(
     compiler: &str,
     (head_dim, group, normed): Heads,
-    chunks: bool,
+    way: Way,
     spoil: Option<(&str, &str)>,
 ) -> String {
+    let chunks = way != Step;
+    let sinks = u32::from(way == ChunkWithSinks);
     let mut sources =
         vec!["keys.cuh", "pages.cuh", "op_attention_merge.cuh", "features.cuh", "op_attention.cuh"];
     if chunks {
@@ -42,7 +53,7 @@ fn device_says(
         format!("-DAMK_HEAD_DIM={head_dim}"),
         format!("-DAMK_GROUP={group}"),
         format!("-DAMK_QK_NORM={normed}"),
-        "-DAMK_FEATURES=0".into(),
+        format!("-DAMK_FEATURES={}", sinks << abi::Feature::Sinks as u32),
         "-DAMK_SEQS=1".into(),
     ];
     let program = if chunks { "chunks" } else { "attention" };
@@ -60,7 +71,7 @@ fn error_of(said: &str) -> f64 {
 fn a_step_attends_with_heads_of_every_multiple_of_16() {
     let Some(compiler) = compiler() else { return };
     for heads in STEPS {
-        let said = device_says(&compiler, heads, false, None);
+        let said = device_says(&compiler, heads, Step, None);
         let error = error_of(&said);
         assert!(error <= STEP_MAX, "{heads:?}: {said}");
         let masks = said.split_whitespace().skip(1).map(|word| word.parse().expect("a number"));
@@ -74,7 +85,7 @@ fn a_step_attends_with_heads_of_every_multiple_of_16() {
         ((96, 1, 0), "room / ROW_ROOM", "room / ROW_BYTES"),
         ((80, 1, 0), "(ROW_CHUNKS & (0 - ROW_CHUNKS)) < 8", "false"),
     ] {
-        let error = error_of(&device_says(&compiler, heads, false, Some((from, to))));
+        let error = error_of(&device_says(&compiler, heads, Step, Some((from, to))));
         assert!(error > STEP_MAX, "{heads:?}: nobody notices {to} for {from}");
     }
 }
@@ -83,15 +94,22 @@ fn a_step_attends_with_heads_of_every_multiple_of_16() {
 fn a_chunk_attends_with_heads_of_every_multiple_of_16() {
     let Some(compiler) = compiler() else { return };
     for heads in CHUNKS {
-        let said = device_says(&compiler, heads, true, None);
+        let said = device_says(&compiler, heads, Chunk, None);
         assert!(error_of(&said) <= CHUNK_MAX, "{heads:?}: {said}");
+    }
+    let with_sinks = |spoil| error_of(&device_says(&compiler, (64, 2, 0), ChunkWithSinks, spoil));
+    assert!(with_sinks(None) <= CHUNK_MAX, "sinks");
+    let beside = "__ldg(a.sinks + a.head) * LOG2_E";
+    for (from, to) in [(beside, "__ldg(a.sinks + a.head)"), (beside, "__ldg(a.sinks) * LOG2_E")] {
+        let error = with_sinks(Some((from, to)));
+        assert!(error > CHUNK_MAX, "nobody notices {to} for {from}");
     }
     for (heads, from, to) in [
         ((96, 1, 0), "place = j * PART_BYTES", "place = 0"),
         ((96, 1, 0), "values + part * PART_BYTES", "values + 0 * part"),
         ((80, 1, 1), "token < tokens && head_lane(part)", "token < tokens"),
     ] {
-        let error = error_of(&device_says(&compiler, heads, true, Some((from, to))));
+        let error = error_of(&device_says(&compiler, heads, Chunk, Some((from, to))));
         assert!(error > CHUNK_MAX, "{heads:?}: nobody notices {to} for {from}");
     }
 }

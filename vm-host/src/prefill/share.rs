@@ -134,15 +134,24 @@ impl<'a> Runs<'a> {
             self.share(Shared::Attended, index, rows)?;
             self.each(|run| run.output(index, rows))?;
             self.share(Shared::Output, index, rows)?;
-            self.each(|run| run.gate_up(index, rows))?;
-            self.share(Shared::Hidden, index, rows)?;
-            self.each(|run| run.down(index, rows))?;
-            self.share(Shared::Down, index, rows)?;
+            self.mlp(index, rows)?;
             if last {
                 self.each(|run| run.logits(rows))?;
             }
         }
         Ok(())
+    }
+
+    /// The residual stream after a layer's MLP or experts. These are all on one device, so far.
+    fn mlp(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let of = |run: &Run<'_>| run.part.plan.layers[index].router.is_some();
+        if self.runs.first().is_some_and(of) {
+            return self.each(|run| run.experts(index, rows));
+        }
+        self.each(|run| run.gate_up(index, rows))?;
+        self.share(Shared::Hidden, index, rows)?;
+        self.each(|run| run.down(index, rows))?;
+        self.share(Shared::Down, index, rows)
     }
 
     /// The streams of all devices.

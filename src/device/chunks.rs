@@ -13,6 +13,10 @@ use crate::report;
 /// (docs/explanation/performance.md).
 const CHUNKS_FROM: usize = 16;
 
+/// The same for mixtures. Few tokens share an expert, so a short chunk reads almost the bytes of its steps, and unpacks
+/// codes besides (docs/lab/2026-11-27-prompts-of-mixtures.md, a prediction).
+const CHUNKS_OF_EXPERTS_FROM: usize = 32;
+
 impl Gpu<'_> {
     /// Sets how later prompts are run. The default is token by token.
     pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
@@ -24,7 +28,7 @@ impl Gpu<'_> {
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
             // Of several GPUs only two have run chunks, of small models: who wants them says so.
             (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
-            (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
+            (PrefillChoice::Auto, None) => Some(self.chunks_are_faster_from()),
             (PrefillChoice::Chunks, None) => Some(1),
         };
         if self.chunks_from.is_some() {
@@ -32,6 +36,11 @@ impl Gpu<'_> {
             self.compiling_prompts = Some(std::thread::spawn(compile));
         }
         Ok(())
+    }
+
+    fn chunks_are_faster_from(&self) -> usize {
+        let experts = self.context.graph().layers.iter().any(|layer| layer.gated().is_none());
+        if experts { CHUNKS_OF_EXPERTS_FROM } else { CHUNKS_FROM }
     }
 
     /// Waits until the kernels for chunks have been compiled, so that no prompt has to. A failure comes again with the first

@@ -33,6 +33,7 @@ mod unpack_tests;
 #[cfg(test)]
 pub(crate) use cached::row_swizzle;
 pub(crate) use cached::unpacked;
+pub use experts::ChunkRoutes;
 pub(crate) use experts::workspace_bytes;
 use part::{Part, Run};
 pub(crate) use share::Piece;
@@ -84,13 +85,16 @@ pub struct PrefillOptions {
     pub shape: GemmShape,
     /// Tokens per chunk at most; a multiple of 128.
     pub chunk: u32,
+    /// Experts of codes that are unpacked at once, at most. There is room for so many anyway that only tests want fewer.
+    pub experts: u32,
     /// Time every kernel. This slows the run down.
     pub profile: bool,
 }
 
 impl Default for PrefillOptions {
     fn default() -> Self {
-        Self { shape: GemmShape::Auto, chunk: CHUNK_TOKENS, profile: false }
+        let (shape, chunk) = (GemmShape::Auto, CHUNK_TOKENS);
+        Self { shape, chunk, experts: u32::MAX, profile: false }
     }
 }
 
@@ -219,7 +223,8 @@ impl Prefill {
     ) -> Result<Prefilled, HostError> {
         let runs = self.parts.iter().zip(streams).zip(pages).map(|((part, &stream), &pages)| {
             let marks = options.profile.then(Vec::new);
-            Run { part, stream, shape: options.shape, marks, flop: 0.0, pages }
+            let PrefillOptions { shape, experts, .. } = *options;
+            Run { part, stream, shape, experts, marks, flop: 0.0, pages }
         });
         let mut runs = Runs::new(runs.collect())?;
         let event = || streams[0].owner().within(Event::new);
@@ -250,6 +255,17 @@ impl Prefill {
         let first = runs.runs.swap_remove(0);
         let kernels = times(first.marks.unwrap_or_default())?;
         Ok(Prefilled { chunks: count, device_us: begin.elapsed_us(&end)?, flop, clamped, kernels })
+    }
+}
+
+impl Prefill {
+    /// The experts that the last chunk chose.
+    pub(crate) fn routes(
+        &self,
+        copier: &Copier,
+        count: u32,
+    ) -> Result<Vec<ChunkRoutes>, HostError> {
+        self.parts.first().map_or(Ok(Vec::new()), |part| part.routes(copier, count))
     }
 }
 

@@ -8,10 +8,10 @@ use ir::{Experts, FeedForward, Graph};
 use super::kernels::{Finish, choose_of_experts, gemm_block};
 use super::part::{Part, Products, Run, vector_bytes};
 use super::plan::{Packed, RouterPlan, unpacked_bytes};
-use super::share::Rows;
+use super::share::{Rows, rows_of_layer};
 use super::{CHUNK_TOKENS, GemmShape, HIDDEN_SCALE, SHAPES, X_COLS, chunk_tokens};
 use crate::error::HostError;
-use crate::memory::DeviceBuffer;
+use crate::memory::{Copier, DeviceBuffer};
 
 /// Places of an expert's tokens begin with a multiple (prefill_route.cuh).
 const PLACES: u32 = 8;
@@ -127,7 +127,7 @@ pub(super) struct ExpertBuffers {
     sizes: Sizes,
     logits: DeviceBuffer,
     /// Experts by token and slot, of each layer.
-    pub(super) chosen: DeviceBuffer,
+    chosen: DeviceBuffer,
     /// By token and slot, behind them that of the shared expert.
     weights: DeviceBuffer,
     /// Number of a choice among its expert's.
@@ -199,8 +199,41 @@ impl ExpertBuffers {
     }
 
     /// Address of the experts that the tokens of a layer chose.
-    pub(super) fn chosen_in(&self, layer: u32) -> u64 {
+    fn chosen_in(&self, layer: u32) -> u64 {
         self.chosen.address + u64::from(layer) * u64::from(self.sizes.choices()) * 4
+    }
+}
+
+/// The experts that the tokens of a chunk chose in one layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkRoutes {
+    /// The first token of the chunk that the layer ran: the last layer runs only those around the token whose logits are requested.
+    pub first: u32,
+    /// The experts of each token from there on, the best first.
+    pub chosen: Vec<Vec<u32>>,
+}
+
+impl Part {
+    /// What the last chunk chose, which had `count` tokens and logits: of each layer with experts.
+    pub(super) fn routes(
+        &self,
+        copier: &Copier,
+        count: u32,
+    ) -> Result<Vec<ChunkRoutes>, HostError> {
+        let Some(own) = &self.buffers.experts else { return Ok(Vec::new()) };
+        let mut all = Vec::new();
+        for (index, layer) in self.plan.layers.iter().enumerate() {
+            let Some(router) = &layer.router else { continue };
+            let rows = rows_of_layer(index, self.plan.layers.len(), count);
+            let words = (rows.count * router.slots) as usize;
+            let words: Vec<u32> = copier.values(own.chosen_in(router.number), words)?;
+            let tokens = words.chunks(router.slots.max(1) as usize);
+            all.push(ChunkRoutes {
+                first: rows.first,
+                chosen: tokens.map(<[u32]>::to_vec).collect(),
+            });
+        }
+        Ok(all)
     }
 }
 
@@ -342,9 +375,10 @@ impl Run<'_> {
         let (all, each) = (matrix.experts, matrix.expert_tiles());
         let bytes = u64::from(each) * matrix.tile_bytes();
         let at_once = match matrix.codes {
-            Some(_) => (self.part.buffers.unpacked.bytes / bytes).clamp(1, all.into()) as u32,
-            None => all,
+            Some(_) => (self.part.buffers.unpacked.bytes / bytes).min(self.experts.into()),
+            None => all.into(),
         };
+        let at_once = at_once.clamp(1, all.into()) as u32;
         let block = gemm_block(of.shape);
         let flop = 2.0 * f64::from(of.choices) * f64::from(matrix.cols) * f64::from(matrix.rows);
         let [_, first_block] = own.firsts();

@@ -81,6 +81,8 @@ pub(super) struct Run<'a> {
     pub(super) part: &'a Part,
     pub(super) stream: &'a Stream,
     pub(super) shape: GemmShape,
+    /// Experts that are unpacked at once, at most.
+    pub(super) experts: u32,
     /// Timed kernels: name, flop, begin and end.
     pub(super) marks: Option<Vec<(&'static str, f64, Event, Event)>>,
     pub(super) flop: f64,

@@ -20,18 +20,17 @@ const BLOCK_BYTES: u64 = 16;
 /// Experts that kernels have keys for in shared memory without asking for more than any kernel has.
 const EXPERTS_MAX: u32 = 1024;
 
-/// Why experts are not run in chunks, if they are not.
+/// Why experts or sinks are not run in chunks, if they are not.
 pub(super) fn refused(graph: &Graph, devices: u32) -> Option<&'static str> {
     let mut all = graph.layers.iter().filter_map(experts_of).peekable();
-    all.peek()?;
-    if devices > 1 {
-        return Some("experts run in chunks on one GPU only so far");
+    let sinks = graph.layers.iter().any(|layer| layer.attention.body.sinks.is_some());
+    if devices > 1 && (sinks || all.peek().is_some()) {
+        return Some("experts and sinks run in chunks on one GPU only so far");
     }
-    let many = all.any(|experts| experts.experts.len() > EXPERTS_MAX as usize);
-    if many || !graph.hidden.is_multiple_of(UNIT_ROWS) {
-        return Some("chunks have room for 1024 experts with whole tiles of 8 rows");
-    }
-    None
+    let fits = |experts: &Experts| {
+        experts.experts.len() <= EXPERTS_MAX as usize && graph.hidden.is_multiple_of(UNIT_ROWS)
+    };
+    (!all.all(fits)).then_some("chunks have room for 1024 experts with whole tiles of 8 rows")
 }
 
 fn experts_of(layer: &ir::Layer) -> Option<&Experts> {

@@ -1,7 +1,7 @@
 //! Prompts in chunks, run while the kernel is not resident.
 
 use search::{DeviceError, Handle};
-use vm_host::{PrefillOptions, Prefilled};
+use vm_host::{ChunkRoutes, PrefillOptions, Prefilled};
 
 use super::{Gpu, Machine, device_error};
 use crate::cli::PrefillChoice;
@@ -79,6 +79,14 @@ impl Gpu<'_> {
         });
         self.machine = Machine::Idle(Box::new(idle));
         done.map_err(device_error)
+    }
+
+    /// The experts that the last chunk chose, of so many tokens and with logits, while the kernel is not resident.
+    pub(crate) fn chunk_routes(&self, tokens: u32) -> Result<Vec<ChunkRoutes>, DeviceError> {
+        match &self.machine {
+            Machine::Idle(idle) => idle.chunk_routes(tokens).map_err(device_error),
+            Machine::Absent | Machine::Running(_) => Ok(Vec::new()),
+        }
     }
 
     /// Runs a prompt, or a part of it, in chunks, if it is long enough and the model's values are in their range.

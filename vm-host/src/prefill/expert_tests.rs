@@ -52,7 +52,7 @@ fn the_experts_of_a_chunk_are_those_that_its_tokens_choose() {
             "chosen_weight(AMK_SCORING_SIGMOID, row[0]",
         ),
         ("rank += i < warp ? of_warps[i] : 0;", "rank += i <= warp ? of_warps[i] : 0;"),
-        ("rank + __popc(bits & (1u << lane) - 1)", "rank + __popc(bits & (2u << lane) - 1)"),
+        ("rank + __popc(", "rank + 0 * __popc("),
         ("(all[i] + PLACES - 1) / PLACES * PLACES", "all[i]"),
         ("number += (all[i] + block - 1) / block;", "number += all[i] / block;"),
         (

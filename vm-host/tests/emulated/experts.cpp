@@ -113,12 +113,14 @@ static void combine() { amk_prefill_combine(residual, products, shared, places, 
 static void gate_up() {
   char const* const from = up + pass * UP_ROWS / 8 * UP_UNITS * 512;
   auto const kernel = shape == 0 ? amk_prefill_silu_small : amk_prefill_silu_middle;
-  kernel(hidden, gathered, from, up_bias, &clamped_flag, UP_UNITS, UP_ROWS / 8, CHOICES, ROOM, ROOM, 1.f / 64, nullptr, first_block, blocks, pass, pass == 0 ? 2 : EXPERTS - 2, limit);
+  uint32_t const experts = pass == 0 ? 2 : EXPERTS - 2;
+  kernel(hidden, gathered, from, up_bias, &clamped_flag, UP_UNITS, UP_ROWS / 8, CHOICES, ROOM, ROOM, 1.f / 64, nullptr, first_block, blocks, pass, experts, limit);
 }
 static void product() {
   char const* const from = down + pass * HIDDEN / 8 * DOWN_UNITS * 512;
   auto const kernel = shape == 0 ? amk_prefill_store_small : amk_prefill_store_middle;
-  kernel((char*)products, hidden, from, down_bias, &clamped_flag, DOWN_UNITS, HIDDEN / 8, CHOICES, HIDDEN, ROOM, 64.f, down_factors, first_block, blocks, pass, pass == 0 ? 2 : EXPERTS - 2, 0);
+  uint32_t const experts = pass == 0 ? 2 : EXPERTS - 2;
+  kernel((char*)products, hidden, from, down_bias, &clamped_flag, DOWN_UNITS, HIDDEN / 8, CHOICES, HIDDEN, ROOM, 64.f, down_factors, first_block, blocks, pass, experts, 0);
 }
 
 static void fill() {

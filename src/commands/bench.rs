@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use ir::Graph;
 use ir::schedule::ScheduleConfig;
 use reference_vm::accuracy::Accuracy;
 use search::{BUNDLE_SCHEMA, Bundle, DeviceInfo, LatencyKind, Samples, Side, Timing, Verdict};
@@ -287,7 +288,13 @@ impl<'a> Row<'a> {
         let tokens = f64::from(self.work.tokens());
         let info = measured.info.as_ref();
         let against = "f32 evaluation of the same weights";
-        let against = prompt.map_or(against, |_| "the same prompt token by token");
+        let against = match prompt {
+            None => against,
+            Some(_) if has_experts(context.graph()) => {
+                "f32 evaluation of the prompt's first tokens on the routes of their chunk"
+            }
+            Some(_) => "the same prompt token by token",
+        };
         let accuracy = measured.accuracy.map(|accuracy| accuracy_document(&accuracy, against));
         let per_token = measured.bytes.filter(|_| self.work == Work::Decode);
         let noise = info.map(|_| search::noise_floor(&measured.samples, self.args.seed));
@@ -400,6 +407,10 @@ pub(super) fn rounds<E>(
     }
     samples.clocks.all.extend(clocks());
     Ok(samples)
+}
+
+fn has_experts(graph: &Graph) -> bool {
+    graph.layers.iter().any(|layer| layer.gated().is_none())
 }
 
 fn accuracy_line(accuracy: &Accuracy) -> String {

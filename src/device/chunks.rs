@@ -1,7 +1,7 @@
 //! Prompts in chunks, run while the kernel is not resident.
 
 use search::{DeviceError, Handle};
-use vm_host::{PrefillOptions, Prefilled};
+use vm_host::{ChunkRoutes, PrefillOptions, Prefilled};
 
 use super::{Gpu, Machine, device_error};
 use crate::cli::PrefillChoice;
@@ -24,6 +24,8 @@ impl Gpu<'_> {
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
             // Of several GPUs only two have run chunks, of small models: who wants them says so.
             (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
+            // Chunks of mixtures have run on no GPU yet.
+            (PrefillChoice::Auto, None) if self.has_experts() => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };
@@ -32,6 +34,10 @@ impl Gpu<'_> {
             self.compiling_prompts = Some(std::thread::spawn(compile));
         }
         Ok(())
+    }
+
+    fn has_experts(&self) -> bool {
+        self.context.graph().layers.iter().any(|layer| layer.gated().is_none())
     }
 
     /// Waits until the kernels for chunks have been compiled, so that no prompt has to. A failure comes again with the first
@@ -70,6 +76,14 @@ impl Gpu<'_> {
         });
         self.machine = Machine::Idle(Box::new(idle));
         done.map_err(device_error)
+    }
+
+    /// The experts that the last chunk chose, of so many tokens and with logits, while the kernel is not resident.
+    pub(crate) fn chunk_routes(&self, tokens: u32) -> Result<Vec<ChunkRoutes>, DeviceError> {
+        match &self.machine {
+            Machine::Idle(idle) => idle.chunk_routes(tokens).map_err(device_error),
+            Machine::Absent | Machine::Running(_) => Ok(Vec::new()),
+        }
     }
 
     /// Runs a prompt, or a part of it, in chunks, if it is long enough and the model's values are in their range.

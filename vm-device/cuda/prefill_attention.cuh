@@ -26,6 +26,9 @@ struct Attend {
   uint16_t const* pages;
   uint32_t values;     // byte distance from a head's keys in a page to its values
   uint32_t pitch, tokens, heads, head, start, window;
+#if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
+  float const* sinks; // of the heads, or null
+#endif
 };
 
 // A thread's part of its warp's 16 queries: the first operand of STEPS products. It is kept in shared memory, behind the keys and values, and
@@ -190,6 +193,9 @@ __device__ __forceinline__ void attend_finish(Attend const& a, Summed& r, uint32
     float l = r.l[upper];
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
+#if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
+    l += a.sinks != nullptr ? exp2_fast(__ldg(a.sinks + a.head) * LOG2_E - r.m[upper]) : 0.f; // infinity leaves nothing of the values, rightly
+#endif
     float const inverse = 1.f / l;
     uint32_t const token = token0 + upper * 8 + lane / 4;
     if (token < a.tokens) {
@@ -239,8 +245,15 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
   attend_finish(a, r, token0);
 }
 
+#if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
+#define AMK_SINKS_PARAMETER , float const* sinks
+#define AMK_SINKS , sinks
+#else
+#define AMK_SINKS_PARAMETER
+#define AMK_SINKS
+#endif
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, AMK_HEAD_DIM <= 64 ? 4 : 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t pitch, uint32_t tokens,
-                                                                                    uint32_t kv_heads, uint32_t start, uint32_t window) {
+                                                                                    uint32_t kv_heads, uint32_t start, uint32_t window AMK_SINKS_PARAMETER) {
   uint32_t const heads = kv_heads * AMK_GROUP, head = blockIdx.x % heads, run_bytes = PAGE_KEYS * ROW_BYTES;
-  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, pitch, tokens, heads, head, start, window}, blockIdx.x / heads);
+  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, pitch, tokens, heads, head, start, window AMK_SINKS}, blockIdx.x / heads);
 }

@@ -18,6 +18,14 @@ struct Gemm {
   uint32_t* clamped;   // set if an element of the hidden layer is out of range
   uint32_t units, tiles, tokens, stride, pitch;
   float scale; // of the products
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  // Of experts: the number of the first block of tokens of each, and the blocks, or null (prefill_route.cuh). `weights` begin with the first of
+  // `experts` experts, `bias` with expert 0; each has `tiles` tiles.
+  uint32_t const* first_block;
+  uint4 const* blocks;
+  uint32_t first_expert, experts;
+  float limit; // of a clamped activation, or 0
+#endif
 };
 
 // Shape of a block: TOKENS by 64 rows for each of GROUPS warpgroups. Two of them take registers from the producer's warpgroup.
@@ -29,6 +37,9 @@ template <uint32_t TOKENS_, uint32_t GROUPS, uint32_t STAGES_> struct GemmShape 
 
 struct GemmTile {
   uint32_t token0, tile0;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  uint32_t expert = 0, end = 0; // of the expert's tokens
+#endif
 };
 
 // Work of a block: tiles of the product, over tokens first, so that blocks which run at the same time share weights.
@@ -39,6 +50,49 @@ template <typename Shape> __device__ __forceinline__ GemmTile gemm_tile(Gemm con
 template <typename Shape> __device__ __forceinline__ uint32_t gemm_tiles(Gemm const& g) {
   return (g.tokens + Shape::TOKENS - 1) / Shape::TOKENS * ((g.tiles + Shape::TILES - 1) / Shape::TILES);
 }
+
+// The work of all blocks, and the product that a tile of it belongs to.
+template <typename Shape, bool EXPERTS> struct GemmWork {
+  Gemm const& g;
+  __device__ __forceinline__ explicit GemmWork(Gemm const& all) : g(all) {}
+  __device__ __forceinline__ uint32_t tiles() const { return gemm_tiles<Shape>(g); }
+  __device__ __forceinline__ GemmTile tile(uint32_t index) const { return gemm_tile<Shape>(g, index); }
+  __device__ __forceinline__ Gemm const& of(GemmTile const&) const { return g; }
+};
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+// Of experts over rows first: an expert has few blocks of tokens, which share its weights and are near each other all the same.
+template <typename Shape> struct GemmWork<Shape, true> {
+  Gemm const& g;
+  uint32_t row_blocks, first = 0, count;
+  __device__ __forceinline__ explicit GemmWork(Gemm const& all) : g(all), row_blocks((all.tiles + Shape::TILES - 1) / Shape::TILES) {
+    if (g.blocks != nullptr) {
+      first = g.first_block[g.first_expert];
+      count = (g.first_block[g.first_expert + g.experts] - first) * row_blocks;
+    } else {
+      count = gemm_tiles<Shape>(g);
+    }
+  }
+  __device__ __forceinline__ uint32_t tiles() const { return count; }
+  __device__ __forceinline__ GemmTile tile(uint32_t index) const {
+    if (g.blocks == nullptr) {
+      return gemm_tile<Shape>(g, index);
+    }
+    uint4 const block = g.blocks[first + index / row_blocks];
+    return GemmTile{block.y, index % row_blocks * Shape::TILES, block.x, block.z};
+  }
+  __device__ __forceinline__ Gemm of(GemmTile const& place) const {
+    Gemm one = g;
+    if (g.blocks != nullptr) {
+      one.weights += (uint64_t)(place.expert - g.first_expert) * g.tiles * g.units * AMK_UNIT_BYTES;
+      one.bias += g.bias != nullptr ? (uint64_t)place.expert * g.tiles * AMK_UNIT_ROWS : 0;
+      one.tokens = place.end;
+    }
+    return one;
+  }
+};
+#endif
+// Experts' products are stored and summed later, none is added to the residual stream.
+constexpr bool of_experts(Epilogue kind) { return ROUTES && kind != EPILOGUE_RESIDUAL; }
 
 // Place in the ring of stages. Stages are followed by their barriers: `full`, then `empty`.
 template <typename Shape> struct Stages {
@@ -65,14 +119,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 
 // A producer warp: one of its threads copies two units of each of its tiles of rows, and the columns of its part of the tokens. Copies of
 // several threads of a warp would be started one after the other by a loop, 50 cycles and more each.
-template <typename Shape> __device__ __forceinline__ void gemm_produce(Gemm const& g) {
+template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_produce(Gemm const& all) {
   constexpr uint32_t TILES = Shape::TILES / Shape::PRODUCERS, X_PART = Shape::X_BYTES / Shape::PRODUCERS;
   uint32_t const warp = __shfl_sync(~0u, threadIdx.x / 32 - Shape::CONSUMERS / 32, 0);
   bool const elected = warp_elect();
+  GemmWork<Shape, of_experts(KIND)> const work(all);
   Stages<Shape> stage;
 #pragma unroll 1
-  for (uint32_t index = blockIdx.x; index < gemm_tiles<Shape>(g); index += gridDim.x) {
-    GemmTile const place = gemm_tile<Shape>(g, index);
+  for (uint32_t index = blockIdx.x; index < work.tiles(); index += gridDim.x) {
+    GemmTile const place = work.tile(index);
+    Gemm const& g = work.of(place);
     uint32_t const tile0 = place.tile0 + warp * TILES, left = tile0 < g.tiles ? g.tiles - tile0 : 0, tiles = left < TILES ? left : TILES;
     char const* x = g.x + (uint64_t)place.token0 * X_ROW_BYTES + warp * X_PART;
     char const* weights = g.weights + (uint64_t)tile0 * g.units * AMK_UNIT_BYTES;
@@ -122,45 +178,16 @@ template <Epilogue KIND> __device__ __forceinline__ void weights_load(Weights& w
   }
 }
 
-// wgmma descriptor of an operand in shared memory: rows of 128, 64 or 32 bytes, 8 rows after 8 rows, whose 16-byte chunks are permuted by the
-// row's number as the hardware has it (its swizzle of as many bytes).
-template <uint32_t ROW> __device__ __forceinline__ uint64_t operand(uint32_t at) {
-  constexpr uint64_t SWIZZLE = ROW == 128 ? 1 : ROW == 64 ? 2 : 3;
-  return (uint64_t)(at >> 4) | 1ull << 16 | (uint64_t)(8 * ROW >> 4) << 32 | SWIZZLE << 62;
-}
-
-__device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <uint32_t LEFT> __device__ __forceinline__ void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
-
-// c += a . b for a 64x16 a, and a b with 8 columns per tile of c. Rows of b in shared memory are its columns, or, if TRANSPOSED, its rows. A warp
-// has 16 rows; a thread of it has columns lane % 4 * 2 and the next of each tile, of row lane / 4 and then of row lane / 4 + 8.
-#define AMK_C2(J) "+f"(c[J][0]), "+f"(c[J][1]), "+f"(c[J][2]), "+f"(c[J][3]), "+f"(c[J + 1][0]), "+f"(c[J + 1][1]), "+f"(c[J + 1][2]), "+f"(c[J + 1][3])
-#define AMK_C4(J) AMK_C2(J), AMK_C2(J + 2)
-#define AMK_C8(J) AMK_C4(J), AMK_C4(J + 4)
-#define AMK_REGISTERS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define AMK_REGISTERS_16 AMK_REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define AMK_REGISTERS_32 AMK_REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define AMK_REGISTERS_64 AMK_REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define AMK_REGISTERS_128 AMK_REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"\
-  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define AMK_GROUP_MULTIPLY(TILES, COLUMNS, REGISTERS, A, B, T, ...)                                                                                                     \
-  template <bool TRANSPOSED = false> __device__ __forceinline__ void group_multiply(float (&c)[TILES][4], uint32_t const (&a)[4], uint64_t b) {                        \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" REGISTERS "}, {" A "}, " B ", 1, 1, 1, " T ";"                                        \
-                 : __VA_ARGS__                                                                                                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((uint32_t)TRANSPOSED));                                                                      \
-  }
-AMK_GROUP_MULTIPLY(2, "16", AMK_REGISTERS_8, "%8,%9,%10,%11", "%12", "%13", AMK_C2(0))
-AMK_GROUP_MULTIPLY(4, "32", AMK_REGISTERS_16, "%16,%17,%18,%19", "%20", "%21", AMK_C4(0))
-AMK_GROUP_MULTIPLY(8, "64", AMK_REGISTERS_32, "%32,%33,%34,%35", "%36", "%37", AMK_C8(0))
-AMK_GROUP_MULTIPLY(16, "128", AMK_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69", AMK_C8(0), AMK_C8(8))
-AMK_GROUP_MULTIPLY(32, "256", AMK_REGISTERS_128, "%128,%129,%130,%131", "%132", "%133", AMK_C8(0), AMK_C8(8), AMK_C8(16), AMK_C8(24))
-#undef AMK_GROUP_MULTIPLY
-
 // A row's products as they are meant.
 __device__ __forceinline__ float row_factor(Gemm const& g, uint32_t row) { return g.factors != nullptr ? g.factors[row] : 1.f; }
 
-__device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
+// A limit of 0 clamps nothing.
+__device__ __forceinline__ float silu_mul(float gate, float up, float limit) {
+  if constexpr (has_feature(AMK_FEATURE_CLAMPED_SILU)) {
+    return gated(gate, up, limit != 0.f ? AMK_ACTIVATION_CLAMPED_SILU : AMK_ACTIVATION_SILU, limit);
+  }
+  return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
 
 // Stores the hidden layer's elements of a tile of gate rows and one of up rows. Threads of neighbouring rows exchange one of two tokens, to
 // write neighbouring columns.
@@ -173,9 +200,14 @@ template <uint32_t TOKEN_TILES> __device__ __forceinline__ void finish_silu(Gemm
   float const of_gate = row_factor(g, row), of_up = row_factor(g, row + AMK_UNIT_ROWS);
   char* const to = x_place(g.out, g.stride, token, tile / 2 * AMK_UNIT_ROWS + (i & 6));
   bool beyond = false;
+#if AMK_FEATURES >> AMK_FEATURE_CLAMPED_SILU & 1
+  float const limit = g.limit;
+#else
+  constexpr float limit = 0.f;
+#endif
 #pragma unroll
   for (uint32_t j = 0; j < TOKEN_TILES; ++j) {
-    float const v0 = silu_mul(c[j][0] * of_gate + gate, c[j][2] * of_up + up) * g.scale, v1 = silu_mul(c[j][1] * of_gate + gate, c[j][3] * of_up + up) * g.scale;
+    float const v0 = silu_mul(c[j][0] * of_gate + gate, c[j][2] * of_up + up, limit) * g.scale, v1 = silu_mul(c[j][1] * of_gate + gate, c[j][3] * of_up + up, limit) * g.scale;
     float const other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4), low = odd ? other : v0, high = odd ? v1 : other;
     if (token + j * 8 < g.tokens) {
       beyond |= !(fmaxf(fabsf(low), fabsf(high)) <= 65504.f);
@@ -241,12 +273,14 @@ __device__ __forceinline__ void gemm_step(Gemm const& g, float (&c)[TOKEN_TILES]
   }
 }
 
-template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_consume(Gemm const& g) {
+template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_consume(Gemm const& all) {
   uint32_t const warp = threadIdx.x / 32;
+  GemmWork<Shape, of_experts(KIND)> const work(all);
   Stages<Shape> stage;
 #pragma unroll 1
-  for (uint32_t index = blockIdx.x; index < gemm_tiles<Shape>(g); index += gridDim.x) {
-    GemmTile const place = gemm_tile<Shape>(g, index);
+  for (uint32_t index = blockIdx.x; index < work.tiles(); index += gridDim.x) {
+    GemmTile const place = work.tile(index);
+    Gemm const& g = work.of(place);
     float c[Shape::TOKENS / 8][4] = {};
     Weights even, odd;
     barrier_wait(stage.full(), stage.parity);
@@ -282,12 +316,12 @@ template <typename Shape, Epilogue KIND> __device__ __forceinline__ void gemm_bl
   __syncthreads();
   if (threadIdx.x >= Shape::CONSUMERS) {
     if (Shape::THREADS % 128 == 0) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+      registers_give<40>();
     }
-    gemm_produce<Shape>(g);
+    gemm_produce<Shape, KIND>(g);
   } else {
     if (Shape::THREADS % 128 == 0) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+      registers_take<232>();
     }
     gemm_consume<Shape, KIND>(g);
   }
@@ -297,18 +331,25 @@ using WideShape = GemmShape<256, 2, 4>;
 using MiddleShape = GemmShape<128, 2, 6>;
 using SmallShape = GemmShape<64, 1, 4>; // for short prompts: more blocks, each of which reads less
 
-#if AMK_UNPACK != 1
+#if AMK_UNPACK != 1 || AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
 #define AMK_FACTORS_PARAMETER , float const* factors
 #define AMK_FACTORS factors
 #else
 #define AMK_FACTORS_PARAMETER
 #define AMK_FACTORS nullptr
 #endif
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+#define AMK_EXPERTS_PARAMETERS , uint32_t const *first_block, uint4 const *blocks, uint32_t first_expert, uint32_t experts, float limit
+#define AMK_EXPERTS , first_block, blocks, first_expert, experts, limit
+#else
+#define AMK_EXPERTS_PARAMETERS
+#define AMK_EXPERTS
+#endif
 #define AMK_PREFILL_GEMM(NAME, SHAPE, BLOCKS_SM, KIND)                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(SHAPE::THREADS, BLOCKS_SM)                                                                                              \
       NAME(char* out, char const* x, char const* weights, float const* bias, uint32_t* clamped, uint32_t units, uint32_t tiles, uint32_t tokens, uint32_t stride,      \
-           uint32_t pitch, float scale AMK_FACTORS_PARAMETER) {                                                                                                                              \
-    gemm_block<SHAPE, KIND>(Gemm{x, weights, out, bias, AMK_FACTORS, clamped, units, tiles, tokens, stride, pitch, scale});                                                         \
+           uint32_t pitch, float scale AMK_FACTORS_PARAMETER AMK_EXPERTS_PARAMETERS) {                                                                                    \
+    gemm_block<SHAPE, KIND>(Gemm{x, weights, out, bias, AMK_FACTORS, clamped, units, tiles, tokens, stride, pitch, scale AMK_EXPERTS});                                  \
   }
 #define AMK_PREFILL_GEMMS(SHAPE, NAME, BLOCKS_SM)                                                                                                                       \
   AMK_PREFILL_GEMM(amk_prefill_store_##NAME, SHAPE, BLOCKS_SM, EPILOGUE_STORE)                                                                                         \

@@ -60,13 +60,27 @@ template <uint32_t UNPACK> __device__ __forceinline__ bool unit_unpack(char* out
   return inside;
 }
 
-// One warp per unit of codes. `units`: of a tile of the result. `beyond` is set if a value is out of the range of f16.
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+#define AMK_COUNTS_PARAMETERS , uint32_t const *counts, uint32_t expert_tiles
+#else
+#define AMK_COUNTS_PARAMETERS
+#endif
+// One warp per unit of codes. `units`: of a tile of the result. `beyond` is set if a value is out of the range of f16. Of experts, which have
+// `expert_tiles` tiles and the same factors each, those that no token has chosen are left out.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_unpack(char* out, char const* codes, float const* factors, uint32_t* beyond, uint32_t unpack,
-                                                                               uint32_t code_units, uint32_t units, uint32_t tiles, uint32_t rows) {
-  uint32_t const lane = threadIdx.x % 32, number = (blockIdx.x * PREFILL_THREADS + threadIdx.x) / 32, tile = number / code_units, row = tile * AMK_UNIT_ROWS + lane / 4;
+                                                                               uint32_t code_units, uint32_t units, uint32_t tiles, uint32_t rows AMK_COUNTS_PARAMETERS) {
+  uint32_t const lane = threadIdx.x % 32, number = (blockIdx.x * PREFILL_THREADS + threadIdx.x) / 32, tile = number / code_units;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  if (tile >= tiles || (counts != nullptr && counts[tile / expert_tiles] == 0)) {
+    return;
+  }
+  uint32_t const row = tile % expert_tiles * AMK_UNIT_ROWS + lane / 4;
+#else
+  uint32_t const row = tile * AMK_UNIT_ROWS + lane / 4;
   if (tile >= tiles) {
     return;
   }
+#endif
   with_unpack(unpack, [&](auto kind) {
     constexpr uint32_t UNPACK = decltype(kind)::value;
     if constexpr (UNPACK != AMK_UNPACK_NONE) {

@@ -14,13 +14,6 @@ static_assert(X_COLS == 2 * UNIT_COLS, "two units of a matrix go with a row");
 
 extern __shared__ __align__(1024) char prefill_memory[];
 
-// True for one thread of a warp, and the compiler knows it: such a thread starts copies without a loop over the warp.
-__device__ __forceinline__ bool warp_elect() {
-  uint32_t one;
-  asm volatile("{ .reg .pred q; elect.sync _|q, 0xffffffff; selp.u32 %0, 1, 0, q; }" : "=r"(one));
-  return one != 0;
-}
-
 // Converts two weights to f16: bf16 exactly from 2^-17 on, and below that within 2^-25.
 __device__ __forceinline__ uint32_t to_f16(uint32_t pair) {
 #if AMK_DTYPE == AMK_DTYPE_BF16

@@ -27,6 +27,11 @@ struct RouteWords {
 };
 __device__ __forceinline__ RouteWords route_words(Worker const& w, StagedTask const& st) { return RouteWords{buffer_words(w, aside(st)), aside(st).units / 2}; }
 
+// Weight of an expert with the logit `mine`; `total` is the sum of exponentials, all relative to the best logit.
+__device__ __forceinline__ float chosen_weight(uint32_t scoring, float mine, float best, float total) {
+  return scoring == AMK_SCORING_SIGMOID ? __fdividef(1.f, 1.f + __expf(-mine)) : __fdividef(__expf(mine - best), total);
+}
+
 // Ranks the experts: the rank of one is its slot. One warp does, as for the loaders, so that both choose the same.
 __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& st, amk_route_params const& p) {
   Words const in = buffer_words(w, st.buffer[0]), out = buffer_words(w, st.buffer[AMK_READS_STAGED]);
@@ -64,9 +69,7 @@ __device__ __forceinline__ void route_choose(Worker const& w, StagedTask const& 
     total += sums[i];
   }
   if (w.thread < p.slots) {
-    float const mine = chosen[w.thread];
-    bool const sigmoid = p.scoring == AMK_SCORING_SIGMOID;
-    word_write(out, p.slots + w.thread, sigmoid ? __fdividef(1.f, 1.f + __expf(-mine)) : __fdividef(__expf(mine - best), total));
+    word_write(out, p.slots + w.thread, chosen_weight(p.scoring, chosen[w.thread], best, total));
   }
 }
 

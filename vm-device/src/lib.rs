@@ -69,6 +69,8 @@ pub const SOURCES: &[Source] = sources![
 /// own, so that the resident kernel does not change with them.
 pub const PREFILL_SOURCES: &[Source] = sources![
     "cuda/prefill_vectors.cuh",
+    "cuda/prefill_route.cuh",
+    "cuda/group_products.cuh",
     "cuda/prefill_unpack.cuh",
     "cuda/prefill_gemm.cuh",
     "cuda/prefill_attention.cuh",
@@ -172,7 +174,7 @@ pub struct PrefillVariant {
     pub group: u32,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
-    /// Bit n: the `Feature` of number n; of those that these kernels have, which is that of key/value caches.
+    /// Bit n: the model needs the `Feature` of number n; of those that these kernels have.
     pub features: u32,
 }
 

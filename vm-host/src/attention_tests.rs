@@ -42,12 +42,23 @@ const CODES_SPOILED: [(&str, &str); 9] = [
     ("row_encode(fresh_value(w));", ""),
 ];
 
+/// What is run: a step, a prompt's chunk, or one with a score of each head beside those of its keys.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Step,
+    Chunk,
+    ChunkWithSinks,
+}
+use Way::{Chunk, ChunkWithSinks, Step};
+
 fn device_says(
     compiler: &str,
     (head_dim, group, normed): Heads,
-    (chunks, kv): (bool, KvDtype),
+    (way, kv): (Way, KvDtype),
     spoil: Option<(&str, &str)>,
 ) -> String {
+    let chunks = way != Step;
+    let sinks = u32::from(way == ChunkWithSinks);
     let mut sources = vec!["keys.cuh", "pages.cuh", "op_attention_merge.cuh", "features.cuh"];
     sources.extend(["cache_rows.cuh", "op_attention.cuh"]);
     if chunks {
@@ -57,7 +68,10 @@ fn device_says(
         format!("-DAMK_HEAD_DIM={head_dim}"),
         format!("-DAMK_GROUP={group}"),
         format!("-DAMK_QK_NORM={normed}"),
-        format!("-DAMK_FEATURES={}", crate::compile::kv_feature(kv)),
+        format!(
+            "-DAMK_FEATURES={}",
+            crate::compile::kv_feature(kv) | sinks << abi::Feature::Sinks as u32
+        ),
         "-DAMK_SEQS=1".into(),
     ];
     let program = if chunks { "chunks" } else { "attention" };
@@ -75,7 +89,7 @@ fn error_of(said: &str) -> f64 {
 fn a_step_attends_with_heads_of_every_multiple_of_16() {
     let Some(compiler) = compiler() else { return };
     for (kv, heads) in KvDtype::ALL.into_iter().flat_map(|kv| STEPS.map(|heads| (kv, heads))) {
-        let said = device_says(&compiler, heads, (false, kv), None);
+        let said = device_says(&compiler, heads, (Step, kv), None);
         let error = error_of(&said);
         assert!(error <= STEP_MAX, "{kv:?} {heads:?}: {said}");
         let masks = said.split_whitespace().skip(1).map(|word| word.parse().expect("a number"));
@@ -90,12 +104,12 @@ fn a_step_attends_with_heads_of_every_multiple_of_16() {
         ((96, 1, 0), "room / ROW_ROOM", "room / ROW_BYTES"),
         ((80, 1, 0), "(HEAD_CHUNKS & (0 - HEAD_CHUNKS)) < 8", "false"),
     ] {
-        let wide = (false, KvDtype::F16);
+        let wide = (Step, KvDtype::F16);
         let error = error_of(&device_says(&compiler, heads, wide, Some((from, to))));
         assert!(error > STEP_MAX, "{heads:?}: nobody notices {to} for {from}");
     }
     for (from, to) in CODES_SPOILED {
-        let coded = (false, KvDtype::E4m3);
+        let coded = (Step, KvDtype::E4m3);
         let error = error_of(&device_says(&compiler, (64, 2, 1), coded, Some((from, to))));
         assert!(error > STEP_MAX, "nobody notices {to} for {from}");
     }
@@ -105,15 +119,24 @@ fn a_step_attends_with_heads_of_every_multiple_of_16() {
 fn a_chunk_attends_with_heads_of_every_multiple_of_16() {
     let Some(compiler) = compiler() else { return };
     for (kv, heads) in KvDtype::ALL.into_iter().flat_map(|kv| CHUNKS.map(|heads| (kv, heads))) {
-        let said = device_says(&compiler, heads, (true, kv), None);
+        let said = device_says(&compiler, heads, (Chunk, kv), None);
         assert!(error_of(&said) <= CHUNK_MAX, "{kv:?} {heads:?}: {said}");
+    }
+    let with_sinks = |spoil| {
+        error_of(&device_says(&compiler, (64, 2, 0), (ChunkWithSinks, KvDtype::F16), spoil))
+    };
+    assert!(with_sinks(None) <= CHUNK_MAX, "sinks");
+    let beside = "__ldg(a.sinks + a.head) * LOG2_E";
+    for (from, to) in [(beside, "__ldg(a.sinks + a.head)"), (beside, "__ldg(a.sinks) * LOG2_E")] {
+        let error = with_sinks(Some((from, to)));
+        assert!(error > CHUNK_MAX, "nobody notices {to} for {from}");
     }
     for (heads, from, to) in [
         ((96, 1, 0), "place = j * PART_BYTES", "place = 0"),
         ((96, 1, 0), "values + part * PART_BYTES", "values + 0 * part"),
         ((80, 1, 1), "token < tokens && head_lane(part)", "token < tokens"),
     ] {
-        let wide = (true, KvDtype::F16);
+        let wide = (Chunk, KvDtype::F16);
         let error = error_of(&device_says(&compiler, heads, wide, Some((from, to))));
         assert!(error > CHUNK_MAX, "{heads:?}: nobody notices {to} for {from}");
     }
@@ -122,7 +145,7 @@ fn a_chunk_attends_with_heads_of_every_multiple_of_16() {
         ("if (part == 0)", "if (false)"),
         ("head < heads + kv_heads ? u[i] : x[i]", "x[i]"),
     ] {
-        let coded = (true, KvDtype::E4m3);
+        let coded = (Chunk, KvDtype::E4m3);
         let error = error_of(&device_says(&compiler, (64, 2, 1), coded, Some((from, to))));
         assert!(error > CHUNK_MAX, "nobody notices {to} for {from}");
     }

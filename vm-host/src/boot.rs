@@ -15,7 +15,7 @@ use crate::error::HostError;
 use crate::load::{DeviceResidents, constant_key, constant_values, rope_table};
 use crate::memory::{Copier, DeviceBuffer, HostBuffer};
 use crate::pages::{KvPool, PageLayout, PageTables, cached_layers, pool_pages};
-use crate::prefill::unpacked_bytes;
+use crate::prefill::workspace_bytes;
 use crate::region::region_bytes;
 use crate::sampling::SamplingMemory;
 use crate::weight_stream::Streaming;
@@ -97,14 +97,16 @@ pub(crate) fn place_matrices(
 /// Number of pages that fit on every GPU.
 pub(crate) fn check_cards(
     cards: &Cards,
+    graph: &Graph,
     program: &Program,
     options: &BootOptions,
     seqs: u32,
 ) -> Result<u32, HostError> {
+    let prompts = workspace_bytes(graph, program.kv_capacity);
     let mut pages = u32::MAX;
     for (first, context) in cards.iter() {
         let here = (first..first + cards.per_card(), context.free_bytes()?);
-        pages = pages.min(check_memory(program, options, seqs, here)?);
+        pages = pages.min(check_memory(program, options, (seqs, prompts), here)?);
     }
     Ok(pages)
 }
@@ -156,11 +158,11 @@ pub(crate) fn check_shape(graph: &Graph, options: &BootOptions) -> Result<(), Ho
 const SPARE_BYTES: u64 = 2 << 30;
 
 /// Number of pages of the caches, without page zero. What does not fit is refused before anything is allocated. `devices` are those of a GPU
-/// that has so much free memory.
+/// that has so much free memory, and `prompts` the bytes of each for prompts in chunks.
 fn check_memory(
     program: &Program,
     options: &BootOptions,
-    seqs: u32,
+    (seqs, prompts): (u32, u64),
     (devices, free): (Range<u32>, u64),
 ) -> Result<u32, HostError> {
     let sessions = options.sessions;
@@ -176,9 +178,9 @@ fn check_memory(
     };
     let logits = logits_bytes(options, seqs, program.dims.vocab);
     let sampling = SamplingMemory::bytes(options.sessions, program.dims.vocab);
-    let unpacked = devices.len() as u64 * unpacked_bytes(&program.matrices);
+    let prompts = devices.len() as u64 * prompts;
     let needed =
-        devices.map(of_each).sum::<u64>() + page + logits + sampling + unpacked + (256 << 20);
+        devices.map(of_each).sum::<u64>() + page + logits + sampling + prompts + (256 << 20);
     let room = free.saturating_sub(needed) / page;
     let spare = SPARE_BYTES.div_ceil(page);
     match pool_pages(options.kv_pool, (sessions, program.kv_capacity), room, spare) {
@@ -275,23 +277,25 @@ mod tests {
             lower::lower(&valid, &model.graph, &target, lower::Options { kv_capacity: 64 });
         let program = lowered.expect("it lowers");
         let options = BootOptions::default();
-        assert!(check_memory(&program, &options, 1, (0..1, 80 << 30)).is_ok());
-        let error = check_memory(&program, &options, 1, (0..1, 1 << 20)).expect_err("a megabyte");
+        assert!(check_memory(&program, &options, (1, 0), (0..1, 80 << 30)).is_ok());
+        let error =
+            check_memory(&program, &options, (1, 0), (0..1, 1 << 20)).expect_err("a megabyte");
         let HostError::OutOfMemory { needed, free } = error else { panic!("{error}") };
         assert_eq!(free, 1 << 20);
         assert!(needed > options.program_bytes * crate::PROGRAMS_MAX as u64);
         assert!(
-            check_memory(&program, &options, 1, (0..1, needed)).is_ok(),
+            check_memory(&program, &options, (1, 0), (0..1, needed)).is_ok(),
             "exactly enough is enough"
         );
         let more = BootOptions { sessions: 8, ..options };
-        let error =
-            check_memory(&program, &more, 1, (0..1, needed)).expect_err("sessions have caches");
+        let error = check_memory(&program, &more, (1, 0), (0..1, needed))
+            .expect_err("sessions have caches");
         let HostError::OutOfMemory { needed, .. } = error else { panic!("{error}") };
         let layout = PageLayout::of(&program, 0..program.dims.kv_heads);
         let page = cached_layers(&program) * layout.page_bytes();
         let (page, pages) = (page, |kv_pool, free| {
-            check_memory(&program, &BootOptions { kv_pool, ..more.clone() }, 1, (0..1, free)).ok()
+            check_memory(&program, &BootOptions { kv_pool, ..more.clone() }, (1, 0), (0..1, free))
+                .ok()
         });
         assert_eq!(pages(KvPool::Full, needed), Some(8), "64 positions each");
         assert_eq!(pages(KvPool::Full, needed - 1), None);
@@ -300,7 +304,10 @@ mod tests {
         let spared = needed + SPARE_BYTES.next_multiple_of(page);
         assert_eq!(pages(KvPool::Fitting, spared - 5 * page), Some(3));
         assert_eq!(pages(KvPool::Positions(1), needed - 7 * page), Some(1));
-        assert!(check_memory(&program, &more, 2, (0..1, needed)).is_err(), "sequences have logits");
+        assert!(
+            check_memory(&program, &more, (2, 0), (0..1, needed)).is_err(),
+            "sequences have logits"
+        );
         assert!(error.to_string().contains("nothing was allocated"), "{error}");
     }
 }

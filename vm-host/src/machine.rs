@@ -168,7 +168,7 @@ impl Idle {
         let info = cards.info()?;
         check_shape(graph, &options)?;
         check_devices(devices, variant, &options)?;
-        let pages = check_cards(&cards, program, &options, variant.seqs)?;
+        let pages = check_cards(&cards, graph, program, &options, variant.seqs)?;
         let compute = cards.on_cards(Stream::new)?;
         let modules = cards.on_cards(|| Ok(load_module(variant, &info)?.0))?;
         modules.iter().zip(&compute).try_for_each(|(module, stream)| probe_abi(module, stream))?;

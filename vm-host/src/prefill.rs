@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use abi::ATTEND_TOKENS;
+use abi::{ATTEND_TOKENS, Feature};
 use ir::program::PackedModel;
 use ir::{DType, Graph};
 use vm_device::PrefillVariant;
@@ -20,6 +20,9 @@ use crate::load::Residents;
 use crate::memory::Copier;
 
 mod cached;
+#[cfg(test)]
+mod expert_tests;
+mod experts;
 mod kernels;
 mod part;
 mod plan;
@@ -30,8 +33,9 @@ mod unpack_tests;
 #[cfg(test)]
 pub(crate) use cached::row_swizzle;
 pub(crate) use cached::unpacked;
+pub use experts::ChunkRoutes;
+pub(crate) use experts::workspace_bytes;
 use part::{Part, Run};
-pub(crate) use plan::unpacked_bytes;
 pub(crate) use share::Piece;
 use share::{Runs, whole_blocks};
 
@@ -52,6 +56,11 @@ const HIDDEN_SCALE: f32 = 1.0 / 64.0;
 const CHUNK_HEAD_MAX: u32 = 128;
 /// Bytes of an element of queries, keys and values.
 const HALF_BYTES: u32 = 2;
+/// Features of models that the kernels have. Bit n: the feature of number n.
+const FEATURES: u32 = 1 << Feature::Route as u32
+    | 1 << Feature::Sinks as u32
+    | 1 << Feature::ClampedSilu as u32
+    | 1 << Feature::KvE4m3 as u32;
 /// Limit for one chunk. It takes milliseconds; nothing in it waits.
 const CHUNK_LIMIT: Duration = Duration::from_secs(20);
 
@@ -78,13 +87,16 @@ pub struct PrefillOptions {
     pub shape: GemmShape,
     /// Tokens per chunk at most; a multiple of 128.
     pub chunk: u32,
+    /// Experts of codes that are unpacked at once, at most. There is room for so many anyway that only tests want fewer.
+    pub experts: u32,
     /// Time every kernel. This slows the run down.
     pub profile: bool,
 }
 
 impl Default for PrefillOptions {
     fn default() -> Self {
-        Self { shape: GemmShape::Auto, chunk: CHUNK_TOKENS, profile: false }
+        let (shape, chunk) = (GemmShape::Auto, CHUNK_TOKENS);
+        Self { shape, chunk, experts: u32::MAX, profile: false }
     }
 }
 
@@ -121,17 +133,18 @@ pub struct Prefilled {
 #[must_use]
 pub fn prefill_refused(graph: &Graph, devices: u32) -> Option<String> {
     let same_blocks = |layer: &ir::Layer| {
-        layer.gated().is_some()
-            && layer.attention.norm.is_some()
-            && layer.mlp.norm.is_some()
-            && !graph.norms_all_heads(layer)
+        layer.attention.norm.is_some() && layer.mlp.norm.is_some() && !graph.norms_all_heads(layer)
     };
     let narrow = graph.heads_refused().is_none() && graph.head_dim <= CHUNK_HEAD_MAX;
-    if compile::features(graph) != 0 || !graph.layers.iter().all(same_blocks) || !narrow {
+    let others = compile::features(graph) & !FEATURES;
+    if others != 0 || !graph.layers.iter().all(same_blocks) || !narrow {
         return Some(format!(
             "{} has blocks that the kernels for prompt chunks lack: its prompts run token by token",
             graph.name
         ));
+    }
+    if let Some(why) = experts::refused(graph, devices) {
+        return Some(format!("{}: {why}: its prompts run token by token", graph.name));
     }
     if graph.dtype == DType::F32 {
         return Some(format!(
@@ -212,7 +225,8 @@ impl Prefill {
     ) -> Result<Prefilled, HostError> {
         let runs = self.parts.iter().zip(streams).zip(pages).map(|((part, &stream), &pages)| {
             let marks = options.profile.then(Vec::new);
-            Run { part, stream, shape: options.shape, marks, flop: 0.0, pages }
+            let PrefillOptions { shape, experts, .. } = *options;
+            Run { part, stream, shape, experts, marks, flop: 0.0, pages }
         });
         let mut runs = Runs::new(runs.collect())?;
         let event = || streams[0].owner().within(Event::new);
@@ -246,6 +260,17 @@ impl Prefill {
     }
 }
 
+impl Prefill {
+    /// The experts that the last chunk chose.
+    pub(crate) fn routes(
+        &self,
+        copier: &Copier,
+        count: u32,
+    ) -> Result<Vec<ChunkRoutes>, HostError> {
+        self.parts.first().map_or(Ok(Vec::new()), |part| part.routes(copier, count))
+    }
+}
+
 /// The id of the kernels that run a prompt of a model on an architecture such as `sm_90a`.
 #[must_use]
 pub fn prefill_kernel_id(graph: &Graph, arch: &str) -> String {
@@ -259,7 +284,7 @@ fn variant(graph: &Graph) -> PrefillVariant {
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| layer.attention.body.q_norm.is_some()),
-        features: compile::kv_feature(graph.kv_dtype),
+        features: compile::features(graph) & FEATURES,
     }
 }
 
@@ -305,5 +330,28 @@ mod tests {
     fn chunks_fit_the_cache() {
         assert_eq!((chunk_tokens(2048, 64), chunk_tokens(2048, 4096)), (128, 2048));
         assert_eq!((chunk_tokens(1, 4096), chunk_tokens(500, 4096)), (128, 512));
+    }
+
+    #[test]
+    fn mixtures_run_in_chunks_unless_their_queries_are_normed_together() {
+        let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus");
+        let folders = [
+            ("families/mixtral-bf16", false),
+            ("families/qwen3-moe-bf16", false),
+            ("families/qwen2-moe-bf16", false),
+            ("families/gpt-oss-bf16", false),
+            ("quantised/fp8-block-qwen3-moe", false),
+            ("quantised/mxfp4-gpt-oss", false),
+            ("families/olmoe-bf16", true),
+            ("families/gemma3-bf16", true),
+        ];
+        for (name, refused) in folders {
+            let folder = format!("{corpus}/{name}");
+            let graph = model::import(folder.as_ref()).expect("a golden folder").graph;
+            assert_eq!(prefill_refused(&graph, 1).is_some(), refused, "{name}");
+            let experts = graph.layers.iter().any(|layer| layer.gated().is_none());
+            let two = prefill_refused(&graph, 2);
+            assert_eq!(two.is_some(), refused || experts, "{name} on two GPUs: {two:?}");
+        }
     }
 }

@@ -336,7 +336,8 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     check(&variants);
 }
 
-/// The kernels for prompt chunks: heads of no power of two, normalised wide ones, those of llama-3.2-1b, and those of all codes.
+/// The kernels for prompt chunks: heads of no power of two, normalised wide ones, those of llama-3.2-1b, those of all codes, and those of
+/// mixtures (qwen3-30b-a3b, gpt-oss-20b).
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
@@ -350,15 +351,30 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         qk_norm,
         features: 0,
     };
-    let codes = 1 << Feature::KvE4m3 as u32;
+    let coded_cache = 1 << Feature::KvE4m3 as u32;
+    let features = |all: &[Feature]| all.iter().fold(0, |mask, &f| mask | 1 << f as u32);
+    let routes = features(&[Feature::Route]);
+    let clamped = features(&[Feature::Route, Feature::Sinks, Feature::ClampedSilu]);
+    let codes = |all: &[Unpack]| all.iter().fold(1, |mask, &unpack| mask | 1 << unpack as u32);
     let variants = [
         of(DType::F16, 80, 2, false),
         of(DType::Bf16, 96, 1, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),
         PrefillVariant { unpack: (1 << Unpack::ALL.len()) - 1, ..of(DType::F16, 128, 4, false) },
-        PrefillVariant { features: codes, ..of(DType::Bf16, 64, 4, false) },
-        PrefillVariant { features: codes, ..of(DType::Bf16, 128, 2, true) },
+        PrefillVariant { features: coded_cache, ..of(DType::Bf16, 64, 4, false) },
+        PrefillVariant { features: coded_cache, ..of(DType::Bf16, 128, 2, true) },
+        PrefillVariant { features: routes, ..of(DType::Bf16, 128, 8, true) },
+        PrefillVariant {
+            features: clamped,
+            unpack: codes(&[Unpack::Mxfp4]),
+            ..of(DType::F16, 64, 8, false)
+        },
+        PrefillVariant {
+            features: routes,
+            unpack: codes(&[Unpack::E4m3G64]),
+            ..of(DType::F16, 128, 8, true)
+        },
     ];
     let mut problems = Vec::new();
     std::thread::scope(|scope| {
@@ -369,7 +385,8 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
             let cubin = cubin.unwrap_or_else(|error| panic!("{variant:?}: {error}"));
             let kernels = vm_host::resources(&cubin.log);
             let unpacks = variant.unpack != 1 << Unpack::None as u32;
-            let count = PREFILL_KERNELS + usize::from(unpacks);
+            let routes = variant.features >> Feature::Route as u32 & 1 != 0;
+            let count = PREFILL_KERNELS + usize::from(unpacks) + 5 * usize::from(routes);
             assert_eq!(kernels.len(), count, "{variant:?}: {kernels:?}");
             let bad = |kernel: &&Resources| kernel.spills > 0 || kernel.stack > 0;
             problems.extend(kernels.iter().filter(bad).map(|k| format!("{variant:?}: {k:?}")));

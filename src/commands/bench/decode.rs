@@ -4,9 +4,9 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
+use ir::Graph;
 use ir::program::Program;
 use ir::schedule::ScheduleConfig;
-use ir::{FeedForward, Graph};
 use reference_vm::accuracy::Accuracy;
 use reference_vm::compare::Tolerance;
 use reference_vm::eval::Evaluator;
@@ -15,7 +15,7 @@ use search::{
     assess, device_positions, draw_tokens, why_fewer_positions,
 };
 
-use super::{Measured, Row, TIMED_TOKENS};
+use super::{Measured, Row, TIMED_TOKENS, has_experts};
 use crate::commands::evaluate::stop_on_our_fault;
 use crate::failure::Failure;
 use crate::report;
@@ -86,7 +86,7 @@ impl Passage {
         let evaluated = length.min(evaluated_max(graph));
         let positions = compared(evaluated);
         let (context, seed) = (args.context as usize, args.seed);
-        if graph.layers.iter().any(|layer| matches!(layer.mlp.body, FeedForward::Experts(_))) {
+        if has_experts(graph) {
             return Ok(Self { tokens, context, positions, expected: None, seed });
         }
         // The gate's tokens begin alike, and a position's logits do not depend on those behind.
@@ -132,7 +132,7 @@ impl Passage {
 
 /// Positions that a bench evaluates the graph at. Of large models no more than are compared in full: a context of
 /// thousands would take the CPU an hour.
-fn evaluated_max(graph: &Graph) -> usize {
+pub(super) fn evaluated_max(graph: &Graph) -> usize {
     if why_fewer_positions(graph).is_some() { COMPARE_ALL } else { usize::MAX }
 }
 

@@ -3,7 +3,7 @@
 use super::{Idle, Memory};
 use crate::error::HostError;
 use crate::pages::pages_of;
-use crate::prefill::{Prefill, PrefillOptions, Prefilled, unpacked};
+use crate::prefill::{ChunkRoutes, Prefill, PrefillOptions, Prefilled, unpacked};
 
 impl Idle {
     /// Runs a prompt in chunks of many tokens. It writes the keys and values of `tokens`, at the positions of a session from `position` on,
@@ -67,6 +67,18 @@ impl Idle {
     /// If a copy fails.
     pub fn last_logits(&mut self) -> Result<Vec<f32>, HostError> {
         self.memory.copier.values(self.memory.residents.logits, self.vocab as usize)
+    }
+
+    /// The experts that the last chunk of the last [`prefill`](Self::prefill) chose in each layer with experts. It had so many tokens, and logits
+    /// were requested.
+    ///
+    /// # Errors
+    /// If a copy fails.
+    pub fn chunk_routes(&self, tokens: u32) -> Result<Vec<ChunkRoutes>, HostError> {
+        match &self.prefill {
+            Some(ready) => ready.routes(&self.memory.copier, tokens),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// Keys and values of a session's first `positions` positions in a layer, as stored: each `[positions, kv_heads * head_dim]`.

@@ -1,6 +1,6 @@
 //! The kernels of a chunk, and the block shapes of its products.
 
-use abi::{ATTEND_KEYS, ATTEND_TOKENS, Unpack};
+use abi::{ATTEND_KEYS, ATTEND_TOKENS, Feature, Unpack};
 use vm_device::PrefillVariant;
 
 use super::{GemmShape, HALF_BYTES, SHAPES, STAGE_UNITS, X_ROW_BYTES};
@@ -15,9 +15,31 @@ pub(super) struct Kernels {
     pub(super) heads: Function,
     pub(super) attention: Function,
     pub(super) logits: Function,
+    pub(super) experts: Option<ExpertKernels>,
     pub(super) wide: [Function; 3],
     pub(super) middle: [Function; 3],
     pub(super) small: [Function; 3],
+}
+
+/// Those of models with experts, besides the products.
+pub(super) struct ExpertKernels {
+    pub(super) route: Function,
+    pub(super) rank: Function,
+    pub(super) blocks: Function,
+    pub(super) gather: Function,
+    pub(super) combine: Function,
+}
+
+impl ExpertKernels {
+    fn of(module: &Module) -> Result<Self, HostError> {
+        Ok(Self {
+            route: module.function(c"amk_prefill_route")?,
+            rank: module.function(c"amk_prefill_rank")?,
+            blocks: module.function(c"amk_prefill_blocks")?,
+            gather: module.function(c"amk_prefill_gather")?,
+            combine: module.function(c"amk_prefill_combine")?,
+        })
+    }
 }
 
 /// What is done with a matrix's products; in the order of `Kernels::wide`.
@@ -42,6 +64,7 @@ impl Kernels {
         let attention = module.function(c"amk_prefill_attention")?;
         attention.allow_shared(attend_shared(variant.head_dim))?;
         let codes = variant.unpack != 1 << Unpack::None as u32;
+        let experts = variant.features >> Feature::Route as u32 & 1 != 0;
         Ok(Self {
             unpack: codes.then(|| module.function(c"amk_prefill_unpack")).transpose()?,
             embed: module.function(c"amk_prefill_embed")?,
@@ -49,6 +72,7 @@ impl Kernels {
             heads: module.function(c"amk_prefill_heads")?,
             attention,
             logits: module.function(c"amk_prefill_logits")?,
+            experts: experts.then(|| ExpertKernels::of(module)).transpose()?,
             wide: gemms(
                 GemmShape::Wide,
                 [c"amk_prefill_store_wide", c"amk_prefill_residual_wide", c"amk_prefill_silu_wide"],
@@ -101,7 +125,11 @@ impl GemmBlock {
     }
 
     pub(super) fn count(&self, tokens: u32, tiles: u32) -> u32 {
-        tokens.div_ceil(self.tokens) * (tiles * abi::UNIT_ROWS).div_ceil(self.rows)
+        tokens.div_ceil(self.tokens) * self.row_blocks(tiles)
+    }
+
+    pub(super) fn row_blocks(&self, tiles: u32) -> u32 {
+        (tiles * abi::UNIT_ROWS).div_ceil(self.rows)
     }
 
     /// Blocks that fit on a multiprocessor.
@@ -110,8 +138,7 @@ impl GemmBlock {
     }
 
     /// Estimated microseconds for a unit of a matrix's columns: rounds over all multiprocessors; in the last each may have fewer blocks.
-    fn cost(&self, tokens: u32, tiles: u32, sms: u32) -> f64 {
-        let blocks = self.count(tokens, tiles);
+    fn cost(&self, blocks: u32, sms: u32) -> f64 {
         let (full, rest) = (blocks / (self.beside() * sms), blocks % (self.beside() * sms));
         let round = |beside: u32| if beside == 0 { 0.0 } else { self.us[beside as usize - 1] };
         f64::from(full) * round(self.beside()) + round(rest.div_ceil(sms))
@@ -125,10 +152,31 @@ pub(super) fn attend_shared(head_dim: u32) -> u32 {
 
 /// The shape that is likely the fastest for a matrix, unless one is requested.
 pub(super) fn choose(asked: GemmShape, tokens: u32, tiles: u32, sms: u32) -> GemmShape {
+    cheapest(asked, sms, |block| block.count(tokens, tiles))
+}
+
+/// The same for experts that are chosen so often in all, each with so many tiles: the last block of an expert's tokens is half full on average.
+pub(super) fn choose_of_experts(
+    asked: GemmShape,
+    (choices, experts): (u32, u32),
+    tiles: u32,
+    sms: u32,
+) -> GemmShape {
+    cheapest(asked, sms, |block| {
+        let chosen = choices.min(experts);
+        let blocks = (choices / block.tokens + chosen / 2).max(chosen);
+        blocks * block.row_blocks(tiles)
+    })
+}
+
+fn cheapest(asked: GemmShape, sms: u32, blocks: impl Fn(&GemmBlock) -> u32) -> GemmShape {
     if asked != GemmShape::Auto {
         return asked;
     }
-    let cost = |shape: &GemmShape| gemm_block(*shape).cost(tokens, tiles, sms);
+    let cost = |shape: &GemmShape| {
+        let block = gemm_block(*shape);
+        block.cost(blocks(&block), sms)
+    };
     let best = SHAPES.into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
     best.unwrap_or(GemmShape::Wide)
 }
@@ -158,6 +206,13 @@ mod tests {
             assert_eq!(choose(Auto, tokens, rows / 8, 132), faster, "{name}, {tokens} tokens");
         }
         assert_eq!(choose(Small, 2048, 2048, 132), Small, "asked for");
+        // Predicted, not measured: 128 tokens of each of 128 experts, 256 of each of 32, one of each of 60.
+        let experts = |choices, experts, rows: u32| {
+            choose_of_experts(Auto, (choices, experts), rows / 8, 132)
+        };
+        assert_eq!(experts(16384, 128, 1536), Middle, "qwen3-30b-a3b");
+        assert_eq!(experts(8192, 32, 5760), Wide, "gpt-oss-20b");
+        assert_eq!(experts(64, 60, 2816), Small, "16 tokens of qwen1.5-moe");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use abi::{ATTEND_TOKENS, PREFILL_THREADS};
 use ir::Graph;
 use vm_device::PrefillVariant;
 
+use super::experts::{self, ExpertBuffers};
 use super::kernels::{Finish, Kernels, attend_shared, choose, gemm_block};
 use super::plan::{LayerPlan, Lookup, Packed, Plan, unpacked_bytes};
 use super::share::{Piece, Rows, Shared, columns_before, rows_of, vectors_of};
@@ -16,23 +17,24 @@ use crate::memory::DeviceBuffer;
 /// Memory of one chunk. Residual stream, attended and hidden vectors are whole on each device, the rest is of its own rows and heads.
 pub(super) struct Buffers {
     pub(super) tokens: DeviceBuffer,
-    residual: DeviceBuffer,
-    normed: DeviceBuffer,
+    pub(super) residual: DeviceBuffer,
+    pub(super) normed: DeviceBuffer,
     qkv: DeviceBuffer,
     queries: DeviceBuffer,
     attended: DeviceBuffer,
-    hidden: DeviceBuffer,
+    pub(super) hidden: DeviceBuffer,
     /// A matrix of codes in 16 bits, right before its products.
-    unpacked: DeviceBuffer,
+    pub(super) unpacked: DeviceBuffer,
     pub(super) clamped: DeviceBuffer,
+    pub(super) experts: Option<ExpertBuffers>,
 }
 
 /// Kernels and memory of a device, and its rows and heads.
 pub(super) struct Part {
     variant: PrefillVariant,
-    chunk: u32,
+    pub(super) chunk: u32,
     pub(super) plan: Plan,
-    kernels: Kernels,
+    pub(super) kernels: Kernels,
     pub(super) buffers: Buffers,
     heads: u32,
     kv_heads: u32,
@@ -44,8 +46,34 @@ pub(super) struct Part {
     vocab: u32,
     eps: f32,
     scale: f32,
-    sms: u32,
+    pub(super) sms: u32,
     _module: Module, // dropped last: the kernels belong to it
+}
+
+/// A launch of the matrix products.
+pub(super) struct Products {
+    pub(super) finish: Finish,
+    pub(super) shape: GemmShape,
+    /// Blocks of the whole work, at most.
+    pub(super) blocks: u32,
+    /// In 16 bits.
+    pub(super) weights: u64,
+    pub(super) x: u64,
+    pub(super) out: u64,
+    /// Words of a row of `out`, or tokens of a vector's columns.
+    pub(super) stride: u32,
+    /// Tokens of the columns of `x`.
+    pub(super) pitch: u32,
+    pub(super) tokens: u32,
+    pub(super) scale: f32,
+    /// Of experts: addresses of their first blocks and of the blocks, the first expert and their number, the limit of the activation.
+    pub(super) experts: [u64; 5],
+}
+
+/// Bytes of the vectors of so many tokens. A block of products reads whole blocks of tokens, so up to 255 behind the last ones.
+pub(super) fn vector_bytes(cols: u32, tokens: u32) -> u64 {
+    let token_rows = u64::from(tokens) * u64::from(cols.div_ceil(X_COLS)) + 256;
+    token_rows * u64::from(X_ROW_BYTES)
 }
 
 /// What has been enqueued on a device's stream.
@@ -53,6 +81,8 @@ pub(super) struct Run<'a> {
     pub(super) part: &'a Part,
     pub(super) stream: &'a Stream,
     pub(super) shape: GemmShape,
+    /// Experts that are unpacked at once, at most.
+    pub(super) experts: u32,
     /// Timed kernels: name, flop, begin and end.
     pub(super) marks: Option<Vec<(&'static str, f64, Event, Event)>>,
     pub(super) flop: f64,
@@ -75,11 +105,7 @@ impl Part {
         let here = &residents.devices[device as usize];
         let rows =
             |words: u32| DeviceBuffer::zeroed((u64::from(chunk) * u64::from(words) * 4).max(4));
-        // A block of products reads whole blocks of tokens, so up to 255 behind the last ones.
-        let vectors = |cols: u32| {
-            let token_rows = u64::from(chunk) * u64::from(cols.div_ceil(X_COLS)) + 256;
-            DeviceBuffer::zeroed(token_rows * u64::from(X_ROW_BYTES))
-        };
+        let vectors = |cols: u32| DeviceBuffer::zeroed(vector_bytes(cols, chunk));
         let (qkv_rows, kv_heads) = plan.own_heads(graph).ok_or_else(|| {
             HostError::Request(format!(
                 "{}: device {device} has parts of heads; --prefill steps runs its prompts",
@@ -94,9 +120,10 @@ impl Part {
             qkv: rows(qkv_rows)?,
             queries: rows(q_width / 2)?, // of 16 bits
             attended: vectors(graph.q_width())?,
-            hidden: vectors(graph.ffn)?,
+            hidden: vectors(experts::dense_width(graph))?,
             unpacked: DeviceBuffer::zeroed(unpacked_bytes(&residents.matrix_table))?,
             clamped: DeviceBuffer::zeroed(4)?,
+            experts: ExpertBuffers::new(graph, chunk)?,
         };
         Ok(Self {
             variant: *variant,
@@ -118,7 +145,7 @@ impl Part {
     }
 
     /// Words per row of the residual stream.
-    fn stride(&self) -> u32 {
+    pub(super) fn stride(&self) -> u32 {
         self.hidden.next_multiple_of(abi::UNIT_ROWS)
     }
 
@@ -148,7 +175,7 @@ impl Part {
 
 impl Run<'_> {
     /// Launches a kernel. Each value is one of its parameters, in the order of its declaration; the low bytes are used.
-    fn launch(
+    pub(super) fn launch(
         &mut self,
         name: &'static str,
         flop: f64,
@@ -220,7 +247,7 @@ impl Run<'_> {
     }
 
     /// Address of the first 64 columns of a token's vector; the token's number is a multiple of 8.
-    fn vector(buffer: u64, token: u32) -> u64 {
+    pub(super) fn vector(buffer: u64, token: u32) -> u64 {
         buffer + u64::from(token) * u64::from(X_ROW_BYTES)
     }
 
@@ -236,7 +263,7 @@ impl Run<'_> {
         self.launch("embed", 0.0, &kernels.embed, (count, PREFILL_THREADS, 0), &mut values)
     }
 
-    fn norm(&mut self, norm: u64, rows: Rows) -> Result<(), HostError> {
+    pub(super) fn norm(&mut self, norm: u64, rows: Rows) -> Result<(), HostError> {
         let Part { kernels, buffers, chunk, hidden, eps, .. } = self.part;
         let stride = self.part.stride();
         let mut values = [
@@ -251,8 +278,9 @@ impl Run<'_> {
         self.launch("norm", 0.0, &kernels.norm, (rows.count, PREFILL_THREADS, 0), &mut values)
     }
 
-    /// Address of some tiles of a matrix in 16 bits: of codes they are unpacked, `scaled` by the factors of their rows or not.
-    fn unpack(
+    /// Address of some tiles of a matrix in 16 bits: of codes they are unpacked, `scaled` by the factors of their rows or not. Of experts they
+    /// are whole ones, and those that no token has chosen are left out.
+    pub(super) fn unpack(
         &mut self,
         matrix: &Packed,
         first: u32,
@@ -264,7 +292,13 @@ impl Run<'_> {
             return Ok(matrix.address + u64::from(first) * matrix.tile_bytes());
         };
         let skipped = u64::from(first) * u64::from(codes.units) * u64::from(codes.unit_bytes);
-        let row = first * abi::UNIT_ROWS;
+        let (row, rows, counts, each) = match &buffers.experts {
+            Some(experts) if matrix.experts > 1 => {
+                let each = matrix.expert_tiles();
+                (0, matrix.rows / matrix.experts, experts.count_of(first / each), each)
+            }
+            _ => (first * abi::UNIT_ROWS, matrix.rows - first * abi::UNIT_ROWS, 0, tiles.max(1)),
+        };
         let mut values = [
             buffers.unpacked.address,
             codes.address + skipped,
@@ -274,7 +308,9 @@ impl Run<'_> {
             codes.units.into(),
             matrix.units.into(),
             tiles.into(),
-            (matrix.rows - row).into(),
+            rows.into(),
+            counts, // these two are parameters of the kernels for experts only
+            each.into(),
         ];
         let warps = u64::from(tiles) * u64::from(codes.units);
         let grid = warps.div_ceil(u64::from(PREFILL_THREADS / 32)) as u32;
@@ -283,7 +319,7 @@ impl Run<'_> {
     }
 
     /// Multiplies the vectors of `x` by a matrix, into rows of a stride or, for the hidden layer, vectors.
-    fn gemm(
+    pub(super) fn gemm(
         &mut self,
         name: &'static str,
         finish: Finish,
@@ -292,15 +328,9 @@ impl Run<'_> {
         (out, stride): (u64, u32),
         rows: Rows,
     ) -> Result<(), HostError> {
-        let address = self.unpack(matrix, 0, matrix.tiles, matrix.factors() == 0)?;
-        let Part { kernels, buffers, chunk, sms, .. } = self.part;
+        let weights = self.unpack(matrix, 0, matrix.tiles, matrix.factors() == 0)?;
+        let Part { buffers, chunk, sms, .. } = self.part;
         let shape = choose(self.shape, rows.count, matrix.tiles, *sms);
-        let block = gemm_block(shape);
-        let set = match shape {
-            GemmShape::Auto | GemmShape::Wide => &kernels.wide,
-            GemmShape::Middle => &kernels.middle,
-            GemmShape::Small => &kernels.small,
-        };
         let out = match finish {
             Finish::SiluMul => Self::vector(out, rows.first),
             Finish::Store | Finish::Residual => out + u64::from(rows.first) * u64::from(stride) * 4,
@@ -310,24 +340,65 @@ impl Run<'_> {
             _ if x == buffers.hidden.address => 1.0 / HIDDEN_SCALE,
             Finish::Store | Finish::Residual => 1.0,
         };
-        let mut values = [
+        let flop = 2.0 * f64::from(rows.count) * f64::from(matrix.rows) * f64::from(matrix.cols);
+        let blocks = gemm_block(shape).count(rows.count, matrix.tiles);
+        let (x, pitch, tokens) = (Self::vector(x, rows.first), *chunk, rows.count);
+        let experts = [0; 5];
+        let work = Products {
+            finish,
+            shape,
+            blocks,
+            weights,
+            x,
             out,
-            Self::vector(x, rows.first),
-            address,
+            stride,
+            pitch,
+            tokens,
+            scale,
+            experts,
+        };
+        self.products(name, flop, matrix, &work)
+    }
+
+    /// Launches matrix products.
+    pub(super) fn products(
+        &mut self,
+        name: &'static str,
+        flop: f64,
+        matrix: &Packed,
+        work: &Products,
+    ) -> Result<(), HostError> {
+        let Part { kernels, buffers, sms, .. } = self.part;
+        let block = gemm_block(work.shape);
+        let set = match work.shape {
+            GemmShape::Auto | GemmShape::Wide => &kernels.wide,
+            GemmShape::Middle => &kernels.middle,
+            GemmShape::Small => &kernels.small,
+        };
+        let of_experts = work.experts[0] != 0;
+        let tiles = if of_experts { matrix.expert_tiles() } else { matrix.tiles };
+        let [first_blocks, blocks, first, count, limit] = work.experts;
+        let mut values = [
+            work.out,
+            work.x,
+            work.weights,
             matrix.bias,
             buffers.clamped.address,
             matrix.units.into(),
-            matrix.tiles.into(),
-            rows.count.into(),
-            stride.into(),
-            (*chunk).into(),
-            scale.to_bits().into(),
-            matrix.factors(), // a parameter of the kernels for codes only, so it is the last
+            tiles.into(),
+            work.tokens.into(),
+            work.stride.into(),
+            work.pitch.into(),
+            work.scale.to_bits().into(),
+            matrix.factors(), // a parameter of the kernels for codes or experts only, those behind it for experts only
+            first_blocks,
+            blocks,
+            first,
+            count,
+            limit,
         ];
-        let flop = 2.0 * f64::from(rows.count) * f64::from(matrix.rows) * f64::from(matrix.cols);
-        let blocks = block.count(rows.count, matrix.tiles).min(block.beside() * sms);
-        let place = (blocks, block.threads, block.shared());
-        self.launch(name, flop, &set[finish as usize], place, &mut values)
+        let place = (work.blocks.min(block.beside() * sms), block.threads, block.shared());
+        self.launch(name, flop, &set[work.finish as usize], place, &mut values)
     }
 
     fn heads(&mut self, layer: &LayerPlan, start: u32, count: u32) -> Result<(), HostError> {
@@ -380,6 +451,7 @@ impl Run<'_> {
             (*kv_heads).into(),
             (start + rows.first).into(),
             layer.window.into(),
+            layer.sinks, // a parameter of the kernels for sinks only
         ];
         let seen = (0..rows.count).map(|row| {
             let keys = start + rows.first + row + 1;

@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use abi::{UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
-use ir::program::{Matrix, PackedLayer, PackedMatrix, PackedModel, RowMap};
-use ir::{Graph, TensorId};
+use abi::{Scoring, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
+use ir::program::{Matrix, PackedLayer, PackedMatrix, PackedModel, PackedRouter, RowMap};
+use ir::{FeedForward, Graph, TensorId};
 
 use crate::error::HostError;
 use crate::load::{DeviceResidents, Residents, constant_key};
@@ -36,6 +36,23 @@ pub(super) struct Packed {
     pub(super) tiles: u32,
     pub(super) rows: u32,
     pub(super) cols: u32,
+    /// Whose rows lie one after the other, as many of each.
+    pub(super) experts: u32,
+}
+
+/// What chooses among a layer's experts, and the expert that every token has.
+pub(super) struct RouterPlan {
+    /// Of the logits of the experts and, behind them, of the shared one.
+    pub(super) logits: Packed,
+    /// The layer, counted among those with experts.
+    pub(super) number: u32,
+    pub(super) experts: u32,
+    pub(super) slots: u32,
+    pub(super) scoring: Scoring,
+    /// The limit of a clamped activation, or 0.
+    pub(super) limit: f32,
+    /// Gate and up, and down, of the shared expert.
+    pub(super) shared: Option<[Packed; 2]>,
 }
 
 /// A layer's constants and matrices.
@@ -48,10 +65,13 @@ pub(super) struct LayerPlan {
     pub(super) cache: u64,
     pub(super) o: Packed,
     pub(super) mlp_norm: u64,
+    /// Of experts those of all.
     pub(super) gate_up: Packed,
     pub(super) down: Packed,
+    pub(super) router: Option<RouterPlan>,
     pub(super) window: u32,
     pub(super) rope: u64,
+    pub(super) sinks: u64,
 }
 
 /// All addresses.
@@ -124,11 +144,12 @@ impl Lookup<'_> {
             units: matrix.units_per_tile(),
             unit_bytes: matrix.format.unit_bytes(),
         });
-        // The biases lie behind the factors.
-        let biased = packed.constants.as_ref().is_some_and(|map| map.rows() > matrix.rows());
+        // The biases lie behind the factors, which all experts share.
+        let each = matrix.expert_rows();
+        let biased = packed.constants.as_ref().is_some_and(|map| map.rows() > each);
         let bias = match codes {
             Some(_) if !biased => 0,
-            Some(_) => constants + u64::from(matrix.rows()) * 4 + skipped,
+            Some(_) => constants + u64::from(each) * 4 + skipped,
             None if constants == 0 => 0,
             None => constants + skipped,
         };
@@ -136,15 +157,36 @@ impl Lookup<'_> {
             Some(_) => (0, units_of_16_bits(matrix)),
             None => (address, matrix.units_per_tile()),
         };
-        Ok(Packed { first, address, codes, bias, units, tiles: count, rows, cols: matrix.cols })
+        let (tiles, cols, experts) = (count, matrix.cols, matrix.experts);
+        Ok(Packed { first, address, codes, bias, units, tiles, rows, cols, experts })
+    }
+
+    /// A layer's router; none if every position has the same MLP.
+    fn router(&self, index: usize, packed: &PackedLayer) -> Result<Option<RouterPlan>, HostError> {
+        let layers = &self.graph.layers;
+        let (FeedForward::Experts(experts), Some(PackedRouter { router, shared })) =
+            (&layers[index].mlp.body, &packed.router)
+        else {
+            return Ok(None);
+        };
+        let shared = match shared {
+            Some(mlp) => Some([self.matrix(&mlp.gate_up)?, self.matrix(&mlp.down)?]),
+            None => None,
+        };
+        Ok(Some(RouterPlan {
+            logits: self.matrix(router)?,
+            number: layers[..index].iter().filter(|layer| layer.gated().is_none()).count() as u32,
+            experts: experts.experts.len() as u32,
+            slots: experts.top_k,
+            scoring: if experts.normalised { Scoring::Chosen } else { Scoring::All },
+            limit: experts.clamped.map_or(0.0, |clamped| clamped.limit),
+            shared,
+        }))
     }
 
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
         let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
         let attention = &layer.attention.body;
-        if packed.router.is_some() {
-            return Err(self.missing("an MLP without a router"));
-        }
         let mlp = &packed.mlp;
         Ok(LayerPlan {
             attn_norm: self.optional(layer.attention.norm, hidden)?,
@@ -156,8 +198,10 @@ impl Lookup<'_> {
             mlp_norm: self.optional(layer.mlp.norm, hidden)?,
             gate_up: self.matrix(&mlp.gate_up)?,
             down: self.matrix(&mlp.down)?,
+            router: self.router(index, packed)?,
             window: attention.window.unwrap_or(0),
             rope: self.here().rope[attention.rotary as usize],
+            sinks: self.optional(attention.sinks, self.graph.heads)?,
         })
     }
 
@@ -201,6 +245,11 @@ impl Packed {
         self.first * UNIT_ROWS
     }
 
+    /// Tiles of each expert.
+    pub(super) fn expert_tiles(&self) -> u32 {
+        self.tiles / self.experts.max(1)
+    }
+
     /// Bytes of a tile in 16 bits.
     pub(super) fn tile_bytes(&self) -> u64 {
         u64::from(self.units) * u64::from(abi::UNIT_BYTES)
@@ -212,13 +261,19 @@ fn units_of_16_bits(matrix: &Matrix) -> u32 {
     matrix.cols.div_ceil(UNIT_ROW_BYTES / 2)
 }
 
-/// Bytes of the memory in which codes become 16 bits: the largest matrix of a layer. `lm_head` goes through it part by part.
+/// Bytes of the memory in which codes become 16 bits: the largest matrix of a layer. `lm_head` and experts go through it part by part.
 pub(crate) fn unpacked_bytes(matrices: &[Matrix]) -> u64 {
     const OF_LOGITS: u64 = 64 << 20;
+    /// So many that products of experts fill the device several times over.
+    const OF_EXPERTS: u64 = 512 << 20;
     let bytes = |matrix: &Matrix| {
         let tiles = u64::from(units_of_16_bits(matrix)) * u64::from(matrix.tiles());
         let all = tiles * u64::from(abi::UNIT_BYTES);
-        if matrix.name == "lm_head" { all.min(OF_LOGITS) } else { all }
+        match matrix.experts {
+            2.. => all.min(OF_EXPERTS.max(all / u64::from(matrix.experts))),
+            _ if matrix.name == "lm_head" => all.min(OF_LOGITS),
+            _ => all,
+        }
     };
     matrices.iter().filter(|matrix| matrix.format.is_scaled()).map(bytes).max().unwrap_or(0)
 }
@@ -317,5 +372,52 @@ mod tests {
                 assert_eq!(heads, graph.kv_heads, "{name} on {devices}");
             }
         }
+    }
+
+    /// Biases of experts lie behind the factors of one of them, and the experts' rows one after the other.
+    #[test]
+    fn experts_have_whole_tiles_and_biases_of_their_own() {
+        let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus");
+        let folders = [
+            ("families/gpt-oss-bf16", 6, 3, Scoring::Chosen, true),
+            ("families/qwen2-moe-bf16", 6, 2, Scoring::All, false),
+            ("quantised/mxfp4-gpt-oss", 5, 2, Scoring::Chosen, true),
+        ];
+        for (name, experts, slots, scoring, biased) in folders {
+            let folder = format!("{corpus}/{name}");
+            let graph = model::import(folder.as_ref()).expect("a golden folder").graph;
+            let residents = residents(&graph, 1);
+            let plan = Lookup { graph: &graph, residents: &residents, device: 0 }.plan();
+            for (number, layer) in plan.expect("a plan").layers.iter().enumerate() {
+                let router = layer.router.as_ref().expect("a router");
+                assert_eq!(router.number, number as u32, "{name}: every layer has experts");
+                assert_eq!((router.experts, router.slots), (experts, slots), "{name}");
+                assert_eq!(router.scoring, scoring, "{name}");
+                assert_eq!(router.limit != 0.0, biased, "{name}: gpt-oss has both");
+                assert_eq!(layer.sinks != 0, biased, "{name}: and sinks");
+                assert_eq!(router.shared.is_some(), name.contains("qwen2"), "{name}");
+                assert_eq!(router.logits.rows, experts + u32::from(router.shared.is_some()));
+                for (matrix, rows) in
+                    [(layer.gate_up, layer.gate_up.rows / experts), (layer.down, graph.hidden)]
+                {
+                    assert_eq!(matrix.expert_tiles() * UNIT_ROWS * experts, matrix.rows, "{name}");
+                    assert_eq!(matrix.expert_tiles() * UNIT_ROWS, rows, "{name}");
+                    // Constants are at 2^20 (see `residents`).
+                    let factors = matrix.codes.map_or(0, |_| u64::from(rows) * 4);
+                    let expected = if biased { (1 << 20) + factors } else { 0 };
+                    assert_eq!(matrix.bias, expected, "{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn experts_of_codes_are_unpacked_part_by_part() {
+        let mib = |name: &str| {
+            let graph = model::preset(name).expect("a preset").graph;
+            unpacked_bytes(&PackedModel::new(&graph).matrices) >> 20
+        };
+        assert_eq!(mib("gpt-oss-20b"), 512);
+        assert_eq!(mib("qwen3-30b-a3b"), 0, "16 bits");
     }
 }

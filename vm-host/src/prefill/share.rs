@@ -18,6 +18,13 @@ pub(super) struct Rows {
     pub(super) count: u32,
 }
 
+/// The tokens of a chunk that a layer runs behind its keys and values: in the last layer only the last one's block is needed.
+pub(super) fn rows_of_layer(index: usize, layers: usize, count: u32) -> Rows {
+    let last = index + 1 == layers;
+    let first = if last { count.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS } else { 0 };
+    Rows { first, count: count - first }
+}
+
 /// What all devices have whole.
 #[derive(Clone, Copy)]
 pub(super) enum Shared {
@@ -127,22 +134,29 @@ impl<'a> Runs<'a> {
             if last && !logits {
                 return Ok(());
             }
-            // After the last keys and values, only the last token is needed.
-            let first = if last { (count - 1) / BLOCK_TOKENS * BLOCK_TOKENS } else { 0 };
-            let rows = Rows { first, count: count - first };
+            let rows = rows_of_layer(index, layers, count);
             self.each(|run| run.attention(index, start, rows))?;
             self.share(Shared::Attended, index, rows)?;
             self.each(|run| run.output(index, rows))?;
             self.share(Shared::Output, index, rows)?;
-            self.each(|run| run.gate_up(index, rows))?;
-            self.share(Shared::Hidden, index, rows)?;
-            self.each(|run| run.down(index, rows))?;
-            self.share(Shared::Down, index, rows)?;
+            self.mlp(index, rows)?;
             if last {
                 self.each(|run| run.logits(rows))?;
             }
         }
         Ok(())
+    }
+
+    /// The residual stream after a layer's MLP or experts. These are all on one device, so far.
+    fn mlp(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let of = |run: &Run<'_>| run.part.plan.layers[index].router.is_some();
+        if self.runs.first().is_some_and(of) {
+            return self.each(|run| run.experts(index, rows));
+        }
+        self.each(|run| run.gate_up(index, rows))?;
+        self.share(Shared::Hidden, index, rows)?;
+        self.each(|run| run.down(index, rows))?;
+        self.share(Shared::Down, index, rows)
     }
 
     /// The streams of all devices.

@@ -39,10 +39,20 @@ fn case(format: Format, cols: u32, factor: f32) -> (String, String) {
 }
 
 fn device_says(compiler: &str, spoil: Option<(&str, &str)>, asked: &str) -> (String, String) {
+    feature_says(compiler, 0, spoil, asked)
+}
+
+fn feature_says(
+    compiler: &str,
+    features: u32,
+    spoil: Option<(&str, &str)>,
+    asked: &str,
+) -> (String, String) {
     let sources = ["amk_abi.h", "prelude.cuh", "unpack.cuh", "prefill_unpack.cuh"];
     let defines = [
         format!("-DAMK_UNPACK={}", (1 << abi::Unpack::ALL.len()) - 1),
         format!("-DAMK_DTYPE={}", DType::F16 as u32),
+        format!("-DAMK_FEATURES={features}u"),
     ];
     let said = crate::emulated::run(compiler, "unpack", (&sources, &defines), spoil, asked);
     let (beyond, words) = said.split_once('\n').unwrap_or_default();
@@ -82,5 +92,44 @@ fn codes_become_the_f16_matrix_of_their_values() {
     ] {
         let (_, words) = device_says(&compiler, Some((from, to)), &asked);
         assert_ne!(words, expected.replace("32768", "0"), "nobody notices {to}");
+    }
+}
+
+/// Three experts of a tile of eight rows each, of which the second has no tokens. They share the factors of their rows.
+#[test]
+fn experts_without_tokens_are_not_unpacked() {
+    let Some(compiler) = crate::emulated::compiler() else { return };
+    let format = Format::Int8;
+    let cols = 384;
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(3);
+    let rows = 3 * TILE_ROWS;
+    let stored: Vec<Vec<u8>> =
+        (0..rows).map(|_| stored_row(format, cols as usize, 0, &mut random)).collect();
+    let factors: Vec<f32> = (0..TILE_ROWS).map(|row| 0.25 * (1 + row) as f32).collect();
+    let halves = stored.iter().enumerate().map(|(row, stored)| {
+        let mut values = vec![0.0; cols as usize];
+        ir::decode(format.stored(), stored, &mut values);
+        let factor = if row / TILE_ROWS == 1 { 0.0 } else { factors[row % TILE_ROWS] };
+        values.iter().flat_map(|value| f16::from_f32(value * factor).to_le_bytes()).collect()
+    });
+    let halves: Vec<Vec<u8>> = halves.collect();
+    let codes = packed(format, cols, &stored);
+    let units = [format, Format::F16].map(|format| format.units_per_tile(cols));
+    let numbers = [format.unpack() as u32, units[0], units[1], 3, TILE_ROWS as u32];
+    let mut asked = numbers.map(|number| number.to_string()).join(" ");
+    let _ = write!(asked, " {} ", codes.len());
+    factors.iter().for_each(|factor| _ = write!(asked, "{} ", factor.to_bits()));
+    codes.iter().for_each(|byte| _ = write!(asked, "{byte} "));
+    let words = packed(Format::F16, cols, &halves);
+    let words = words.as_chunks::<2>().0.iter().map(|word| u16::from_le_bytes(*word).to_string());
+    let expected = words.collect::<Vec<_>>().join(" ").replace("32768", "0");
+    let routes = 1 << abi::Feature::Route as u32;
+    assert_eq!(feature_says(&compiler, routes, None, &asked).1, expected);
+    for (from, to) in [
+        ("counts[tile / expert_tiles] == 0", "counts[0] == 0"),
+        ("tile % expert_tiles * AMK_UNIT_ROWS", "tile * AMK_UNIT_ROWS"),
+    ] {
+        let (_, words) = feature_says(&compiler, routes, Some((from, to)), &asked);
+        assert_ne!(words, expected, "nobody notices {to}");
     }
 }

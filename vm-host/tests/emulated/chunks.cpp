@@ -3,6 +3,7 @@
 #define WORKERS 1
 #include "simt.hpp"
 #include "tensor.hpp"
+#include "group.hpp"
 #include "amk_abi.h"
 #include "attention.hpp"
 
@@ -19,40 +20,6 @@ inline uint32_t unit_column(uint32_t e) { return e % UNIT_COLS; }
 inline float2 pair_values(uint32_t v) { return half_values(v); }
 inline float warp_sum(float v) { return v; }
 inline void products_see_pieces() {}
-// The threads of a block meet, which may be fewer than are emulated.
-static uint32_t block_threads, block_waiting, block_round;
-inline void __syncthreads() {
-  uint32_t const round = block_round;
-  if (++block_waiting == block_threads) {
-    block_waiting = 0;
-    ++block_round;
-  }
-  while (block_round == round) {
-    next_fiber();
-  }
-}
-
-// Products of a warpgroup: as wgmma reads a second operand whose rows have 128, 64 or 32 bytes.
-template <uint32_t ROW> uint64_t operand(uint32_t at) { return (uint64_t)ROW << 32 | at; }
-inline void group_fence() {}
-inline void group_commit() {}
-template <uint32_t LEFT> void group_wait() {}
-inline float second_operand(uint64_t b, uint32_t row, uint32_t column) {
-  uint32_t const of_row = (uint32_t)(b >> 32), at = (uint32_t)b + row * of_row + column * 2;
-  return half_value(*(uint16_t const*)(prefill_memory + (at ^ (at >> 7 & of_row / 16 - 1) << 4)));
-}
-template <bool TRANSPOSED = false, uint32_t TILES> void group_multiply(float (&c)[TILES][4], uint32_t const (&a)[4], uint64_t b) {
-  WarpWords const* of = warp_share(WarpWords{a[0], a[1], a[2], a[3]});
-  uint32_t const lane = fibers.running % 32;
-  for (uint32_t i = 0; i < TILES * 4; ++i) {
-    uint32_t const row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    for (uint32_t k = 0; k < 16; ++k) {
-      c[i / 4][i % 4] += first_operand(of, row, k) * (TRANSPOSED ? second_operand(b, k, column) : second_operand(b, column, k));
-    }
-  }
-  warp_shared();
-}
-
 #include "device.hpp"
 
 constexpr uint32_t HEAD = AMK_HEAD_DIM, GROUP = AMK_GROUP, KV_HEADS = 2, HEADS = GROUP * KV_HEADS, ROWS = HEADS + 2 * KV_HEADS, PAGES = 4;
@@ -62,6 +29,15 @@ static char out[(HEADS * HEAD / X_COLS + 1) * PITCH * X_ROW_BYTES];
 alignas(16) static float qkv[POSITIONS * STRIDE], angles[POSITIONS * HEAD], norms[2][HEAD];
 static uint16_t pages[8] = {3, 1, 0, 0};
 constexpr float EPS = 1e-5f, SCALE = 0.3f;
+#if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
+constexpr bool SINKS = true;
+static float sinks[HEADS];
+#define SINKS_ARGUMENT , sinks
+#else
+constexpr bool SINKS = false;
+static float const* const sinks = nullptr;
+#define SINKS_ARGUMENT
+#endif
 static struct {
   uint32_t start, count, window;
 } chunk;
@@ -71,7 +47,7 @@ static void heads_kernel(uint32_t, uint32_t) {
 }
 static void attention_kernel(uint32_t, uint32_t thread) {
   if (thread < ATTEND_THREADS) {
-    amk_prefill_attention(out, queries, cache, pages, PITCH, chunk.count, KV_HEADS, chunk.start, chunk.window);
+    amk_prefill_attention(out, queries, cache, pages, PITCH, chunk.count, KV_HEADS, chunk.start, chunk.window SINKS_ARGUMENT);
   }
 }
 
@@ -96,7 +72,7 @@ static double check(uint32_t token) {
   uint32_t const position = chunk.start + token, oldest = chunk.window != 0 && position >= chunk.window ? position + 1 - chunk.window : 0;
   double worst = 0;
   for (uint32_t h = 0; h < HEADS; ++h) {
-    double q[HEAD], k[HEAD], kept[HEAD], sum = 0, weighted[HEAD] = {};
+    double q[HEAD], k[HEAD], kept[HEAD], sum = SINKS ? std::exp((double)sinks[h]) : 0, weighted[HEAD] = {};
     shaped(position, h, norms[0], q);
     for (uint32_t at = oldest; at <= position; ++at) {
       double score = 0;
@@ -150,6 +126,11 @@ static double run(uint32_t start, uint32_t count, uint32_t window) {
 }
 
 int main() {
+#if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
+  for (uint32_t h = 0; h < HEADS; ++h) {
+    sinks[h] = 3 + 2 * noise(h, 5);
+  }
+#endif
   heads_shape(angles, POSITIONS, norms);
   double const first = run(0, 100, 0), second = run(100, 130, 90);
   std::printf("%.3e\n", second <= first ? first : second);

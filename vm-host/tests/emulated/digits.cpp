@@ -5,14 +5,6 @@
 #include "codes.hpp"
 #undef AMK_WARPS
 constexpr float VECTOR_FACTOR = 1.f / 16;
-inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
-  for (int o = 16; o > 0; o >>= 1) {
-    uint32_t const other = __shfl_xor_sync(~0u, v, o);
-    v = other > v ? other : v;
-  }
-  return v;
-}
-
 // Of a 16 by 32 left operand a lane has columns 4t.. and 16 + 4t.. of rows g and g + 8, of the right one the same rows of column g, and of the result
 // columns 2t and 2t + 1 of rows g and g + 8.
 struct Operands {

@@ -76,9 +76,15 @@ int main(int, char** arguments) {
     ((uint8_t*)codes.data())[i] = (uint8_t)number();
   }
   uint32_t beyond = 0;
+#if AMK_FEATURES >> AMK_FEATURE_ROUTE & 1
+  uint32_t const counts[] = {1, 0, 7}; // of experts of one tile each
+#define EXPERTS , counts, 1
+#else
+#define EXPERTS
+#endif
   for (blockIdx.x = 0; blockIdx.x * PREFILL_THREADS < tiles * code_units * 32; ++blockIdx.x) {
     for (threadIdx.x = 0; threadIdx.x < PREFILL_THREADS; ++threadIdx.x) {
-      amk_prefill_unpack((char*)out.data(), (char const*)codes.data(), factors.data(), &beyond, unpack, code_units, units, tiles, rows);
+      amk_prefill_unpack((char*)out.data(), (char const*)codes.data(), factors.data(), &beyond, unpack, code_units, units, tiles, rows EXPERTS);
     }
   }
   std::printf("%u\n", beyond);

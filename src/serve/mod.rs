@@ -436,7 +436,7 @@ fn lowered(
             report::say("note: sequences take turns: batches work on one GPU so far");
             return lower(1);
         }
-        // Steps of several sequences with quantised weights have run on no GPU yet, so they are opt-in.
+        // Steps of several sequences with quantised weights are right on a GPU and have not been timed, so they are opt-in.
         None if context.graph().codes().is_some() => {
             report::say(
                 "note: sequences take turns: no batch of quantised weights has been measured; --batch 8 asks for one",

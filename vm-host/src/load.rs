@@ -13,7 +13,6 @@ use ir::program::{
 use ir::{BufferId, Graph, Weights, decode};
 use vm_device::Variant;
 
-use crate::compile::check_caches;
 use crate::devices::Placed;
 use crate::error::HostError;
 use crate::pages::PageLayout;
@@ -263,13 +262,12 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
             program.dims.head_dim, variant.head_dim, variant.group
         )));
     }
-    check_caches(program, variant)?;
+    crate::compile::check_caches(program, variant)?;
     let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);
     let needed = tasks().fold(0, |mask, task| mask | needed_by(task));
     if needed & !variant.features != 0 {
-        let missing =
-            Feature::ALL.iter().filter(|&&f| (needed & !variant.features) >> f as u32 & 1 != 0);
-        let missing: Vec<_> = missing.map(|feature| feature.name()).collect();
+        let lacks = |f: &&Feature| (needed & !variant.features) >> **f as u32 & 1 != 0;
+        let missing: Vec<_> = Feature::ALL.iter().filter(lacks).map(|f| f.name()).collect();
         return Err(HostError::Request(format!(
             "the program needs {}, which the kernel was compiled without",
             missing.join(", ")

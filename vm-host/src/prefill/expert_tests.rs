@@ -47,7 +47,7 @@ fn the_experts_of_a_chunk_are_those_that_its_tokens_choose() {
     }
     // Mutations that it must detect.
     for (from, to) in [
-        ("rank_part(keys, padded, 0, 1, keys[i], i)", "rank_part(keys, padded, 0, 1, keys[i], 0)"),
+        ("slots + rank] = expert;", "slots + rank] = rank;"),
         ("? experts : slots;", "? slots : slots + 1;"),
         (
             "chosen_weight(AMK_SCORING_SIGMOID, row[experts]",

@@ -315,7 +315,7 @@ impl Run<'_> {
             router.scoring as u64,
             router.shared.is_some().into(),
         ];
-        // Keys of a token's logits, as many for each lane, and the chosen logits.
+        // Keys of a token's logits, as many for each thread of a warp, and the chosen logits.
         let warps = PREFILL_THREADS / 32;
         let shared = warps * (router.experts.next_multiple_of(128) + abi::SLOTS_MAX) * 4;
         let place = (rows.count.div_ceil(warps), PREFILL_THREADS, shared);

@@ -16,6 +16,8 @@ struct ResolvedBuffer {
 struct Shared {
   amk_launch const* launch;
   amk_program program;
+  uint32_t epoch, halt, rank_asked; // with the experts for what parses rank.cuh
+  uint16_t slot_expert[AMK_SLOTS_MAX];
 };
 struct Worker {
   Shared* shared;

@@ -36,8 +36,13 @@ inline float warp_sum(float v) {
 }
 inline float tanh_fast(float);
 // What the resident kernel's routes need to be parsed, and is not called here.
+constexpr uint32_t SPINS_PER_LOOK = 1;
 inline bool is_dead(Shared*) { return false; }
+inline uint32_t flag_load(uint32_t const* p) { return *p; }
+inline void flag_store(uint32_t* p, uint32_t v) { *p = v; }
+inline void block_fence() {}
 inline bool vec4_here(Words const&, uint4 const&) { return true; }
+inline bool word_here(Words const&, uint32_t) { return true; }
 inline float word_wait(Worker const&, Words const& s, uint32_t i) { return __uint_as_float(s.at[i]); }
 
 // Barriers of stages, in shared memory: arrivals of a phase, those that are missing, and the number of the phase.

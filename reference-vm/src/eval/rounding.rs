@@ -1,0 +1,93 @@
+//! Where an evaluator rounds, as executors do.
+
+use half::bf16;
+use ir::{DIGIT_GROUP, DType, Format, Graph, KvDtype};
+use rayon::prelude::*;
+
+use crate::codes::{as_f16, to_e4m3};
+use crate::math::{Matrix, make_room};
+
+/// Rounding of values between two ops and at the input of one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rounding {
+    /// Nowhere.
+    None,
+    /// The words of hand-offs.
+    Handoffs,
+    /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. Beside
+    /// codes a vector may have one half of each element only, or be integers with `digits`.
+    Device { operand: DType, one_half: bool, digits: bool, shifts: bool },
+}
+
+/// Relative shifts of keys and values before they become codes: some times what hand-offs of 20 bits and vectors of 17 move them by. A code is
+/// another after about ten times as large a part of all shifts, since codes of a binade are an eighth of it apart.
+const HANDOFF_SHIFT: f32 = 1.0 / (1 << 17) as f32;
+const DEVICE_SHIFT: f32 = 1.0 / (1 << 14) as f32;
+
+impl Rounding {
+    /// Rounds words as a hand-off does between writer and reader.
+    pub(super) fn handoff(self, words: &mut [f32]) {
+        if self != Self::None {
+            for word in words {
+                *word = f32::from_bits(make_room(word.to_bits()));
+            }
+        }
+    }
+
+    /// Rounds a factor of a product with a matrix: on the device, to one or two halves of the operands' type
+    /// (unit_products.cuh: `x4_store`), or to integers (digits.cuh: `stage_digits`).
+    pub(super) fn factor(self, matrix: &Matrix<'_>, words: &mut [f32]) {
+        let Self::Device { operand, one_half, digits, .. } = self else { return };
+        if digits && Format::of(matrix.dtype(), operand).has_digits() {
+            let groups = words.par_chunks_mut(matrix.cols());
+            return groups
+                .for_each(|row| row.chunks_mut(DIGIT_GROUP as usize).for_each(as_integers));
+        }
+        let halves = |round: fn(f32) -> f32| {
+            move |word: &mut f32| {
+                let high = round(*word);
+                *word = if one_half { high } else { high + round(*word - high) };
+            }
+        };
+        if operand == DType::F16 {
+            // Smaller by a power of two, so that large values are in the range of f16.
+            let divisor = abi::F16_VECTOR_DIVISOR as f32;
+            let halves = halves(as_f16);
+            words.iter_mut().for_each(|word| {
+                *word /= divisor;
+                halves(word);
+                *word *= divisor;
+            });
+        } else if operand == DType::Bf16 {
+            words.iter_mut().for_each(halves(|word| bf16::from_f32(word).to_f32()));
+        }
+    }
+
+    /// Rounds keys or values for the cache: on the device to f16 (op_attention.cuh: `cache_pair`). The codes of a smaller
+    /// type are what the user chose, so they are no rounding of an executor: every executor has the same.
+    pub(super) fn cache(self, graph: &Graph, words: &mut [f32]) {
+        match graph.kv_dtype {
+            KvDtype::E4m3 => {
+                let shift = match self {
+                    Self::Handoffs => HANDOFF_SHIFT,
+                    Self::Device { shifts: true, .. } => DEVICE_SHIFT,
+                    Self::Device { shifts: false, .. } | Self::None => 0.0,
+                };
+                words.iter_mut().for_each(|word| *word *= 1.0 + shift);
+                words.chunks_exact_mut(graph.head_dim as usize).for_each(to_e4m3);
+            }
+            KvDtype::F16 if matches!(self, Self::Device { .. }) => {
+                words.iter_mut().for_each(|word| *word = as_f16(*word));
+            }
+            KvDtype::F16 => {}
+        }
+    }
+}
+
+/// To integers of 15 bits and back: of a group, 1.984375 times a power of two is the factor, so that the largest fits.
+fn as_integers(group: &mut [f32]) {
+    let most = group.iter().fold(f32::MIN_POSITIVE, |most, word| most.max(word.abs()));
+    let power = f32::from_bits(most.to_bits() & 0x7f80_0000).recip();
+    let factor = 1.984_375 * 8192.0 * power;
+    group.iter_mut().for_each(|word| *word = (*word * factor).round_ties_even() / factor);
+}

@@ -186,16 +186,21 @@ impl Graph {
         codes.max_by_key(|&dtype| dtype as u32)
     }
 
+    /// Whether some layer has experts.
+    #[must_use]
+    pub fn has_experts(&self) -> bool {
+        self.layers.iter().any(|layer| layer.gated().is_none())
+    }
+
     /// The longest vectors that its matrices are multiplied with on a device.
     #[must_use]
     pub fn vectors(&self) -> Vectors {
-        let experts = self.layers.iter().any(|layer| layer.gated().is_none());
         let matrices = self.tensors.iter().filter(|tensor| tensor.shape.len() > 1);
         let of = |tensor: &Tensor| {
             let cols = tensor.shape.last().copied().unwrap_or(0);
             (cols, Format::of(tensor.dtype, self.dtype))
         };
-        Vectors::new(&Dims::from(self), experts, matrices.map(of))
+        Vectors::new(&Dims::from(self), self.has_experts(), matrices.map(of))
     }
 
     /// Bytes of the keys and values of one token on the device.

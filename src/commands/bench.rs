@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use ir::Graph;
 use ir::schedule::ScheduleConfig;
 use reference_vm::accuracy::Accuracy;
 use search::{BUNDLE_SCHEMA, Bundle, DeviceInfo, LatencyKind, Samples, Side, Timing, Verdict};
@@ -290,7 +289,7 @@ impl<'a> Row<'a> {
         let against = "f32 evaluation of the same weights";
         let against = match prompt {
             None => against,
-            Some(_) if has_experts(context.graph()) => {
+            Some(_) if context.graph().has_experts() => {
                 "f32 evaluation of the prompt's first tokens on the routes of their chunk"
             }
             Some(_) => "the same prompt token by token",
@@ -407,10 +406,6 @@ pub(super) fn rounds<E>(
     }
     samples.clocks.all.extend(clocks());
     Ok(samples)
-}
-
-fn has_experts(graph: &Graph) -> bool {
-    graph.layers.iter().any(|layer| layer.gated().is_none())
 }
 
 fn accuracy_line(accuracy: &Accuracy) -> String {

@@ -25,7 +25,7 @@ impl Gpu<'_> {
             // Of several GPUs only two have run chunks, of small models: who wants them says so.
             (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
             // Chunks of mixtures have run on no GPU yet.
-            (PrefillChoice::Auto, None) if self.has_experts() => None,
+            (PrefillChoice::Auto, None) if self.context.graph().has_experts() => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };
@@ -34,10 +34,6 @@ impl Gpu<'_> {
             self.compiling_prompts = Some(std::thread::spawn(compile));
         }
         Ok(())
-    }
-
-    fn has_experts(&self) -> bool {
-        self.context.graph().layers.iter().any(|layer| layer.gated().is_none())
     }
 
     /// Waits until the kernels for chunks have been compiled, so that no prompt has to. A failure comes again with the first
@@ -78,7 +74,7 @@ impl Gpu<'_> {
         done.map_err(device_error)
     }
 
-    /// The experts that the last chunk chose, of so many tokens and with logits, while the kernel is not resident.
+    /// The experts that the last chunk chose; it had `tokens` tokens and gave logits. The kernel is not resident.
     pub(crate) fn chunk_routes(&self, tokens: u32) -> Result<Vec<ChunkRoutes>, DeviceError> {
         match &self.machine {
             Machine::Idle(idle) => idle.chunk_routes(tokens).map_err(device_error),

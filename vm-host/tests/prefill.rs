@@ -23,7 +23,7 @@ mod heads;
 mod mixtures;
 use device::device;
 use heads::{compile, odd_heads};
-use mixtures::{MIXTURES, has_experts};
+use mixtures::MIXTURES;
 
 const GOLDEN: [&str; 12] = [
     "golden/llama-tied-f32",
@@ -537,7 +537,7 @@ fn chunks_of_presets() {
         }
         let small = PrefillOptions { chunk: 512, ..ONE_CHUNK };
         bench.time(&mut idle, "chunks of 512", 2048, &small);
-        if has_experts(bench.graph()) {
+        if bench.graph().has_experts() {
             // Chunks may choose other experts than steps, and the graph takes too long to evaluate: the golden folders show whether they are right.
             bench.say(false, &format!("done after {:.1} s", began.elapsed().as_secs_f64()));
             continue;

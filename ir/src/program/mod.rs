@@ -353,7 +353,7 @@ pub struct GraphShape {
 
 impl From<&Graph> for GraphShape {
     fn from(graph: &Graph) -> Self {
-        let experts = graph.layers.iter().any(|layer| layer.gated().is_none());
+        let experts = graph.has_experts();
         Self { dims: Dims::from(graph), codes: graph.codes(), experts }
     }
 }

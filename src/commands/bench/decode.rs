@@ -15,7 +15,7 @@ use search::{
     assess, device_positions, draw_tokens, why_fewer_positions,
 };
 
-use super::{Measured, Row, TIMED_TOKENS, has_experts};
+use super::{Measured, Row, TIMED_TOKENS};
 use crate::commands::evaluate::stop_on_our_fault;
 use crate::failure::Failure;
 use crate::report;
@@ -86,7 +86,7 @@ impl Passage {
         let evaluated = length.min(evaluated_max(graph));
         let positions = compared(evaluated);
         let (context, seed) = (args.context as usize, args.seed);
-        if has_experts(graph) {
+        if graph.has_experts() {
             return Ok(Self { tokens, context, positions, expected: None, seed });
         }
         // The gate's tokens begin alike, and a position's logits do not depend on those behind.

@@ -17,7 +17,7 @@ use vm_device::{ARCHITECTURES, Architecture};
 use vm_host::{PrefillOptions, Prefilled};
 
 use super::decode::evaluated_max;
-use super::{Measured, Row, has_experts, rounds};
+use super::{Measured, Row, rounds};
 use crate::device::Gpu;
 use crate::failure::Failure;
 use crate::report;
@@ -53,7 +53,7 @@ pub(super) fn measure(row: &Row<'_>, tokens: u32) -> Result<Measured, Failure> {
             "values exceed the range of f16: this model's prompts run token by token",
         ));
     }
-    let on_routes = match has_experts(context.graph()) {
+    let on_routes = match context.graph().has_experts() {
         true => Some(on_routes(row, &mut device, handle, &prompt)?),
         false => None,
     };
@@ -151,7 +151,7 @@ fn bound_us(graph: &Graph, target: &Target, last: &Prefilled, bandwidth: f64) ->
     let row = Architecture::named(&target.arch).unwrap_or(&ARCHITECTURES[0]);
     let sms = f64::from(target.sms * target.devices);
     let peak = sms * row.flop_per_cycle * f64::from(target.clock_mhz) * 1e6;
-    let weights = if has_experts(graph) { graph.step_bytes() } else { graph.weight_bytes() };
+    let weights = if graph.has_experts() { graph.step_bytes() } else { graph.weight_bytes() };
     let bytes = weights as f64 * f64::from(last.chunks);
     (last.flop / peak).max(bytes / bandwidth) * 1e6
 }

@@ -69,7 +69,7 @@ impl Idle {
         self.memory.copier.values(self.memory.residents.logits, self.vocab as usize)
     }
 
-    /// The experts that the last chunk of the last [`prefill`](Self::prefill) chose in each layer with experts. It had so many tokens, and logits
+    /// The experts that the last chunk of the last [`prefill`](Self::prefill) chose in each layer with experts. It had `tokens` tokens, and logits
     /// were requested.
     ///
     /// # Errors

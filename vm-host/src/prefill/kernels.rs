@@ -155,7 +155,7 @@ pub(super) fn choose(asked: GemmShape, tokens: u32, tiles: u32, sms: u32) -> Gem
     cheapest(asked, sms, |block| block.count(tokens, tiles))
 }
 
-/// The same for experts that are chosen so often in all, each with so many tiles: the last block of an expert's tokens is half full on average.
+/// The same for experts, from the number of choices of all tokens and the tiles of an expert: the last block of an expert's tokens is half full on average.
 pub(super) fn choose_of_experts(
     asked: GemmShape,
     (choices, experts): (u32, u32),

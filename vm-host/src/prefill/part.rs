@@ -70,7 +70,7 @@ pub(super) struct Products {
     pub(super) experts: [u64; 5],
 }
 
-/// Bytes of the vectors of so many tokens. A block of products reads whole blocks of tokens, so up to 255 behind the last ones.
+/// Bytes of the vectors of this many tokens. A block of products reads whole blocks of tokens, so up to 255 behind the last ones.
 pub(super) fn vector_bytes(cols: u32, tokens: u32) -> u64 {
     let token_rows = u64::from(tokens) * u64::from(cols.div_ceil(X_COLS)) + 256;
     token_rows * u64::from(X_ROW_BYTES)

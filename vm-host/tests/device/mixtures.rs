@@ -1,7 +1,6 @@
 //! Mixtures in chunks. A chunk's vectors are f16, so it may choose another expert than a step where two are near each other, and all values after
 //! that are other ones. So it is compared with the graph on the chunk's own routes, and each route with the logits that the graph has there.
 
-use ir::Graph;
 use reference_vm::eval::{Evaluator, Logits};
 use reference_vm::routes::{Routed, Routes};
 use vm_host::{ChunkRoutes, GemmShape, Idle, PrefillOptions};
@@ -19,10 +18,6 @@ pub(crate) const MIXTURES: [&str; 6] = [
 ];
 /// How far the best expert left out may be above the worst one chosen, as a share of the greatest logit: each is as wrong as logits may be.
 const ROUTE_MAX: f64 = 2.0 * LOGITS_MAX;
-
-pub(crate) fn has_experts(graph: &Graph) -> bool {
-    graph.layers.iter().any(|layer| layer.gated().is_none())
-}
 
 /// What the graph has on a chunk's routes.
 struct OnRoutes {

@@ -16,7 +16,7 @@ struct ResolvedBuffer {
 struct Shared {
   amk_launch const* launch;
   amk_program program;
-  uint32_t epoch, halt, rank_asked; // with the experts for what parses rank.cuh
+  uint32_t epoch, halt, rank_asked; // these and the experts are named in rank.cuh, and not used here
   uint16_t slot_expert[AMK_SLOTS_MAX];
 };
 struct Worker {

@@ -1,19 +1,8 @@
 // What unpacking of codes takes (unpack.cuh), as host C++; and the input file of programs that multiply tiles of them. Include simt.hpp before.
 #pragma once
 #include "half.hpp"
+#include "vectors.hpp"
 
-struct uint2 {
-  uint32_t x, y;
-};
-struct float2 {
-  float x, y;
-};
-struct float4 {
-  float x, y, z, w;
-};
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return uint2{x, y}; }
-inline float2 make_float2(float x, float y) { return float2{x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
 using std::fmaf;
 struct Worker {
   uint32_t thread;

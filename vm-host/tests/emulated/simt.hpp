@@ -140,27 +140,23 @@ template <typename T> T __shfl_up_sync(uint32_t, T v, uint32_t o) {
   return from_lane(v, lane >= o ? lane - o : lane);
 }
 template <typename T> T __shfl_sync(uint32_t, T v, int lane) { return from_lane(v, (uint32_t)lane); }
-inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
+// Folds the words of a warp's lanes.
+template <typename F> uint32_t reduce(uint32_t v, F const& fold) {
   uint32_t const t = fibers.running, warp = t / 32;
   fibers.word[t] = v;
   meet(warp);
-  uint32_t sum = 0;
+  uint32_t all = 0;
   for (uint32_t i = 0; i < 32; ++i) {
-    sum += (uint32_t)fibers.word[warp * 32 + i];
+    all = fold(all, (uint32_t)fibers.word[warp * 32 + i]);
   }
   meet(warp);
-  return sum;
+  return all;
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
+  return reduce(v, [](uint32_t a, uint32_t b) { return a + b; });
 }
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
-  uint32_t const t = fibers.running, warp = t / 32;
-  fibers.word[t] = v;
-  meet(warp);
-  uint32_t most = 0;
-  for (uint32_t i = 0; i < 32; ++i) {
-    most = (uint32_t)fibers.word[warp * 32 + i] > most ? (uint32_t)fibers.word[warp * 32 + i] : most;
-  }
-  meet(warp);
-  return most;
+  return reduce(v, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
 }
 // Ballot: each lane adds its own bit.
 inline uint32_t __ballot_sync(uint32_t mask, bool v) { return __reduce_add_sync(mask, (uint32_t)v << fibers.running % 32); }

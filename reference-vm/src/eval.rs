@@ -228,6 +228,14 @@ impl<'a> Evaluator<'a> {
         self.with_vectors_of(false, false)
     }
 
+    /// Rounds like the kernels that run a prompt in chunks, whose vectors are one f16 in every model. Their queries, weights of the softmax and
+    /// codes are one f16 too: for these, hand-offs are moved by up to half a unit in its last place, differently in each draw.
+    #[must_use]
+    pub fn with_chunk_roundings(mut self, draw: u32) -> Self {
+        self.rounding = Rounding::Chunk { draw };
+        self
+    }
+
     fn with_vectors_of(mut self, one_half: bool, digits: bool) -> Self {
         let operand = self.graph.dtype;
         self.rounding = Rounding::Device { operand, one_half, digits, shifts: false };

@@ -138,6 +138,8 @@ __device__ constexpr bool has_share(uint32_t warp_units) { return (AMK_SHARES >>
 constexpr bool RAGGED = has_share(0); // chunks have any length: else all of a tile have the same, and those of SHARE are full stages
 constexpr bool ASKS_EARLY = SCALE_WORDS < 2; // whether the next stage is asked for before the products: beside two words of scales registers are short
 constexpr bool SPLIT = FRAGMENT < SHARE; // whether a stage may be two fragments
+// Whether some task's fragments may all wait in registers (MatvecPlan). Longer ones of units with scales hold too few rows for that.
+constexpr bool MAY_HOLD = !SPLIT || (AMK_SHARES & ((1u << FRAGMENT) - 2)) != 0;
 __device__ __forceinline__ uint32_t stage_fragments(amk_task const& task) {
   return !SPLIT ? 1 : task.warp_units > FRAGMENT ? 2 : task.stage_tiles >> share_tiles_log2(task.warp_units);
 }
@@ -154,7 +156,8 @@ __device__ __forceinline__ MatvecPlan matvec_plan(StagedTask const& st) {
     uint32_t const log2 = SPLIT ? share_tiles_log2(task.warp_units) : 1;
     plan.shares = (p.tiles + (1u << log2) - 1) >> log2;
   }
-  plan.held = FRAGMENT == SHARE && stage_fragments(task) == 1 && plan.shares > 0 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares) && p.epilogue != AMK_EPILOGUE_LOGITS;
+  bool const held = SPLIT ? task.warp_units < FRAGMENT && plan.shares <= TAKE : stage_fragments(task) == 1 && plan.shares <= TAKE + 1 && (plan.chunks == 1 || plan.chunks == plan.shares);
+  plan.held = MAY_HOLD && held && plan.shares > 0 && p.epilogue != AMK_EPILOGUE_LOGITS;
   plan.biased = st.buffer[2].address != 0 && !has_route(st); // with a route they are of the experts that are chosen
   plan.residual = p.epilogue == AMK_EPILOGUE_RESIDUAL && is_flag_in_data(st.buffer[3]);
   return plan;
@@ -431,6 +434,21 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
   }
   sums_finish<UNPACK>(w, s, part);
 }
+// The same of units with scales, whose fragments are whole tiles that wait in registers, all of them.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_at_once(Worker const& w, Tiles const& k, Share const (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<UNPACK, UNITS>;
+  VectorPart<UNPACK, UNITS> x;
+  x.template load<0>(w, k, 0);
+  Sums<F::CHAINS> s[TAKE][F::TILES] = {};
+  x.multiply(w, s[0], v[0]);
+  square = warp_sum(square);
+  if (k.shares == 1) {
+    tiles_finish<UNPACK>(w, s[0], part);
+    return;
+  }
+  x.multiply(w, s[1], v[1]);
+  tiles_finish<UNPACK>(w, (Sums<F::CHAINS> const (&)[TAKE * F::TILES])s, part);
+}
 // Two fragments are finished together: their last steps overlap, as those of the sum of squares do with the first products.
 template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multiply_held(Worker const& w, Cursor& c, Tiles const& k, Share (&v)[TAKE], float* part, float& square) {
   using F = Fragment<UNPACK, UNITS>;
@@ -650,11 +668,14 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
       epilogue(w, st, p, out, written.units, parts, row, (rms ? scale : 1.f) / VECTOR_FACTOR, add, plan.residual, best);
     }
   };
-  if (FRAGMENT == SHARE && k.held) {
+  if (MAY_HOLD && k.held) {
     with_unpack(st.task.unpack, [&](auto unpack) {
       with_share(k, [&](auto units) {
         constexpr uint32_t UNPACK = decltype(unpack)::value, UNITS = decltype(units)::value;
-        if constexpr (FRAGMENT < SHARE) {
+        if constexpr (SPLIT) {
+          if constexpr (UNITS < FRAGMENT) {
+            held_at_once<UNPACK, UNITS>(w, k, v, warp_parts(w, w.parity), square);
+          }
         } else if constexpr (SPARE_REGISTERS) {
           multiply_held<UNPACK, UNITS>(w, c, k, v, warp_parts(w, w.parity), square);
         } else {

@@ -11,7 +11,7 @@ __device__ __forceinline__ uint32_t order_key(float v) {
 // The inverse.
 __device__ __forceinline__ float key_value(uint32_t key) { return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u)); }
 
-// Experts of a lane: so many in order, a multiple of four, at most 32.
+// How many experts a lane has, one after the other: a multiple of four, at most 32.
 __device__ __forceinline__ uint32_t lane_experts(uint32_t experts) { return (experts + 127) / 128 * 4; }
 static_assert(AMK_EXPERTS_MAX <= 32 * 32, "a lane has a bit for each of its experts");
 

@@ -19,8 +19,14 @@ __device__ __forceinline__ char const* cursor_land(Worker const& w, Cursor const
   return cursor_place(w, c);
 }
 
-// Returns whether the current stage has arrived, without waiting. All lanes agree.
-__device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) { return __all_sync(~0u, barrier_test(&w.shared->full[c.stage], c.parity)) != 0; }
+constexpr bool ROUTED = (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) != 0; // some stages are behind a route
+
+// Returns whether the current stage has arrived. All lanes agree. A try may wait a while for it, which costs less than a fragment that is taken late; but
+// a stage behind a route comes after the vector that is to be staged meanwhile.
+__device__ __forceinline__ bool cursor_arrived(Worker const& w, Cursor const& c) {
+  uint64_t* const full = &w.shared->full[c.stage];
+  return __all_sync(~0u, ROUTED ? barrier_test(full, c.parity) : barrier_try(full, c.parity)) != 0;
+}
 
 // The same of a lane's own answer. A stage that has arrived stays so until all warps have freed it.
 __device__ __forceinline__ bool cursor_here(Worker const& w, Cursor const& c) { return barrier_test(&w.shared->full[c.stage], c.parity); }

@@ -480,6 +480,7 @@ fn caches_of_codes_compute_what_the_graph_says() {
     let mut models: Vec<_> = GOLDEN[..5].iter().map(|name| golden(name)).chain(wide).collect();
     models.iter_mut().for_each(|(_, model)| model.graph.kv_dtype = ir::KvDtype::E4m3);
     let seqs = number("AMK_TEST_BATCH").unwrap_or(1) as u32;
+    models.retain(|(_, model)| seqs == 1 || model.graph.dtype != ir::DType::F32);
     let kernel = ir::ScheduleConfig::default().kernel;
     let variants = models.iter().map(|(_, model)| batch_variant(&kernel, &model.graph, seqs));
     compile(&variants.collect::<Vec<_>>());

@@ -17,6 +17,9 @@ pub(super) enum Rounding {
     /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. Beside
     /// codes a vector may have one half of each element only, or be integers with `digits`.
     Device { operand: DType, one_half: bool, digits: bool, shifts: bool },
+    /// The vectors that a prompt's chunk multiplies, and stored keys and values: one f16 each. Hand-offs are moved by as much, for what is not
+    /// simulated; each draw moves them differently.
+    Chunk { draw: u32 },
 }
 
 /// Relative shifts of keys and values before they become codes: some times what hand-offs of 20 bits and vectors of 17 move them by. A code is
@@ -27,17 +30,23 @@ const DEVICE_SHIFT: f32 = 1.0 / (1 << 14) as f32;
 impl Rounding {
     /// Rounds words as a hand-off does between writer and reader.
     pub(super) fn handoff(self, words: &mut [f32]) {
-        if self != Self::None {
-            for word in words {
-                *word = f32::from_bits(make_room(word.to_bits()));
+        match self {
+            Self::None => {}
+            Self::Handoffs | Self::Device { .. } => {
+                words.iter_mut().for_each(|word| *word = f32::from_bits(make_room(word.to_bits())));
             }
+            Self::Chunk { draw } => words.iter_mut().for_each(|word| *word = moved(*word, draw)),
         }
     }
 
     /// Rounds a factor of a product with a matrix: on the device, to one or two halves of the operands' type
     /// (unit_products.cuh: `x4_store`), or to integers (digits.cuh: `stage_digits`).
     pub(super) fn factor(self, matrix: &Matrix<'_>, words: &mut [f32]) {
-        let Self::Device { operand, one_half, digits, .. } = self else { return };
+        let (operand, one_half, digits) = match self {
+            Self::Device { operand, one_half, digits, .. } => (operand, one_half, digits),
+            Self::Chunk { .. } => (DType::F16, true, false),
+            Self::None | Self::Handoffs => return,
+        };
         if digits && Format::of(matrix.dtype(), operand).has_digits() {
             let groups = words.par_chunks_mut(matrix.cols());
             return groups
@@ -71,17 +80,25 @@ impl Rounding {
                 let shift = match self {
                     Self::Handoffs => HANDOFF_SHIFT,
                     Self::Device { shifts: true, .. } => DEVICE_SHIFT,
-                    Self::Device { shifts: false, .. } | Self::None => 0.0,
+                    Self::Device { shifts: false, .. } | Self::Chunk { .. } | Self::None => 0.0,
                 };
                 words.iter_mut().for_each(|word| *word *= 1.0 + shift);
                 words.chunks_exact_mut(graph.head_dim as usize).for_each(to_e4m3);
             }
-            KvDtype::F16 if matches!(self, Self::Device { .. }) => {
+            KvDtype::F16 if matches!(self, Self::Device { .. } | Self::Chunk { .. }) => {
                 words.iter_mut().for_each(|word| *word = as_f16(*word));
             }
             KvDtype::F16 => {}
         }
     }
+}
+
+/// Moved by less than half a unit in the last place of f16, by a hash of the word (the finaliser of MurmurHash3) and the draw.
+fn moved(word: f32, draw: u32) -> f32 {
+    let mixed = (word.to_bits() ^ draw.wrapping_mul(0x9e37_79b9)).wrapping_mul(0x85eb_ca6b);
+    let mixed = (mixed ^ mixed >> 13).wrapping_mul(0xc2b2_ae35);
+    let share = (mixed >> 8) as f32 / (1 << 24) as f32 - 0.5;
+    word * (1.0 + share / (1 << 11) as f32)
 }
 
 /// To integers of 15 bits and back: of a group, 1.984375 times a power of two is the factor, so that the largest fits.

@@ -225,9 +225,10 @@ pub(crate) struct ProvenanceArgs {
 }
 
 /// The pages of the repository that have results.
-const RESULT_PAGES: [&str; 4] = [
+const RESULT_PAGES: [&str; 5] = [
     "README.md",
     "docs/explanation/performance.md",
+    "docs/guide/which-format.md",
     "docs/results/shipped.md",
     "docs/results/engines.svg",
 ];

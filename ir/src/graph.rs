@@ -261,6 +261,12 @@ impl Graph {
         layer.attention.body.q_norm.and_then(width).is_some_and(|len| len != self.head_dim as usize)
     }
 
+    /// Whether a layer normalises each of its query and key heads.
+    #[must_use]
+    pub fn norms_each_head(&self, layer: &Layer) -> bool {
+        layer.attention.body.q_norm.is_some() && !self.norms_all_heads(layer)
+    }
+
     /// Whether `lm_head` reuses the embedding table.
     #[must_use]
     pub fn tied(&self) -> bool {

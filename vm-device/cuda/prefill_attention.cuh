@@ -9,7 +9,7 @@
 constexpr uint32_t ATTEND_TOKENS = AMK_ATTEND_TOKENS, ATTEND_KEYS = AMK_ATTEND_KEYS, ATTEND_THREADS = ATTEND_TOKENS / 16 * 32;
 constexpr uint32_t ATTEND_BLOCK_BYTES = ATTEND_KEYS * HEAD_BYTES; // keys only, or values only
 static_assert(PAGE_KEYS % ATTEND_KEYS == 0, "a block of keys is of one page");
-static_assert(ATTEND_THREADS == 128 && AMK_HEAD_DIM <= 128, "a warpgroup; a thread has all sums of its two rows");
+static_assert(ATTEND_THREADS == 128 && AMK_HEAD_DIM <= 256, "a warpgroup; a thread has all sums of its two rows");
 constexpr uint32_t KEY_TILES = ATTEND_KEYS / 8;
 // A head is processed in parts: the chunks that are permuted among themselves. In shared memory a part of all keys follows another.
 constexpr uint32_t PART_CHUNKS = HEAD_SWIZZLED, PART_DIM = PART_CHUNKS * 8, PARTS = AMK_HEAD_DIM / PART_DIM, PART_ROW = PART_DIM * 2;
@@ -26,6 +26,7 @@ struct Attend {
   uint16_t const* pages;
   uint32_t values;     // byte distance from a head's keys in a page to its values
   uint32_t pitch, tokens, heads, head, start, window;
+  float cap; // of the scores, or 0
 #if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
   float const* sinks; // of the heads, or null
 #endif
@@ -34,6 +35,9 @@ struct Attend {
 // A thread's part of its warp's 16 queries: the first operand of STEPS products. It is kept in shared memory, behind the keys and values, and
 // loaded for each block of keys: of an operand in registers the assembler (13.0) takes the first loop's products for the last that read it.
 constexpr uint32_t STEPS = PARTS * PART_STEPS, QUERIES_AT = 2 * 2 * ATTEND_BLOCK_BYTES;
+// Steps whose operands are in registers at once: beside the sums of wide heads there is no room for more than 8.
+__device__ constexpr uint32_t steps_once(uint32_t most) { return STEPS % most == 0 ? most : steps_once(most - 1); }
+constexpr uint32_t STEPS_ONCE = steps_once(STEPS < 8 ? STEPS : 8);
 __device__ __forceinline__ char* queries_place(uint32_t step) { return prefill_memory + QUERIES_AT + (step * ATTEND_THREADS + threadIdx.x) * 16; }
 
 __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
@@ -49,8 +53,8 @@ __device__ __forceinline__ void queries_keep(Attend const& a, uint32_t token0) {
 
 // Starts the copies of keys first..first + 64, all in `page`, and of their values; rows from `end` on become zero. A thread copies the same chunks
 // of every ROWS_APART-th row: one of every ROW_LANES, a power of two that divides those of a row.
-constexpr uint32_t ROW_LANES = HEAD_CHUNKS & (0 - HEAD_CHUNKS), ROWS_APART = ATTEND_THREADS / ROW_LANES;
-static_assert(HEAD_CHUNKS == ROW_LANES || ROW_LANES == PART_CHUNKS, "one chunk of each part, or of the row");
+constexpr uint32_t ROW_LANES = (HEAD_CHUNKS & (0 - HEAD_CHUNKS)) < 16 ? HEAD_CHUNKS & (0 - HEAD_CHUNKS) : 16, ROWS_APART = ATTEND_THREADS / ROW_LANES;
+static_assert(HEAD_CHUNKS == ROW_LANES || ROW_LANES % PART_CHUNKS == 0, "as many chunks of each part, or one of the row");
 static_assert(ROWS_APART % 8 == 0 && ATTEND_KEYS % ROWS_APART == 0, "rows of a thread are permuted alike");
 __device__ __forceinline__ void rows_copy(Attend const& a, uint32_t page, uint32_t first, uint32_t end, char* stage) {
   uint32_t const row = threadIdx.x / ROW_LANES, chunk = threadIdx.x % ROW_LANES;
@@ -61,7 +65,7 @@ __device__ __forceinline__ void rows_copy(Attend const& a, uint32_t page, uint32
     uint32_t const bytes = first + row + i * ROWS_APART < end ? 16 : 0;
 #pragma unroll
     for (uint32_t j = 0; j < HEAD_CHUNKS / ROW_LANES; ++j) {
-      uint32_t const place = j * PART_BYTES + i * ROWS_APART * PART_ROW, chunks = i * ROWS_APART * HEAD_BYTES + j * ROW_LANES * 16;
+      uint32_t const place = j * (ROW_LANES / PART_CHUNKS) * PART_BYTES + i * ROWS_APART * PART_ROW, chunks = i * ROWS_APART * HEAD_BYTES + j * ROW_LANES * 16;
       piece_copy(to + place, from + chunks, bytes);
       piece_copy(to + ATTEND_BLOCK_BYTES + place, from + a.values + chunks, bytes);
     }
@@ -97,23 +101,27 @@ __device__ __forceinline__ void keys_copy(Attend const& a, uint32_t page, uint32
 
 // Scores of 64 queries and 64 keys: a thread has rows lane / 4 and lane / 4 + 8 of the warp's, and the keys of rows 8 * j + lane % 4 * 2 and the next.
 __device__ __forceinline__ void scores(uint32_t keys, float (&s)[KEY_TILES][4]) {
-  uint32_t q[STEPS][4];
-#pragma unroll
-  for (uint32_t k = 0; k < STEPS; ++k) {
-    uint4 const v = stage_load(queries_place(k));
-    q[k][0] = v.x, q[k][1] = v.y, q[k][2] = v.z, q[k][3] = v.w;
-  }
 #pragma unroll
   for (uint32_t j = 0; j < KEY_TILES; ++j) {
     s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
   }
-  group_fence();
 #pragma unroll
-  for (uint32_t k = 0; k < STEPS; ++k) {
-    group_multiply(s, q[k], operand<PART_ROW>(keys + k / PART_STEPS * PART_BYTES + k % PART_STEPS * 32));
+  for (uint32_t first = 0; first < STEPS; first += STEPS_ONCE) {
+    uint32_t q[STEPS_ONCE][4];
+#pragma unroll
+    for (uint32_t k = 0; k < STEPS_ONCE; ++k) {
+      uint4 const v = stage_load(queries_place(first + k));
+      q[k][0] = v.x, q[k][1] = v.y, q[k][2] = v.z, q[k][3] = v.w;
+    }
+    group_fence();
+#pragma unroll
+    for (uint32_t k = 0; k < STEPS_ONCE; ++k) {
+      uint32_t const step = first + k;
+      group_multiply(s, q[k], operand<PART_ROW>(keys + step / PART_STEPS * PART_BYTES + step % PART_STEPS * 32));
+    }
+    group_commit();
+    group_wait<0>();
   }
-  group_commit();
-  group_wait<0>();
 }
 
 // Running softmax of a warp's 16 tokens: rows lane / 4 and lane / 4 + 8. Sums cover this lane's keys only.
@@ -121,6 +129,18 @@ struct Summed {
   float m[2], l[2];
   float out[PARTS][PART_TILES][4];
 };
+
+__device__ __forceinline__ void scores_cap(float (&s)[KEY_TILES][4], float cap) {
+  if constexpr (has_feature(AMK_FEATURE_SCORE_CAP)) {
+#pragma unroll
+    for (uint32_t j = 0; j < KEY_TILES; ++j) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        s[j][i] = score_capped(s[j][i], cap);
+      }
+    }
+  }
+}
 
 // Masks the keys of a block that a token does not attend to: those after it and those before its window.
 __device__ __forceinline__ void scores_mask(float (&s)[KEY_TILES][4], uint32_t first, uint32_t position, uint32_t window) {
@@ -234,6 +254,7 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
     uint32_t const keys = shared_address(prefill_memory) + stage * 2 * ATTEND_BLOCK_BYTES;
     float s[KEY_TILES][4];
     scores(keys, s);
+    scores_cap(s, a.cap);
     if (first + ATTEND_KEYS > position + 1 || (a.window != 0 && position + 16 > first + a.window)) {
       scores_mask(s, first, position, a.window);
     }
@@ -252,8 +273,8 @@ __device__ __forceinline__ void attend_block(Attend const& a, uint32_t block) {
 #define AMK_SINKS_PARAMETER
 #define AMK_SINKS
 #endif
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, AMK_HEAD_DIM <= 64 ? 4 : 2) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t pitch, uint32_t tokens,
-                                                                                    uint32_t kv_heads, uint32_t start, uint32_t window AMK_SINKS_PARAMETER) {
+extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, AMK_HEAD_DIM <= 64 ? 4 : AMK_HEAD_DIM <= 128 ? 2 : 1) amk_prefill_attention(char* out, char const* queries, char const* cache, uint16_t const* pages, uint32_t pitch, uint32_t tokens,
+                                                                                    uint32_t kv_heads, uint32_t start, uint32_t window, float cap AMK_SINKS_PARAMETER) {
   uint32_t const heads = kv_heads * AMK_GROUP, head = blockIdx.x % heads, run_bytes = PAGE_KEYS * ROW_BYTES;
-  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, pitch, tokens, heads, head, start, window AMK_SINKS}, blockIdx.x / heads);
+  attend_block(Attend{out, queries, cache + head / AMK_GROUP * run_bytes, pages, kv_heads * run_bytes, pitch, tokens, heads, head, start, window, cap AMK_SINKS}, blockIdx.x / heads);
 }

@@ -186,7 +186,7 @@ __device__ __forceinline__ float silu_mul(float gate, float up, float limit) {
   if constexpr (has_feature(AMK_FEATURE_CLAMPED_SILU)) {
     return gated(gate, up, limit != 0.f ? AMK_ACTIVATION_CLAMPED_SILU : AMK_ACTIVATION_SILU, limit);
   }
-  return __fdividef(gate, 1.f + __expf(-gate)) * up;
+  return gated(gate, up, has_feature(AMK_FEATURE_GELU_TANH) ? AMK_ACTIVATION_GELU_TANH : AMK_ACTIVATION_SILU, 0.f);
 }
 
 // Stores the hidden layer's elements of a tile of gate rows and one of up rows. Threads of neighbouring rows exchange one of two tokens, to

@@ -43,44 +43,89 @@ __device__ __forceinline__ void x_write2(char* x, uint32_t pitch, uint32_t token
 }
 
 // Copies tokens' embeddings into the residual stream, one block per token. Rows are `stride` long, a multiple of 8.
-extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(float* residual, char const* embedding, uint32_t const* tokens, uint32_t stride, uint32_t units) {
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(float* residual, char const* embedding, uint32_t const* tokens, uint32_t stride, uint32_t units,
+                                                                               float scale) {
   uint32_t const token = tokens[blockIdx.x];
   float* out = residual + (uint64_t)blockIdx.x * stride;
   for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
     uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * units + e / UNIT_COLS;
     char const* at = embedding + unit * AMK_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
-    *(float2*)(out + e) = pair_values(*(uint32_t const*)at);
+    float2 const v = pair_values(*(uint32_t const*)at);
+    *(float2*)(out + e) = make_float2(embed_scaled(v.x, scale), embed_scaled(v.y, scale));
   }
 }
 
-// Normalises rows of the residual stream into the layout that is multiplied: one block per token.
-extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(char* x, float const* residual, float const* norm, uint32_t stride, uint32_t pitch, uint32_t columns,
-                                                                             float eps) {
-  __shared__ float sums[PREFILL_THREADS / 32];
-  float const* row = residual + (uint64_t)blockIdx.x * stride;
+__device__ __forceinline__ float vec4_square(float4 v, float sum) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
+
+// Sum over the threads of a block. All threads.
+__device__ __forceinline__ float block_sum(float v) {
+  static __shared__ float sums[PREFILL_THREADS / 32];
+  v = warp_sum(v);
+  if (threadIdx.x % 32 == 0) {
+    sums[threadIdx.x / 32] = v;
+  }
+  __syncthreads();
+  v = 0.f;
+  for (uint32_t i = 0; i < PREFILL_THREADS / 32; ++i) {
+    v += sums[i];
+  }
+  return v;
+}
+
+// The factor that normalises a row of `columns`, which are followed by zeros up to `stride`. All threads of a block.
+__device__ __forceinline__ float rms_factor(float const* row, uint32_t stride, uint32_t columns, float eps) {
   float square = 0.f;
 #pragma unroll 2
   for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
-    float4 const v = *(float4 const*)(row + e); // zero after the last column
-    square = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, square))));
+    square = vec4_square(*(float4 const*)(row + e), square);
   }
-  square = warp_sum(square);
-  if (threadIdx.x % 32 == 0) {
-    sums[threadIdx.x / 32] = square;
-  }
-  __syncthreads();
-  square = 0.f;
-  for (uint32_t i = 0; i < PREFILL_THREADS / 32; ++i) {
-    square += sums[i];
-  }
-  float const scale = rsqrtf(square / (float)columns + eps);
+  return rsqrtf(block_sum(square) / (float)columns + eps);
+}
+
+// Normalises rows of the residual stream into the layout that is multiplied: one block per token. Blocks whose norm is behind them have none here.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm(char* x, float const* residual, float const* norm, uint32_t stride, uint32_t pitch, uint32_t columns,
+                                                                             float eps) {
+  float const* row = residual + (uint64_t)blockIdx.x * stride;
+  bool const plain = has_feature(AMK_FEATURE_POST_NORM) && norm == nullptr;
+  float const scale = plain ? 1.f : rms_factor(row, stride, columns, eps);
 #pragma unroll 2
   for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
-    float4 const v = *(float4 const*)(row + e), n = *(float4 const*)(norm + e);
+    float4 const v = *(float4 const*)(row + e), n = plain ? make_float4(1.f, 1.f, 1.f, 1.f) : *(float4 const*)(norm + e);
     x_write2(x, pitch, blockIdx.x, e, v.x * scale * n.x, v.y * scale * n.y);
     x_write2(x, pitch, blockIdx.x, e + 2, v.z * scale * n.z, v.w * scale * n.w);
   }
 }
+
+#if AMK_FEATURES >> AMK_FEATURE_POST_NORM & 1
+// Adds the normalised results of a block to the residual stream: one block per token.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_post_norm(float* residual, float const* results, float const* norm, uint32_t stride, uint32_t columns, float eps) {
+  float const* row = results + (uint64_t)blockIdx.x * stride;
+  float* to = residual + (uint64_t)blockIdx.x * stride;
+  float const scale = rms_factor(row, stride, columns, eps);
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e), n = *(float4 const*)(norm + e), r = *(float4 const*)(to + e);
+    *(float4*)(to + e) = make_float4(fmaf(v.x * n.x, scale, r.x), fmaf(v.y * n.y, scale, r.y), fmaf(v.z * n.z, scale, r.z), fmaf(v.w * n.w, scale, r.w));
+  }
+}
+#endif
+
+#if AMK_FEATURES >> AMK_FEATURE_NORM & 1
+// Normalises the queries of all heads together, and the keys, where they are: a block for each of a token's two rows. `norm` has the weights of the
+// queries and, behind them, of the keys.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_norm_heads(float* qkv, float const* norm, uint32_t stride, uint32_t q_width, uint32_t k_width, float eps) {
+  bool const keys = (blockIdx.x & 1) != 0;
+  float* row = qkv + (uint64_t)(blockIdx.x / 2) * stride + (keys ? q_width : 0);
+  uint32_t const width = keys ? k_width : q_width;
+  float const scale = rms_factor(row, width, width, eps);
+  norm += keys ? q_width : 0;
+#pragma unroll 2
+  for (uint32_t e = threadIdx.x * 4; e < width; e += PREFILL_THREADS * 4) {
+    float4 const v = *(float4 const*)(row + e), n = *(float4 const*)(norm + e);
+    *(float4*)(row + e) = make_float4(v.x * scale * n.x, v.y * scale * n.y, v.z * scale * n.z, v.w * scale * n.w);
+  }
+}
+#endif
 
 // Writes four elements of a key or a value to its row of the cache, in the layout of key_append and value_append; `e` is a multiple of 4.
 __device__ __forceinline__ void cache_write4(char* row, uint32_t position, uint32_t e, float const (&v)[4]) {
@@ -170,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_heads(
 
 // Logits of one token: each warp takes a tile of 8 rows at a time.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_logits(float* logits, char const* weights, char const* x, uint32_t pitch, uint32_t token, uint32_t units,
-                                                                                uint32_t rows) {
+                                                                                uint32_t rows, float cap) {
   uint32_t const lane = threadIdx.x % 32, warp = (blockIdx.x * PREFILL_THREADS + threadIdx.x) / 32, warps = gridDim.x * (PREFILL_THREADS / 32);
   for (uint32_t tile = warp; tile * AMK_UNIT_ROWS < rows; tile += warps) {
     float sum = 0.f;
@@ -189,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_logits
     sum += __shfl_xor_sync(~0u, sum, 2);
     uint32_t const out = tile * AMK_UNIT_ROWS + lane / 4;
     if (lane % 4 == 0 && out < rows) {
-      logits[out] = sum;
+      logits[out] = logit_capped(sum, cap);
     }
   }
 }

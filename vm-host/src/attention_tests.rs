@@ -1,5 +1,6 @@
 //! Attention on the device, of a step and of a prompt's chunk, compiled as host C++: heads of every kind of width against the definition.
 
+use abi::Feature;
 use ir::KvDtype;
 
 use crate::emulated::{compiler, run};
@@ -21,8 +22,17 @@ const STEPS: [Heads; 10] = [
     (192, 4, 1),
     (256, 1, 1),
 ];
-const CHUNKS: [Heads; 6] =
-    [(32, 2, 1), (48, 1, 0), (64, 2, 1), (80, 2, 1), (96, 1, 0), (112, 1, 1)];
+const CHUNKS: [Heads; 9] = [
+    (32, 2, 1),
+    (48, 1, 0),
+    (64, 2, 1),
+    (80, 2, 1),
+    (96, 1, 0),
+    (112, 1, 1),
+    (144, 1, 0),
+    (160, 1, 0),
+    (256, 1, 1),
+];
 
 /// Keys and values are f16, as in the reference; of a step, nothing else is.
 const STEP_MAX: f64 = 1e-4;
@@ -42,14 +52,14 @@ const CODES_SPOILED: [(&str, &str); 9] = [
     ("row_encode(fresh_value(w));", ""),
 ];
 
-/// What is run: a step, a prompt's chunk, or one with a score of each head beside those of its keys.
+/// What is run: a step, a prompt's chunk, or one with a feature of some models.
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
     Step,
     Chunk,
-    ChunkWithSinks,
+    ChunkWith(Feature),
 }
-use Way::{Chunk, ChunkWithSinks, Step};
+use Way::{Chunk, ChunkWith, Step};
 
 fn device_says(
     compiler: &str,
@@ -58,7 +68,7 @@ fn device_says(
     spoil: Option<(&str, &str)>,
 ) -> String {
     let chunks = way != Step;
-    let sinks = u32::from(way == ChunkWithSinks);
+    let feature = if let ChunkWith(feature) = way { 1 << feature as u32 } else { 0 };
     let mut sources = vec!["keys.cuh", "pages.cuh", "op_attention_merge.cuh", "features.cuh"];
     sources.extend(["cache_rows.cuh", "op_attention.cuh"]);
     if chunks {
@@ -68,10 +78,7 @@ fn device_says(
         format!("-DAMK_HEAD_DIM={head_dim}"),
         format!("-DAMK_GROUP={group}"),
         format!("-DAMK_QK_NORM={normed}"),
-        format!(
-            "-DAMK_FEATURES={}",
-            crate::compile::kv_feature(kv) | sinks << abi::Feature::Sinks as u32
-        ),
+        format!("-DAMK_FEATURES={}", crate::compile::kv_feature(kv) | feature),
         "-DAMK_SEQS=1".into(),
     ];
     let program = if chunks { "chunks" } else { "attention" };
@@ -122,17 +129,29 @@ fn a_chunk_attends_with_heads_of_every_multiple_of_16() {
         let said = device_says(&compiler, heads, (Chunk, kv), None);
         assert!(error_of(&said) <= CHUNK_MAX, "{kv:?} {heads:?}: {said}");
     }
-    let with_sinks = |spoil| {
-        error_of(&device_says(&compiler, (64, 2, 0), (ChunkWithSinks, KvDtype::F16), spoil))
+    let with = |feature, spoil| {
+        let way = (ChunkWith(feature), KvDtype::F16);
+        error_of(&device_says(&compiler, (64, 2, 0), way, spoil))
     };
-    assert!(with_sinks(None) <= CHUNK_MAX, "sinks");
+    assert!(with(Feature::Sinks, None) <= CHUNK_MAX, "sinks");
+    assert!(with(Feature::ScoreCap, None) <= CHUNK_MAX, "capped scores");
     let beside = "__ldg(a.sinks + a.head) * LOG2_E";
-    for (from, to) in [(beside, "__ldg(a.sinks + a.head)"), (beside, "__ldg(a.sinks) * LOG2_E")] {
-        let error = with_sinks(Some((from, to)));
+    for (feature, from, to) in [
+        (Feature::Sinks, beside, "__ldg(a.sinks + a.head)"),
+        (Feature::Sinks, beside, "__ldg(a.sinks) * LOG2_E"),
+        (Feature::ScoreCap, "score_capped(s[j][i], cap)", "capped(s[j][i], cap)"),
+    ] {
+        let error = with(feature, Some((from, to)));
         assert!(error > CHUNK_MAX, "nobody notices {to} for {from}");
     }
     for (heads, from, to) in [
-        ((96, 1, 0), "place = j * PART_BYTES", "place = 0"),
+        (
+            (96, 1, 0),
+            "place = j * (ROW_LANES / PART_CHUNKS)",
+            "place = 0 * (ROW_LANES / PART_CHUNKS)",
+        ),
+        ((256, 1, 1), "place = j * (ROW_LANES / PART_CHUNKS)", "place = j"),
+        ((256, 1, 1), "stage_load(queries_place(first + k))", "stage_load(queries_place(k))"),
         ((96, 1, 0), "values + part * PART_BYTES", "values + 0 * part"),
         ((80, 1, 1), "token < tokens && head_lane(part)", "token < tokens"),
     ] {

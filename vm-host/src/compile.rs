@@ -46,14 +46,12 @@ pub struct Resources {
 #[must_use]
 pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
     let packed = PackedModel::new(graph);
-    let norms_each =
-        |layer: &ir::Layer| layer.attention.body.q_norm.is_some() && !graph.norms_all_heads(layer);
     Variant {
         dtype: graph.dtype,
         unpack: unpack_mask(&packed),
         head_dim: graph.head_dim,
         group: graph.group(),
-        qk_norm: graph.layers.iter().any(norms_each),
+        qk_norm: graph.layers.iter().any(|layer| graph.norms_each_head(layer)),
         features: features(graph),
         widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn_width()],
         shares: share_mask(graph, &packed),

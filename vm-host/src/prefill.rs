@@ -24,6 +24,8 @@ mod cached;
 mod expert_tests;
 mod experts;
 mod kernels;
+#[cfg(test)]
+mod norm_tests;
 mod part;
 mod plan;
 mod share;
@@ -52,15 +54,14 @@ const X_ROW_BYTES: u32 = 128;
 const STAGE_UNITS: u32 = 2;
 /// Factor of the hidden layer's elements while they are f16: they may reach 4.2e6. A power of two, so that only the range moves.
 const HIDDEN_SCALE: f32 = 1.0 / 64.0;
-/// Elements of a head, at most: a thread of the attention has all sums of two rows.
-const CHUNK_HEAD_MAX: u32 = 128;
 /// Bytes of an element of queries, keys and values.
 const HALF_BYTES: u32 = 2;
-/// Features of models that the kernels have. Bit n: the feature of number n.
-const FEATURES: u32 = 1 << Feature::Route as u32
+/// Features whose kernels have run on a GPU, and the widest heads.
+const TRIED: u32 = 1 << Feature::Route as u32
     | 1 << Feature::Sinks as u32
     | 1 << Feature::ClampedSilu as u32
     | 1 << Feature::KvE4m3 as u32;
+const TRIED_HEAD: u32 = 128;
 /// Limit for one chunk. It takes milliseconds; nothing in it waits.
 const CHUNK_LIMIT: Duration = Duration::from_secs(20);
 
@@ -132,14 +133,13 @@ pub struct Prefilled {
 /// The reason why a model's prompts cannot be run in chunks on as many devices, or `None` if they can.
 #[must_use]
 pub fn prefill_refused(graph: &Graph, devices: u32) -> Option<String> {
-    let same_blocks = |layer: &ir::Layer| {
-        layer.attention.norm.is_some() && layer.mlp.norm.is_some() && !graph.norms_all_heads(layer)
-    };
-    let narrow = graph.heads_refused().is_none() && graph.head_dim <= CHUNK_HEAD_MAX;
-    let others = compile::features(graph) & !FEATURES;
-    if others != 0 || !graph.layers.iter().all(same_blocks) || !narrow {
+    if let Some(why) = graph.heads_refused() {
+        return Some(format!("{}: {why}", graph.name));
+    }
+    let norms = 1 << Feature::Norm as u32 | 1 << Feature::PostNorm as u32;
+    if devices > 1 && compile::features(graph) & norms != 0 {
         return Some(format!(
-            "{} has blocks that the kernels for prompt chunks lack: its prompts run token by token",
+            "{}: chunks on several GPUs have no norms over results or all heads: its prompts run token by token",
             graph.name
         ));
     }
@@ -162,6 +162,12 @@ pub fn prefill_refused(graph: &Graph, devices: u32) -> Option<String> {
             graph.name
         )
     })
+}
+
+/// Whether some kernel of this model's chunks has run on no GPU yet.
+#[must_use]
+pub fn prefill_untried(graph: &Graph) -> bool {
+    compile::features(graph) & !TRIED != 0 || graph.head_dim > TRIED_HEAD
 }
 
 /// Compiles the kernels that run this model's prompts in chunks into the cache, if it has such and there is a cache. It uses
@@ -283,8 +289,8 @@ fn variant(graph: &Graph) -> PrefillVariant {
         unpack: compile::unpack_mask(&PackedModel::new(graph)),
         head_dim: graph.head_dim,
         group: graph.group(),
-        qk_norm: graph.layers.iter().any(|layer| layer.attention.body.q_norm.is_some()),
-        features: compile::features(graph) & FEATURES,
+        qk_norm: graph.layers.iter().any(|layer| graph.norms_each_head(layer)),
+        features: compile::features(graph),
     }
 }
 
@@ -333,25 +339,32 @@ mod tests {
     }
 
     #[test]
-    fn mixtures_run_in_chunks_unless_their_queries_are_normed_together() {
+    fn all_families_run_in_chunks_and_some_were_tried() {
         let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus");
         let folders = [
-            ("families/mixtral-bf16", false),
-            ("families/qwen3-moe-bf16", false),
-            ("families/qwen2-moe-bf16", false),
-            ("families/gpt-oss-bf16", false),
-            ("quantised/fp8-block-qwen3-moe", false),
-            ("quantised/mxfp4-gpt-oss", false),
-            ("families/olmoe-bf16", true),
-            ("families/gemma3-bf16", true),
+            ("families/mixtral-bf16", true),
+            ("families/qwen3-moe-bf16", true),
+            ("families/qwen2-moe-bf16", true),
+            ("families/gpt-oss-bf16", true),
+            ("families/phi3-bf16", true),
+            ("quantised/fp8-block-qwen3-moe", true),
+            ("quantised/mxfp4-gpt-oss", true),
+            ("families/olmoe-bf16", false),
+            ("families/olmo2-bf16", false),
+            ("families/glm4-bf16", false),
+            ("families/gemma3-bf16", false),
+            ("families/gemma3-256-bf16", false),
         ];
-        for (name, refused) in folders {
+        for (name, tried) in folders {
             let folder = format!("{corpus}/{name}");
             let graph = model::import(folder.as_ref()).expect("a golden folder").graph;
-            assert_eq!(prefill_refused(&graph, 1).is_some(), refused, "{name}");
-            let experts = graph.has_experts();
-            let two = prefill_refused(&graph, 2);
-            assert_eq!(two.is_some(), refused || experts, "{name} on two GPUs: {two:?}");
+            assert_eq!(prefill_refused(&graph, 1), None, "{name}");
+            assert_eq!(prefill_untried(&graph), !tried, "{name}");
         }
+        let two = |name: &str| {
+            prefill_refused(&model::preset(name).expect("a preset").graph, 2).is_none()
+        };
+        let presets = ["qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-4b"];
+        assert_eq!(presets.map(two), [true, false, false], "on two GPUs");
     }
 }

@@ -336,8 +336,8 @@ fn kernels_of_experts_compile_and_nothing_spills() {
     check(&variants);
 }
 
-/// The kernels for prompt chunks: heads of no power of two, normalised wide ones, those of llama-3.2-1b, those of all codes, and those of
-/// mixtures (qwen3-30b-a3b, gpt-oss-20b).
+/// The kernels for prompt chunks: heads of no power of two, normalised wide ones, those of llama-3.2-1b, those of all codes, those of gemma-3-1b with
+/// what other dense families have, and those of mixtures (qwen3-30b-a3b, gpt-oss-20b).
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
@@ -356,6 +356,9 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     let routes = features(&[Feature::Route]);
     let clamped = features(&[Feature::Route, Feature::Sinks, Feature::ClampedSilu]);
     let codes = |all: &[Unpack]| all.iter().fold(1, |mask, &unpack| mask | 1 << unpack as u32);
+    // What dense families have, in one: norms, caps, another activation, a scaled embedding.
+    let others = [Feature::Route, Feature::Sinks, Feature::ClampedSilu, Feature::KvE4m3];
+    let dense = features(&Feature::ALL) & !features(&others);
     let variants = [
         of(DType::F16, 80, 2, false),
         of(DType::Bf16, 96, 1, false),
@@ -370,6 +373,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
             unpack: codes(&[Unpack::Mxfp4]),
             ..of(DType::F16, 64, 8, false)
         },
+        PrefillVariant { features: dense, ..of(DType::Bf16, 256, 4, true) },
         PrefillVariant {
             features: routes,
             unpack: codes(&[Unpack::E4m3G64]),
@@ -386,7 +390,11 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
             let kernels = vm_host::resources(&cubin.log);
             let unpacks = variant.unpack != 1 << Unpack::None as u32;
             let routes = variant.features >> Feature::Route as u32 & 1 != 0;
-            let count = PREFILL_KERNELS + usize::from(unpacks) + 5 * usize::from(routes);
+            let norms = [Feature::Norm, Feature::PostNorm]
+                .map(|feature| variant.features >> feature as u32 & 1)
+                .iter()
+                .sum::<u32>() as usize;
+            let count = PREFILL_KERNELS + usize::from(unpacks) + 5 * usize::from(routes) + norms;
             assert_eq!(kernels.len(), count, "{variant:?}: {kernels:?}");
             let bad = |kernel: &&Resources| kernel.spills > 0 || kernel.stack > 0;
             problems.extend(kernels.iter().filter(bad).map(|k| format!("{variant:?}: {k:?}")));

@@ -27,6 +27,10 @@ pub(super) fn refused(graph: &Graph, devices: u32) -> Option<&'static str> {
     if devices > 1 && (sinks || all.peek().is_some()) {
         return Some("experts and sinks run in chunks on one GPU only so far");
     }
+    let normed = |layer: &ir::Layer| experts_of(layer).is_some() && layer.mlp.post_norm.is_some();
+    if graph.layers.iter().any(normed) {
+        return Some("chunks have no norm of what experts add");
+    }
     let fits = |experts: &Experts| {
         experts.experts.len() <= EXPERTS_MAX as usize && graph.hidden.is_multiple_of(UNIT_ROWS)
     };

@@ -12,6 +12,10 @@ pub(super) struct Kernels {
     pub(super) unpack: Option<Function>,
     pub(super) embed: Function,
     pub(super) norm: Function,
+    /// For blocks whose results are normalised.
+    pub(super) post_norm: Option<Function>,
+    /// For queries and keys that are normalised over all heads.
+    pub(super) norm_heads: Option<Function>,
     pub(super) heads: Function,
     pub(super) attention: Function,
     pub(super) logits: Function,
@@ -64,15 +68,18 @@ impl Kernels {
         let attention = module.function(c"amk_prefill_attention")?;
         attention.allow_shared(attend_shared(variant.head_dim))?;
         let codes = variant.unpack != 1 << Unpack::None as u32;
-        let experts = variant.features >> Feature::Route as u32 & 1 != 0;
+        let has = |feature: Feature| variant.features >> feature as u32 & 1 != 0;
+        let of = |needed: bool, name| needed.then(|| module.function(name)).transpose();
         Ok(Self {
-            unpack: codes.then(|| module.function(c"amk_prefill_unpack")).transpose()?,
+            unpack: of(codes, c"amk_prefill_unpack")?,
+            post_norm: of(has(Feature::PostNorm), c"amk_prefill_post_norm")?,
+            norm_heads: of(has(Feature::Norm), c"amk_prefill_norm_heads")?,
             embed: module.function(c"amk_prefill_embed")?,
             norm: module.function(c"amk_prefill_norm")?,
             heads: module.function(c"amk_prefill_heads")?,
             attention,
             logits: module.function(c"amk_prefill_logits")?,
-            experts: experts.then(|| ExpertKernels::of(module)).transpose()?,
+            experts: has(Feature::Route).then(|| ExpertKernels::of(module)).transpose()?,
             wide: gemms(
                 GemmShape::Wide,
                 [c"amk_prefill_store_wide", c"amk_prefill_residual_wide", c"amk_prefill_silu_wide"],

@@ -19,6 +19,8 @@ pub(super) struct Buffers {
     pub(super) tokens: DeviceBuffer,
     pub(super) residual: DeviceBuffer,
     pub(super) normed: DeviceBuffer,
+    /// What a block adds to the residual stream, before its norm.
+    results: DeviceBuffer,
     qkv: DeviceBuffer,
     queries: DeviceBuffer,
     attended: DeviceBuffer,
@@ -46,6 +48,9 @@ pub(super) struct Part {
     vocab: u32,
     eps: f32,
     scale: f32,
+    embed_scale: f32,
+    /// Of scores and of logits, or 0.
+    caps: [f32; 2],
     pub(super) sms: u32,
     _module: Module, // dropped last: the kernels belong to it
 }
@@ -113,9 +118,11 @@ impl Part {
             ))
         })?;
         let q_width = kv_heads * graph.group() * graph.head_dim;
+        let stride = graph.hidden.next_multiple_of(abi::UNIT_ROWS);
         let buffers = Buffers {
             tokens: rows(1)?,
-            residual: rows(graph.hidden.next_multiple_of(abi::UNIT_ROWS))?,
+            residual: rows(stride)?,
+            results: rows(if kernels.post_norm.is_some() { stride } else { 0 })?,
             normed: vectors(graph.hidden)?,
             qkv: rows(qkv_rows)?,
             queries: rows(q_width / 2)?, // of 16 bits
@@ -139,6 +146,8 @@ impl Part {
             vocab: graph.vocab,
             eps: graph.norm_eps,
             scale: graph.attn_scale,
+            embed_scale: graph.embed_scale,
+            caps: [graph.score_cap, graph.logit_cap].map(|cap| cap.unwrap_or(0.0)),
             sms,
             _module: module,
         })
@@ -209,13 +218,15 @@ impl Run<'_> {
             self.gemm("qkv", Finish::Store, run, buffers.normed.address, out, rows)?;
             to += u64::from(run.tiles * abi::UNIT_ROWS) * 4;
         }
+        self.norm_heads(layer, count)?;
         self.heads(layer, start, count)
     }
 
     /// The residual stream after the attention.
     pub(super) fn output(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
         let Part { plan, buffers, .. } = self.part;
-        self.add("o", &plan.layers[index].o, buffers.attended.address, rows)
+        let layer = &plan.layers[index];
+        self.add("o", &layer.o, layer.post_norms[0], buffers.attended.address, rows)
     }
 
     /// The hidden layer.
@@ -231,19 +242,53 @@ impl Run<'_> {
     /// The residual stream after the MLP.
     pub(super) fn down(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
         let Part { plan, buffers, .. } = self.part;
-        self.add("down", &plan.layers[index].down, buffers.hidden.address, rows)
+        let layer = &plan.layers[index];
+        self.add("down", &layer.down, layer.post_norms[1], buffers.hidden.address, rows)
     }
 
-    /// Adds products to their rows of the residual stream.
+    /// Adds products to their rows of the residual stream, or what the norm of their block makes of them: then they are all of its rows.
     fn add(
         &mut self,
         name: &'static str,
         matrix: &Packed,
+        post_norm: u64,
         x: u64,
         rows: Rows,
     ) -> Result<(), HostError> {
-        let to = self.part.buffers.residual.address + u64::from(matrix.row()) * 4;
-        self.gemm(name, Finish::Residual, matrix, x, (to, self.part.stride()), rows)
+        let Part { kernels, buffers, hidden, eps, .. } = self.part;
+        let stride = self.part.stride();
+        let Some(kernel) = kernels.post_norm.as_ref().filter(|_| post_norm != 0) else {
+            let to = buffers.residual.address + u64::from(matrix.row()) * 4;
+            return self.gemm(name, Finish::Residual, matrix, x, (to, stride), rows);
+        };
+        self.gemm(name, Finish::Store, matrix, x, (buffers.results.address, stride), rows)?;
+        let skipped = u64::from(rows.first) * u64::from(stride) * 4;
+        let mut values = [
+            buffers.residual.address + skipped,
+            buffers.results.address + skipped,
+            post_norm,
+            stride.into(),
+            (*hidden).into(),
+            eps.to_bits().into(),
+        ];
+        self.launch("post_norm", 0.0, kernel, (rows.count, PREFILL_THREADS, 0), &mut values)
+    }
+
+    /// Queries and keys that are normalised over all heads.
+    fn norm_heads(&mut self, layer: &LayerPlan, count: u32) -> Result<(), HostError> {
+        let Part { kernels, buffers, variant, heads, kv_heads, qkv_rows, eps, .. } = self.part;
+        let Some(kernel) = kernels.norm_heads.as_ref().filter(|_| layer.heads_norm != 0) else {
+            return Ok(());
+        };
+        let mut values = [
+            buffers.qkv.address,
+            layer.heads_norm,
+            (*qkv_rows).into(),
+            (heads * variant.head_dim).into(),
+            (kv_heads * variant.head_dim).into(),
+            eps.to_bits().into(),
+        ];
+        self.launch("norm_heads", 0.0, kernel, (2 * count, PREFILL_THREADS, 0), &mut values)
     }
 
     /// Address of the first 64 columns of a token's vector; the token's number is a multiple of 8.
@@ -259,6 +304,7 @@ impl Run<'_> {
             buffers.tokens.address,
             self.part.stride().into(),
             plan.embed.units.into(),
+            self.part.embed_scale.to_bits().into(),
         ];
         self.launch("embed", 0.0, &kernels.embed, (count, PREFILL_THREADS, 0), &mut values)
     }
@@ -451,6 +497,7 @@ impl Run<'_> {
             (*kv_heads).into(),
             (start + rows.first).into(),
             layer.window.into(),
+            self.part.caps[0].to_bits().into(),
             layer.sinks, // a parameter of the kernels for sinks only
         ];
         let seen = (0..rows.count).map(|row| {
@@ -487,6 +534,7 @@ impl Run<'_> {
                 token.into(),
                 matrix.units.into(),
                 count.into(),
+                self.part.caps[1].to_bits().into(),
             ];
             let flop = 2.0 * f64::from(count) * f64::from(*hidden);
             let place = (sms * 8, PREFILL_THREADS, 0);

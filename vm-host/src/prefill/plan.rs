@@ -57,13 +57,18 @@ pub(super) struct RouterPlan {
 
 /// A layer's constants and matrices.
 pub(super) struct LayerPlan {
+    /// Zero if there is none, as of all norms here.
     pub(super) attn_norm: u64,
     /// The rows of queries, keys and values: of several devices those of the device's heads, in runs.
     pub(super) qkv: Vec<Packed>,
     pub(super) q_norm: u64,
     pub(super) k_norm: u64,
+    /// Of all query heads together and, behind it, of all key heads.
+    pub(super) heads_norm: u64,
     pub(super) cache: u64,
     pub(super) o: Packed,
+    /// Of what the attention, and the MLP, adds to the residual stream.
+    pub(super) post_norms: [u64; 2],
     pub(super) mlp_norm: u64,
     /// Of experts those of all.
     pub(super) gate_up: Packed,
@@ -188,13 +193,21 @@ impl Lookup<'_> {
         let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
         let attention = &layer.attention.body;
         let mlp = &packed.mlp;
+        let together = self.graph.norms_all_heads(layer);
+        let each = |norm: Option<TensorId>| norm.filter(|_| !together);
+        let (q_width, kv_width) = (self.graph.q_width(), self.graph.kv_width());
+        let heads = vec![(attention.q_norm, q_width), (attention.k_norm, kv_width)];
+        let heads_norm = RowMap { parts: heads, interleaved: false };
+        let post = |norm| self.optional(norm, hidden);
         Ok(LayerPlan {
             attn_norm: self.optional(layer.attention.norm, hidden)?,
             qkv: self.runs(&packed.attention.qkv)?,
-            q_norm: self.optional(attention.q_norm, self.graph.head_dim)?,
-            k_norm: self.optional(attention.k_norm, self.graph.head_dim)?,
+            q_norm: self.optional(each(attention.q_norm), self.graph.head_dim)?,
+            k_norm: self.optional(each(attention.k_norm), self.graph.head_dim)?,
+            heads_norm: if together { self.constant(&heads_norm)? } else { 0 },
             cache: self.here().caches[index],
             o: self.matrix(&packed.attention.o)?,
+            post_norms: [post(layer.attention.post_norm)?, post(layer.mlp.post_norm)?],
             mlp_norm: self.optional(layer.mlp.norm, hidden)?,
             gate_up: self.matrix(&mlp.gate_up)?,
             down: self.matrix(&mlp.down)?,

@@ -9,10 +9,11 @@ use vm_host::{ChunkRoutes, GemmShape, Idle, PrefillOptions};
 
 use super::{Bench, ONE_CHUNK, SHAPES, relative, worst};
 
-/// Folders with experts: plain ones, with a shared expert, with sinks, biases and a clamped activation, and with codes of two kinds.
-pub(crate) const MIXTURES: [&str; 6] = [
+/// Folders with experts: plain ones, with a norm of all queries, with a shared expert, with sinks, biases and a clamped activation, and with codes of two kinds.
+pub(crate) const MIXTURES: [&str; 7] = [
     "families/mixtral-bf16",
     "families/qwen3-moe-bf16",
+    "families/olmoe-bf16",
     "families/qwen2-moe-bf16",
     "families/gpt-oss-bf16",
     "quantised/fp8-block-qwen3-moe",

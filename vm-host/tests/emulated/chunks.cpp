@@ -28,7 +28,7 @@ alignas(16) static char cache[PAGES * 2 * KV_HEADS * PAGE_KEYS * ROW_BYTES], que
 static char out[(HEADS * HEAD / X_COLS + 1) * PITCH * X_ROW_BYTES];
 alignas(16) static float qkv[POSITIONS * STRIDE], angles[POSITIONS * HEAD], norms[2][HEAD];
 static uint16_t pages[8] = {3, 1, 0, 0};
-constexpr float EPS = 1e-5f, SCALE = 0.3f;
+constexpr float EPS = 1e-5f, SCALE = 0.3f, CAP = has_feature(AMK_FEATURE_SCORE_CAP) ? 0.7f : 0.f;
 #if AMK_FEATURES >> AMK_FEATURE_SINKS & 1
 constexpr bool SINKS = true;
 static float sinks[HEADS];
@@ -47,7 +47,7 @@ static void heads_kernel(uint32_t, uint32_t) {
 }
 static void attention_kernel(uint32_t, uint32_t thread) {
   if (thread < ATTEND_THREADS) {
-    amk_prefill_attention(out, queries, cache, pages, PITCH, chunk.count, KV_HEADS, chunk.start, chunk.window SINKS_ARGUMENT);
+    amk_prefill_attention(out, queries, cache, pages, PITCH, chunk.count, KV_HEADS, chunk.start, chunk.window, CAP SINKS_ARGUMENT);
   }
 }
 
@@ -87,7 +87,7 @@ static double check(uint32_t token) {
       for (uint32_t i = 0; i < HEAD; ++i) {
         score += SCALE * q[i] * k[i];
       }
-      double const e = std::exp(score);
+      double const e = std::exp(CAP != 0 ? CAP * std::tanh(score / CAP) : score);
       sum += e;
       for (uint32_t i = 0; i < HEAD; ++i) {
         weighted[i] += e * kept[i];

@@ -358,7 +358,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     let codes = |all: &[Unpack]| all.iter().fold(1, |mask, &unpack| mask | 1 << unpack as u32);
     // What dense families have, in one: norms, caps, another activation, a scaled embedding.
     let others = [Feature::Route, Feature::Sinks, Feature::ClampedSilu, Feature::KvE4m3];
-    let dense = features(&Feature::ALL) & !features(&others);
+    let dense = features(Feature::ALL) & !features(&others);
     let variants = [
         of(DType::F16, 80, 2, false),
         of(DType::Bf16, 96, 1, false),

@@ -361,7 +361,6 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     let others = [Feature::Route, Feature::Sinks, Feature::ClampedSilu, Feature::KvE4m3];
     let dense = features(Feature::ALL) & !features(&others);
     let variants = [
-        of(DType::F16, 80, 2, false),
         of(DType::Bf16, 96, 1, false),
         of(DType::Bf16, 128, 2, true),
         of(DType::Bf16, 64, 4, false),

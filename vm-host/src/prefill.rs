@@ -136,6 +136,17 @@ pub fn prefill_refused(graph: &Graph, devices: u32) -> Option<String> {
     if let Some(why) = graph.heads_refused() {
         return Some(format!("{}: {why}", graph.name));
     }
+    // A block without a norm takes the stream as it is, which only kernels with norms behind blocks do.
+    let bare = |layer: &ir::Layer| {
+        let (attention, mlp) = (&layer.attention, &layer.mlp);
+        attention.norm.or(attention.post_norm).is_none() || mlp.norm.or(mlp.post_norm).is_none()
+    };
+    if graph.layers.iter().any(bare) {
+        return Some(format!(
+            "{} has blocks without a norm: its prompts run token by token",
+            graph.name
+        ));
+    }
     let norms = 1 << Feature::Norm as u32 | 1 << Feature::PostNorm as u32;
     if devices > 1 && compile::features(graph) & norms != 0 {
         return Some(format!(

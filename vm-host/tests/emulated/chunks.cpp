@@ -6,18 +6,8 @@
 #include "group.hpp"
 #include "amk_abi.h"
 #include "attention.hpp"
+#include "block.hpp"
 
-#define __global__
-#define __shared__
-#define __align__(n) __attribute__((aligned(n)))
-#define __launch_bounds__(...)
-#define AMK_DTYPE AMK_DTYPE_F16
-struct {
-  uint32_t x;
-} blockIdx, gridDim;
-constexpr uint32_t UNIT_COLS = 32, ELEMENT_BYTES = 2;
-inline uint32_t unit_column(uint32_t e) { return e % UNIT_COLS; }
-inline float2 pair_values(uint32_t v) { return half_values(v); }
 inline float warp_sum(float v) { return v; }
 inline void products_see_pieces() {}
 #include "device.hpp"

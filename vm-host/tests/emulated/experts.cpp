@@ -9,25 +9,16 @@
 #define threadIdx thread_of_worker
 #include "attention.hpp"
 #undef threadIdx
+#include "block.hpp"
 #include <algorithm>
 
-#define __global__
-#define __shared__
-#define __align__(n) __attribute__((aligned(n)))
-#define __launch_bounds__(...)
-#define AMK_DTYPE AMK_DTYPE_F16
-struct {
-  uint32_t x;
-} blockIdx, gridDim;
 struct {
   struct {
     operator uint32_t() const { return fibers.running; }
   } x;
 } threadIdx;
-constexpr uint32_t UNIT_COLS = 32, ELEMENT_BYTES = 2, TAG_MASK = 15;
+constexpr uint32_t TAG_MASK = 15;
 constexpr bool MIXED = false;
-inline uint32_t unit_column(uint32_t e) { return e % UNIT_COLS; }
-inline float2 pair_values(uint32_t v) { return half_values(v); }
 inline float warp_sum(float v) {
   for (int o = 16; o > 0; o /= 2) {
     v += __shfl_xor_sync(~0u, v, o);

@@ -32,8 +32,8 @@ pub use ring::{
 pub use status::{Status, Trap};
 pub use task::{
     Action, BufferDesc, BufferKind, CodeBlock, DType, Done, Exchange, Launch, Load, LoadKind,
-    LoaderRecord, ProgramHeader, Queue, Routed, Scalar, SeqStates, StepState, Task, TaskRecord,
-    Unpack, WeightStream,
+    LoaderRecord, ProgramHeader, Queue, Routed, Scalar, Scales, SeqStates, StepState, Task,
+    TaskRecord, Unpack, WeightStream,
 };
 pub use telemetry::{
     Activity, EventTrack, EventWords, Evidence, EvidenceFamily, ProgramWords, SequenceEnd,

@@ -391,5 +391,7 @@ wire_enum! {
         PostNorm = 8 "post_norm",
         /// Key/value caches of e4m3.
         KvE4m3 = 9 "kv_e4m3",
+        /// An embedding of f32 beside matrices that are multiplied in 16 bits.
+        F32Rows = 10 "f32_rows",
     }
 }

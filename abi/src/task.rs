@@ -260,6 +260,10 @@ wire_enum! {
         E4m3G64Row = 10 "e4m3_g64_row",
         /// Blocks of 128 e2m1 codes and a power of two for each 32.
         Mxfp4 = 11 "mxfp4",
+        /// Blocks of 128 codes of 4 bits, with factors of a scale and of an offset for each 32.
+        Int4K = 12 "int4_k",
+        /// Blocks of 64 codes of 8 bits, with factors of a scale and of an offset for each 16.
+        Int8K = 13 "int8_k",
     }
 }
 
@@ -301,21 +305,31 @@ impl Scalar {
     }
 }
 
-/// How a row of codes with scales of their own is stored: blocks of 64 bytes of codes and what scales them. Behind the codes of a block lies
-/// for each group of its columns the scale, f16, and the zero point if there is one, f16; or the exponent of the scale, 127 more than that of the
-/// power of two that it is; or the scale of the whole block, f32, if the 8 rows of a tile share it.
+/// What lies behind the codes of a block and gives them their values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scales {
+    /// For each group a scale, f16.
+    Each,
+    /// For each group a scale and a zero point, f16.
+    WithZeros,
+    /// A scale of the whole block, f32, which the 8 rows of a tile share.
+    Shared,
+    /// For each group a byte: the exponent of a power of two, 127 more than it is (e8m0).
+    Powers,
+    /// A scale and an offset of the block, f16; then for each group their factors, bytes, of which the scale's is 128 more
+    /// than it is. A code means `(scale * factor) * code - (offset * factor)`.
+    Factors,
+}
+
+/// How a row of codes with scales of their own is stored: blocks of 64 bytes of codes, and behind each what scales them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeBlock {
     /// Codes of a block.
     pub codes: u32,
     /// Codes of a group.
     pub group: u32,
-    /// Whether each group has a zero point.
-    pub zeros: bool,
-    /// Whether the 8 rows of a tile have the same scale.
-    pub shared: bool,
-    /// Whether scales are powers of two, of which a byte is the exponent (e8m0).
-    pub powers: bool,
+    /// What scales them.
+    pub scales: Scales,
 }
 
 impl CodeBlock {
@@ -328,28 +342,38 @@ impl CodeBlock {
         (self.codes / self.group) as usize
     }
 
-    /// Bytes of the scale and the zero point of a group.
+    /// Bytes that come before those of the first group.
+    #[must_use]
+    pub const fn head_bytes(self) -> usize {
+        if matches!(self.scales, Scales::Factors) { 4 } else { 0 }
+    }
+
+    /// Bytes that scale one group.
     #[must_use]
     pub const fn group_scale_bytes(self) -> usize {
-        if self.powers {
-            1
-        } else if self.zeros || self.shared {
-            4
-        } else {
-            2
+        match self.scales {
+            Scales::Powers => 1,
+            Scales::Each | Scales::Factors => 2,
+            Scales::WithZeros | Scales::Shared => 4,
         }
     }
 
-    /// Bytes of the scales and zero points of a block.
+    /// Bytes that scale a block.
     #[must_use]
     pub const fn scale_bytes(self) -> usize {
-        self.groups() * self.group_scale_bytes()
+        self.head_bytes() + self.groups() * self.group_scale_bytes()
+    }
+
+    /// Whether the 8 rows of a tile have the same scale.
+    #[must_use]
+    pub const fn shared(self) -> bool {
+        matches!(self.scales, Scales::Shared)
     }
 
     /// Bytes behind a unit of 8 rows by one block, a multiple of what a bulk copy takes.
     #[must_use]
     pub const fn unit_scale_bytes(self) -> usize {
-        if self.shared { 16 } else { crate::UNIT_ROWS as usize * self.scale_bytes() }
+        if self.shared() { 16 } else { crate::UNIT_ROWS as usize * self.scale_bytes() }
     }
 
     /// Bytes of a block.
@@ -360,22 +384,23 @@ impl CodeBlock {
 }
 
 impl DType {
-    /// What its elements are and, for codes in groups: the codes of a group, whether each has a zero point, and whether 8
-    /// rows share a scale.
-    const fn layout(self) -> (Scalar, Option<(u32, bool, bool)>) {
+    /// What its elements are and, for codes in groups, the codes of a group and what scales them.
+    const fn layout(self) -> (Scalar, Option<(u32, Scales)>) {
         match self {
             Self::F32 => (Scalar::F32, None),
             Self::F16 => (Scalar::F16, None),
             Self::Bf16 => (Scalar::Bf16, None),
             Self::E4m3 => (Scalar::E4m3, None),
             Self::Int8 => (Scalar::Int8, None),
-            Self::E4m3G64 => (Scalar::E4m3, Some((64, false, true))),
-            Self::Int8G32 => (Scalar::Int8, Some((32, false, false))),
-            Self::Int4G128 => (Scalar::Int4, Some((128, false, false))),
-            Self::Int4G128Zero => (Scalar::Int4, Some((128, true, false))),
-            Self::Int4G32 => (Scalar::Int4, Some((32, false, false))),
-            Self::E4m3G64Row => (Scalar::E4m3, Some((64, false, false))),
-            Self::Mxfp4 => (Scalar::E2m1, Some((32, false, false))),
+            Self::E4m3G64 => (Scalar::E4m3, Some((64, Scales::Shared))),
+            Self::Int8G32 => (Scalar::Int8, Some((32, Scales::Each))),
+            Self::Int4G128 => (Scalar::Int4, Some((128, Scales::Each))),
+            Self::Int4G128Zero => (Scalar::Int4, Some((128, Scales::WithZeros))),
+            Self::Int4G32 => (Scalar::Int4, Some((32, Scales::Each))),
+            Self::E4m3G64Row => (Scalar::E4m3, Some((64, Scales::Each))),
+            Self::Mxfp4 => (Scalar::E2m1, Some((32, Scales::Powers))),
+            Self::Int4K => (Scalar::Int4, Some((32, Scales::Factors))),
+            Self::Int8K => (Scalar::Int8, Some((16, Scales::Factors))),
         }
     }
 
@@ -388,11 +413,9 @@ impl DType {
     /// How its elements lie in blocks, if they do.
     #[must_use]
     pub const fn block(self) -> Option<CodeBlock> {
-        let (scalar, Some((group, zeros, shared))) = self.layout() else { return None };
+        let (scalar, Some((group, scales))) = self.layout() else { return None };
         let codes = 8 * CodeBlock::CODE_BYTES as u32 / scalar.bits();
-        // No other scales go with these codes.
-        let powers = matches!(scalar, Scalar::E2m1);
-        Some(CodeBlock { codes, group, zeros, shared, powers })
+        Some(CodeBlock { codes, group, scales })
     }
 
     /// Bytes of one element.
@@ -444,6 +467,10 @@ wire_enum! {
         E4m3G64Row = 8 "e4m3_g64_row",
         /// e2m1 to f16, each 32 columns of a row with a power of two.
         Mxfp4 = 9 "mxfp4",
+        /// Integers of 4 bits to f16, each 32 columns of a row with factors of the unit's scale and offset.
+        Int4K = 10 "int4_k",
+        /// Integers of 8 bits to f16, each 16 columns of a row with factors of the unit's scale and offset.
+        Int8K = 11 "int8_k",
     }
 }
 

@@ -99,6 +99,12 @@ formats! {
     E4m3G64Row "e4m3_g64_row" stored E4m3G64Row operand F16 unpack E4m3G64Row;
     /// e2m1, each 32 columns of a row with a power of two.
     Mxfp4 "mxfp4" stored Mxfp4 operand F16 unpack Mxfp4;
+    /// IEEE binary32, rows of an embedding that are read one at a time, beside matrices that are multiplied in f16.
+    F32Rows "f32_rows" stored F32 operand F16 unpack None;
+    /// Integers of 4 bits, each 32 columns of a row with factors of the unit's scale and offset (Q4_K).
+    Int4K "int4_k" stored Int4K operand F16 unpack Int4K;
+    /// Integers of 8 bits, each 16 columns of a row with factors of the unit's scale and offset (Q5_K, Q6_K).
+    Int8K "int8_k" stored Int8K operand F16 unpack Int8K;
 }
 
 impl Format {
@@ -111,6 +117,12 @@ impl Format {
             all.find(|format| (format.stored(), format.operand()) == (stored, operand))
         };
         of(stored).or_else(|| of(operand)).unwrap_or(Self::F32)
+    }
+
+    /// Whether only its rows can be read: a product would need them in the type of the operands.
+    #[must_use]
+    pub const fn is_rows(self) -> bool {
+        matches!(self, Self::F32Rows)
     }
 
     /// Whether each row has a factor.
@@ -126,7 +138,7 @@ impl Format {
 
     /// Place of a row's scales among those of its unit.
     fn scale_place(self, row: usize) -> usize {
-        if self.stored().block().is_some_and(|block| block.shared) {
+        if self.stored().block().is_some_and(CodeBlock::shared) {
             0
         } else {
             row * self.scale_bytes()
@@ -370,7 +382,7 @@ mod tests {
 
     /// The row with zeros for scales if all rows share them.
     fn alike(format: Format, mut row: Vec<u8>) -> Vec<u8> {
-        if let Some(block) = format.stored().block().filter(|block| block.shared) {
+        if let Some(block) = format.stored().block().filter(|block| block.shared()) {
             row.chunks_mut(block.bytes()).for_each(|block| block[CodeBlock::CODE_BYTES..].fill(7));
         }
         row
@@ -398,7 +410,7 @@ mod tests {
                     format.stored_row(&tile, row, &mut back);
                     assert_eq!(back.len(), units * (ROW + format.scale_bytes()));
                     assert_eq!(&back[..stored.len()], *stored, "{} {cols}", format.name());
-                    let shared = format.stored().block().is_some_and(|block| block.shared);
+                    let shared = format.stored().block().is_some_and(CodeBlock::shared);
                     assert!(shared || back[stored.len()..].iter().all(|&byte| byte == 0));
                 }
             }
@@ -555,6 +567,7 @@ mod tests {
         assert_eq!(Format::of(DType::Bf16, DType::Bf16), Format::Bf16);
         assert_eq!(Format::of(DType::Bf16, DType::F16), Format::Bf16AsF16);
         assert_eq!(Format::of(DType::E4m3, DType::F16), Format::E4m3);
-        assert_eq!(Format::of(DType::F32, DType::F16), Format::F16, "its reader refuses it");
+        assert_eq!(Format::of(DType::F32, DType::F16), Format::F32Rows);
+        assert_eq!(Format::of(DType::F32, DType::Bf16), Format::Bf16, "its reader refuses it");
     }
 }

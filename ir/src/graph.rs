@@ -278,7 +278,7 @@ impl Graph {
     #[must_use]
     pub fn step_bytes(&self) -> usize {
         // Eight rows have one copy of a scale that they share.
-        let streamed = |tensor: &Tensor| match tensor.dtype.block().filter(|block| block.shared) {
+        let streamed = |tensor: &Tensor| match tensor.dtype.block().filter(|block| block.shared()) {
             Some(block) => {
                 let unit = abi::UNIT_BYTES as usize + block.unit_scale_bytes();
                 tensor.bytes() / block.bytes() * unit / abi::UNIT_ROWS as usize

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use abi::{CodeBlock, Scalar};
+use abi::{CodeBlock, Scalar, Scales};
 use half::{bf16, f16};
 
 use crate::graph::DType;
@@ -97,31 +97,30 @@ fn decode_blocks(scalar: Scalar, block: CodeBlock, bytes: &[u8], out: &mut [f32]
     for (bytes, out) in blocks {
         let (codes, constants) = bytes.split_at(CodeBlock::CODE_BYTES);
         decode_scalars(scalar, codes, out);
+        let (head, constants) = constants.split_at(block.head_bytes());
         let constants = constants.chunks_exact(block.group_scale_bytes());
         for (out, constants) in out.chunks_mut(block.group as usize).zip(constants) {
-            let (scale, zero) = scale_and_zero(scalar, block, constants);
-            out.iter_mut().for_each(|value| *value = (*value - zero) * scale);
+            let [scale, zero, offset] = constants_of(scalar, block, head, constants);
+            out.iter_mut().for_each(|value| *value = (*value - zero) * scale - offset);
         }
     }
 }
 
-/// Scale and zero point of a group.
-fn scale_and_zero(scalar: Scalar, block: CodeBlock, constants: &[u8]) -> (f32, f32) {
-    let half = |at: usize| f16::from_le_bytes([constants[at], constants[at + 1]]).to_f32();
-    let scale = match constants.first_chunk() {
-        Some(bytes) if block.shared => f32::from_le_bytes(*bytes),
-        _ if block.powers => e8m0(constants[0]),
-        _ => half(0),
-    };
-    // Codes of 4 bits are unsigned: what is 8 is zero, if no zero point says otherwise.
-    let zero = match scalar {
-        _ if block.zeros => half(2),
-        Scalar::Int4 => 8.0,
-        Scalar::F32 | Scalar::F16 | Scalar::Bf16 | Scalar::E4m3 | Scalar::Int8 | Scalar::E2m1 => {
-            0.0
+/// Scale, zero point and offset of a group.
+fn constants_of(scalar: Scalar, block: CodeBlock, head: &[u8], own: &[u8]) -> [f32; 3] {
+    let half = |bytes: &[u8], at: usize| f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32();
+    // Codes of 4 bits are unsigned: what is 8 is zero, if nothing says otherwise.
+    let middle = if scalar == Scalar::Int4 { 8.0 } else { 0.0 };
+    match (block.scales, own.first_chunk()) {
+        (Scales::Shared, Some(bytes)) => [f32::from_le_bytes(*bytes), middle, 0.0],
+        (Scales::Powers, _) => [e8m0(own[0]), middle, 0.0],
+        (Scales::WithZeros, _) => [half(own, 0), half(own, 2), 0.0],
+        (Scales::Factors, _) => {
+            let scale = half(head, 0) * (f32::from(own[0]) - 128.0);
+            [scale, 0.0, half(head, 2) * f32::from(own[1])]
         }
-    };
-    (scale, zero)
+        (Scales::Each | Scales::Shared, _) => [half(own, 0), middle, 0.0],
+    }
 }
 
 /// The value of an e2m1 code (bias 1), without its scale.

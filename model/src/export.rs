@@ -44,8 +44,12 @@ pub(crate) fn export_in_shards(
     dir: &Path,
     shard_bytes: u64,
 ) -> Result<(), ModelError> {
-    if let (true, Some(folder)) = (has_codes(model), model.folder()) {
-        return export_in_shards(&import_dequantised(folder)?, dir, shard_bytes);
+    let stored = match &model.origin {
+        Origin::Folder(path) | Origin::File(path) => has_codes(model).then_some(path),
+        Origin::Random { .. } => None,
+    };
+    if let Some(path) = stored {
+        return export_in_shards(&import_dequantised(path)?, dir, shard_bytes);
     }
     let plain = |model: &Model, config| {
         let tensors = (0..).map(TensorId).zip(&model.graph.tensors);

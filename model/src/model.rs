@@ -130,7 +130,7 @@ fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
     };
     let kind = std::fs::metadata(dir).map_err(|e| ModelError::io("open", dir, e))?;
     if !kind.is_dir() && is_gguf(dir) {
-        return gguf::import(dir);
+        return gguf::import(dir, form);
     }
     if !kind.is_dir() {
         return Err(not_a_folder(

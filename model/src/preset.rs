@@ -147,7 +147,7 @@ fn gpt_oss(layers: u32, count: u32) -> Shape {
         rope: Rope { theta: 150_000.0, scaling },
         window: Window::Layers { window: 128, sliding: (0..layers).map(|n| n % 2 == 0).collect() },
         options: Options {
-            coded: Some(Coded { dense: None, experts: DType::Mxfp4 }),
+            coded: Some(Coded::Layers { dense: None, experts: DType::Mxfp4 }),
             ..experts(count, 4, 2880)
         },
         ..Shape::default()
@@ -348,7 +348,8 @@ pub fn preset(name: &str) -> Option<Model> {
             of(plain).map(|preset| (preset, *coded))
         })?;
         let shape = preset.shape();
-        let is_plain = shape.options.coded.is_none();
+        let fits = coded.has_experts() || shape.options.experts.is_none();
+        let is_plain = shape.options.coded.is_none() && fits;
         let options = Options { coded: Some(coded), ..shape.options };
         is_plain.then_some(Shape { name: name.to_owned(), options, ..shape })
     })?;

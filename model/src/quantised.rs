@@ -160,16 +160,11 @@ pub(crate) fn open(
     if !problems.is_empty() {
         return Err(problems);
     }
-    check_codes(&files, &sources, |i| {
-        // Several tensors may be rows of one that is stored.
-        pieces[i].as_ref().map_or_else(|| graph.tensors[i].name.clone(), |piece| piece.name.clone())
-    })?;
-    let streamed = form == Form::Streamed && stored::stream(graph, &mut sources, &files);
-    let mut all = vec![if streamed {
-        streamed_summary(graph, &kinds)
-    } else {
-        summary(graph, &kinds, &files, &sources)
-    }];
+    // Several tensors may be rows of one that is stored.
+    let names = graph.tensors.iter().zip(pieces);
+    let names = names.map(|(tensor, piece)| piece.as_ref().map_or(&tensor.name, |p| &p.name));
+    let names: Vec<String> = names.cloned().collect();
+    let (weights, mut all) = given(files, sources, graph, &kinds, form, &names)?;
     if declared.activations {
         all.push(
             "quantization_config describes quantised activations; they are not quantised here (W8A8 runs as W8A16)"
@@ -177,7 +172,7 @@ pub(crate) fn open(
         );
     }
     all.extend(notes.into_iter().map(|(note, count)| format!("{count} matrices: {note}")));
-    Ok((given(files, sources), all))
+    Ok((weights, all))
 }
 
 /// Finds matrices, and those that several tensors are rows of once.
@@ -234,29 +229,29 @@ impl<'a> Matrices<'a> {
     }
 }
 
-/// The weights of these sources, in the order of the graph's tensors.
-fn given(files: Files, sources: Vec<Source>) -> Box<dyn Weights + Send + Sync> {
-    let made = sources.iter().map(|_| OnceLock::new()).collect();
-    Box::new(Dequantised { files, sources, made })
-}
-
-/// Weights from these sources, in the order of the graph's tensors, unless some are damaged. This reads all e4m3 codes
-/// and all blocks of GGUF once.
-pub(crate) fn dequantised(
+/// The weights of these sources, in the order of the graph's tensors, unless some are damaged, and what a user should know
+/// of them. The matrices become codes if `form` says so and all can; else they are dequantised. `names`: of the stored
+/// tensors. This reads all e4m3 codes and all blocks of GGUF once.
+pub(crate) fn given(
     files: Files,
-    sources: Vec<Source>,
-    name: impl Fn(usize) -> String,
-) -> Result<Box<dyn Weights + Send + Sync>, Vec<Problem>> {
-    check_codes(&files, &sources, name)?;
-    Ok(given(files, sources))
+    mut sources: Vec<Source>,
+    graph: &mut Graph,
+    kinds: &BTreeMap<&str, usize>,
+    form: Form,
+    names: &[String],
+) -> Result<Opening, Vec<Problem>> {
+    check_codes(&files, &sources, names)?;
+    let note = if form == Form::Streamed && stored::stream(graph, &mut sources, &files) {
+        streamed_summary(graph, kinds)
+    } else {
+        summary(graph, kinds, &files, &sources)
+    };
+    let made = sources.iter().map(|_| OnceLock::new()).collect();
+    Ok((Box::new(Dequantised { files, sources, made }), vec![note]))
 }
 
 /// Every stored matrix whose codes or scales are damaged, by the names of the tensors.
-fn check_codes(
-    files: &Files,
-    sources: &[Source],
-    name: impl Fn(usize) -> String,
-) -> Result<(), Vec<Problem>> {
+fn check_codes(files: &Files, sources: &[Source], names: &[String]) -> Result<(), Vec<Problem>> {
     let damage: Vec<OnceLock<String>> = sources.iter().map(|_| OnceLock::new()).collect();
     let matrix = |i: usize| match sources.get(i)? {
         Source::Made(matrix, _) => Some(matrix),
@@ -278,7 +273,7 @@ fn check_codes(
     parallel::run(bytes as usize, &scan);
     let reasons = damage.iter().enumerate();
     let mut problems: Vec<Problem> =
-        reasons.filter_map(|(i, reason)| Some(Problem::new(name(i), reason.get()?))).collect();
+        reasons.filter_map(|(i, reason)| Some(Problem::new(&names[i], reason.get()?))).collect();
     problems.dedup();
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
@@ -299,8 +294,11 @@ fn explained(problem: Problem) -> Problem {
 
 /// What a user should know about a model whose codes are streamed.
 fn streamed_summary(graph: &Graph, kinds: &BTreeMap<&str, usize>) -> String {
-    let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
     let matrices = graph.tensors.iter().filter(|tensor| tensor.shape.len() == 2).count();
+    if kinds.is_empty() {
+        return format!("{matrices} matrices in {}, none quantised", graph.dtype.name());
+    }
+    let list: Vec<_> = kinds.iter().map(|(kind, count)| format!("{count} as {kind}")).collect();
     let how = if graph.tensors.iter().any(|tensor| tensor.dtype.is_scaled()) {
         "multiplied as codes".to_owned()
     } else {
@@ -314,7 +312,7 @@ fn streamed_summary(graph: &Graph, kinds: &BTreeMap<&str, usize>) -> String {
 }
 
 /// What a user should know about a model that is dequantised.
-pub(crate) fn summary(
+fn summary(
     graph: &Graph,
     kinds: &BTreeMap<&str, usize>,
     files: &Files,

@@ -24,8 +24,6 @@ impl Gpu<'_> {
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
             // Of several GPUs only two have run chunks, of small models: who wants them says so.
             (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
-            // As of kernels that have run on no GPU yet.
-            (PrefillChoice::Auto, None) if vm_host::prefill_untried(self.context.graph()) => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };

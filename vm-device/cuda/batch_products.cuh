@@ -8,10 +8,10 @@
 
 #if AMK_SEQS > 1
 // Base-two logarithms: of the units of operands in a group (above), and of those whose vector elements are summed together (SeqInput::sum).
-constexpr bool HALF_CODES = MIXED && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO) || has_unpack(AMK_UNPACK_INT4_G32) || has_unpack(AMK_UNPACK_MXFP4));
-constexpr bool EXCESS_CODES = HALF_CODES && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO) || has_unpack(AMK_UNPACK_INT4_G32));
+constexpr bool HALF_CODES = MIXED && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO) || has_unpack(AMK_UNPACK_INT4_G32) || has_unpack(AMK_UNPACK_INT4_K) || has_unpack(AMK_UNPACK_MXFP4));
+constexpr bool EXCESS_CODES = HALF_CODES && (has_unpack(AMK_UNPACK_INT4_G128) || has_unpack(AMK_UNPACK_INT4_G128_ZERO) || has_unpack(AMK_UNPACK_INT4_G32) || has_unpack(AMK_UNPACK_INT4_K));
 constexpr uint32_t GROUP_LOG2 = HALF_CODES ? 2 : MIXED ? 1 : 0, GROUP_MASK = (1u << GROUP_LOG2) - 1;
-constexpr uint32_t SUM_LOG2 = has_unpack(AMK_UNPACK_INT4_G32) ? 0 : 2;
+constexpr uint32_t SUM_LOG2 = has_unpack(AMK_UNPACK_INT4_G32) || has_unpack(AMK_UNPACK_INT4_K) ? 0 : 2;
 
 // Distance from a warp's group to its next, and from its first unit of operands to number `unit`.
 constexpr uint32_t STEP_UNITS = AMK_WARPS << GROUP_LOG2, STEP_ELEMENTS = STEP_UNITS * UNIT_COLS, GROUP_ELEMENTS = UNIT_COLS << GROUP_LOG2;
@@ -134,42 +134,64 @@ template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_ro
                      rows_sum((c[0][1] + c[1][1]) + (c[2][1] + c[3][1]), (c[0][3] + c[1][3]) + (c[2][3] + c[3][3])));
 }
 
+// Sum of a sequence's elements over the columns of the threads with `has_group`, in all of them.
+__device__ __forceinline__ float pair_group_sum(uint4 const (&half)[2], bool has_group) {
+  uint32_t const ones = has_group ? 0x3c003c00u : 0;
+  float c[4] = {};
+  mma(c, c, half[0], ones, ones);
+  mma(c, c, half[1], ones, ones);
+  return rows_sum(c[0], c[2]);
+}
+
 // The same where groups of columns have scales: the sums of each are scaled before they are added. The products of two units alternate.
-template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_scaled_rows(BatchShare<UNPACK> const& v, SeqInput const& x, uint32_t mine) {
+template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_scaled_rows(Worker const& w, BatchShare<UNPACK> const& v, SeqInput const& x, uint32_t mine) {
   using V = BatchShare<UNPACK>;
-  constexpr uint32_t LOG2 = V::LOG2, STEP = (1u << LOG2) / unit_groups(UNPACK), ONCE = V::UNITS < 2 ? V::UNITS : 2;
+  constexpr uint32_t PAIRS = has_pair_groups(UNPACK) ? 2 : 1, GROUPS = unit_groups(UNPACK) * PAIRS; // of a unit
+  constexpr uint32_t LOG2 = V::LOG2, STEP = (PAIRS << LOG2) / GROUPS, ONCE = V::UNITS < 2 ? V::UNITS : 2;
   float sum[2] = {}, excess[2] = {};
 #pragma unroll
-  for (uint32_t g = 0; g < V::UNITS * unit_groups(UNPACK); g += ONCE) { // of `ONCE` units in turn
-    uint32_t const first = g / ONCE / unit_groups(UNPACK) * ONCE, group = g / ONCE % unit_groups(UNPACK);
+  for (uint32_t g = 0; g < V::UNITS * GROUPS; g += ONCE) { // of `ONCE` units in turn
+    uint32_t const first = g / ONCE / GROUPS * ONCE, group = g / ONCE % GROUPS;
+    bool const has_group = PAIRS == 1 || w.thread / 2 % 2 == group % 2; // else its columns are of another group
     float c[ONCE][2][4] = {};
 #pragma unroll
     for (uint32_t i = 0; i < STEP * ONCE; ++i) {
-      uint32_t const n = i % ONCE, operand = group * STEP + i / ONCE, j = (first + n << LOG2) + operand;
+      uint32_t const n = i % ONCE, operand = group / PAIRS * STEP + i / ONCE, j = (first + n << LOG2) + operand;
       if (FULL || j < mine) {
-        operand_multiply(c[n][0], c[n][1], x.half[j], unpack_operand<UNPACK>(v.weights[first + n], operand));
+        uint4 const weights = unpack_operand<UNPACK>(v.weights[first + n], operand);
+        operand_multiply(c[n][0], c[n][1], x.half[j], has_group ? weights : make_uint4(0, 0, 0, 0));
+      }
+    }
+    float meant[ONCE] = {}; // of a group of 16 columns
+    if constexpr (has_pair_groups(UNPACK)) {
+#pragma unroll
+      for (uint32_t n = 0; n < ONCE; ++n) {
+        meant[n] = pair_group_sum(x.half[(first + n << LOG2) + group / PAIRS], has_group);
       }
     }
 #pragma unroll
     for (uint32_t i = 0; i < 2 * ONCE; ++i) {
-      uint32_t const n = i / 2, row = i % 2, j = (first + n << LOG2) + group * STEP;
+      uint32_t const n = i / 2, row = i % 2, j = (first + n << LOG2) + group / PAIRS * STEP;
       uint32_t const* const scales = v.scales + (first + n) * V::WORDS;
       float const scale = pair_scale<UNPACK>(scales, row, group);
       float const(&a)[4] = c[n][0], (&b)[4] = c[n][1];
-      if constexpr (has_excess(UNPACK)) {
+      if constexpr (has_pair_groups(UNPACK)) {
+        sum[row] = fmaf(scale, rows_sum(a[row] + b[row], a[2 + row] + b[2 + row]), sum[row]);
+        excess[row] = fmaf(scaled_excess<UNPACK>(pair_row<UNPACK>(scales, row), scale, group), meant[n], excess[row]);
+      } else if constexpr (has_excess(UNPACK)) {
         sum[row] = fmaf(scale, fmaf(rows_sum(b[row], b[2 + row]), HIGH_CODE / LOW_CODE, rows_sum(a[row], a[2 + row])), sum[row]);
-        float meant = x.sum[j >> SUM_LOG2];
+        float sums = x.sum[j >> SUM_LOG2];
 #pragma unroll
         for (uint32_t k = 1; k < STEP >> SUM_LOG2; ++k) {
-          meant += x.sum[(j >> SUM_LOG2) + k];
+          sums += x.sum[(j >> SUM_LOG2) + k];
         }
-        excess[row] = fmaf(scaled_excess<UNPACK>(pair_row<UNPACK>(scales, row), scale), meant, excess[row]);
+        excess[row] = fmaf(scaled_excess<UNPACK>(pair_row<UNPACK>(scales, row), scale, group), sums, excess[row]);
       } else {
         sum[row] = fmaf(scale, rows_sum(a[row] + b[row], a[2 + row] + b[2 + row]), sum[row]);
       }
     }
   }
-  constexpr float CODE = has_excess(UNPACK) ? LOW_CODE : UNPACK == AMK_UNPACK_MXFP4 ? E2M1_CODE : 1.f, MORE = !has_excess(UNPACK) ? 0.f : has_zeros(UNPACK) ? 1.f : 8.f;
+  constexpr float CODE = low_code(UNPACK), MORE = has_excess(UNPACK) ? excess_unit(UNPACK) : 0.f;
   return make_float2(fmaf(sum[0], CODE, -MORE * excess[0]), fmaf(sum[1], CODE, -MORE * excess[1]));
 }
 
@@ -178,7 +200,7 @@ template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ float2 batch_sc
 template <uint32_t UNPACK, bool FULL> __device__ __forceinline__ void batch_multiply(Worker const& w, BatchShare<UNPACK> const& v, SeqInput const& x, uint32_t mine, float* sums, bool first) {
   float2 r;
   if constexpr (has_scales(UNPACK)) {
-    r = batch_scaled_rows<UNPACK, FULL>(v, x, mine);
+    r = batch_scaled_rows<UNPACK, FULL>(w, v, x, mine);
   } else {
     r = batch_rows<UNPACK, FULL>(v, x, mine);
   }

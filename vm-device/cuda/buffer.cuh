@@ -130,12 +130,19 @@ __device__ __forceinline__ float word_wait(Worker const& w, Words const& s, uint
   }
 }
 
+// Whether an embedding has elements of f32, which are not permuted, and where element e of a row is.
+#define EMBEDDING_F32 (AMK_DTYPE == AMK_DTYPE_F32 || (AMK_FEATURES >> AMK_FEATURE_F32_ROWS & 1))
+__device__ __forceinline__ char const* embedding_place(char const* embedding, uint32_t units, uint32_t row, uint32_t e) {
+  constexpr uint32_t BYTES = EMBEDDING_F32 ? 4 : ELEMENT_BYTES, COLS = AMK_UNIT_ROW_BYTES / BYTES;
+  uint64_t const unit = (uint64_t)(row / AMK_UNIT_ROWS) * units + e / COLS;
+  return embedding + unit * AMK_UNIT_BYTES + (row % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + (EMBEDDING_F32 ? e % COLS : unit_column(e)) * BYTES;
+}
+
 // Loads elements e..e+4 (e a multiple of 4) of the token's embedding row.
 __device__ __forceinline__ float4 embedding_read4(Worker const& w, ResolvedBuffer const& s, uint32_t e) {
   uint32_t const token = seq_token(w);
-  uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * s.units + e / UNIT_COLS;
-  char const* p = (char const*)s.address + unit * AMK_UNIT_BYTES + (token % AMK_UNIT_ROWS) * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
-#if AMK_DTYPE == AMK_DTYPE_F32
+  char const* p = embedding_place((char const*)s.address, s.units, token, e);
+#if EMBEDDING_F32
   return __ldg((float4 const*)p);
 #else
   uint2 const half = __ldg((uint2 const*)p);

@@ -130,7 +130,7 @@ __device__ __forceinline__ void digits_multiply(Worker const& w, TileSums& sums,
     float const second = fmaf(__uint_as_float(c[n][3]), high, fmaf(__uint_as_float(c[n][1]), low, -WHOLE));
     sum[0] = fmaf(scale, first, sum[0]), sum[1] = fmaf(scale, second, sum[1]);
     if constexpr (has_zeros(UNPACK)) {
-      sum[2] = fmaf(scaled_excess<UNPACK>(mine, plain) - 8.f * plain, vector[n % EACH].sum, sum[2]);
+      sum[2] = fmaf(scaled_excess<UNPACK>(mine, plain, 0) - 8.f * plain, vector[n % EACH].sum, sum[2]);
     }
   }
 }

@@ -214,12 +214,15 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
     for (uint32_t i = 0; i < LOADS; ++i) {
       uint32_t const tile = i / F::EACH, j = i % F::EACH;
       uint32_t* scales = v.scales + i * scale_words(UNPACK);
-      scales[0] = 0, scales[scale_words(UNPACK) - 1] = 0;
+#pragma unroll
+      for (uint32_t word = 0; word < scale_words(UNPACK); ++word) {
+        scales[word] = 0;
+      }
       if (j < EACH && share_has<UNITS>(w, units, FIRST + j)) {
         scales_load<UNPACK>(w, unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
       }
       if (RAGGED || (i + 2 >= LAST && i < LAST)) {
-        read |= scales[0];
+        read |= has_factors(UNPACK) ? scales[0] | scales[1] | scales[2] : scales[0];
       }
     }
   }
@@ -265,6 +268,7 @@ template <typename F> __device__ __forceinline__ void with_unpack(uint32_t unpac
     };
     of(Number<AMK_UNPACK_NONE>()), of(Number<AMK_UNPACK_E4M3>()), of(Number<AMK_UNPACK_INT8>()), of(Number<AMK_UNPACK_E4M3_G64>());
     of(Number<AMK_UNPACK_INT8_G32>()), of(Number<AMK_UNPACK_INT4_G128>()), of(Number<AMK_UNPACK_INT4_G128_ZERO>()), of(Number<AMK_UNPACK_INT4_G32>()), of(Number<AMK_UNPACK_E4M3_G64_ROW>()), of(Number<AMK_UNPACK_MXFP4>());
+    of(Number<AMK_UNPACK_INT4_K>()), of(Number<AMK_UNPACK_INT8_K>());
   }
 }
 // The same for how units lie in a stage, which does not depend on it if none has scales.
@@ -279,11 +283,11 @@ template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack
 // two registers for one of weights, and is read from the activation buffer where it is multiplied.
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   using F = Fragment<UNPACK, UNITS>;
-  static constexpr bool HELD = FRAGMENT < SHARE || UNPACK == AMK_UNPACK_NONE;
+  static constexpr bool HELD = UNPACK == AMK_UNPACK_NONE || (FRAGMENT < SHARE && !(has_excess(UNPACK) && unit_groups(UNPACK) == 4));
   static constexpr uint32_t STEP = AMK_WARPS * group_bytes(UNPACK);
   VectorGroup<UNPACK> x[HELD ? F::EACH : 1]; // or where it is, and the units of the chunk
   char const* place;
-  uint32_t there;
+  uint32_t first, there;
   template <uint32_t PART> __device__ __forceinline__ void load(Worker const& w, Tiles const& k, uint32_t chunk) {
     constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0;
     uint32_t const units = chunk_units(k, chunk);
@@ -295,20 +299,20 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
         x[j] = FIRST + j < UNITS && share_has<UNITS>(w, units, FIRST + j) ? group_load<UNPACK>(w, at) : VectorGroup<UNPACK>{};
       }
     } else {
-      place = from, there = units;
+      place = from + FIRST * STEP, first = FIRST, there = units;
     }
   }
   __device__ __forceinline__ void multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
     if constexpr (HELD) {
       groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(w, s, x, share.weights, share.scales);
     } else {
-      constexpr uint32_t ONCE = F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
+      constexpr uint32_t ONCE = !has_scales(UNPACK) && F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
 #pragma unroll
       for (uint32_t j = 0; j < F::EACH; j += ONCE) {
-        if (!share_has<UNITS>(w, there, j)) {
+        if (first + j >= UNITS || !share_has<UNITS>(w, there, first + j)) {
           continue;
         }
-        if (ONCE == 2 && (j + 1 == F::EACH || !share_has<UNITS>(w, there, j + 1))) {
+        if (ONCE == 2 && (j + 1 == F::EACH || first + j + 1 >= UNITS || !share_has<UNITS>(w, there, first + j + 1))) {
           units_multiply<1>(w, s, share, j);
         } else {
           units_multiply<ONCE>(w, s, share, j);
@@ -319,16 +323,23 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   // Units j.. of each tile, so many of them.
   template <uint32_t ONCE> __device__ __forceinline__ void units_multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, uint32_t j) const {
     VectorGroup<UNPACK> once[ONCE];
+    constexpr uint32_t WORDS = scale_words(UNPACK);
     uint4 weights[ONCE * F::TILES];
+    uint32_t scales[WORDS == 0 ? 1 : ONCE * F::TILES * WORDS];
 #pragma unroll
     for (uint32_t n = 0; n < ONCE * F::TILES; ++n) {
-      weights[n] = share.weights[n / ONCE * F::EACH + j + n % ONCE];
+      uint32_t const from = n / ONCE * F::EACH + j + n % ONCE;
+      weights[n] = share.weights[from];
+#pragma unroll
+      for (uint32_t i = 0; i < WORDS; ++i) {
+        scales[n * WORDS + i] = share.scales[from * WORDS + i];
+      }
     }
 #pragma unroll
     for (uint32_t n = 0; n < ONCE; ++n) {
       once[n] = group_load<UNPACK>(w, place + (j + n) * STEP);
     }
-    groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(w, s, once, weights, share.scales);
+    groups_multiply<UNPACK, ONCE, ONCE * F::TILES, F::TILES, F::CHAINS>(w, s, once, weights, scales);
   }
   // The same of operands; calls `after` with the number of each product. Numbers continue up to five.
   template <typename A> __device__ __forceinline__ void multiply(Worker const&, Sums<F::CHAINS> (&s)[F::TILES], Share const& share, A const& after) const {

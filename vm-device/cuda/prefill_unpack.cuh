@@ -35,12 +35,16 @@ template <uint32_t UNPACK> __device__ __forceinline__ bool unit_unpack(char* out
   constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1;
   uint4 const v = *(uint4 const*)(unit + lane * 16);
   char const* scales = unit + AMK_UNIT_BYTES + lane / 4 * scale_stride(UNPACK);
-  float const zero = has_zeros(UNPACK) ? stored_half(scales + 2) : 8.f;
+  float const zero = has_zeros(UNPACK) ? stored_half(scales + 2) : has_factors(UNPACK) ? 0.f : 8.f;
   bool inside = true;
 #pragma unroll
   for (uint32_t i = 0; i < OPERANDS; ++i) {
-    float scale = factor;
-    if constexpr (has_scales(UNPACK)) {
+    float scale = factor, offset = 0.f;
+    if constexpr (has_factors(UNPACK)) {
+      uint32_t const group = has_pair_groups(UNPACK) ? i * 2 + lane % 4 / 2 : i;
+      uint8_t const* const factors = (uint8_t const*)scales + 4 + group * 2;
+      scale *= stored_half(scales) * ((float)factors[0] - 128.f), offset = factor * (stored_half(scales + 2) * (float)factors[1]);
+    } else if constexpr (has_scales(UNPACK)) {
       if constexpr (UNPACK == AMK_UNPACK_MXFP4) {
         scale *= __uint_as_float((uint32_t)(uint8_t)scales[i] << 23);
       } else {
@@ -50,7 +54,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ bool unit_unpack(char* out
     float x[8];
 #pragma unroll
     for (uint32_t at = 0; at < 8; ++at) {
-      x[at] = code_value<UNPACK>(v, i, at, zero) * scale;
+      x[at] = code_value<UNPACK>(v, i, at, zero) * scale - offset;
       inside &= fabsf(x[at]) <= 65504.f;
     }
     if (i < count) {

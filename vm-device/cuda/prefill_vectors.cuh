@@ -48,9 +48,12 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_embed(
   uint32_t const token = tokens[blockIdx.x];
   float* out = residual + (uint64_t)blockIdx.x * stride;
   for (uint32_t e = threadIdx.x * 2; e < stride; e += PREFILL_THREADS * 2) {
-    uint64_t const unit = (uint64_t)(token / AMK_UNIT_ROWS) * units + e / UNIT_COLS;
-    char const* at = embedding + unit * AMK_UNIT_BYTES + token % AMK_UNIT_ROWS * AMK_UNIT_ROW_BYTES + unit_column(e) * ELEMENT_BYTES;
+    char const* const at = embedding_place(embedding, units, token, e);
+#if EMBEDDING_F32
+    float2 const v = *(float2 const*)at;
+#else
     float2 const v = pair_values(*(uint32_t const*)at);
+#endif
     *(float2*)(out + e) = make_float2(embed_scaled(v.x, scale), embed_scaled(v.y, scale));
   }
 }

@@ -5,7 +5,7 @@
 constexpr uint32_t SHARE = AMK_STAGE_UNITS_MAX / AMK_WARPS; // most units of a chunk per warp
 constexpr uint32_t TAKE = 2;                                 // fragments that wait in registers
 
-#if AMK_DTYPE != AMK_DTYPE_F32
+#if AMK_DTYPE != AMK_DTYPE_F32 && defined(__CUDA_ARCH__)
 // c = a . b + from for a 16x16 a and a 16x8 b.
 __device__ __forceinline__ void mma(float (&c)[4], float const (&from)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if AMK_DTYPE == AMK_DTYPE_BF16
@@ -100,6 +100,11 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> halves
 #pragma unroll
   for (uint32_t i = 0; i < v.OPERANDS; ++i) {
     v.x[i] = x_load(w, x + i * X_BYTES);
+    // Of groups of 16 columns the first pair of a row's threads has the one and the second the other: columns 0 to 3 of the right operand are of the
+    // first group, and columns 4 to 7 of the second.
+    if (has_pair_groups(UNPACK) && (w.thread >> 4 & 1) != (w.thread >> 1 & 1)) {
+      v.x[i] = Vector{};
+    }
   }
   if constexpr (has_excess(UNPACK)) {
     constexpr uint32_t EACH = v.OPERANDS / v.GROUPS;
@@ -111,7 +116,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> halves
       for (uint32_t i = 0; i < EACH; ++i) {
         mma(c, c, ones, v.x[g * EACH + i].x, v.x[g * EACH + i].y);
       }
-      v.sum[g] = (has_zeros(UNPACK) ? 1.f : 8.f) * halves_sum(c[0], c[1]);
+      v.sum[g] = excess_unit(UNPACK) * halves_sum(c[0], c[1]);
     }
   }
   return v;
@@ -135,6 +140,7 @@ template <uint32_t UNPACK, uint32_t EACH, uint32_t N, uint32_t TILES, uint32_t C
 __device__ __forceinline__ void halves_multiply(Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
   using V = VectorGroup<UNPACK>;
   constexpr uint32_t STEP = V::OPERANDS / V::GROUPS, WORDS = scale_words(UNPACK);
+  float inner[N][3] = {}; // of units with factors: their sums before they are scaled
 #pragma unroll
   for (uint32_t g = 0; g < V::GROUPS; ++g) {
     Sums<1> group[N] = {};
@@ -154,11 +160,25 @@ __device__ __forceinline__ void halves_multiply(Sums<CHAINS> (&sums)[TILES], Vec
 #pragma unroll
       for (uint32_t n = 0; n < N; ++n) {
         float(&sum)[4] = sums[n / EACH].c[0], (&c)[4] = group[n].c[0];
+        if constexpr (has_factors(UNPACK)) {
+          uint32_t const* const own = scales + n * WORDS;
+          uint32_t const place = factor_group<UNPACK>(g);
+          float const factor = scale_factor(own, place);
+          inner[n][0] = fmaf(factor, halves_sum(c[0], c[1]), inner[n][0]);
+          inner[n][1] = fmaf(factor, halves_sum(c[2], c[3]), inner[n][1]);
+          inner[n][2] = fmaf(offset_factor(own, place), vector[n % EACH].sum[g], inner[n][2]);
+          if (g + 1 == V::GROUPS) {
+            float const scale = half_value(own[0]);
+            sum[0] = fmaf(scale, inner[n][0], sum[0]), sum[2] = fmaf(scale, inner[n][1], sum[2]);
+            sum[1] = fmaf(half_value(own[0] >> 16), inner[n][2], sum[1]);
+          }
+          continue;
+        }
         float const scale = group_scale<UNPACK>(scales + n * WORDS, g);
         sum[0] = fmaf(scale, halves_sum(c[0], c[1]), sum[0]);
         sum[2] = fmaf(scale, halves_sum(c[2], c[3]), sum[2]);
         if constexpr (has_excess(UNPACK)) {
-          sum[1] = fmaf(scaled_excess<UNPACK>(scales + n * WORDS, scale), vector[n % EACH].sum[g], sum[1]);
+          sum[1] = fmaf(scaled_excess<UNPACK>(scales + n * WORDS, scale, g), vector[n % EACH].sum[g], sum[1]);
         }
       }
     }
@@ -202,7 +222,7 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
 #pragma unroll(SCALED_UNITS ? 1 : 2)
     for (; j < mine; ++j) {
       constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = AMK_WARPS * group_bytes(UNPACK);
-      uint32_t scales[2];
+      uint32_t scales[SCALE_WORDS == 0 ? 1 : SCALE_WORDS];
       scales_load<UNPACK>(w, unit + j * STEP, scales);
       uint4 const operand = stage_load(weights + j * STEP);
       VectorGroup<UNPACK> const v[1] = {group_load<UNPACK>(w, x + j * X_STEP)};
@@ -234,9 +254,9 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
       float const(&c)[4] = s[n].c[0];
       first[n] = c[0], second[n] = c[2];
       if (has_excess(UNPACK)) {
-        first[n] = fmaf(c[0], LOW_CODE, -c[1]), second[n] = fmaf(c[2], HIGH_CODE, -c[1]);
-      } else if (UNPACK == AMK_UNPACK_MXFP4) {
-        first[n] *= E2M1_CODE, second[n] *= E2M1_CODE;
+        first[n] = fmaf(c[0], low_code(UNPACK), -c[1]), second[n] = fmaf(c[2], high_code(UNPACK), -c[1]);
+      } else if (is_half(UNPACK)) {
+        first[n] *= low_code(UNPACK), second[n] *= high_code(UNPACK);
       }
     } else {
       first[n] = halves_sum(s[n].c[0][0], s[n].c[0][1]), second[n] = halves_sum(s[n].c[0][2], s[n].c[0][3]);
@@ -254,6 +274,10 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
       first[n] += __shfl_xor_sync(~0u, first[n], 2);
     } else {
       second[n] = __shfl_down_sync(~0u, second[n], 1);
+    }
+    if (has_pair_groups(UNPACK)) {
+      first[n] += second[n];
+      second[n] = __shfl_down_sync(~0u, first[n], 2);
     }
   }
   if ((lane & 3) == 0) {

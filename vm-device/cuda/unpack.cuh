@@ -7,23 +7,29 @@
 
 __device__ constexpr bool has_unpack(uint32_t unpack) { return (AMK_UNPACK >> unpack & 1) != 0; }
 __device__ constexpr bool has_scales(uint32_t unpack) { return unpack >= AMK_UNPACK_E4M3_G64; }
-__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && (!has_unpack(AMK_UNPACK_E4M3_G64_ROW) || unpack != AMK_UNPACK_E4M3_G64_ROW); }
-// Whether a code is more than it means.
-__device__ constexpr bool has_excess(uint32_t unpack) { return is_half(unpack) && unpack != AMK_UNPACK_MXFP4; }
+__device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && unpack != AMK_UNPACK_INT8_K && (!has_unpack(AMK_UNPACK_E4M3_G64_ROW) || unpack != AMK_UNPACK_E4M3_G64_ROW); }
+// Whether scale and offset of a unit's rows have factors for each group.
+__device__ constexpr bool has_factors(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_K || unpack == AMK_UNPACK_INT8_K; }
+// Whether something is subtracted from the sums of a group: what codes are more than they mean, or an offset.
+__device__ constexpr bool has_excess(uint32_t unpack) { return (is_half(unpack) && unpack != AMK_UNPACK_MXFP4) || unpack == AMK_UNPACK_INT8_K; }
+// Whether the two pairs of a row's threads have groups of their own: 16 columns of a unit of operands.
+__device__ constexpr bool has_pair_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT8_K; }
 __device__ constexpr bool is_e4m3(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3 || unpack == AMK_UNPACK_E4M3_G64 || unpack == AMK_UNPACK_E4M3_G64_ROW; }
 __device__ constexpr bool has_zeros(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G128_ZERO; }
 
-// Groups of a row of a unit.
-__device__ constexpr uint32_t unit_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G32 || unpack == AMK_UNPACK_MXFP4 ? 4 : unpack == AMK_UNPACK_INT8_G32 ? 2 : 1; }
+// Groups of a row of a unit that a thread multiplies.
+__device__ constexpr uint32_t unit_groups(uint32_t unpack) {
+  return unpack == AMK_UNPACK_INT4_G32 || unpack == AMK_UNPACK_MXFP4 || unpack == AMK_UNPACK_INT4_K ? 4 : unpack == AMK_UNPACK_INT8_G32 || unpack == AMK_UNPACK_INT8_K ? 2 : 1;
+}
 // Bytes from a row's scales to those of the next; 0 where the rows share one, which takes 16.
-__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : unpack == AMK_UNPACK_MXFP4 ? 1 : 2); }
+__device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3_G64 ? 0 : has_factors(unpack) ? 12 : unit_groups(unpack) * (has_zeros(unpack) ? 4 : unpack == AMK_UNPACK_MXFP4 ? 1 : 2); }
 // Bytes of a unit with its scales.
 __device__ constexpr uint32_t unit_bytes(uint32_t unpack) {
   return AMK_UNIT_BYTES + (!has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 16 : AMK_UNIT_ROWS * scale_stride(unpack));
 }
 // Words that hold a row's scales of a unit.
-__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : unpack == AMK_UNPACK_MXFP4 ? 1 : (unit_groups(unpack) + 1) / 2; }
-constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_G32) ? 2 : 1; // at most, in this kernel
+__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : has_factors(unpack) ? 3 : unpack == AMK_UNPACK_MXFP4 ? 1 : (unit_groups(unpack) + 1) / 2; }
+constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_K) || has_unpack(AMK_UNPACK_INT8_K) ? 3 : has_unpack(AMK_UNPACK_INT4_G32) ? 2 : 1; // at most, in this kernel
 
 // Base-two logarithm of the units of operands that a unit of a matrix makes.
 __device__ __forceinline__ constexpr uint32_t unpacked_log2(uint32_t unpack) { return !MIXED || unpack == AMK_UNPACK_NONE ? 0 : SCALED_UNITS && is_half(unpack) ? 2 : 1; }
@@ -34,6 +40,9 @@ template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker co
   if constexpr (UNPACK == AMK_UNPACK_INT4_G32) {
     uint2 const both = stage_load8(at);
     scales[0] = both.x, scales[1] = both.y;
+  } else if constexpr (has_factors(UNPACK)) {
+    uint32_t const mine = has_pair_groups(UNPACK) ? (w.thread & 2) * 8 : 0; // of the second pair of threads the second group of a word
+    scales[0] = stage_load4(at), scales[1] = stage_load4(at + 4) >> mine, scales[2] = stage_load4(at + 8) >> mine;
   } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128 || UNPACK == AMK_UNPACK_E4M3_G64_ROW) {
     scales[0] = stage_load2(at);
   } else if constexpr (has_scales(UNPACK)) {
@@ -41,9 +50,19 @@ template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker co
   }
 }
 
+// What a byte is more than `base`.
+__device__ __forceinline__ float byte_value(uint32_t word, uint32_t at, float base) { return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + at)) - (8388608.f + base); }
+// Factors of a group of 32 columns, or of the first of two groups of 16 whose words `scales_load` has shifted: of the scale, and of the offset.
+__device__ __forceinline__ float scale_factor(uint32_t const* scales, uint32_t group) { return byte_value(scales[1 + group / 2], group % 2 * 2, 128.f); }
+__device__ __forceinline__ float offset_factor(uint32_t const* scales, uint32_t group) { return byte_value(scales[1 + group / 2], group % 2 * 2 + 1, 0.f); }
+// Number of a group that a thread multiplies among those of a unit, for these.
+template <uint32_t UNPACK> __device__ __forceinline__ constexpr uint32_t factor_group(uint32_t group) { return has_pair_groups(UNPACK) ? 2 * group : group; }
+
 // The scale of a group.
 template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t const* scales, uint32_t group) {
-  if constexpr (UNPACK == AMK_UNPACK_E4M3_G64) {
+  if constexpr (has_factors(UNPACK)) {
+    return half_value(scales[0]) * scale_factor(scales, group);
+  } else if constexpr (UNPACK == AMK_UNPACK_E4M3_G64) {
     return __uint_as_float(scales[0]);
   } else if constexpr (UNPACK == AMK_UNPACK_MXFP4) { // a byte is an exponent; the least, 2^-127, is taken for zero
     return __uint_as_float((group < 3 ? scales[0] << (23 - 8 * group) : scales[0] >> 1) & 0x7f800000u);
@@ -57,7 +76,13 @@ template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t
 __device__ constexpr uint32_t scale_pair_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 1 : scale_stride(unpack) / 2; }
 template <uint32_t UNPACK> __device__ __forceinline__ void scale_pair_load(Worker const& w, char const* unit, uint32_t* scales) {
   char const* at = unit + AMK_UNIT_BYTES + w.thread % 4 * 2 * scale_stride(UNPACK);
-  if constexpr (scale_pair_words(UNPACK) == 4) {
+  if constexpr (has_factors(UNPACK)) {
+#pragma unroll
+    for (uint32_t i = 0; i < scale_pair_words(UNPACK); i += 2) {
+      uint2 const both = stage_load8(at + 4 * i);
+      scales[i] = both.x, scales[i + 1] = both.y;
+    }
+  } else if constexpr (scale_pair_words(UNPACK) == 4) {
     uint4 const all = stage_load(at);
     scales[0] = all.x, scales[1] = all.y, scales[2] = all.z, scales[3] = all.w;
   } else if constexpr (scale_pair_words(UNPACK) == 2) {
@@ -76,14 +101,21 @@ template <uint32_t UNPACK> __device__ __forceinline__ float pair_scale(uint32_t 
 constexpr float LOW_CODE = 16777216.f, HIGH_CODE = 1048576.f;
 // The same of sums of e2m1 (see unpack_e2m1).
 constexpr float E2M1_CODE = 16384.f;
-// What the codes of a row are more than they mean, times their scale.
-template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32_t const* scales, float scale) {
-  if constexpr (has_zeros(UNPACK)) {
+// What sums of a format's codes are multiplied with: of those in lower and in upper halves of bytes, where these differ.
+__device__ constexpr float low_code(uint32_t unpack) { return !is_half(unpack) ? 1.f : unpack == AMK_UNPACK_MXFP4 ? E2M1_CODE : LOW_CODE; }
+__device__ constexpr float high_code(uint32_t unpack) { return !is_half(unpack) ? 1.f : unpack == AMK_UNPACK_MXFP4 ? E2M1_CODE : HIGH_CODE; }
+// The offset of a group, or what its codes are more than they mean, times their scale: an eighth of it where that is 8 for all.
+template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32_t const* scales, float scale, uint32_t group) {
+  if constexpr (has_factors(UNPACK)) {
+    return half_value(scales[0] >> 16) * offset_factor(scales, group);
+  } else if constexpr (has_zeros(UNPACK)) {
     return scale * half_value(scales[0] >> 16);
   } else {
-    return scale; // 8: see VectorGroup::sum
+    return scale;
   }
 }
+// What sums of the vector's elements are multiplied with before they meet it.
+__device__ constexpr float excess_unit(uint32_t unpack) { return has_zeros(unpack) || has_factors(unpack) ? 1.f : 8.f; }
 
 #if AMK_DTYPE == AMK_DTYPE_F16
 // Four elements as two pairs of f16. Exact. Zero is zero, as padding must be.

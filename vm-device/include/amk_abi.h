@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0xf7d7fd60c644f886ull
+#define AMK_ABI_HASH 0x10fdd645236933aeull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -112,6 +112,7 @@ typedef long long int64_t;
 #define AMK_FEATURE_CLAMPED_SILU 7u
 #define AMK_FEATURE_POST_NORM 8u
 #define AMK_FEATURE_KV_E4M3 9u
+#define AMK_FEATURE_F32_ROWS 10u
 
 #define AMK_BUFFER_PLAIN 0u
 #define AMK_BUFFER_FLAG_IN_DATA 1u
@@ -154,6 +155,8 @@ typedef long long int64_t;
 #define AMK_DTYPE_INT4_G32 9u
 #define AMK_DTYPE_E4M3_G64_ROW 10u
 #define AMK_DTYPE_MXFP4 11u
+#define AMK_DTYPE_INT4_K 12u
+#define AMK_DTYPE_INT8_K 13u
 
 #define AMK_UNPACK_NONE 0u
 #define AMK_UNPACK_E4M3 1u
@@ -165,6 +168,8 @@ typedef long long int64_t;
 #define AMK_UNPACK_INT4_G32 7u
 #define AMK_UNPACK_E4M3_G64_ROW 8u
 #define AMK_UNPACK_MXFP4 9u
+#define AMK_UNPACK_INT4_K 10u
+#define AMK_UNPACK_INT8_K 11u
 
 #define AMK_TRAP_NONE 0u
 #define AMK_TRAP_ABORTED 1u

@@ -142,6 +142,50 @@ fn codes_times_the_vectors_of_several_sequences_are_the_products_of_their_values
     of(&all, 2);
 }
 
+/// What is wrong with the device's products of one sequence.
+fn wrong_alone(compiler: &str, formats: &[Format], spoil: Option<(&str, &str)>) -> Option<String> {
+    let sources = &["amk_abi.h", "prelude.cuh", "unpack.cuh", "digits.cuh", "unit_products.cuh"];
+    // The smallest vectors have about ten bits in f16, and their low halves none.
+    Multiplier { program: "unit_products", sources, bits: 13 }.wrong(compiler, formats, 1, spoil)
+}
+
+/// Formats without digits, which have tests of their own; alone, and in a kernel with all others.
+#[test]
+fn codes_times_a_vector_are_the_products_of_their_values() {
+    let Some(compiler) = compiler() else { return };
+    let all: Vec<Format> = Format::ALL
+        .iter()
+        .copied()
+        .filter(|format| format.is_scaled() && !format.has_digits())
+        .collect();
+    for formats in [&[Format::Int8K][..], &[Format::Int4K], &all] {
+        if let Some(what) = wrong_alone(&compiler, formats, None) {
+            panic!("{formats:?}: {what}");
+        }
+    }
+}
+
+#[test]
+fn mutations_of_the_products_of_one_sequence_are_noticed() {
+    let Some(compiler) = compiler() else { return };
+    let formats = [Format::Int8G32, Format::Int4G32, Format::Int4K, Format::Int8K];
+    for (from, to) in [
+        ("(w.thread >> 4 & 1) != (w.thread >> 1 & 1)", "false"),
+        ("(w.thread & 2) * 8 : 0", "0 : 0"),
+        ("__shfl_down_sync(~0u, first[n], 2)", "0.f"),
+        ("low_code(UNPACK), -c[1])", "low_code(UNPACK), 0.f)"),
+        ("group % 2 * 2 + 1, 0.f", "group % 2 * 2, 0.f"),
+        ("group % 2 * 2, 128.f", "0, 128.f"),
+        ("fmaf(half_value(own[0] >> 16), inner", "fmaf(half_value(own[0]), inner"),
+        ("excess_unit(UNPACK) * halves_sum", "8.f * halves_sum"),
+    ] {
+        assert!(
+            wrong_alone(&compiler, &formats, Some((from, to))).is_some(),
+            "nobody notices {to} for {from}"
+        );
+    }
+}
+
 #[test]
 fn mutations_of_the_products_of_several_sequences_are_noticed() {
     let Some(compiler) = compiler() else { return };
@@ -149,7 +193,7 @@ fn mutations_of_the_products_of_several_sequences_are_noticed() {
     for (from, to) in [
         ("HIGH_CODE / LOW_CODE", "1.f"),
         ("w.thread % 4 * 2 * scale_stride", "w.thread % 32 / 4 * scale_stride"),
-        ("pair_row<UNPACK>(scales, row), scale)", "scales, scale)"),
+        ("pair_row<UNPACK>(scales, row), scale, group)", "scales, scale, group)"),
         ("(n >> IN) * (AMK_WARPS << IN)", "n * AMK_WARPS"),
         (
             "x.sum[EXCESS_CODES ? s : 0] = rows_sum(c[0], c[2])",

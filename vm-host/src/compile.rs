@@ -9,9 +9,9 @@ use abi::Feature;
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
-use ir::program::{Matrix, PackedModel, Program};
+use ir::program::{Buffer, BufferSource, Matrix, PackedModel, Program};
 use ir::schedule::Evict;
-use ir::{Activation, Graph, KernelConfig, KvDtype};
+use ir::{Activation, Format, Graph, KernelConfig, KvDtype};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
@@ -80,6 +80,7 @@ pub(crate) fn features(graph: &Graph) -> u32 {
         (Feature::Sinks, graph.layers.iter().any(|layer| layer.attention.body.sinks.is_some())),
         (Feature::ClampedSilu, experts().any(|experts| experts.clamped.is_some())),
         (Feature::PostNorm, graph.layers.iter().any(post_normed)),
+        (Feature::F32Rows, Format::of(graph.tensor(graph.embed).dtype, graph.dtype).is_rows()),
     ];
     let needed = needed
         .iter()
@@ -92,8 +93,13 @@ pub(crate) fn kv_feature(dtype: KvDtype) -> u32 {
     u32::from(dtype == KvDtype::E4m3) << Feature::KvE4m3 as u32
 }
 
-/// Refuses a program whose caches are of another type than those that the kernel was compiled for: every row would be read wrongly.
-pub(crate) fn check_caches(program: &Program, variant: &Variant) -> Result<(), HostError> {
+/// Refuses a program whose caches or embedding are of another type than those that the kernel was compiled for: every row would be read wrongly.
+pub(crate) fn check_stored(program: &Program, variant: &Variant) -> Result<(), HostError> {
+    check_caches(program, variant)?;
+    check_embedding(program, variant)
+}
+
+fn check_caches(program: &Program, variant: &Variant) -> Result<(), HostError> {
     let (kv, compiled) = (program.kv_dtype(), variant.features & kv_feature(KvDtype::E4m3));
     if kv_feature(kv) != compiled {
         let of = if compiled == 0 { KvDtype::F16 } else { KvDtype::E4m3 };
@@ -101,6 +107,28 @@ pub(crate) fn check_caches(program: &Program, variant: &Variant) -> Result<(), H
             "the program has key/value caches of {}, and the kernel was compiled for {} (--kv-dtype)",
             kv.name(),
             of.name()
+        )));
+    }
+    Ok(())
+}
+
+fn check_embedding(program: &Program, variant: &Variant) -> Result<(), HostError> {
+    let compiled = variant.features >> Feature::F32Rows as u32 & 1 != 0;
+    let other = |buffer: &Buffer| match buffer.source {
+        BufferSource::Embedding(matrix) => {
+            program.matrices[matrix.index()].format.is_rows() != compiled
+        }
+        BufferSource::Scratch
+        | BufferSource::Vector(_)
+        | BufferSource::Rotary(_)
+        | BufferSource::KvCache { .. } => false,
+    };
+    if program.buffers.iter().any(other) {
+        let of = |rows: bool| if rows { "f32" } else { "the operands' type" };
+        return Err(HostError::Request(format!(
+            "the program has an embedding of {}, and the kernel was compiled for {}",
+            of(!compiled),
+            of(compiled)
         )));
     }
     Ok(())
@@ -115,7 +143,8 @@ fn experts_of(layer: &ir::Layer) -> Option<&ir::Experts> {
 
 /// Units of a tile of each product. One over several experts' columns has those of all of them.
 fn product_tiles<'p>(graph: &'p Graph, packed: &'p PackedModel) -> impl Iterator<Item = u32> + 'p {
-    let plain = packed.matrices.iter().filter(|matrix| matrix.experts == 1);
+    let plain = packed.matrices.iter();
+    let plain = plain.filter(|matrix| matrix.experts == 1 && !matrix.format.is_rows());
     let of_experts = graph.layers.iter().zip(&packed.layers).filter_map(|(layer, matrices)| {
         let experts = experts_of(layer)?;
         let tile = |id: ir::MatrixId| packed.matrices[id.index()].units_per_tile();
@@ -126,7 +155,8 @@ fn product_tiles<'p>(graph: &'p Graph, packed: &'p PackedModel) -> impl Iterator
 
 /// What the kernel does to the elements of the model's matrices. Bit n: the `Unpack` of number n.
 pub(crate) fn unpack_mask(packed: &PackedModel) -> u32 {
-    packed.matrices.iter().fold(0, |mask, matrix| mask | 1 << matrix.format.unpack() as u32)
+    let multiplied = packed.matrices.iter().filter(|matrix| !matrix.format.is_rows());
+    multiplied.fold(0, |mask, matrix| mask | 1 << matrix.format.unpack() as u32)
 }
 
 /// Warp fragments to compile. Bit n: tiles of some matrix of the model are taken in fragments of n units per warp. Bit 0: some warp has a

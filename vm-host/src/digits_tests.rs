@@ -36,7 +36,10 @@ fn mutations_of_digits_are_noticed() {
         ("upper_bytes(first << 4), upper", "upper_bytes(first), upper"),
         ("w.thread & 1 ? 1.f : 0.f", "0.f"),
         ("(13 << 23)", "(12 << 23)"),
-        ("scaled_excess<UNPACK>(mine, plain) - 8.f * plain", "scaled_excess<UNPACK>(mine, plain)"),
+        (
+            "scaled_excess<UNPACK>(mine, plain, 0) - 8.f * plain",
+            "scaled_excess<UNPACK>(mine, plain, 0)",
+        ),
         ("fmaf(c[0], 256.f, c[1])", "c[0] * 256.f"),
         ("magnitudes_max(v.z, v.w)", "v.z"),
     ] {

@@ -262,7 +262,7 @@ pub(crate) fn check_variant(program: &Program, variant: &Variant) -> Result<(), 
             program.dims.head_dim, variant.head_dim, variant.group
         )));
     }
-    crate::compile::check_caches(program, variant)?;
+    crate::compile::check_stored(program, variant)?;
     let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);
     let needed = tasks().fold(0, |mask, task| mask | needed_by(task));
     if needed & !variant.features != 0 {

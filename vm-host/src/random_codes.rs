@@ -1,7 +1,7 @@
 //! Random codes with scales, as stored rows and packed, for tests of device code.
 
 use half::f16;
-use ir::{CodeBlock, Format, TILE_ROWS};
+use ir::{CodeBlock, Format, Scales, TILE_ROWS};
 use rand::{RngExt, rngs::Xoshiro256PlusPlus};
 
 /// A row of codes, each group with a scale of its own; `same` numbers the scales that rows of a tile share.
@@ -18,19 +18,27 @@ pub(crate) fn stored_row(
     let Some(block) = format.stored().block() else { return row };
     for (number, bytes) in row.chunks_mut(block.bytes()).enumerate() {
         let (_, constants) = bytes.split_at_mut(CodeBlock::CODE_BYTES);
+        if block.scales == Scales::Factors {
+            let mut half =
+                |most: f32| f16::from_f32(random.random_range(-most..most)).to_le_bytes();
+            // The factors are random bytes.
+            constants[..2].copy_from_slice(&half(0.01));
+            constants[2..4].copy_from_slice(&half(0.05));
+            continue;
+        }
         for (group, constants) in constants.chunks_mut(block.group_scale_bytes()).enumerate() {
-            if block.shared {
-                let scale = 1e-3 * (same + number + 1) as f32;
-                constants.copy_from_slice(&scale.to_le_bytes());
-                continue;
+            match block.scales {
+                Scales::Shared => {
+                    let scale = 1e-3 * (same + number + 1) as f32;
+                    constants.copy_from_slice(&scale.to_le_bytes());
+                }
+                Scales::Powers => constants[0] = random.random_range(118..126),
+                Scales::Each | Scales::WithZeros | Scales::Factors => {
+                    let scale = random.random_range(-0.1..0.1_f32) * (group + 1) as f32;
+                    constants[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+                }
             }
-            if block.powers {
-                constants[0] = random.random_range(118..126);
-                continue;
-            }
-            let scale = f16::from_f32(random.random_range(-0.1..0.1_f32) * (group + 1) as f32);
-            constants[..2].copy_from_slice(&scale.to_le_bytes());
-            if block.zeros {
+            if block.scales == Scales::WithZeros {
                 let zero = f16::from_f32(f32::from(random.random_range(0..16_u8)));
                 constants[2..].copy_from_slice(&zero.to_le_bytes());
             }

@@ -24,7 +24,7 @@ use heads::{compile, odd_heads};
 
 /// Folders of the corpus. Those that multiply the residual stream without a norm (olmo) and those with experts do not run in a kernel of several
 /// sequences.
-const GOLDEN: [&str; 36] = [
+const GOLDEN: [&str; 40] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
@@ -39,6 +39,10 @@ const GOLDEN: [&str; 36] = [
     "quantised/ct-w4a16-g32-qwen3",
     "quantised/fp8-block-llama",
     "quantised/fp8-block-qwen3-moe",
+    "quantised/gguf-q4_0-llama/model.gguf",
+    "quantised/gguf-q4_k_m-qwen3/model.gguf",
+    "quantised/gguf-q6_k-llama/model.gguf",
+    "quantised/gguf-q8_0-llama/model.gguf",
     "quantised/gptq-asym-g128-qwen2",
     "quantised/gptq-sym-g128-llama",
     "quantised/mxfp4-gpt-oss",
@@ -132,7 +136,8 @@ fn chosen() -> Vec<&'static str> {
     let batched = number("AMK_TEST_BATCH").is_some_and(|seqs| seqs > 1);
     let all = GOLDEN.into_iter().filter(|name| !(batched && alone(name)));
     let Ok(names) = std::env::var("AMK_TEST_MODELS") else { return all.collect() };
-    let known = |name: &str| all.clone().find(|golden| golden.ends_with(&format!("/{name}")));
+    let is = |golden: &str, name: &str| golden.trim_end_matches("/model.gguf").ends_with(name);
+    let known = |name: &str| all.clone().find(|golden| is(golden, &format!("/{name}")));
     let chosen = names.split(',').map(|name| {
         known(name).unwrap_or_else(|| panic!("AMK_TEST_MODELS: {name} is none of {GOLDEN:?}"))
     });
@@ -170,6 +175,8 @@ struct Golden {
 }
 
 fn read_golden(dir: &std::path::Path) -> Golden {
+    // Beside a file of GGUF.
+    let dir = if dir.is_dir() { dir } else { dir.parent().expect("a folder") };
     let bytes = std::fs::read(dir.join("golden.safetensors")).expect("golden file");
     let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("golden tensors");
     let integers = |name: &str| -> Vec<u32> {

@@ -25,7 +25,7 @@ use device::device;
 use heads::{compile, odd_heads};
 use mixtures::MIXTURES;
 
-const GOLDEN: [&str; 12] = [
+const GOLDEN: [&str; 13] = [
     "golden/llama-tied-f32",
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
@@ -37,6 +37,7 @@ const GOLDEN: [&str; 12] = [
     "quantised/ct-w4a16-asym-g128-qwen2",
     "quantised/ct-w4a16-g128-llama",
     "quantised/ct-w4a16-g32-qwen3",
+    "quantised/gguf-q4_k_m-qwen3/model.gguf",
     "quantised/fp8-block-llama",
 ];
 const FAMILIES: [&str; 8] = [
@@ -125,6 +126,8 @@ struct Bench {
     tokens: Vec<u32>,
     lengths: Vec<usize>,
     problems: Vec<String>,
+    /// Tolerance of keys and values.
+    cache_max: f64,
 }
 
 /// Results of token by token.
@@ -144,7 +147,8 @@ impl Bench {
         let program = program.unwrap_or_else(|error| panic!("{}: {error}", model.graph.name));
         let variant = vm_host::variant(&config.kernel, &model.graph);
         let tokens = tokens(most, model.graph.vocab);
-        Self { program, variant, tokens, lengths: lengths.to_vec(), problems: Vec::new(), model }
+        let (lengths, problems) = (lengths.to_vec(), Vec::new());
+        Self { program, variant, tokens, lengths, problems, model, cache_max: CACHE_MAX }
     }
 
     fn graph(&self) -> &Graph {
@@ -154,8 +158,8 @@ impl Bench {
     /// Tolerances of logits, and of keys and values. In chunks activations are f16, so some codes are others than in steps.
     fn most(&self) -> (f64, f64) {
         match self.model.graph.kv_dtype {
-            KvDtype::F16 => (LOGITS_MAX, CACHE_MAX),
-            KvDtype::E4m3 => (LOGITS_OF_CODES_MAX, CACHE_MAX + 0.125),
+            KvDtype::F16 => (LOGITS_MAX, self.cache_max),
+            KvDtype::E4m3 => (LOGITS_OF_CODES_MAX, self.cache_max + 0.125),
         }
     }
 
@@ -400,7 +404,11 @@ fn chunks_of_dense_families_are_as_good_as_steps() {
     let Some(info) = device() else { return };
     let mut problems = Vec::new();
     for name in FAMILIES {
-        problems.append(&mut chunks_and_steps(golden(name), info.sms));
+        let mut bench = Bench::new(golden(name), &SHORT, info.sms);
+        // The roundings of a chunk grow from layer to layer; in a small model without rotary embeddings to 6e-3 of the greatest key (smollm3).
+        let allowed = bench.allowed(None);
+        bench.cache_max = CACHE_MAX.max(allowed.keys).max(allowed.values);
+        problems.append(&mut bench.chunks_and_steps());
     }
     check(&problems);
 }
@@ -427,26 +435,31 @@ fn chunks_of_heads_of_multiples_of_16_are_as_good_as_steps() {
 
 /// What is wrong with a model's prompts in chunks, against the same prompts in steps.
 fn chunks_and_steps(model: Model, sms: u32) -> Vec<String> {
-    let mut bench = Bench::new(model, &SHORT, sms);
-    let mut idle = bench.boot();
-    if let Some(why) = vm_host::prefill_refused(bench.graph(), 1) {
-        let name = &bench.graph().name;
-        let refused = idle.prefill(1, 0, &[1, 2], true, &ONE_CHUNK);
-        assert!(matches!(refused, Err(HostError::Request(said)) if said == why), "{name}");
-        return bench.problems;
+    Bench::new(model, &SHORT, sms).chunks_and_steps()
+}
+
+impl Bench {
+    fn chunks_and_steps(mut self) -> Vec<String> {
+        let mut idle = self.boot();
+        if let Some(why) = vm_host::prefill_refused(self.graph(), 1) {
+            let name = &self.graph().name;
+            let refused = idle.prefill(1, 0, &[1, 2], true, &ONE_CHUNK);
+            assert!(matches!(refused, Err(HostError::Request(said)) if said == why), "{name}");
+            return self.problems;
+        }
+        let (booted, steps) = self.steps(idle);
+        idle = booted;
+        let graph = self.evaluated(usize::MAX);
+        let small = PrefillOptions { chunk: 128, ..ONE_CHUNK };
+        for shape in SHAPES {
+            let options = PrefillOptions { shape, ..ONE_CHUNK };
+            self.compare(&mut idle, &steps, &graph, (&format!("{shape:?}"), &options, 1));
+        }
+        self.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1));
+        self.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3));
+        self.follow(idle, 129);
+        self.problems
     }
-    let (booted, steps) = bench.steps(idle);
-    idle = booted;
-    let graph = bench.evaluated(usize::MAX);
-    let small = PrefillOptions { chunk: 128, ..ONE_CHUNK };
-    for shape in SHAPES {
-        let options = PrefillOptions { shape, ..ONE_CHUNK };
-        bench.compare(&mut idle, &steps, &graph, (&format!("{shape:?}"), &options, 1));
-    }
-    bench.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1));
-    bench.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3));
-    bench.follow(idle, 129);
-    bench.problems
 }
 
 /// The chunk kernels alone, with no kernel resident: this test runs under compute-sanitizer.

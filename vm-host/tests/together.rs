@@ -20,12 +20,13 @@ use device::device;
 use heads::{compile, odd_heads};
 
 /// Folders of the corpus: models of every family and 16-bit type, and of codes of every layout.
-const GOLDEN: [&str; 10] = [
+const GOLDEN: [&str; 11] = [
     "golden/llama3-rope-bf16",
     "golden/mistral-f16",
     "golden/qwen2-bias-bf16",
     "golden/qwen3-qknorm-bf16",
     "quantised/ct-fp8-static-qwen3",
+    "quantised/gguf-q4_k_m-qwen3/model.gguf",
     "quantised/fp8-block-llama",
     "quantised/ct-int8-llama",
     "quantised/ct-w4a16-g128-llama",

@@ -42,15 +42,16 @@ const MATRICES: [(usize, [u32; 3], u32); 4] = [
     (6, [1024, 2048, 3072], 1 << 4 | 1 << 6 | 1 << 8),
     (7, [4096, 4096, 14336], 1 << 8),
 ];
-/// The same with codes beside a 16-bit `lm_head`: llama-3.2-1b, llama-3.1-8b and qwen3-0.6b.
-const CODES: [(usize, [u32; 3], u32, Unpack); 7] = [
-    (4, [2048, 2048, 8192], 1 << 4 | 1 << 8, Unpack::E4m3),
-    (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::Int8),
-    (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, Unpack::E4m3G64),
-    (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, Unpack::Int4G128),
-    (7, [4096, 4096, 14336], 1 << 4 | 1 << 7 | 1 << 8, Unpack::Int4G128Zero),
-    (6, [1024, 2048, 3072], 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4, Unpack::Int4G32),
-    (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, Unpack::Mxfp4),
+/// The same with codes beside a 16-bit `lm_head`: llama-3.2-1b, llama-3.1-8b and qwen3-0.6b; the last those of GGUF's Q4_K_M.
+const CODES: [(usize, [u32; 3], u32, &[Unpack]); 8] = [
+    (4, [2048, 2048, 8192], 1 << 4 | 1 << 8, &[Unpack::None, Unpack::E4m3]),
+    (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, &[Unpack::None, Unpack::Int8]),
+    (7, [4096, 4096, 14336], 1 << 7 | 1 << 8, &[Unpack::None, Unpack::E4m3G64]),
+    (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, &[Unpack::None, Unpack::Int4G128]),
+    (7, [4096, 4096, 14336], 1 << 4 | 1 << 7 | 1 << 8, &[Unpack::None, Unpack::Int4G128Zero]),
+    (6, [1024, 2048, 3072], 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4, &[Unpack::None, Unpack::Int4G32]),
+    (4, [2048, 2048, 8192], 1 << 2 | 1 << 8, &[Unpack::None, Unpack::Mxfp4]),
+    (4, [2048, 2048, 8192], 1 << 2 | 1 << 4 | 1 << 8, &[Unpack::Int4K, Unpack::Int8K]),
 ];
 /// Registers per thread at launch, as `LAUNCH_REGISTERS` of `worker.cuh` assumes.
 const LAUNCH_REGISTERS: u32 = 168;
@@ -59,9 +60,10 @@ const PREFILL_KERNELS: usize = 14;
 /// Kernels of more than two devices: the poller's (12 bytes stored and 12 loaded with four devices).
 const DEVICES_SPILLS: u32 = 32;
 const WIDE_SPILLS: u32 = 192;
-/// Kernels of codes with four scales behind each row of a unit, which wait in registers while the vector is staged: 176 for qwen3-0.6b, 156 before its
-/// short tasks took one pass. Neither cost was measured.
-const FOUR_SCALES_SPILLS: u32 = 176;
+/// Kernels of codes with several scales behind each row of a unit, which wait in registers while the vector is staged: in groups of 32, and with factors
+/// (three words a row: 276 for llama-3.2-1b in Q4_K_M). The cost was not measured.
+const FOUR_SCALES_SPILLS: u32 = 128;
+const FACTORS_SPILLS: u32 = 288;
 /// With the features of all dense families at once 492, with those of gemma-3-1b alone 408.
 const GEMMA_SPILLS: u32 = 500;
 /// Kernels with routes: one word of the loader's around its wait for the experts, stored and loaded.
@@ -71,8 +73,12 @@ const ROUTED_CODES_SPILLS: u32 = 40;
 const TRACE_SPILLS: u32 = 32;
 /// Kernels of several sequences, whose vectors take 64 registers per thread: the one of 8 sequences for llama-3.2-1b spills 652. The cost was not measured.
 const BATCH_SPILLS: u32 = 800;
-/// The same for heads of 128, and with codes: llama-3.1-8b in int4 with groups of 32 spills 1176, in bf16 864.
-const BATCH_CODES_SPILLS: u32 = 1300;
+/// The same for heads of 128, and with codes: llama-3.1-8b in Q4_K_M spills 1400, in int4 with groups of 32 1176, in bf16 864.
+const BATCH_CODES_SPILLS: u32 = 1400;
+
+fn mask(unpack: &[Unpack]) -> u32 {
+    unpack.iter().fold(0, |mask, &one| mask | 1 << one as u32)
+}
 
 /// Whether there is a compiler.
 fn nvrtc() -> bool {
@@ -170,10 +176,14 @@ fn spills_allowed(variant: &Variant) -> u32 {
         return if codes { BATCH_CODES_SPILLS } else { BATCH_SPILLS };
     }
     if variant.unpack != 1 << Unpack::None as u32 {
-        let four =
-            [Unpack::Int4G32, Unpack::Mxfp4].map(|unpack| variant.unpack >> unpack as u32 & 1);
         let of_codes = if routed { ROUTED_CODES_SPILLS } else { 0 };
-        return if four.contains(&1) { FOUR_SCALES_SPILLS } else { 0 }.max(of_codes);
+        let has = |some: &[Unpack]| variant.unpack & mask(some) != 0;
+        let of_scales = match () {
+            () if has(&[Unpack::Int4K, Unpack::Int8K]) => FACTORS_SPILLS,
+            () if has(&[Unpack::Int4G32, Unpack::Mxfp4]) => FOUR_SCALES_SPILLS,
+            () => 0,
+        };
+        return of_scales.max(of_codes);
     }
     let of = |&&(head_dim, ..): &&(u32, u32, bool, u32)| head_dim == variant.head_dim;
     HEADS.iter().find(of).map_or(0, |&(.., spills)| spills).max(of_route)
@@ -263,17 +273,20 @@ fn every_shape_of_heads_compiles() {
     variants.push(halves);
     for (heads, widths, shares, unpack) in CODES {
         let (head_dim, group, qk_norm, _) = HEADS[heads];
-        let unpack = 1 << Unpack::None as u32 | 1 << unpack as u32;
-        variants.push(Variant { head_dim, group, qk_norm, widths, shares, unpack, ..halves });
+        let unpack = mask(unpack);
+        let features = if unpack & 1 == 0 { 1 << Feature::F32Rows as u32 } else { 0 };
+        let shaped = Variant { head_dim, group, qk_norm, widths, shares, unpack, ..halves };
+        variants.push(Variant { features, ..shaped });
     }
     // Codes of several sequences: of 8 bits, and those that take most registers.
-    let batch = |code: usize, unpack: Unpack, seqs| {
+    let batch = |code: usize, unpack: &[Unpack], seqs| {
         let (heads, widths, shares, _) = CODES[code];
         let (head_dim, group, qk_norm, _) = HEADS[heads];
-        let unpack = 1 << Unpack::None as u32 | 1 << unpack as u32;
+        let unpack = mask(unpack);
         Variant { head_dim, group, qk_norm, widths, shares, unpack, seqs, ..halves }
     };
-    variants.extend([batch(0, Unpack::E4m3, 2), batch(4, Unpack::Int4G32, 8)]);
+    variants.push(batch(0, &[Unpack::None, Unpack::E4m3], 2));
+    variants.push(batch(4, &[Unpack::Int4K, Unpack::Int8K], 8));
     check(&variants);
 }
 

@@ -12,7 +12,7 @@ use crate::chat::Template;
 use crate::config;
 use crate::error::{ModelError, Problem, quoted};
 use crate::model::{Model, Origin};
-use crate::quantised::{BlockType, Layout, Matrix, Source, View, dequantised, summary};
+use crate::quantised::{BlockType, Form, Layout, Matrix, Source, View, given};
 use crate::rope::{Rope, Scaling};
 use crate::shape::Shape;
 use crate::store::{Files, Place};
@@ -79,7 +79,7 @@ const NAMES: [(&str, &str); 15] = [
 const ROPE_FREQS: &str = "rope_freqs.weight";
 
 /// Imports a file.
-pub(crate) fn import(path: &Path) -> Result<Model, ModelError> {
+pub(crate) fn import(path: &Path, form: Form) -> Result<Model, ModelError> {
     let files = Files::map(path)?;
     let header = parse(files.whole(0)).map_err(|reason| ModelError::file(path, reason))?;
     let wrong = |problems| ModelError::Config { path: path.to_path_buf(), problems };
@@ -112,11 +112,12 @@ pub(crate) fn import(path: &Path) -> Result<Model, ModelError> {
         return Err(wrong(problems));
     }
     graph.dtype = DType::F32;
-    shape.dtype = DType::F32;
-    let mut notes = vec![summary(&graph, &kinds, &files, &sources)];
-    notes.extend(vocabulary::note(&header));
-    let named = |i: usize| file_name(&graph.tensors[i].name);
-    let weights = dequantised(files, sources, named).map_err(wrong)?;
+    let names: Vec<String> = graph.tensors.iter().map(|tensor| file_name(&tensor.name)).collect();
+    let note = vocabulary::note(&header);
+    let opened = given(files, sources, &mut graph, &kinds, form, &names).map_err(wrong)?;
+    shape.dtype = graph.dtype;
+    let (weights, mut notes) = opened;
+    notes.extend(note);
     Ok(Model { graph, shape, weights, origin: Origin::File(path.to_path_buf()), notes })
 }
 

@@ -8,7 +8,7 @@ use proptest::test_runner::Config;
 
 use super::{Value, parse};
 use crate::quantised::BlockType;
-use crate::{Scaling, import};
+use crate::{Scaling, import, import_dequantised};
 
 const FILES: [&str; 4] =
     ["gguf-q4_0-llama", "gguf-q4_k_m-qwen3", "gguf-q6_k-llama", "gguf-q8_0-llama"];
@@ -34,29 +34,63 @@ fn refused(bytes: &[u8]) -> String {
     read(bytes).expect_err("a refusal")
 }
 
+/// The matrices of a file with the reference library's values, against a model's. Codes and scales mean the same bits.
+fn check_matrices(name: &str, model: &crate::Model) {
+    let bytes = std::fs::read(folder(name).join("dequant.safetensors")).expect("a file");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint");
+    assert_eq!(file.len(), 2);
+    for (tensor, view) in file.tensors() {
+        let named = |t: &ir::Tensor| super::import::file_name(&t.name) == tensor;
+        let at = model.graph.tensors.iter().position(named).expect("a tensor");
+        let dtype = model.graph.tensors[at].dtype;
+        let made = model.weights.bytes(TensorId(at as u32));
+        let cols = view.shape()[1];
+        let width = model.graph.head_dim as usize;
+        let turned = name.ends_with("llama") && tensor.contains("attn_k");
+        for (row, made) in made.chunks_exact(dtype.row_bytes(cols)).enumerate() {
+            // The file has the rows of a head's halves in turn.
+            let (head, half, pair) = (row / width, row % width / (width / 2), row % (width / 2));
+            let stored = if turned { head * width + 2 * pair + half } else { row };
+            let mut values = vec![0.0; cols];
+            ir::decode(dtype, made, &mut values);
+            let got: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let want = &view.data()[stored * cols * 4..][..cols * 4];
+            assert!(got == want, "{name} {tensor} row {row} in {}", dtype.name());
+        }
+    }
+}
+
 #[test]
 fn matrices_have_the_bits_of_the_reference_library() {
     for name in FILES {
+        let file = folder(name).join("model.gguf");
+        check_matrices(name, &import_dequantised(&file).unwrap_or_else(|e| panic!("{e}")));
+        check_matrices(name, &import(&file).unwrap_or_else(|e| panic!("{e}")));
+    }
+}
+
+/// The types of a file's matrices are those of the smallest codes that hold them, of packed ones together; the embedding is
+/// read without scales.
+#[test]
+fn matrices_are_streamed_as_codes() {
+    use ir::DType::{F16, F32, Int4G32, Int4K, Int8G32, Int8K};
+    for (name, [embed, head], layers) in [
+        ("gguf-q4_0-llama", [F32, Int8G32], [[Int4G32; 3]; 2]),
+        ("gguf-q4_k_m-qwen3", [F32, Int8K], [[Int8K, Int4K, Int8K], [Int8K, Int4K, Int4K]]),
+        ("gguf-q6_k-llama", [F32, Int8K], [[Int8K; 3]; 2]),
+        ("gguf-q8_0-llama", [F32, Int8G32], [[Int8G32; 3]; 2]),
+    ] {
         let model = import(&folder(name).join("model.gguf")).unwrap_or_else(|e| panic!("{e}"));
-        let bytes = std::fs::read(folder(name).join("dequant.safetensors")).expect("a file");
-        let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint");
-        assert_eq!(file.len(), 2);
-        for (tensor, view) in file.tensors() {
-            let named = |t: &ir::Tensor| super::import::file_name(&t.name) == tensor;
-            let at = model.graph.tensors.iter().position(named).expect("a tensor");
-            let made = model.weights.bytes(TensorId(at as u32));
-            let row_bytes = view.shape()[1] * 4;
-            let width = model.graph.head_dim as usize;
-            let turned = name.ends_with("llama") && tensor.contains("attn_k");
-            for (row, made) in made.chunks_exact(row_bytes).enumerate() {
-                // The file has the rows of a head's halves in turn.
-                let (head, half, pair) =
-                    (row / width, row % width / (width / 2), row % (width / 2));
-                let stored = if turned { head * width + 2 * pair + half } else { row };
-                let want = &view.data()[stored * row_bytes..][..row_bytes];
-                assert!(made == want, "{name} {tensor} row {row}");
-            }
-        }
+        let graph = &model.graph;
+        let dtype = |tensor: TensorId| graph.tensor(tensor).dtype;
+        assert_eq!([dtype(graph.embed), dtype(graph.lm_head)], [embed, head], "{name}");
+        let of = |layer: &ir::Layer| {
+            let gated = layer.gated().expect("no experts");
+            [layer.attention.body.v.weight, gated.gate.weight, gated.down.weight].map(dtype)
+        };
+        let got: Vec<_> = graph.layers.iter().map(of).collect();
+        assert_eq!(got, layers, "{name}");
+        assert_eq!(graph.dtype, F16, "{name}");
     }
 }
 
@@ -360,10 +394,11 @@ fn divisors_of_frequencies_become_llama3_scaling() {
 #[test]
 fn an_exported_copy_has_the_same_bits() {
     for name in ["gguf-q4_0-llama", "gguf-q4_k_m-qwen3"] {
-        let model = import(&folder(name).join("model.gguf")).expect("a model");
+        let file = folder(name).join("model.gguf");
+        let model = import_dequantised(&file).expect("a model");
         let parent = tempfile::tempdir().expect("a folder");
         let to = parent.path().join("out");
-        crate::export(&model, &to).expect("an export");
+        crate::export(&import(&file).expect("a model"), &to).expect("an export");
         let back = import(&to).expect("a model");
         assert_eq!((back.graph.tied(), &back.notes[..]), (model.graph.tied(), &[][..]));
         for i in 0..model.graph.tensors.len() {

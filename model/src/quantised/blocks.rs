@@ -1,7 +1,7 @@
 //! The blocks of GGUF: a run of a row's elements with its scales.
 
 use half::f16;
-use ir::{DType, decode};
+use ir::{CodeBlock, DType, Scalar, Scales, decode};
 
 /// An element type of GGUF that is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,31 +60,11 @@ impl BlockType {
 
     /// Dequantises whole blocks.
     pub(crate) fn dequantise(self, bytes: &[u8], out: &mut [f32]) {
-        let block = match self {
-            Self::Float(dtype) => return decode(dtype, bytes, out),
-            Self::Q8_0 => q8_0,
-            Self::Q4_0 => |block: &[u8], out: &mut [f32]| {
-                nibbles(block, 8.0, None, &block[2..], out);
-            },
-            Self::Q4_1 => |block: &[u8], out: &mut [f32]| {
-                nibbles(block, 0.0, None, &block[4..], out);
-                add(half_at(block, 2), out);
-            },
-            Self::Q5_0 => |block: &[u8], out: &mut [f32]| {
-                nibbles(block, 16.0, Some(&block[2..6]), &block[6..], out);
-            },
-            Self::Q5_1 => |block: &[u8], out: &mut [f32]| {
-                nibbles(block, 0.0, Some(&block[4..8]), &block[8..], out);
-                add(half_at(block, 2), out);
-            },
-            Self::Q4K => |block: &[u8], out: &mut [f32]| k_block(block, None, &block[16..], out),
-            Self::Q5K => |block: &[u8], out: &mut [f32]| {
-                k_block(block, Some(&block[16..48]), &block[48..], out)
-            },
-            Self::Q6K => q6_k,
-        };
+        if let Self::Float(dtype) = self {
+            return decode(dtype, bytes, out);
+        }
         for (bytes, out) in bytes.chunks_exact(self.bytes()).zip(out.chunks_mut(self.len())) {
-            block(bytes, out);
+            self.read(bytes).values(out);
         }
     }
 
@@ -99,70 +79,171 @@ impl BlockType {
         let finite = |block: &[u8]| offsets.iter().all(|&at| half_at(block, at).is_finite());
         bytes.chunks_exact(self.bytes()).position(|block| !finite(block))
     }
+
+    /// The types of device blocks that hold its codes and scales exactly, the smallest first.
+    pub(crate) const fn coded(self) -> &'static [DType] {
+        match self {
+            Self::Float(_) | Self::Q4_1 | Self::Q5_1 => &[],
+            Self::Q8_0 | Self::Q5_0 => &[DType::Int8G32],
+            Self::Q4_0 => &[DType::Int4G32, DType::Int8G32],
+            Self::Q4K => &[DType::Int4K, DType::Int8K],
+            Self::Q5K | Self::Q6K => &[DType::Int8K],
+        }
+    }
+
+    /// Writes blocks of a row as those of a type of [`coded`](Self::coded).
+    pub(crate) fn recode(self, bytes: &[u8], dtype: DType, out: &mut [u8]) {
+        let Some(block) = dtype.block() else { return };
+        let (codes, group) = (block.codes as usize, block.group as usize);
+        for (number, stored) in bytes.chunks_exact(self.bytes()).enumerate() {
+            let read = self.read(stored);
+            for n in 0..self.len() / group {
+                let column = number * self.len() + n * group;
+                let out = &mut out[column / codes * block.bytes()..][..block.bytes()];
+                read.put_group(n, (dtype, block), column % codes / group, out);
+            }
+        }
+    }
+
+    /// Takes a block apart.
+    fn read(self, block: &[u8]) -> Read {
+        let mut read = Read { codes: [0; 256], centre: 0, head: [0; 4], factors: [[1, 0]; 16] };
+        let code: &dyn Fn(usize) -> i16 = match self {
+            // Nobody asks for these.
+            Self::Float(_) => &|_| 0,
+            Self::Q8_0 => &|e| block[2 + e].cast_signed().into(),
+            Self::Q4_0 => &|e| of_32(e, None, &block[2..]),
+            Self::Q4_1 => &|e| of_32(e, None, &block[4..]),
+            Self::Q5_0 => &|e| of_32(e, Some(&block[2..6]), &block[6..]),
+            Self::Q5_1 => &|e| of_32(e, Some(&block[4..8]), &block[8..]),
+            Self::Q4K => &|e| of_256(e, None, &block[16..]),
+            Self::Q5K => &|e| of_256(e, Some(&block[16..48]), &block[48..]),
+            Self::Q6K => &|e| of_q6_k(e, block),
+        };
+        let codes = read.codes[..self.len()].iter_mut();
+        codes.enumerate().for_each(|(e, out)| *out = code(e));
+        match self {
+            Self::Float(_) => {}
+            Self::Q8_0 | Self::Q4_0 | Self::Q5_0 => read.head[..2].copy_from_slice(&block[..2]),
+            Self::Q4_1 | Self::Q5_1 => {
+                read.head.copy_from_slice(&block[..4]);
+                // What these add, others subtract.
+                read.head[3] ^= 0x80;
+                read.factors.fill([1, 1]);
+            }
+            Self::Q4K | Self::Q5K => {
+                read.head.copy_from_slice(&block[..4]);
+                let factors = read.factors.iter_mut().enumerate();
+                factors.for_each(|(n, out)| *out = six_bits(&block[4..16], n / 2));
+            }
+            Self::Q6K => {
+                read.head[..2].copy_from_slice(&block[208..]);
+                let factors = read.factors.iter_mut().zip(&block[192..208]);
+                factors.for_each(|(out, &scale)| *out = [scale, 0]);
+            }
+        }
+        read.centre = match self {
+            Self::Q4_0 => 8,
+            Self::Q5_0 => 16,
+            Self::Q6K => 32,
+            _ => 0,
+        };
+        read
+    }
+}
+
+/// Codes that a factor is for.
+const FACTOR_CODES: usize = 16;
+
+/// A block, taken apart: `(scale * factor) * (code - centre) - (offset * factor)`.
+struct Read {
+    codes: [i16; 256],
+    centre: i16,
+    /// Scale and offset, f16.
+    head: [u8; 4],
+    /// Of each 16 codes the factors of the scale, signed, and of the offset.
+    factors: [[u8; 2]; 16],
+}
+
+impl Read {
+    fn values(&self, out: &mut [f32]) {
+        let (scale, offset) = (half_at(&self.head, 0), half_at(&self.head, 2));
+        let codes = self.codes.chunks(FACTOR_CODES).zip(self.factors);
+        for (out, (codes, [factor, other])) in out.chunks_mut(FACTOR_CODES).zip(codes) {
+            // Each product rounds once, then their difference.
+            let (step, less) = (scale * f32::from(factor.cast_signed()), offset * f32::from(other));
+            for (out, code) in out.iter_mut().zip(codes) {
+                *out = step * f32::from(code - self.centre) - less;
+            }
+        }
+    }
+
+    /// Writes group `n` as group `inner` of a device block.
+    fn put_group(
+        &self,
+        n: usize,
+        (dtype, block): (DType, CodeBlock),
+        inner: usize,
+        out: &mut [u8],
+    ) {
+        let group = block.group as usize;
+        let codes = &self.codes[n * group..][..group];
+        let (elements, scales) = out.split_at_mut(CodeBlock::CODE_BYTES);
+        if dtype.scalar() == Scalar::Int4 {
+            let out = &mut elements[inner * group / 2..][..group / 2];
+            for (out, pair) in out.iter_mut().zip(codes.as_chunks::<2>().0) {
+                *out = pair[0] as u8 | (pair[1] as u8) << 4;
+            }
+        } else {
+            let out = &mut elements[inner * group..][..group];
+            for (out, code) in out.iter_mut().zip(codes) {
+                *out = (code - self.centre) as u8;
+            }
+        }
+        let (head, scales) = scales.split_at_mut(block.head_bytes());
+        let own = &mut scales[inner * block.group_scale_bytes()..][..2];
+        if block.scales == Scales::Factors {
+            head.copy_from_slice(&self.head);
+            let [scale, offset] = self.factors[n * group / FACTOR_CODES];
+            own.copy_from_slice(&[scale ^ 0x80, offset]);
+        } else {
+            own.copy_from_slice(&self.head[..2]);
+        }
+    }
 }
 
 fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-fn q8_0(block: &[u8], out: &mut [f32]) {
-    let scale = half_at(block, 0);
-    for (out, code) in out.iter_mut().zip(&block[2..]) {
-        *out = f32::from(code.cast_signed()) * scale;
-    }
+/// A code of Q4_0, Q4_1, Q5_0 or Q5_1. Byte `j` holds elements `j` (low) and `16 + j`; the fifth bits are in `high`,
+/// element by element.
+fn of_32(e: usize, high: Option<&[u8]>, codes: &[u8]) -> i16 {
+    let low = codes[e % 16] >> (e / 16 * 4) & 15;
+    i16::from(low | high.map_or(0, |high| (high[e / 8] >> (e % 8) & 1) << 4))
 }
 
-/// Q4_0, Q4_1, Q5_0 and Q5_1: `(code - zero) * scale`. Byte `j` holds elements `j` (low) and `16 + j`; the fifth bits
-/// are in `high`, element by element.
-fn nibbles(block: &[u8], zero: f32, high: Option<&[u8]>, codes: &[u8], out: &mut [f32]) {
-    let scale = half_at(block, 0);
-    for (i, out) in out.iter_mut().enumerate() {
-        let low = codes[i % 16] >> (i / 16 * 4) & 15;
-        let fifth = high.map_or(0, |high| (high[i / 8] >> (i % 8) & 1) << 4);
-        *out = (f32::from(low | fifth) - zero) * scale;
-    }
+/// A code of Q4_K or Q5_K: eight sub-blocks of 32; Q5_K has a fifth bit in `high`.
+fn of_256(e: usize, high: Option<&[u8]>, codes: &[u8]) -> i16 {
+    let (i, j) = (e / 32, e % 32);
+    let low = codes[i / 2 * 32 + j] >> (4 * (i % 2)) & 15;
+    i16::from(low | high.map_or(0, |high| (high[j] >> i & 1) << 4))
 }
 
-fn add(least: f32, out: &mut [f32]) {
-    out.iter_mut().for_each(|value| *value += least);
-}
-
-/// Q4_K and Q5_K: eight sub-blocks of 32 elements, with 6-bit scales and minima; Q5_K has a fifth bit in `high`.
-fn k_block(block: &[u8], high: Option<&[u8]>, codes: &[u8], out: &mut [f32]) {
-    let (scale, least) = (half_at(block, 0), half_at(block, 2));
-    for (i, out) in out.chunks_mut(32).enumerate() {
-        let (factor, offset) = six_bits(&block[4..16], i);
-        // Each product rounds once, then their difference.
-        let (step, offset) = (scale * f32::from(factor), least * f32::from(offset));
-        let codes = &codes[i / 2 * 32..];
-        for (j, out) in out.iter_mut().enumerate() {
-            let low = (codes[j] >> (4 * (i % 2))) & 15;
-            let fifth = high.map_or(0, |high| (high[j] >> i & 1) << 4);
-            *out = step * f32::from(low | fifth) - offset;
-        }
-    }
-}
-
-/// Scale and minimum of a sub-block, from twelve bytes that hold eight pairs of six bits.
-fn six_bits(packed: &[u8], i: usize) -> (u8, u8) {
+/// Factors of scale and minimum of a sub-block, from twelve bytes that hold eight pairs of six bits.
+fn six_bits(packed: &[u8], i: usize) -> [u8; 2] {
     if i < 4 {
-        return (packed[i] & 63, packed[4 + i] & 63);
+        return [packed[i] & 63, packed[4 + i] & 63];
     }
     let (low, i) = (packed[4 + i], i - 4);
-    ((low & 15) | (packed[i] >> 6) << 4, (low >> 4) | (packed[4 + i] >> 6) << 4)
+    [low & 15 | (packed[i] >> 6) << 4, low >> 4 | (packed[4 + i] >> 6) << 4]
 }
 
-/// Two halves of 128 elements, each four rows of 32: low nibbles, then high bits in pairs; an 8-bit scale for 16
-/// elements.
-fn q6_k(block: &[u8], out: &mut [f32]) {
-    let scale = half_at(block, 208);
-    for (e, out) in out.iter_mut().enumerate() {
-        let (half, row, at) = (e / 128, e / 32 % 4, e % 32);
-        let low = (block[64 * half + 32 * (row % 2) + at] >> (4 * (row / 2))) & 15;
-        let high = (block[128 + 32 * half + at] >> (2 * row)) & 3;
-        let step = scale * f32::from(block[192 + e / 16].cast_signed());
-        *out = step * (f32::from(low | high << 4) - 32.0);
-    }
+/// A code of Q6_K: two halves of 128 elements, each four rows of 32: low nibbles, then high bits in pairs.
+fn of_q6_k(e: usize, block: &[u8]) -> i16 {
+    let (half, row, at) = (e / 128, e / 32 % 4, e % 32);
+    let low = block[64 * half + 32 * (row % 2) + at] >> (4 * (row / 2)) & 15;
+    i16::from(low | (block[128 + 32 * half + at] >> (2 * row) & 3) << 4)
 }
 
 #[cfg(test)]
@@ -187,7 +268,7 @@ mod tests {
         let element = 5 * 32 + 7;
         assert_eq!(
             got[element],
-            want[element] + 16.0 * 0.125 * f32::from(six_bits(&four[4..16], 5).0)
+            want[element] + 16.0 * 0.125 * f32::from(six_bits(&four[4..16], 5)[0])
         );
         got[element] = want[element];
         assert_eq!(got, want);
@@ -254,6 +335,42 @@ mod tests {
             let mut out = [0.0; 32];
             kind.dequantise(&bytes, &mut out);
             assert_eq!(out.map(f32::to_bits), want, "{}", kind.name());
+        }
+    }
+
+    /// Codes in device blocks mean what they meant in every type that holds them, to the bit.
+    #[test]
+    fn recoded_blocks_have_the_same_values() {
+        let kinds = [
+            BlockType::Q8_0,
+            BlockType::Q4_0,
+            BlockType::Q5_0,
+            BlockType::Q4K,
+            BlockType::Q5K,
+            BlockType::Q6K,
+        ];
+        for kind in kinds {
+            let cols = 512;
+            let mut bytes: Vec<u8> = (0..cols / kind.len() * kind.bytes())
+                .map(|i| (i * 89 + i / 7 * 31) as u8)
+                .collect();
+            for block in bytes.chunks_exact_mut(kind.bytes()) {
+                // Scales that are numbers, of either sign.
+                let places: &[usize] = if kind == BlockType::Q6K { &[209] } else { &[1, 3] };
+                places.iter().for_each(|&at| block[at] &= 0xbf);
+            }
+            assert_eq!(kind.unsound(&bytes), None, "{}", kind.name());
+            let mut want = vec![0.0; cols];
+            kind.dequantise(&bytes, &mut want);
+            assert!(!kind.coded().is_empty());
+            for &dtype in kind.coded() {
+                let mut coded = vec![0; dtype.row_bytes(cols)];
+                kind.recode(&bytes, dtype, &mut coded);
+                let mut got = vec![0.0; cols];
+                decode(dtype, &coded, &mut got);
+                let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&got), bits(&want), "{} as {}", kind.name(), dtype.name());
+            }
         }
     }
 

@@ -1,7 +1,7 @@
 //! Codes with a scale for each group of columns, as they are streamed: in blocks, with their scales behind them.
 
 use half::f16;
-use ir::{CodeBlock, DType, Scalar};
+use ir::{CodeBlock, DType, Scalar, Scales as Scaling};
 
 use super::codes::{Codes, nibble};
 use super::matrix::{Layout, Matrix, ScaleType, Scales, Zeros};
@@ -49,6 +49,13 @@ impl Grouped {
         Some(all)
     }
 
+    /// A matrix of blocks of GGUF in blocks of this type, if its own can be written so.
+    pub(super) fn recoded(matrix: &Matrix, dtype: DType) -> Option<Self> {
+        let block = dtype.block()?;
+        let factors = vec![1.0; matrix.given_rows()];
+        Some(Self { matrix: matrix.clone(), dtype, block, factors })
+    }
+
     pub(super) fn dtype(&self) -> DType {
         self.dtype
     }
@@ -56,7 +63,7 @@ impl Grouped {
     /// The power of two that makes the scales of a row of all of them exact in f16, if one does.
     fn factor(all: &[Self], files: &Files, row: usize) -> Option<f32> {
         let block = all.first()?.block;
-        if block.shared || block.powers {
+        if matches!(block.scales, Scaling::Shared | Scaling::Powers | Scaling::Factors) {
             return Some(1.0);
         }
         let mut scales = Vec::new();
@@ -87,7 +94,10 @@ impl Grouped {
     }
 
     fn encode_row(&self, files: &Files, row: usize, values: &mut [f32], out: &mut [u8]) {
-        let Some(parts) = parts(&self.matrix) else { return };
+        let Some(parts) = parts(&self.matrix) else {
+            self.matrix.recode_row(files, row, self.dtype, out);
+            return;
+        };
         let (block, cols, factor) = (self.block, self.matrix.cols, self.factors[row]);
         let (codes, group) = (block.codes as usize, block.group as usize);
         let row = self.matrix.stored_row(row);
@@ -106,17 +116,15 @@ impl Grouped {
     }
 
     fn put_constants(&self, scale: f32, zero: f32, out: &mut [u8]) {
-        if self.block.shared {
-            out.copy_from_slice(&scale.to_le_bytes());
-            return;
-        }
-        if self.block.powers {
-            out[0] = (scale.to_bits() >> 23) as u8;
-            return;
-        }
-        out[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
-        if self.block.zeros {
-            out[2..].copy_from_slice(&f16::from_f32(zero).to_le_bytes());
+        let half = |value: f32| f16::from_f32(value).to_le_bytes();
+        match self.block.scales {
+            Scaling::Shared => out.copy_from_slice(&scale.to_le_bytes()),
+            Scaling::Powers => out[0] = (scale.to_bits() >> 23) as u8,
+            Scaling::Each | Scaling::Factors => out.copy_from_slice(&half(scale)),
+            Scaling::WithZeros => {
+                out[..2].copy_from_slice(&half(scale));
+                out[2..].copy_from_slice(&half(zero));
+            }
         }
     }
 }
@@ -135,8 +143,12 @@ fn parts(matrix: &Matrix) -> Option<Parts<'_>> {
 fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let parts = parts(matrix)?;
     let scalar = parts.codes.scalar();
-    let powers = parts.scales.element == ScaleType::E8m0;
     let zeros = parts.needs_zeros(scalar, files, matrix)?;
+    let wanted = match parts.scales.element {
+        ScaleType::E8m0 => Scaling::Powers,
+        _ if zeros => Scaling::WithZeros,
+        _ => Scaling::Each,
+    };
     let each = parts.scales.cols_each;
     // The rows of a tile share a scale only if no tile has rows of two groups, of two tensors or beyond the last.
     let whole = |rows: usize| rows.is_multiple_of(ir::TILE_ROWS);
@@ -145,12 +157,13 @@ fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
         && matrix.run().is_some_and(whole);
     let holds = |block: &CodeBlock| {
         let fits = each >= matrix.cols || each.is_multiple_of(block.group as usize);
-        block.zeros == zeros && block.powers == powers && fits && (alike || !block.shared)
+        let shared = block.shared() && wanted == Scaling::Each && alike;
+        fits && (block.scales == wanted || shared)
     };
     let of_scalar = DType::ALL.iter().filter(|dtype| dtype.scalar() == scalar);
     of_scalar
         .filter_map(|&dtype| Some((dtype, dtype.block().filter(holds)?)))
-        .max_by_key(|(_, block)| (block.group, block.shared))
+        .max_by_key(|(_, block)| (block.group, block.shared()))
 }
 
 impl Parts<'_> {

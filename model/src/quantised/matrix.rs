@@ -211,6 +211,15 @@ impl Matrix {
         }
     }
 
+    /// One row of blocks of GGUF, in blocks of a type that holds their codes.
+    pub(super) fn recode_row(&self, files: &Files, row: usize, dtype: DType, out: &mut [u8]) {
+        if let Layout::Blocks(place, kind) = self.layout {
+            let bytes = self.cols / kind.len() * kind.bytes();
+            let stored = &files.slice(place)[self.stored_row(row) * bytes..][..bytes];
+            kind.recode(stored, dtype, out);
+        }
+    }
+
     /// Rows of the matrix.
     pub(crate) fn given_rows(&self) -> usize {
         match self.view {

@@ -42,12 +42,16 @@ enum From {
 /// Says whether it did.
 pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files) -> bool {
     let Some(all) = streamed(graph, sources, files) else { return false };
-    let operand = operand(&all);
-    if all[&graph.embed].dtype.is_scaled()
+    let table = table(graph, sources).cloned();
+    let operand = operand(graph, &all);
+    if table.is_none() && all[&graph.embed].dtype.is_scaled()
         || !graph.layers.iter().all(|layer| fits(layer, &all))
         || operand == DType::F16 && beyond_f16(&all, files)
     {
         return false;
+    }
+    if let Some(table) = table {
+        split_table(graph, sources, table);
     }
     let scales = scales(graph, sources, &all);
     for (id, matrix) in all {
@@ -67,6 +71,24 @@ pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files
     graph.lm_head_scale = scales.get(&graph.lm_head).copied();
     graph.dtype = operand;
     true
+}
+
+/// The embedding, if it is of blocks of GGUF: it is given in f32, since a row is read without scales.
+fn table<'a>(graph: &Graph, sources: &'a [Source]) -> Option<&'a Matrix> {
+    made(&sources[graph.embed.index()]).filter(|matrix| matches!(matrix.layout, Layout::Blocks(..)))
+}
+
+/// Gives an embedding that was the output matrix too a tensor of its own.
+fn split_table(graph: &mut Graph, sources: &mut Vec<Source>, table: Matrix) {
+    if !graph.tied() {
+        return;
+    }
+    let both = &mut graph.tensors[graph.embed.index()];
+    let name = std::mem::replace(&mut both.name, "lm_head.weight".to_owned());
+    let shape = both.shape.clone();
+    graph.embed = TensorId(graph.tensors.len() as u32);
+    graph.tensors.push(Tensor { name, dtype: DType::F32, shape });
+    sources.push(Source::Made(table, DType::F32));
 }
 
 /// Whether the parts of each packed matrix of a layer are of one type.
@@ -107,9 +129,10 @@ fn of_experts(graph: &Graph) -> Vec<Vec<TensorId>> {
     experts.flatten().map(ids).collect()
 }
 
-/// The type that all are multiplied in: their own if they have one without codes, else f16.
-fn operand(all: &HashMap<TensorId, Streamed>) -> DType {
-    let mut dtypes = all.values().map(|matrix| matrix.dtype);
+/// The type that all are multiplied in: their own if they have one without codes, else f16. An embedding is read only.
+fn operand(graph: &Graph, all: &HashMap<TensorId, Streamed>) -> DType {
+    let read = |id: &TensorId| *id == graph.embed && !graph.tied();
+    let mut dtypes = all.iter().filter(|(id, _)| !read(id)).map(|(_, matrix)| matrix.dtype);
     let first = dtypes.next().unwrap_or(DType::F16);
     if !first.is_scaled() && dtypes.all(|dtype| dtype == first) { first } else { DType::F16 }
 }
@@ -131,14 +154,48 @@ fn streamed(
             all.extend(part.into_iter().zip(grouped));
         }
     }
+    if let Some(table) = table(graph, sources).filter(|_| !graph.tied()) {
+        let from = From::Values(table.clone());
+        all.insert(graph.embed, Streamed { from, dtype: DType::F32, scales: Vec::new() });
+    }
+    let joint = joint(graph, sources);
     for (source, id) in sources.iter().zip((0..).map(TensorId)) {
         if let Some(matrix) = made(source)
             && let Entry::Vacant(vacant) = all.entry(id)
         {
-            vacant.insert(one(matrix, files)?);
+            vacant.insert(match matrix.layout {
+                Layout::Blocks(_, kind) if !kind.coded().is_empty() => {
+                    let dtype = joint.get(&id).copied().unwrap_or(kind.coded()[0]);
+                    Streamed::blocks(Grouped::recoded(matrix, dtype)?)
+                }
+                _ => one(matrix, files)?,
+            });
         }
     }
     Some(all)
+}
+
+/// The smallest type that holds all parts of a packed matrix, where these are blocks of GGUF and one does: files often have
+/// larger codes for values than for queries and keys.
+fn joint(graph: &Graph, sources: &[Source]) -> HashMap<TensorId, DType> {
+    let mut joint = HashMap::new();
+    for layer in &graph.layers {
+        let Attention { q, k, v, .. } = layer.attention.body;
+        let gated = layer.gated().map(|Gated { gate, up, .. }| vec![*gate, *up]);
+        for parts in [Some(vec![q, k, v]), gated].into_iter().flatten() {
+            let coded =
+                parts.iter().map(|part| match made(&sources[part.weight.index()])?.layout {
+                    Layout::Blocks(_, kind) => Some(kind.coded()),
+                    Layout::Floats(..) | Layout::Scaled { .. } | Layout::Nf4(_) => None,
+                });
+            let Some(coded) = coded.collect::<Option<Vec<_>>>() else { continue };
+            let all_have = |dtype: &&DType| coded.iter().all(|coded| coded.contains(dtype));
+            if let Some(&dtype) = coded[0].iter().find(all_have) {
+                joint.extend(parts.iter().map(|part| (part.weight, dtype)));
+            }
+        }
+    }
+    joint
 }
 
 /// The matrix that a source is made of.

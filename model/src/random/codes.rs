@@ -2,7 +2,7 @@
 //! vectors, since a preset of 70 billion codes would else take longer to make than to copy to a GPU.
 
 use half::f16;
-use ir::{CodeBlock, DType, Scalar};
+use ir::{CodeBlock, DType, Scalar, Scales};
 
 use super::word;
 use crate::parallel;
@@ -29,6 +29,9 @@ pub(super) fn fill(
         Some(&[a, b, c, d, e, f, g, h]) => {
             blocks([a, b, c, d, e, f, g, h], (key, is_e4m3), out, threads);
         }
+        Some(&[a, b, c, d, e, f, g, h, i, j, k, l]) => {
+            blocks([a, b, c, d, e, f, g, h, i, j, k, l], (key, is_e4m3), out, threads);
+        }
         Some(_) => unreachable!("blocks of {} have constants of another size", dtype.name()),
     }
 }
@@ -47,16 +50,25 @@ fn blocks<const N: usize>(
 
 /// Scales and zero points of a block, the same for all.
 fn constants(block: CodeBlock, scale: f32) -> Vec<u8> {
-    let group = if block.powers {
-        vec![(scale.to_bits() >> 23) as u8]
-    } else if block.shared {
-        scale.to_le_bytes().to_vec()
-    } else if block.zeros {
-        [f16::from_f32(scale), f16::from_f32(8.0)].map(f16::to_le_bytes).concat()
-    } else {
-        f16::from_f32(scale).to_le_bytes().to_vec()
+    let half = |value: f32| f16::from_f32(value).to_le_bytes();
+    let group = match block.scales {
+        Scales::Each => half(scale).to_vec(),
+        Scales::WithZeros => [half(scale), half(8.0)].concat(),
+        Scales::Shared => scale.to_le_bytes().to_vec(),
+        Scales::Powers => vec![(scale.to_bits() >> 23) as u8],
+        Scales::Factors => return factors(block, scale),
     };
     group.repeat(block.groups())
+}
+
+/// Factors of a scale and an offset, about 32 and of each group another, so that a group with another's is noticed. Codes
+/// of 4 bits are unsigned: an offset of eight times the scale makes their mean about zero.
+fn factors(block: CodeBlock, scale: f32) -> Vec<u8> {
+    const FACTORS: [u8; 4] = [32, 27, 36, 30];
+    let unsigned = block.codes > CodeBlock::CODE_BYTES as u32;
+    let head = [scale / 32.0, if unsigned { scale / 4.0 } else { 0.0 }];
+    let each = FACTORS.iter().take(block.groups()).flat_map(|&factor| [factor + 128, factor]);
+    head.into_iter().flat_map(|half| f16::from_f32(half).to_le_bytes()).chain(each).collect()
 }
 
 /// Codes from word `first` on; in blocks if there are constants to follow each.

@@ -455,7 +455,7 @@ fn names_that_are_neither_preset_nor_folder() {
          presets, all with random weights: toy, toy-2l, smollm2-135m, qwen3-0.6b, \
          llama-3.2-1b, gemma-3-1b, qwen3-1.7b, qwen3-4b, gemma-3-4b, phi-3-mini, phi-4-mini, llama-3.1-8b, qwen3-8b, gpt-oss-20b, qwen3-30b-a3b, \
          mixtral-8x7b, qwen3-32b, llama-3.1-70b, gpt-oss-120b; those of 16 bits also with -fp8, -fp8-block, -int8, \
-         -int4-g128, -int4-g32"
+         -int4-g128, -int4-g32, -q8-0, -q4-k-m"
     );
     assert!(
         text("Llama3.2-1B").contains("(the preset llama-3.2-1b has this shape and random weights)")

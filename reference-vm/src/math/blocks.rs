@@ -1,6 +1,6 @@
 //! Rows of codes that lie in blocks with their scales. This decoder is the reference VM's own: `ir::decode` is another.
 
-use abi::{CodeBlock, Scalar};
+use abi::{CodeBlock, Scalar, Scales};
 use ir::DType;
 
 use super::product::Rows;
@@ -58,38 +58,44 @@ fn decode_row<C: Code>(block: CodeBlock, row: &[u8], out: &mut [f32]) {
     while at < out.len() {
         let bytes = &row[number / groups * block.bytes()..][..block.bytes()];
         let inner = number % groups;
-        let own = &bytes[CodeBlock::CODE_BYTES + inner * constants..][..constants];
+        let behind = &bytes[CodeBlock::CODE_BYTES..];
+        let own = &behind[block.head_bytes() + inner * constants..][..constants];
         let end = out.len().min(at + group);
-        let scaled = Scaled::new(block, C::CENTRE, own);
+        let scaled = Scaled::new(block.scales, C::CENTRE, behind, own);
         C::decode(&bytes[inner * codes..][..codes], scaled, &mut out[at..end]);
         (at, number) = (end, number + 1);
     }
 }
 
-/// Scale and zero point of a group.
+/// What gives the codes of a group their values.
 #[derive(Clone, Copy)]
 struct Scaled {
     scale: f32,
     centre: f32,
+    offset: f32,
 }
 
 impl Scaled {
     #[inline(always)]
-    fn new(block: CodeBlock, centre: f32, own: &[u8]) -> Self {
-        let half = |at: usize| StoredF16::value([own[at], own[at + 1]]);
-        let scale = if block.shared {
-            f32::from_le_bytes([own[0], own[1], own[2], own[3]])
-        } else if block.powers {
-            power(own[0])
-        } else {
-            half(0)
-        };
-        Self { scale, centre: if block.zeros { half(2) } else { centre } }
+    fn new(scales: Scales, centre: f32, behind: &[u8], own: &[u8]) -> Self {
+        let half = |bytes: &[u8], at: usize| StoredF16::value([bytes[at], bytes[at + 1]]);
+        let plain = |scale| Self { scale, centre, offset: 0.0 };
+        match scales {
+            Scales::Each => plain(half(own, 0)),
+            Scales::WithZeros => Self { centre: half(own, 2), ..plain(half(own, 0)) },
+            Scales::Shared => plain(f32::from_le_bytes([own[0], own[1], own[2], own[3]])),
+            Scales::Powers => plain(power(own[0])),
+            Scales::Factors => Self {
+                scale: half(behind, 0) * (f32::from(own[0]) - 128.0),
+                centre: 0.0,
+                offset: half(behind, 2) * f32::from(own[1]),
+            },
+        }
     }
 
     #[inline(always)]
     fn of(self, value: f32) -> f32 {
-        (value - self.centre) * self.scale
+        (value - self.centre) * self.scale - self.offset
     }
 }
 

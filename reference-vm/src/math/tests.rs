@@ -1,4 +1,4 @@
-use abi::{CodeBlock, Scalar};
+use abi::{CodeBlock, Scalar, Scales};
 use half::{bf16, f16};
 
 use super::*;
@@ -38,16 +38,22 @@ fn stored_rows(dtype: DType, values: &[f32], cols: usize) -> Vec<u8> {
             .collect();
         for block_bytes in bytes.chunks_exact_mut(block.bytes()) {
             let (_, constants) = block_bytes.split_at_mut(CodeBlock::CODE_BYTES);
-            if block.shared {
+            if block.shared() {
                 constants.copy_from_slice(&0.3_f32.to_le_bytes());
                 continue;
             }
-            if block.powers {
+            if block.scales == Scales::Powers {
                 constants.iter_mut().zip(120..).for_each(|(constant, power)| *constant = power);
                 continue;
             }
-            for (i, constant) in constants.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                let value = if block.zeros && i % 2 == 1 { 7.0 } else { (i + 1) as f32 / 64.0 };
+            // Factors stay as they are.
+            let halves = if block.head_bytes() > 0 { block.head_bytes() } else { constants.len() };
+            for (i, constant) in constants[..halves].as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let value = if block.scales == Scales::WithZeros && i % 2 == 1 {
+                    7.0
+                } else {
+                    (i + 1) as f32 / 64.0
+                };
                 *constant = f16::from_f32(value).to_le_bytes();
             }
         }

@@ -118,6 +118,20 @@ impl Lookup<'_> {
         tensor.map_or(Ok(0), |tensor| self.vector(tensor, len))
     }
 
+    /// The norm of what was added to the residual stream before, if it has one, and that of the stream's next reader. Both
+    /// are one constant where there are both (`read_stream` in lower/src/flow.rs).
+    fn norms(
+        &self,
+        added: Option<TensorId>,
+        next: Option<TensorId>,
+    ) -> Result<[u64; 2], HostError> {
+        let hidden = self.graph.hidden;
+        let Some(post) = added else { return Ok([0, self.optional(next, hidden)?]) };
+        let parts = std::iter::once(post).chain(next).map(|norm| (Some(norm), hidden));
+        let both = self.constant(&RowMap { parts: parts.collect(), interleaved: false })?;
+        Ok([both, next.map_or(0, |_| both + u64::from(hidden) * 4)])
+    }
+
     /// The runs of a matrix's tiles that the device has.
     fn runs(&self, packed: &PackedMatrix) -> Result<Vec<Packed>, HostError> {
         let tiles = self.here().matrices[packed.id.index()].tiles.clone();
@@ -190,7 +204,14 @@ impl Lookup<'_> {
     }
 
     fn layer(&self, index: usize, packed: &PackedLayer) -> Result<LayerPlan, HostError> {
-        let (layer, hidden) = (&self.graph.layers[index], self.graph.hidden);
+        let layers = &self.graph.layers;
+        let layer = &layers[index];
+        let before = index.checked_sub(1).and_then(|n| layers[n].mlp.post_norm);
+        let [_, attn_norm] = self.norms(before, layer.attention.norm)?;
+        let [attn_post_norm, mlp_norm] = self.norms(layer.attention.post_norm, layer.mlp.norm)?;
+        let next = layers.get(index + 1);
+        let next = next.map_or(Some(self.graph.final_norm), |next| next.attention.norm);
+        let [mlp_post_norm, _] = self.norms(layer.mlp.post_norm, next)?;
         let attention = &layer.attention.body;
         let mlp = &packed.mlp;
         let together = self.graph.norms_all_heads(layer);
@@ -198,17 +219,16 @@ impl Lookup<'_> {
         let (q_width, kv_width) = (self.graph.q_width(), self.graph.kv_width());
         let heads = vec![(attention.q_norm, q_width), (attention.k_norm, kv_width)];
         let heads_norm = RowMap { parts: heads, interleaved: false };
-        let post = |norm| self.optional(norm, hidden);
         Ok(LayerPlan {
-            attn_norm: self.optional(layer.attention.norm, hidden)?,
+            attn_norm,
             qkv: self.runs(&packed.attention.qkv)?,
             q_norm: self.optional(each(attention.q_norm), self.graph.head_dim)?,
             k_norm: self.optional(each(attention.k_norm), self.graph.head_dim)?,
             heads_norm: if together { self.constant(&heads_norm)? } else { 0 },
             cache: self.here().caches[index],
             o: self.matrix(&packed.attention.o)?,
-            post_norms: [post(layer.attention.post_norm)?, post(layer.mlp.post_norm)?],
-            mlp_norm: self.optional(layer.mlp.norm, hidden)?,
+            post_norms: [attn_post_norm, mlp_post_norm],
+            mlp_norm,
             gate_up: self.matrix(&mlp.gate_up)?,
             down: self.matrix(&mlp.down)?,
             router: self.router(index, packed)?,
@@ -225,10 +245,12 @@ impl Lookup<'_> {
             return Err(self.missing("packed matrices of this graph"));
         }
         let layers = packed.layers.iter().enumerate().map(|(n, layer)| self.layer(n, layer));
+        let last = graph.layers.last().and_then(|layer| layer.mlp.post_norm);
+        let [_, final_norm] = self.norms(last, Some(graph.final_norm))?;
         Ok(Plan {
             embed: self.matrix(&packed.embed)?,
             layers: layers.collect::<Result<_, _>>()?,
-            final_norm: self.vector(graph.final_norm, graph.hidden)?,
+            final_norm,
             lm_head: self.matrix(&packed.lm_head)?,
             logits: self.residents.logits,
             capacity: self.residents.kv_capacity,
@@ -422,6 +444,38 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Every norm is found among the constants of a program; one behind a block lies before that of the next reader.
+    #[test]
+    fn norms_of_every_family_are_on_the_device() {
+        let families = concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus/families");
+        let mut with_both = 0;
+        for folder in std::fs::read_dir(families).expect("golden folders") {
+            let folder = folder.expect("a folder").path();
+            if !folder.is_dir() {
+                continue;
+            }
+            let graph = model::import(&folder).expect("a golden folder").graph;
+            let mut residents = residents(&graph, 1);
+            let constants = residents.devices[0].constants.values_mut();
+            constants.zip(1_u64..).for_each(|(address, n)| *address = n << 20);
+            let plan = Lookup { graph: &graph, residents: &residents, device: 0 }.plan();
+            let plan = plan.unwrap_or_else(|error| panic!("{}: {error}", graph.name));
+            let behind = u64::from(graph.hidden) * 4;
+            let norms = |layer: &LayerPlan| [layer.attn_norm, layer.mlp_norm];
+            let mut read = plan.layers.iter().flat_map(norms).skip(1).chain([plan.final_norm]);
+            for (post, next) in plan.layers.iter().flat_map(|layer| layer.post_norms).zip(&mut read)
+            {
+                assert_ne!(next | post, 0, "{}", graph.name);
+                if post != 0 && next != 0 {
+                    assert_eq!(next, post + behind, "{}", graph.name);
+                    with_both += 1;
+                }
+            }
+            assert_eq!(read.next(), None, "{}", graph.name);
+        }
+        assert!(with_both > 0);
     }
 
     #[test]

@@ -25,10 +25,10 @@ const DRAWS: u32 = 8;
 
 /// Greatest relative differences: of a position's logits, and of a layer's keys and values.
 #[derive(Clone, Copy)]
-struct Allowed {
+pub(crate) struct Allowed {
     logits: f64,
-    keys: f64,
-    values: f64,
+    pub(crate) keys: f64,
+    pub(crate) values: f64,
 }
 
 /// What the graph has on a chunk's routes.
@@ -42,7 +42,7 @@ impl Bench {
     /// Compares prompts of every length, in every shape of the products, in one chunk and in several.
     pub(crate) fn mixture(&mut self, idle: &mut Idle) {
         let own = self.own_routes();
-        let allowed = self.allowed(&own);
+        let allowed = self.allowed(Some(&own));
         let shapes = SHAPES.into_iter().chain([GemmShape::Auto]);
         let whole = shapes.map(|shape| (PrefillOptions { shape, ..ONE_CHUNK }, usize::MAX));
         // Of codes, two experts are unpacked at once in the one, and then one.
@@ -67,11 +67,16 @@ impl Bench {
         evaluator.routed().expect("a mixture").routes
     }
 
-    /// Twice what a chunk's roundings do to the graph on its own routes, in the draw, at the position and in the layer where they do most.
-    fn allowed(&self, own: &Routes) -> Allowed {
+    /// Twice what a chunk's roundings do to the graph, of a mixture on its own routes, in the draw, at the position and in the layer where they do
+    /// most.
+    pub(crate) fn allowed(&self, own: Option<&Routes>) -> Allowed {
         let evaluator = || {
             let evaluator = Evaluator::new(self.graph(), &*self.model.weights);
-            evaluator.expect("an evaluator").on_routes(0, own.clone())
+            let evaluator = evaluator.expect("an evaluator");
+            match own {
+                Some(own) => evaluator.on_routes(0, own.clone()),
+                None => evaluator,
+            }
         };
         let run = |evaluator: &mut Evaluator<'_>| {
             evaluator.run(&self.tokens, Logits::All).expect("it is evaluated")

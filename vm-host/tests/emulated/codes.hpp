@@ -4,8 +4,12 @@
 #include "vectors.hpp"
 
 using std::fmaf;
+#ifndef WORKER_MEMBERS // more of them, where they are needed
+#define WORKER_MEMBERS
+#endif
 struct Worker {
   uint32_t thread;
+  WORKER_MEMBERS
 };
 inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
 inline uint2 stage_load8(void const* p) { return *(uint2 const*)p; }

@@ -139,6 +139,10 @@ template <typename T> T __shfl_up_sync(uint32_t, T v, uint32_t o) {
   uint32_t const lane = fibers.running % 32;
   return from_lane(v, lane >= o ? lane - o : lane);
 }
+template <typename T> T __shfl_down_sync(uint32_t, T v, uint32_t o) {
+  uint32_t const lane = fibers.running % 32;
+  return from_lane(v, lane + o < 32 ? lane + o : lane);
+}
 template <typename T> T __shfl_sync(uint32_t, T v, int lane) { return from_lane(v, (uint32_t)lane); }
 // Folds the words of a warp's lanes.
 template <typename F> uint32_t reduce(uint32_t v, F const& fold) {

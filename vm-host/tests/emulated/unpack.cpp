@@ -57,6 +57,8 @@ template <typename F> void with_unpack(uint32_t unpack, F const& f) {
     case 7: return f(Number<7>());
     case 8: return f(Number<8>());
     case 9: return f(Number<9>());
+    case 10: return f(Number<10>());
+    case 11: return f(Number<11>());
   }
 }
 

@@ -216,6 +216,13 @@ impl<'a> Op<'a> {
             self.arity(format!("there is no matrix m{}", p.matrix));
             return;
         };
+        if m.format.is_rows() {
+            self.shape(format!(
+                "{} is {}, which is read and not multiplied",
+                m.name,
+                m.format.name()
+            ));
+        }
         // With a route, rows or columns are those of all slots.
         let (slots, gated) = (self.slots(m), p.epilogue == Epilogue::SiluMul as u32);
         let (row_slots, col_slots) = if gated { (slots, 1) } else { (1, slots) };

@@ -146,7 +146,7 @@ impl BlockType {
             Self::Q4_0 => 8,
             Self::Q5_0 => 16,
             Self::Q6K => 32,
-            _ => 0,
+            Self::Float(_) | Self::Q8_0 | Self::Q4_1 | Self::Q5_1 | Self::Q4K | Self::Q5K => 0,
         };
         read
     }

@@ -146,8 +146,8 @@ fn block_of(matrix: &Matrix, files: &Files) -> Option<(DType, CodeBlock)> {
     let zeros = parts.needs_zeros(scalar, files, matrix)?;
     let wanted = match parts.scales.element {
         ScaleType::E8m0 => Scaling::Powers,
-        _ if zeros => Scaling::WithZeros,
-        _ => Scaling::Each,
+        ScaleType::Float(_) | ScaleType::E4m3 if zeros => Scaling::WithZeros,
+        ScaleType::Float(_) | ScaleType::E4m3 => Scaling::Each,
     };
     let each = parts.scales.cols_each;
     // The rows of a tile share a scale only if no tile has rows of two groups, of two tensors or beyond the last.

@@ -168,7 +168,10 @@ fn streamed(
                     let dtype = joint.get(&id).copied().unwrap_or(kind.coded()[0]);
                     Streamed::blocks(Grouped::recoded(matrix, dtype)?)
                 }
-                _ => one(matrix, files)?,
+                Layout::Floats(..)
+                | Layout::Scaled { .. }
+                | Layout::Blocks(..)
+                | Layout::Nf4(_) => one(matrix, files)?,
             });
         }
     }

@@ -9,8 +9,8 @@
 //!   is compared with the file before it is used, and a tokenizer that multiplies texts is refused. A chat template is a program: its
 //!   length, steps, depth and output are limited, and its memory and time too where the program has it run in a process of its own
 //!   ([`templates_run_in`]).
-//! - Weights are mapped, never copied, except that the matrices of a quantised model are dequantised to f32, each when it
-//!   is first read, with the bits that the format's definition gives. Files must not change while the model lives: one that
+//! - Weights are mapped, never copied, except that a quantised model's matrices are made when they are first read: codes
+//!   in the blocks that a kernel reads, or f32, either with the bits that the format's definition gives. Files must not change while the model lives: one that
 //!   someone shortens meanwhile ends the process with SIGBUS, as it does for every program that maps its weights.
 //! - A preset's weights are a function of their seed, the tensor's name and the element's index: the same on every machine
 //!   and with any number of threads, and not computed before they are read.

@@ -3,6 +3,7 @@
 use super::{amk, amk_in, folder};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/quantised/ct-int8-llama");
+const SLOW: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/quantised/ct-nvfp4-llama");
 const FILE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/quantised/gguf-q4_k_m-qwen3/model.gguf");
 
@@ -10,7 +11,8 @@ const FILE: &str =
 fn quantised_models_run_and_their_cost_is_said() {
     let cases = [
         (FOLDER, "14 as int8 of compressed-tensors", "W8A8 runs as W8A16", "multiplied as codes"),
-        (FILE, "10 as Q4_K, 6 as Q6_K", "give token ids", "dequantised to f32"),
+        (FILE, "10 as Q4_K, 6 as Q6_K", "give token ids", "multiplied as codes"),
+        (SLOW, "14 as nvfp4", "no faster than an f32 copy", "dequantised to f32"),
     ];
     for (model, kinds, note, form) in cases {
         let tokens = ["cpu", "eval"].map(|device| {

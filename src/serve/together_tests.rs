@@ -58,6 +58,15 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
 
 /// Runs requests that all wait before the loop begins. Returns their tokens, and the places of each command.
 fn awaited(engine: Scripted, asked: &[(Vec<u32>, u32)]) -> (Vec<Heard>, Vec<Vec<usize>>) {
+    awaited_on(engine, Sequences::default(), asked)
+}
+
+/// The same on a page.
+fn awaited_on(
+    engine: Scripted,
+    said: Sequences,
+    asked: &[(Vec<u32>, u32)],
+) -> (Vec<Heard>, Vec<Vec<usize>>) {
     let admission = Admission::new(asked.len());
     let commands = engine.commands.clone();
     let (jobs, inbox) = channel();
@@ -70,8 +79,7 @@ fn awaited(engine: Scripted, asked: &[(Vec<u32>, u32)]) -> (Vec<Heard>, Vec<Vec<
     let mut ends = Vec::new();
     std::thread::scope(|scope| {
         let (engine, places) = (Box::new(engine), asked.len());
-        let all =
-            scope.spawn(move || EngineLoop::new(engine, places, Sequences::default()).run(&inbox));
+        let all = scope.spawn(move || EngineLoop::new(engine, places, said).run(&inbox));
         ends = answers.into_iter().map(heard).collect();
         drop(jobs);
         assert_eq!(all.join().unwrap(), Ok(()));
@@ -156,22 +164,10 @@ fn batches_are_on_the_page() {
     let start = |edit: &mut telemetry::Edit<'_>| edit.head().places = 6;
     let (page, _) = telemetry::Publisher::new(&folder, start).unwrap();
     let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
-    let commands = engine.commands.clone();
-    let admission = Admission::new(6);
-    said_beside(engine, 6, Sequences::new(&page, true), |jobs| {
-        let asked: Vec<_> = (0..6).map(|i| job(&[i + 1], 40, &admission)).collect();
-        let heard_of: Vec<_> = asked
-            .into_iter()
-            .map(|(job, events)| {
-                jobs.send(job).unwrap();
-                events
-            })
-            .collect();
-        heard_of.into_iter().for_each(|events| drop(heard(events)));
-    });
+    let asked: Vec<_> = (0..6).map(|i| (vec![i + 1], 40)).collect();
+    let (_, commands) = awaited_on(engine, Sequences::new(&page, true), &asked);
     let mut seen = telemetry::Page::boxed();
     page.reader().read(&mut seen).unwrap();
-    let commands = commands.lock().unwrap();
     let batches: Vec<usize> = commands.iter().map(Vec::len).filter(|seqs| *seqs > 1).collect();
     assert!(batches.len() > 2, "{commands:?}");
     assert_eq!(seen.head.batches, batches.len() as u64);

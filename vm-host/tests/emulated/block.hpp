@@ -11,4 +11,8 @@ struct {
 } blockIdx, gridDim;
 constexpr uint32_t UNIT_COLS = 32, ELEMENT_BYTES = 2;
 inline uint32_t unit_column(uint32_t e) { return e % UNIT_COLS; }
+// Where element e of an embedding's row of 16-bit elements is (buffer.cuh): units of 8 rows of 64 bytes.
+inline char const* embedding_place(char const* embedding, uint32_t units, uint32_t row, uint32_t e) {
+  return embedding + ((uint64_t)(row / 8) * units + e / UNIT_COLS) * 512 + row % 8 * 64 + unit_column(e) * ELEMENT_BYTES;
+}
 inline float2 pair_values(uint32_t v) { return half_values(v); }

@@ -76,6 +76,7 @@ const BATCH_SPILLS: u32 = 800;
 /// The same for heads of 128, and with codes: llama-3.1-8b in Q4_K_M spills 1400, in int4 with groups of 32 1176, in bf16 864.
 const BATCH_CODES_SPILLS: u32 = 1400;
 
+/// Bit n: the `Unpack` of number n.
 fn mask(unpack: &[Unpack]) -> u32 {
     unpack.iter().fold(0, |mask, &one| mask | 1 << one as u32)
 }

@@ -43,7 +43,8 @@ enum From {
 pub(super) fn stream(graph: &mut Graph, sources: &mut Vec<Source>, files: &Files) -> bool {
     let Some(all) = streamed(graph, sources, files) else { return false };
     let table = table(graph, sources).cloned();
-    let operand = operand(graph, &all);
+    // An embedding in f32 has a format beside operands in f16 alone (ir/src/format.rs).
+    let operand = if table.is_some() { DType::F16 } else { operand(&all) };
     if table.is_none() && all[&graph.embed].dtype.is_scaled()
         || !graph.layers.iter().all(|layer| fits(layer, &all))
         || operand == DType::F16 && beyond_f16(&all, files)
@@ -129,10 +130,9 @@ fn of_experts(graph: &Graph) -> Vec<Vec<TensorId>> {
     experts.flatten().map(ids).collect()
 }
 
-/// The type that all are multiplied in: their own if they have one without codes, else f16. An embedding is read only.
-fn operand(graph: &Graph, all: &HashMap<TensorId, Streamed>) -> DType {
-    let read = |id: &TensorId| *id == graph.embed && !graph.tied();
-    let mut dtypes = all.iter().filter(|(id, _)| !read(id)).map(|(_, matrix)| matrix.dtype);
+/// The type that all are multiplied in: their own if they have one without codes, else f16.
+fn operand(all: &HashMap<TensorId, Streamed>) -> DType {
+    let mut dtypes = all.values().map(|matrix| matrix.dtype);
     let first = dtypes.next().unwrap_or(DType::F16);
     if !first.is_scaled() && dtypes.all(|dtype| dtype == first) { first } else { DType::F16 }
 }

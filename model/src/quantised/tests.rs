@@ -10,7 +10,8 @@ use super::codes::Codes;
 use super::declared::Declared;
 use super::grouped::Grouped;
 use super::matrix::{Layout, Matrix, ScaleType, Scales, View, Zeros};
-use crate::store::{self, Files, Found};
+use super::{BlockType, Source, stored};
+use crate::store::{self, Files, Found, Place};
 use crate::{files, import, import_dequantised};
 
 /// Folders of families that are imported.
@@ -173,6 +174,32 @@ fn mxfp4_has_the_bits_of_the_reference_library() {
             Matrix { rows: shape[0] * shape[1], cols: shape[2], layout, view: View::Whole };
         assert!(bits(&matrix.dequantise(&files, DType::F32)) == want, "{tensor}");
     }
+}
+
+/// A program in bf16 would read an embedding in f32 as bf16.
+#[test]
+fn beside_an_embedding_of_blocks_bf16_is_multiplied_in_f16() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("zeros");
+    std::fs::write(&path, [0; 64]).expect("a file");
+    let files = Files::map(&path).expect("it is mapped");
+    let mut graph = crate::preset("llama-3.1-8b").expect("a preset").graph;
+    let place = |bytes| Place { file: 0, offset: 0, bytes };
+    let (embed, lm_head) = (graph.embed, graph.lm_head);
+    let source = |(id, tensor): (TensorId, &ir::Tensor)| {
+        if tensor.shape.len() != 2 {
+            return Source::Stored(place(64));
+        }
+        let layout = match id == embed {
+            true => Layout::Blocks(place(34), BlockType::Q8_0),
+            false => Layout::Floats(place(64), DType::Bf16),
+        };
+        Source::Made(Matrix { rows: 1, cols: 32, layout, view: View::Whole }, DType::F32)
+    };
+    let mut sources: Vec<Source> = (0..).map(TensorId).zip(&graph.tensors).map(source).collect();
+    assert!(stored::stream(&mut graph, &mut sources, &files));
+    let dtypes = [embed, lm_head].map(|id| graph.tensor(id).dtype);
+    assert_eq!((graph.dtype, dtypes), (DType::F16, [DType::F32, DType::Bf16]));
 }
 
 #[test]

@@ -225,56 +225,13 @@ fn unit(sources: impl Iterator<Item = &'static Source>) -> Result<String, HostEr
 #[must_use]
 pub fn kernel_id(variant: &Variant, arch: &str) -> String {
     let source = unit(row(arch).sources.iter()).unwrap_or_default();
-    digest(&code(&source), &options(variant, arch))
+    crate::kernel_id::kernel_id(&source, &options(variant, arch))
 }
 
 /// The same for the kernels that run a prompt chunk by chunk.
 pub(crate) fn prefill_kernel_id(variant: &PrefillVariant, arch: &str) -> String {
     let source = unit(row(arch).prefill_unit()).unwrap_or_default();
-    digest(&code(&source), &all_options(arch, variant.defines()))
-}
-
-/// The source without comments, indentation and empty lines: an edited comment leaves a kernel's id, and with it every measurement, as it is.
-fn code(source: &str) -> String {
-    let mut code = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(at) = rest.find(['/', '"']) {
-        code += &rest[..at];
-        let tail = &rest[at..];
-        let (kept, length) = if tail.starts_with("//") {
-            ("", tail.find('\n').unwrap_or(tail.len()))
-        } else if tail.starts_with("/*") {
-            (" ", tail.find("*/").map_or(tail.len(), |end| end + 2))
-        } else {
-            let length = if tail.starts_with('"') { string_len(tail) } else { 1 };
-            (&tail[..length], length)
-        };
-        code += kept;
-        rest = &tail[length..];
-    }
-    code += rest;
-    code.lines().map(str::trim).filter(|line| !line.is_empty()).flat_map(|l| [l, "\n"]).collect()
-}
-
-/// Length of the string literal that `text` begins with.
-fn string_len(text: &str) -> usize {
-    let mut escaped = true; // the opening quote does not end it
-    let end = text.bytes().position(|byte| {
-        let ends = byte == b'"' && !escaped;
-        escaped = if byte == b'"' { false } else { byte == b'\\' && !escaped };
-        ends
-    });
-    end.map_or(text.len(), |end| end + 1)
-}
-
-fn digest(source: &str, options: &[String]) -> String {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(source.as_bytes());
-    for option in options {
-        hasher.update(option.as_bytes());
-        hasher.update(&[0]);
-    }
-    hasher.finalize().to_hex()[..16].to_string()
+    crate::kernel_id::kernel_id(&source, &all_options(arch, variant.defines()))
 }
 
 /// Compiles a variant, or takes it from `cache`.
@@ -304,9 +261,9 @@ fn compile_unit(
     cache: Option<&Path>,
 ) -> Result<Cubin, HostError> {
     let (major, minor) = nvrtc_version()?;
-    let id = digest(&code(source), options);
+    let id = crate::kernel_id::kernel_id(source, options);
     // Line numbers and comments are part of what a profiler shows, so the cache goes by the whole text.
-    let exact = digest(source, options);
+    let exact = crate::kernel_id::digest(source, options);
     let file = cache.map(|dir| dir.join(format!("{exact}-nvrtc{major}.{minor}")));
     if let Some(cubin) = file.as_deref().and_then(|file| read_cached(file, &id)) {
         tracing::debug!(kernel = id, "kernel taken from the cache");
@@ -560,16 +517,6 @@ pub fn resources(log: &str) -> Vec<Resources> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_comment_is_no_code() {
-        let bare = "int a = 1;\nasm(\"// kept \\\" // kept\");\nb = c / d;\n";
-        let commented = "// A.\n\n  int a/* b\n c */= 1; // d \"e\nasm(\"// kept \\\" // kept\");\n\tb = c / d;";
-        assert_eq!(code(bare), bare);
-        assert_eq!(code(commented), bare);
-        assert_ne!(code("a / b"), code("a b"));
-        assert_eq!(code("\"never closed"), "\"never closed\n");
-    }
 
     #[test]
     fn nvrtc_is_found_in_a_virtual_environment_of_any_python() {

@@ -26,6 +26,7 @@ mod driver;
 #[path = "emulated_tests.rs"]
 mod emulated;
 mod error;
+mod kernel_id;
 mod links;
 mod load;
 mod machine;

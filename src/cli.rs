@@ -229,7 +229,7 @@ pub(crate) enum Command {
     },
     /// Compares predictions with measured grids: shows the errors, fits the rates.
     #[command(
-        after_help = "Examples:\n  amk calibrate corpus/grids/points/*.jsonl\n  amk calibrate corpus/grids/points/*.jsonl --fit lower/src/cost/rates.json\n\n\
+        after_help = "Examples:\n  amk calibrate corpus/grids/h200-*.jsonl\n  amk calibrate corpus/grids/h200-*.jsonl --fit lower/src/cost/rates.json\n\n\
         Exit code 1: some model is ranked worse than 0.8, or a prediction is below the bound. A fit holds out every fourth row and\n\
         prints both; the build includes the rates, so build again after it."
     )]

@@ -1,4 +1,4 @@
-//! Compares the cost model with the measured points under `corpus/grids/points/`, which are of the kernel that the shipped
+//! Compares the cost model with the measured points under `corpus/grids/`, which are of the kernel that the shipped
 //! rates are for.
 
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use search::calibrate::{Calibration, Case, Point, read};
 use tests::root;
 
 /// Where the points are, and the rates that have not seen a model.
-const FOLDER: &str = "corpus/grids/points";
+const FOLDER: &str = "corpus/grids";
 
 /// Least rank correlation of predictions.
 const RANK_MIN: f64 = 0.97;
@@ -82,7 +82,7 @@ fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
     for (name, calibration) in &shipped {
         assert!(
             good(calibration),
-            "{name}: {calibration:?}; fit again: amk calibrate corpus/grids/points/*.jsonl --checks corpus/checks/h200.jsonl --fit lower/src/cost/rates.json"
+            "{name}: {calibration:?}; fit again: amk calibrate corpus/grids/h200-*.jsonl --checks corpus/checks/h200.jsonl --fit lower/src/cost/rates.json"
         );
     }
     // A model that uses only the bytes.

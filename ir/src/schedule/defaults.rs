@@ -81,7 +81,11 @@ pub fn neutral_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 /// Rows of the smallest blocks: one tile.
 const TILE_ROWS: u32 = abi::UNIT_ROWS;
 
-/// Deals a product in tiles where that takes a stage's bytes or more from the largest share, and with several GPUs gate and
+/// Bytes that a smaller block must take from the largest share: half a stage. `down` of smollm2-135m, 24 KB, is 2.2% faster so
+/// (docs/lab/2026-11-28-grids-of-today.md).
+const SAVED_BYTES: u32 = 16 * 1024;
+
+/// Deals a product in tiles where that takes [`SAVED_BYTES`] or more from the largest share, and with several GPUs gate and
 /// up in any case, of which each worker has few blocks.
 fn deal_tiles(config: &mut ScheduleConfig, graph: &Graph, target: &Target) {
     let packed = PackedModel::new(graph);
@@ -100,7 +104,7 @@ fn deal_tiles(config: &mut ScheduleConfig, graph: &Graph, target: &Target) {
         let (tiles, block) = (matrix.tiles() / together, *rows / TILE_ROWS);
         let in_blocks = tiles.div_ceil(block).div_ceil(workers) * block;
         let saved = in_blocks.saturating_sub(tiles.div_ceil(workers)) * together;
-        if matrix.experts == 1 && saved as usize * matrix.tile_bytes() >= NEAR_BYTES as usize {
+        if matrix.experts == 1 && saved as usize * matrix.tile_bytes() >= SAVED_BYTES as usize {
             *rows = TILE_ROWS;
         }
     }

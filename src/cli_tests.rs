@@ -21,6 +21,8 @@ mod gpus;
 mod hub;
 #[path = "cli_tests/inspect.rs"]
 mod inspect;
+#[path = "cli_tests/interrupts.rs"]
+mod interrupts;
 #[path = "cli_tests/kv_dtype.rs"]
 mod kv_dtype;
 #[path = "cli_tests/live.rs"]

@@ -9,7 +9,7 @@ use super::{ConfigArgs, ConfigSource, ModelArgs, PlaceArgs, ScheduleChoice, Shar
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
     /// The model to trace a step of: a Hugging Face folder, a GGUF file, a model of the Hugging Face Hub (ORG/NAME), or a preset.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "pid")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "pid")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,

@@ -17,7 +17,7 @@ use crate::report;
 
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
-        Command::Doctor(args) => doctor::run(&args),
+        Command::Doctor(args) => doctor::answer(&args)?.print(),
         Command::Propose(args) => propose::answer(&args)?.print(),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),

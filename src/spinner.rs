@@ -100,6 +100,7 @@ fn style(template: &str) -> Option<ProgressStyle> {
     let left = |state: &ProgressState, out: &mut dyn Write| {
         let written = match state.pos() {
             0 => out.write_str("how long is not known yet"),
+            all if Some(all) == state.len() => out.write_str("done"),
             _ => write!(out, "{} left", HumanDuration(state.eta())),
         };
         // A failed write leaves the field out.

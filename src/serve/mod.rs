@@ -209,6 +209,7 @@ impl Served {
             fingerprint: self.fingerprint(0),
             scored: request.scored,
             include_usage: request.include_usage,
+            tier: request.tier,
             settings: request.settings.clone(),
         }
     }

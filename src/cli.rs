@@ -415,7 +415,7 @@ pub(crate) struct PlaceArgs {
     pub(crate) kv: KvArgs,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct DoctorArgs {
     /// Also say what this model needs in memory: a Hugging Face folder, a model of the Hub that is in the cache, or a preset.
     /// No weights are read.
@@ -425,6 +425,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "TOKENS", requires = "model")]
     pub(crate) kv_capacity: Option<u32>,
     #[command(flatten)]
+    #[serde(skip)]
     pub(crate) kv: KvArgs,
 }
 

@@ -35,7 +35,9 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
         Command::Runs { command: RunsCommand::Compare(args) } => runs::compare::run(&args),
-        Command::Runs { command: RunsCommand::Replay(args) } => runs::replay::run(&args),
+        Command::Runs { command: RunsCommand::Replay(args) } => {
+            runs::replay::answer(&args)?.print()
+        }
         Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
         Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
         Command::Generate(args) => generate::run(&args),

@@ -66,7 +66,7 @@ pub(crate) struct CompareArgs {
     pub(crate) b: PathBuf,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ReplayArgs {
     /// The folder of a search, or its ledger.
     #[arg(value_name = "RUN")]
@@ -76,8 +76,11 @@ pub(crate) struct ReplayArgs {
     pub(crate) trial: Option<u64>,
     /// The device for a measured trial.
     #[arg(long, value_enum, default_value = "auto")]
+    #[serde(default)]
+    #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
     pub(crate) device: DeviceChoice,
     #[command(flatten)]
+    #[serde(skip)]
     pub(crate) sharing: SharingArgs,
 }
 

@@ -45,7 +45,9 @@ fastest schedule.
   amk evaluate -m toy --config my.json
                                  check and judge a schedule of your own
 
-`amk --help` lists all commands and exit codes; `amk COMMAND --help` has examples.";
+`amk --help` lists all commands, `amk COMMAND --help` has examples. Exit codes:
+0 yes, 1 a gate said no, 2 usage or unreadable input, 3 capability missing,
+4 integrity, 5 inconclusive, 70 a bug in amk, 130 interrupted.";
 
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes:

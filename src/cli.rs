@@ -371,7 +371,8 @@ pub enum DeviceChoice {
     Cpu,
     /// The GPU; an error without one.
     Cuda,
-    /// The graph with no schedule (`generate` and `serve` only).
+    /// The graph with no schedule (`generate` and `serve` only, whose help names it).
+    #[value(hide = true)]
     Eval,
 }
 

@@ -11,7 +11,8 @@ use crate::report;
 static TIMES: AtomicU32 = AtomicU32::new(0);
 
 /// What Ctrl-C does where it does not end the process, from whether it is a repeated one.
-static CAUGHT: Mutex<Option<Box<dyn Fn(bool) + Send>>> = Mutex::new(None);
+type Then = Box<dyn Fn(bool) + Send>;
+static CAUGHT: Mutex<Option<Then>> = Mutex::new(None);
 
 /// Whether the handler is in place.
 static HANDLED: OnceLock<bool> = OnceLock::new();

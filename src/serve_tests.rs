@@ -424,6 +424,18 @@ fn what_is_not_supported_is_refused_by_name() {
     };
     chat(json!([])).refuses(400, Some("messages"));
     chat(json!([{"content": "x"}])).refuses(400, Some("messages[0].role"));
+    let image = json!([{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}]);
+    chat(image).refuses(400, Some("messages[1].content"));
+    chat(json!([{"role": "user", "content": "x", "tool_calls": []}]))
+        .refuses(400, Some("messages[0].tool_calls"));
+}
+
+#[test]
+fn what_is_misspelt_gets_a_tip_and_a_tier_is_answered() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "eval", "--kv-capacity", "64"]);
+    let chat = |messages: Value| {
+        server.post("/v1/chat/completions", &json!({"model": MODEL, "messages": messages}))
+    };
     let typo =
         chat(json!([{"role": "usr", "content": "x"}])).refuses(400, Some("messages[0].role"));
     assert!(typo.ends_with("did you mean \"user\"?"), "{typo}");
@@ -431,10 +443,6 @@ fn what_is_not_supported_is_refused_by_name() {
     assert!(typo.ends_with("did you mean `temperature`?"), "{typo}");
     let tiered = server.complete(json!({"max_tokens": 1, "service_tier": "flex"})).json();
     assert_eq!(tiered["service_tier"], "flex");
-    let image = json!([{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}]);
-    chat(image).refuses(400, Some("messages[1].content"));
-    chat(json!([{"role": "user", "content": "x", "tool_calls": []}]))
-        .refuses(400, Some("messages[0].tool_calls"));
 }
 
 #[test]

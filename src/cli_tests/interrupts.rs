@@ -26,8 +26,9 @@ fn interrupted(mut command: Command, there: impl Fn() -> bool) -> Ran {
 #[test]
 fn an_interrupted_command_says_so_and_leaves_no_half_written_folder() {
     let dir = folder();
+    // A model that takes seconds to write, and is interrupted in the first of them.
     let here = || std::fs::read_dir(dir.path()).unwrap().count();
-    let export = command(dir.path(), &["export", "--model", "smollm2-135m", "--out", "whole"]);
+    let export = command(dir.path(), &["export", "--model", "qwen3-0.6b", "--out", "whole"]);
     interrupted(export, || here() > 0).fails(130, &["interrupted"]);
     assert_eq!(here(), 0, "something is left of a folder that was never finished");
 }

@@ -77,8 +77,10 @@ pub(crate) fn answer(args: &DoctorArgs) -> Result<Answer<Findings>, Failure> {
 
 /// What there is on the disk, with the command that makes room. Models of the Hub are also those of other programs.
 fn places() -> Vec<Place> {
+    /// A name, where it is, and the command from the path.
+    type Known = (&'static str, Option<PathBuf>, fn(&str) -> String);
     let shown = |path: &Path| path.display().to_string();
-    let all: [(&'static str, Option<PathBuf>, fn(&str) -> String); 6] = [
+    let all: [Known; 6] = [
         ("kernels", vm_host::default_cache(), |path| format!("rm {path}/*-nvrtc*")),
         ("schedules", found::folder(), |path| format!("rm -r {path}")),
         ("models", hub::Hub::from_env().map(|hub| hub.cache), |path| {
@@ -88,7 +90,7 @@ fn places() -> Vec<Place> {
         ("store", Some(Path::new("runs").join(STORE)), removed_store),
         ("store", Some(STORE.into()), removed_store),
     ];
-    let there = |(name, path, remove): (_, Option<PathBuf>, fn(&str) -> String)| {
+    let there = |(name, path, remove): Known| {
         let path = std::path::absolute(path?).ok().filter(|path| path.exists())?;
         Some(Place { name, bytes: size(&path), remove: remove(&shown(&path)), path })
     };

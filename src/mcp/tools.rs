@@ -150,6 +150,13 @@ enum Comparison {
 }
 
 pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
+    let mut all = of_schedules(jobs)?;
+    all.extend(of_results()?);
+    Ok(all)
+}
+
+/// The tools that propose, judge and search.
+fn of_schedules(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
     let jobs = jobs.clone();
     Ok(vec![
         entry::<ProposeArgs, propose::Proposal>(
@@ -187,6 +194,12 @@ pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
             })),
             |_| Vec::new(),
         )?,
+    ])
+}
+
+/// The tools that look at what there is.
+fn of_results() -> Result<Vec<Entry>, Failure> {
+    Ok(vec![
         entry::<RunsCall, runs::Runs>(
             "runs",
             "The searches on the disk with their trials, device and best latency; with `verify`, whether their ledgers hold.",

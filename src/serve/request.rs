@@ -123,34 +123,22 @@ impl Request {
         let wanted = ruled(wanted, tools.as_ref(), &host, served)?;
         fields.end()?;
         let constraint = wanted.map(|wanted| served.constraint(wanted)).transpose()?;
-        let tools = tools.map(Arc::new);
-        let n = n.unwrap_or(1);
-        if prompts.len() as u64 * n > CHOICES_MAX as u64 {
-            let (prompts, all) = (prompts.len(), CHOICES_MAX);
-            let message = format!("{prompts} prompts with {n} choices each are more than {all}");
-            return Err(Refusal::field("n", message));
-        }
+        let template = Work {
+            prompt: Vec::new(),
+            limit: 0,
+            sampling,
+            host,
+            constraint,
+            stop: stop_ids,
+            logprobs,
+            priority,
+        };
+        let shared = (echo, tools.map(Arc::new));
         let mut choices = Vec::new();
-        for prompt in &prompts {
+        for prompt in several(&prompts, n.unwrap_or(1))? {
             let limit = limit(api, asked, &prompt.ids, served)?;
-            let template = Work {
-                prompt: prompt.ids.clone(),
-                limit,
-                sampling: sampling.clone(),
-                host,
-                constraint: constraint.clone(),
-                stop: stop_ids.clone(),
-                logprobs,
-                priority,
-            };
-            let template = with_least(template)?;
-            choices.extend((0..n).map(|choice| {
-                let mut work = template.clone();
-                work.sampling.seed = sampling.seed.wrapping_add(choice.wrapping_mul(NEXT_SEED));
-                let echo = echo.then(|| prompt.clone());
-                let (least, tools) = (host.min_tokens, tools.clone());
-                Asked { work, least, echo, tools, first: choice == 0 }
-            }));
+            let work = Work { prompt: prompt.ids.clone(), limit, ..template.clone() };
+            choices.extend(alike(with_least(work)?, prompt, n.unwrap_or(1), &shared, host));
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
         let scored = logprobs.is_some();
@@ -170,6 +158,33 @@ impl Request {
             tenant,
         })
     }
+}
+
+/// The prompts, unless their choices are too many.
+fn several(prompts: &[Prompt], n: u64) -> Result<&[Prompt], Refusal> {
+    if prompts.len() as u64 * n <= CHOICES_MAX as u64 {
+        return Ok(prompts);
+    }
+    let (prompts, all) = (prompts.len(), CHOICES_MAX);
+    let message = format!("{prompts} prompts with {n} choices each are more than {all}");
+    Err(Refusal::field("n", message))
+}
+
+/// The choices of one prompt: each has a seed of its own.
+fn alike(
+    work: Work,
+    prompt: &Prompt,
+    n: u64,
+    (echo, tools): &(bool, Option<Arc<Tools>>),
+    host: HostRules,
+) -> impl Iterator<Item = Asked> {
+    (0..n).map(move |choice| {
+        let mut work = work.clone();
+        let seed = work.sampling.seed;
+        work.sampling.seed = seed.wrapping_add(choice.wrapping_mul(NEXT_SEED));
+        let echo = echo.then(|| prompt.clone());
+        Asked { work, least: host.min_tokens, echo, tools: tools.clone(), first: choice == 0 }
+    })
 }
 
 /// The grammar of the answer: that of the format, or of a call that has to be made.

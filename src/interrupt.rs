@@ -3,9 +3,10 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use crate::failure::{Exit, Failure};
-use crate::report;
+use crate::{report, spinner};
 
 /// The number of interrupts.
 static TIMES: AtomicU32 = AtomicU32::new(0);
@@ -13,6 +14,9 @@ static TIMES: AtomicU32 = AtomicU32::new(0);
 /// What Ctrl-C does where it does not end the process, from whether it is a repeated one.
 type Then = Box<dyn Fn(bool) + Send>;
 static CAUGHT: Mutex<Option<Then>> = Mutex::new(None);
+
+/// How long an interrupt may take to end the process.
+const GRACE: Duration = Duration::from_secs(2);
 
 /// Whether the handler is in place.
 static HANDLED: OnceLock<bool> = OnceLock::new();
@@ -34,6 +38,7 @@ fn came_now() {
         // On a thread of its own, so that this one hears the second.
         let _ = std::thread::Builder::new().spawn(|| {
             model::remove_unfinished();
+            spinner::end();
             let message = "interrupted".to_owned();
             report::fail(&Failure { exit: Exit::Interrupted, message });
             end_now();
@@ -41,6 +46,15 @@ fn came_now() {
         return;
     }
     end_now();
+}
+
+/// Gives way to an interrupt that is ending the process, before a failure is reported that it caused: a writer whose
+/// folder is gone fails.
+pub(crate) fn first() {
+    let caught = CAUGHT.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+    if came() && !caught {
+        std::thread::sleep(GRACE);
+    }
 }
 
 fn end_now() {

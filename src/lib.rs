@@ -145,7 +145,10 @@ fn run(given: Vec<OsString>) -> Exit {
         interrupt::answered();
     }
     let done = texts_only(given.into_iter()).and_then(|()| dispatch::run(command));
-    done.unwrap_or_else(|failure| report::fail(&failure))
+    done.unwrap_or_else(|failure| {
+        interrupt::first();
+        report::fail(&failure)
+    })
 }
 
 /// Refuses arguments that are not UTF-8 and could not be repeated in a JSON document, before anything runs.

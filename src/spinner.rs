@@ -86,6 +86,12 @@ pub(crate) fn shown(bar: ProgressBar, template: &str) -> ProgressBar {
     bar
 }
 
+/// Removes the progress line, for a process that ends now.
+pub(crate) fn end() {
+    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).take();
+    shown.iter().for_each(ProgressBar::finish_and_clear);
+}
+
 /// Prints above the progress line.
 pub(crate) fn above(say: impl FnOnce()) {
     let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();

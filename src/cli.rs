@@ -34,16 +34,19 @@ pub(crate) use text::*;
 
 /// What `amk` prints when it is run without arguments.
 pub(crate) const FIRST_STEPS: &str = "\
-amk turns a decoder LLM into one persistent CUDA megakernel and searches for its fastest schedule.
+amk turns a decoder LLM into one persistent CUDA megakernel and searches for its
+fastest schedule.
 
   amk doctor                     what this machine can do
+  amk chat -m Qwen/Qwen3-0.6B    downloads a model, and chats
+  amk serve -m DIR               an OpenAI-compatible server and a page for chats
   amk loop --budget 64           search on a preset model; no GPU or download needed
-  amk propose --model toy        the schedule to edit, and every knob with its legal values
-  amk evaluate --model toy --config my.json
+  amk propose -m toy             the schedule to edit, every knob's legal values
+  amk evaluate -m toy --config my.json
                                  check and judge a schedule of your own
-  amk generate --model DIR --prompt \"Hello\"
 
-`amk COMMAND --help` has examples. Exit codes: 0 yes, 1 a gate said no, 2 usage or unreadable input, 3 capability missing,
+`amk --help` lists all commands, `amk COMMAND --help` has examples. Exit codes:
+0 yes, 1 a gate said no, 2 usage or unreadable input, 3 capability missing,
 4 integrity, 5 inconclusive, 70 a bug in amk, 130 interrupted.";
 
 pub(crate) const EXIT_CODES: &str = "\
@@ -111,8 +114,8 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  amk loop --budget 64\n  \
         amk loop --budget 10m --model llama-3.2-1b --device cuda --out runs/llama\n  \
         amk loop --resume --out runs/llama\n\n\
-        Every finished trial is on the disk (DIR/ledger.jsonl) before the next begins. Ctrl-C ends the search after the current\n\
-        trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new\n\
+        Every finished trial is on the disk (DIR/ledger.jsonl) before the next begins. Ctrl-C ends the search after the current \
+        trial with exit code 130; --resume goes on without repeating a finished trial. A trial is a schedule that lowers to a new \
         program or kernel; illegal and repeated proposals cost none.")]
     Loop(LoopArgs),
     /// Searches over many machines or cards: jobs on a board, leased by workers.
@@ -129,7 +132,7 @@ pub(crate) enum Command {
     /// What all searches found, in one SQLite file: shows, checks, imports.
     #[command(
         after_help = "Examples:\n  amk corpus show\n  amk corpus import runs\n  amk corpus check\n\n\
-        A search adds its trials to store.sqlite beside its folder. docs/reference/store.md describes the tables; sqlite3 and pandas read them. The\n\
+        A search adds its trials to store.sqlite beside its folder. docs/reference/store.md describes the tables; sqlite3 and pandas read them. The \
         ledgers are the record: a store can be made anew from them at any time."
     )]
     Corpus {
@@ -140,7 +143,7 @@ pub(crate) enum Command {
     /// Inspects, checks and compares searches on the disk.
     #[command(
         after_help = "Examples:\n  amk runs list\n  amk runs verify runs/0001 | jq '.runs[] | select(.holds | not)'\n\n\
-        verify finds rows that were edited, removed, moved or cut off, and figures that do not follow from their samples. Exit code 4: one\n\
+        verify finds rows that were edited, removed, moved or cut off, and figures that do not follow from their samples. Exit code 4: one \
         does not hold; the report names the file, the line and what is wrong."
     )]
     Runs {
@@ -154,8 +157,8 @@ pub(crate) enum Command {
         amk generate --model DIR --prompt \"What is 2 + 2?\" --chat\n  \
         amk generate --model DIR --prompt \"Once\" --temperature 0.8 --top-p 0.95 --seed 7\n  \
         amk generate --model toy --tokens 1,2,3 --device eval --logits logits.safetensors\n\n\
-        --device cpu runs the lowered program on the reference VM, eval the graph with no schedule, cuda the megakernel.\n\
-        With cuda the device chooses; with --logprobs or --logits it sends its logits and the host chooses.\n\
+        --device cpu runs the lowered program on the reference VM, eval the graph with no schedule, cuda the megakernel. \
+        With cuda the device chooses; with --logprobs or --logits it sends its logits and the host chooses. \
         --tokens continues for exactly --max-new-tokens tokens unless --stop is given; --prompt also stops at the model's end tokens."
     )]
     Generate(GenerateArgs),
@@ -168,7 +171,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk chat --model Qwen/Qwen3-0.6B\n  amk chat --model DIR --device cuda --system \"Answer in one sentence.\"\n  \
         echo \"What is 2 + 2?\" | amk chat --model DIR --json\n\n\
-        /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. The model needs a chat template. Answers are on\n\
+        /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. The model needs a chat template. Answers are on \
         standard error as they come; standard output gets one document with all messages at the end. Without a GPU the graph runs."
     )]
     Chat(ChatArgs),
@@ -176,8 +179,8 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  amk serve --model DIR\n  amk serve --model smollm2-135m --device eval --addr 127.0.0.1:9000\n  \
         AMK_API_KEY=SECRET amk serve --model DIR --served-model-name my-model --cors https://chat.example\n\n\
-        Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most\n\
-        10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference VM, cuda the\n\
+        Standard output carries one document, with the address, once requests are taken. Ctrl-C lets requests under way finish, at most \
+        10 s; a second one breaks them off. --device eval runs the graph, cpu the lowered program on the reference VM, cuda the \
         megakernel. docs/reference/http-api.md has the endpoints and the fields of a request."
     )]
     Serve(ServeArgs),
@@ -198,15 +201,15 @@ pub(crate) enum Command {
     /// Checks bundles: files with a schedule and the proof of its measured time. Written by `bench --bundle`; no GPU is needed.
     #[command(
         after_help = "Examples:\n  amk bundle corpus/schedules/h200/*/*.bundle.json\n  amk bundle mine.json --reference\n\n\
-        Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not\n\
-        follow from the samples. Small models are run on the reference VM too. A bundle of another kernel build is `stale`: it is\n\
+        Refuses an edited file (exit code 4), a schedule that is illegal or lowers to another program now, and figures that do not \
+        follow from the samples. Small models are run on the reference VM too. A bundle of another kernel build is `stale`: it is \
         shown with the build that it is of, and is no failure without --current."
     )]
     Bundle(BundleArgs),
     /// Walks every number of a page to its evidence: samples, program, kernel, commit, card.
     #[command(
         after_help = "Examples:\n  amk provenance README.md\n  amk provenance | jq '.numbers[] | select(.status != \"holds\")'\n  amk provenance --write\n\n\
-        A page names the evidence of a number in a comment; docs/explanation/measuring.md has the forms. Exit code 4: a number or its\n\
+        A page names the evidence of a number in a comment; docs/explanation/measuring.md has the forms. Exit code 4: a number or its \
         evidence was altered; the right figure is shown. Exit code 5: the evidence is of another build (stale), or there is none."
     )]
     Provenance(ProvenanceArgs),
@@ -230,7 +233,7 @@ pub(crate) enum Command {
     /// Compares predictions with measured grids: shows the errors, fits the rates.
     #[command(
         after_help = "Examples:\n  amk calibrate corpus/grids/h200-*.jsonl\n  amk calibrate corpus/grids/h200-*.jsonl --fit lower/src/cost/rates.json\n\n\
-        Exit code 1: some model is ranked worse than 0.8, or a prediction is below the bound. A fit holds out every fourth row and\n\
+        Exit code 1: some model is ranked worse than 0.8, or a prediction is below the bound. A fit holds out every fourth row and \
         prints both; the build includes the rates, so build again after it."
     )]
     Calibrate(CalibrateArgs),
@@ -259,7 +262,7 @@ pub(crate) enum Command {
     /// Reruns one task of a program: on its original inputs, beside the expected values.
     #[command(after_help = "Examples:\n  amk rerun --model toy --task 0:1 --position 3\n  \
         amk rerun --model toy --program toy.amk --tokens 5,6,7 --position 2 --task 17:0\n\n\
-        A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong.\n\
+        A verdict names the command for the first task that went wrong (first_divergence.rerun). Exit code 1: a word is wrong. \
         With --device cuda the GPU runs the whole step, and the words are those that the task left in its buffers.")]
     Rerun(RerunArgs),
     /// Writes a model as a Hugging Face folder: other engines can load it.
@@ -368,7 +371,8 @@ pub enum DeviceChoice {
     Cpu,
     /// The GPU; an error without one.
     Cuda,
-    /// The graph with no schedule (`generate` and `serve` only).
+    /// The graph with no schedule (`generate` and `serve` only, whose help names it).
+    #[value(hide = true)]
     Eval,
 }
 
@@ -378,7 +382,7 @@ pub(crate) struct ModelArgs {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), a GGUF file, a model of the Hugging Face Hub (ORG/NAME or
     /// ORG/NAME@REVISION, downloaded into the Hub's cache if it is not there), or a preset with random weights, such as
     /// llama-3.2-1b or, in FP8, llama-3.2-1b-fp8 (an unknown name lists them).
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     #[command(flatten)]
     #[serde(flatten)]
@@ -414,16 +418,17 @@ pub(crate) struct PlaceArgs {
     pub(crate) kv: KvArgs,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct DoctorArgs {
     /// Also say what this model needs in memory: a Hugging Face folder, a model of the Hub that is in the cache, or a preset.
     /// No weights are read.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// Capacity of the key/value cache in tokens. Default: the model's positions, at most 4096.
     #[arg(long, value_name = "TOKENS", requires = "model")]
     pub(crate) kv_capacity: Option<u32>,
     #[command(flatten)]
+    #[serde(skip)]
     pub(crate) kv: KvArgs,
 }
 
@@ -462,7 +467,7 @@ pub(crate) struct EvaluateArgs {
 #[derive(Clone, Debug, Default, Args, Deserialize, JsonSchema)]
 pub(crate) struct LoopArgs {
     /// A Hugging Face folder, a model of the Hub or a preset. Default: smollm2-135m, or the resumed search's.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     #[serde(flatten)]
@@ -567,7 +572,7 @@ pub(crate) struct DiffArgs {
     #[schemars(with = "serde_json::Value", extend("type" = ["object", "string"]))]
     pub(crate) b: ConfigSource,
     /// Lower both schedules for this model and compare the programs and their predicted latencies too.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// The GPU to lower them for: h200, h100, a100, l40s, rtx4090, rtx5090, b200, gh200, h20, sm_90. Default: h200.
     #[arg(long, value_name = "GPU", requires = "model")]
@@ -592,7 +597,7 @@ pub(crate) struct ReportArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// A Hugging Face folder, a model of the Hub or a preset.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present_any = ["manifest", "url"])]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET", required_unless_present_any = ["manifest", "url"])]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
@@ -647,7 +652,7 @@ pub(crate) struct BundleArgs {
     #[arg(required = true, value_name = "FILE")]
     pub(crate) files: Vec<PathBuf>,
     /// The model. Default: the name in the bundle.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
     /// Run the program on the reference VM, whatever the model's size.
     #[arg(long)]
@@ -717,10 +722,10 @@ pub(crate) struct InterpretArgs {
     /// A program: .amk (text) or .amkp (binary).
     pub(crate) file: PathBuf,
     /// The model that it was lowered from.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// Token ids to feed, separated by commas. Default: the inputs of a search's gate, sampled with --seed.
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = text::token)]
     pub(crate) tokens: Vec<u32>,
     /// Random seed of the tokens.
     #[arg(long, default_value_t = 0)]
@@ -730,7 +735,7 @@ pub(crate) struct InterpretArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
     /// A preset, a Hugging Face folder or a model of the Hub.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// The folder to write; it must not exist, or be empty.
     #[arg(long, value_name = "DIR")]
@@ -740,7 +745,7 @@ pub(crate) struct ExportArgs {
 #[derive(Debug, Args)]
 pub(crate) struct QuantizeArgs {
     /// A preset, or a Hugging Face folder or model of the Hub with weights in f32, f16 or bf16.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: String,
     /// The format of the matrices of the layers.
     #[arg(long, value_enum)]

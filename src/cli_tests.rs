@@ -10,6 +10,8 @@ use serde_json::Value;
 mod chat;
 #[path = "cli_tests/compatibility.rs"]
 mod compatibility;
+#[path = "cli_tests/doctor.rs"]
+mod doctor;
 #[path = "cli_tests/enough.rs"]
 mod enough;
 #[path = "cli_tests/feedback.rs"]
@@ -21,6 +23,8 @@ mod gpus;
 mod hub;
 #[path = "cli_tests/inspect.rs"]
 mod inspect;
+#[path = "cli_tests/interrupts.rs"]
+mod interrupts;
 #[path = "cli_tests/kv_dtype.rs"]
 mod kv_dtype;
 #[path = "cli_tests/live.rs"]
@@ -715,27 +719,6 @@ fn without_a_gpu_bench_predicts_and_says_so() {
     assert_eq!((&document["context"], &document["kv_capacity"]), (&5000.into(), &5032.into()));
     let ran = amk(&["bench", "--model", "toy", "--context", "100000"]);
     ran.fails(2, &["--context"]);
-}
-
-#[test]
-fn doctor_lists_what_works_and_what_is_missing() {
-    let document = amk(&["doctor"]).succeeds("amk.doctor.v1");
-    let checks = document["checks"].as_array().unwrap();
-    for name in ["cpu", "memory", "driver", "nvrtc", "gpu"] {
-        let check = checks.iter().find(|check| check["name"] == name);
-        let check = check.unwrap_or_else(|| panic!("{name} is not checked"));
-        assert!(check["ok"] == true || check["remedy"].is_string(), "{check}");
-    }
-    let measures = document["can_measure"] == true;
-    let ran = amk(&["evaluate", "--model", "toy", "--device", "cuda"]);
-    if measures {
-        ran.succeeds("amk.verdict.v2");
-    } else {
-        ran.fails(3, &["capability missing"]);
-        amk(&["evaluate", "--model", "toy", "--aa", "2"]).fails(3, &["no GPU here"]);
-        let args = ["generate", "--model", "toy", "--tokens", "1", "--device", "cuda"];
-        amk(&args).fails(3, &["capability missing"]);
-    }
 }
 
 #[test]

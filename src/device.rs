@@ -10,6 +10,7 @@ use ir::BufferId;
 use ir::program::{Buffer, Program, Together, Verified};
 use ir::schedule::KernelConfig;
 use remote::{Board, Phase, Served};
+use schemars::JsonSchema;
 use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use serde::Serialize;
 use telemetry::Publisher;
@@ -620,21 +621,27 @@ impl Served for Gpu<'_> {
     }
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Check {
     pub(crate) name: &'static str,
     pub(crate) ok: bool,
+    /// Whether what works here works without it.
+    pub(crate) optional: bool,
     pub(crate) found: String,
     remedy: Option<String>,
 }
 
 impl Check {
     pub(crate) fn new(name: &'static str, ok: bool, found: impl Into<String>) -> Self {
-        Self { name, ok, found: found.into(), remedy: None }
+        Self { name, ok, optional: false, found: found.into(), remedy: None }
     }
 
     pub(crate) fn or(self, remedy: impl Into<String>) -> Self {
         Self { remedy: Some(remedy.into()), ..self }
+    }
+
+    pub(crate) fn optional(self) -> Self {
+        Self { optional: true, ..self }
     }
 
     /// The remedy, if there is one.
@@ -648,23 +655,30 @@ pub(crate) fn checks() -> Vec<Check> {
     let info = vm_host::Card::default().info();
     let nvrtc = vm_host::nvrtc_version();
     let fits = info.as_ref().is_ok_and(|info| Architecture::of(info.capability).is_some());
+    let no_driver = matches!(info, Err(HostError::NoDriver));
     let driver = match &info {
         Ok(info) => format!("CUDA {}.{}", info.driver / 1000, info.driver % 1000 / 10),
+        Err(HostError::NoDriver) => "none (libcuda.so.1)".to_owned(),
         Err(error) => error.to_string(),
     };
     let compiler = match &nvrtc {
         Ok((major, minor)) => format!("{major}.{minor}"),
+        Err(HostError::NoNvrtc(places)) => format!("none (libnvrtc.so.13 in {places})"),
         Err(error) => error.to_string(),
     };
     let gpu = info.as_ref().map_or_else(|_| "none".to_owned(), in_words);
     let mut checks = vec![
-        Check::new("driver", !matches!(info, Err(HostError::NoDriver)), driver)
+        Check::new("driver", !no_driver, driver)
             .or("install the NVIDIA driver; in a container, run with --gpus all"),
         Check::new("nvrtc", nvrtc.is_ok(), compiler).or(
             "install the CUDA toolkit, or: pip install nvidia-cuda-nvrtc in the active virtual environment (elsewhere, point AMK_NVRTC at its lib folder)",
         ),
         Check::new("gpu", fits, gpu).or(format!("there are kernels for {}", Architecture::all())),
     ];
+    // Without a driver the one thing to say is that there is none.
+    for check in checks.iter_mut().skip(1).filter(|_| no_driver) {
+        check.optional = true;
+    }
     if fits && nvrtc.is_ok() {
         let bandwidth = vm_host::Card::default().measure_bandwidth(BANDWIDTH_RUNS);
         let found = match &bandwidth {

@@ -17,7 +17,7 @@ use crate::report;
 
 pub(crate) fn run(command: Command) -> Outcome {
     match command {
-        Command::Doctor(args) => doctor::run(&args),
+        Command::Doctor(args) => doctor::answer(&args)?.print(),
         Command::Propose(args) => propose::answer(&args)?.print(),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Loop(args) => search_loop::run(&args),
@@ -35,7 +35,9 @@ pub(crate) fn run(command: Command) -> Outcome {
         Command::Runs { command: RunsCommand::List(args) } => runs::list(&args)?.print(),
         Command::Runs { command: RunsCommand::Show(args) } => runs::show::run(&args),
         Command::Runs { command: RunsCommand::Compare(args) } => runs::compare::run(&args),
-        Command::Runs { command: RunsCommand::Replay(args) } => runs::replay::run(&args),
+        Command::Runs { command: RunsCommand::Replay(args) } => {
+            runs::replay::answer(&args)?.print()
+        }
         Command::Runs { command: RunsCommand::Export(args) } => runs::export::run(&args),
         Command::Runs { command: RunsCommand::Gc(args) } => runs::gc::run(&args),
         Command::Generate(args) => generate::run(&args),

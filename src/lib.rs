@@ -135,8 +135,20 @@ fn run(given: Vec<OsString>) -> Exit {
     if !matches!(command, cli::Command::TemplateChild) {
         limit_threads();
     }
+    // The others end in order by themselves, or speak a protocol on standard output.
+    use cli::Command as C;
+    let by_itself = matches!(
+        command,
+        C::Serve(_) | C::Top(_) | C::Mcp | C::Fleet { .. } | C::DeviceChild(_) | C::TemplateChild
+    );
+    if !by_itself {
+        interrupt::answered();
+    }
     let done = texts_only(given.into_iter()).and_then(|()| dispatch::run(command));
-    done.unwrap_or_else(|failure| report::fail(&failure))
+    done.unwrap_or_else(|failure| {
+        interrupt::first();
+        report::fail(&failure)
+    })
 }
 
 /// Refuses arguments that are not UTF-8 and could not be repeated in a JSON document, before anything runs.

@@ -181,13 +181,16 @@ fn tools_and_resources_are_listed_and_read() {
     let tools = server.result(id)["tools"].clone();
     let names: Vec<&str> =
         tools.as_array().unwrap().iter().map(|tool| tool["name"].as_str().unwrap()).collect();
-    let all = ["propose", "evaluate", "loop", "status", "runs", "compare", "report", "explain"];
+    let all = [
+        "propose", "evaluate", "trace", "loop", "status", "runs", "compare", "replay", "report",
+        "doctor", "explain",
+    ];
     assert_eq!(names, all);
     for tool in tools.as_array().unwrap() {
         assert_eq!(tool["inputSchema"]["additionalProperties"], false, "{tool}");
         assert!(
             tool["outputSchema"]["properties"]["schema"]["const"].is_string()
-                || ["evaluate", "compare"].contains(&tool["name"].as_str().unwrap()),
+                || ["evaluate", "compare", "loop"].contains(&tool["name"].as_str().unwrap()),
             "{tool}"
         );
         assert!(tool["description"].as_str().unwrap().len() < 400, "{tool}");
@@ -486,6 +489,46 @@ fn a_search_reports_leaves_room_is_cancelled_and_goes_on() {
     assert!(!answered(&server));
     assert_eq!(server.call("status", json!({}))["search"]["state"], "finished");
     assert_eq!(server.end().0, Some(0));
+}
+
+#[test]
+fn a_search_in_the_background_is_followed_stopped_and_replayed() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let begun = server.call("loop", toy(json!({"budget": "1h", "out": "s", "background": true})));
+    assert_eq!(begun["schema"], "amk.status.v1");
+    let mut until = |state: &str, arguments: Value| {
+        let began = Instant::now();
+        loop {
+            let status = server.call("status", arguments.clone());
+            let trials = status["search"]["trials"].as_u64().unwrap_or(0);
+            if status["search"]["state"] == state && trials > 2 {
+                return status;
+            }
+            assert!(began.elapsed() < PATIENCE, "{status}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    assert_eq!(until("running", json!({}))["doing"], "searching");
+    let ended = until("interrupted", json!({"stop": true}));
+    let trial = ended["search"]["best_trial"].clone();
+    // A search that was stopped has no champion, and each of its trials can be repeated.
+    let again = server.call("replay", json!({"path": "s", "trial": trial, "device": "cpu"}));
+    assert_eq!(again["same"], true, "{again}");
+    let far = server.refused("replay", json!({"path": "/etc"}));
+    assert_eq!(places(&far), ["path"]);
+}
+
+#[test]
+fn an_agent_sees_where_the_time_goes_and_what_the_machine_lacks() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let config = json!({"tiling": {"qkv": {"rows": 8}}});
+    let traced = server.call("trace", toy(json!({"config": config, "context": 64})));
+    let digest = traced["schedules"][0]["digest"].as_str().unwrap();
+    assert!(digest.contains("64 tokens of context") && digest.len() < 6 << 10, "{digest}");
+    let machine = server.call("doctor", json!({"model": "toy"}));
+    assert!(machine["checks"].as_array().unwrap().iter().any(|check| check["name"] == "device"));
 }
 
 #[test]

@@ -78,7 +78,9 @@ pub(crate) fn look() -> [Check; 2] {
     let python = python();
     let found = |name, program: &OsStr, args: &[&str], missing: String| match runs(program, args) {
         true => Check::new(name, true, "found"),
-        false => Check::new(name, false, missing).or("only needed for side-by-side `amk bench`"),
+        false => Check::new(name, false, missing)
+            .or("only needed for side-by-side `amk bench`")
+            .optional(),
     };
     let torch = format!("{} cannot import torch", python.display());
     let llama = "llama-bench is not on the PATH".to_owned();

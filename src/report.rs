@@ -100,6 +100,55 @@ fn print_line(line: &str) {
     });
 }
 
+/// A colour for people: only on a terminal that has colours, and without `NO_COLOR`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ink {
+    Plain,
+    Green,
+    Red,
+}
+
+impl Ink {
+    /// Text from a file must be [`plain`] before it is coloured.
+    pub(crate) fn on(self, text: &str) -> Cow<'_, str> {
+        let number = match self {
+            Self::Green if has_colours() => 32,
+            Self::Red if has_colours() => 31,
+            Self::Plain | Self::Green | Self::Red => return Cow::Borrowed(text),
+        };
+        Cow::Owned(format!("\u{1b}[{number}m{text}\u{1b}[0m"))
+    }
+}
+
+/// A line that is cut where the terminal of standard error ends.
+pub(crate) fn fitting(line: &str) -> Cow<'_, str> {
+    let size = rustix::termios::tcgetwinsize(rustix::stdio::stderr());
+    size.map_or(Cow::Borrowed(line), |size| cut(line, size.ws_col.into()))
+}
+
+/// A terminal of no columns does not know its width.
+fn cut(line: &str, columns: usize) -> Cow<'_, str> {
+    if columns < 8 || line.chars().count() <= columns {
+        return Cow::Borrowed(line);
+    }
+    let kept: String = line.chars().take(columns - 3).collect();
+    Cow::Owned(format!("{}...", kept.trim_end()))
+}
+
+fn has_colours() -> bool {
+    let set = |name| std::env::var_os(name).unwrap_or_default();
+    set("NO_COLOR").is_empty() && set("TERM") != "dumb" && std::io::stderr().is_terminal()
+}
+
+/// Prints a line for people after a mark in this colour.
+pub(crate) fn say_marked(ink: Ink, mark: &str, line: &str) {
+    if !spinner::is_quiet() {
+        spinner::above(|| {
+            let _ = writeln!(std::io::stderr(), "  {} {}", ink.on(mark), plain(line));
+        });
+    }
+}
+
 /// Prints a text of several lines for people.
 pub(crate) fn say_text(text: &str) {
     text.lines().for_each(say);
@@ -253,6 +302,13 @@ pub(crate) fn maybe(value: Option<f64>, unit: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_ends_where_the_terminal_does() {
+        assert_eq!(cut("  12 kept  a.b 1 -> 2", 80), "  12 kept  a.b 1 -> 2");
+        assert_eq!(cut("  12 kept  a.b 1 -> 2", 15), "  12 kept  a...");
+        assert_eq!(cut("as it is, whole", 0), "as it is, whole");
+    }
 
     #[test]
     fn text_of_a_file_cannot_steer_a_terminal() {

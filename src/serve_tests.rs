@@ -414,7 +414,7 @@ fn what_is_not_supported_is_refused_by_name() {
     assert_eq!(server.complete(json!({"prompt": vec![5; 60], "max_tokens": 5})).status, 200);
     let message = server
         .complete(json!({"prompt": vec![5; 60], "max_tokens": 6}))
-        .refuses(400, Some("prompt"));
+        .refuses(400, Some("max_tokens"));
     assert!(
         message.contains("60 tokens and 6 new ones do not fit the key/value cache of 64"),
         "{message}"
@@ -428,6 +428,21 @@ fn what_is_not_supported_is_refused_by_name() {
     chat(image).refuses(400, Some("messages[1].content"));
     chat(json!([{"role": "user", "content": "x", "tool_calls": []}]))
         .refuses(400, Some("messages[0].tool_calls"));
+}
+
+#[test]
+fn what_is_misspelt_gets_a_tip_and_a_tier_is_answered() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "eval", "--kv-capacity", "64"]);
+    let chat = |messages: Value| {
+        server.post("/v1/chat/completions", &json!({"model": MODEL, "messages": messages}))
+    };
+    let typo =
+        chat(json!([{"role": "usr", "content": "x"}])).refuses(400, Some("messages[0].role"));
+    assert!(typo.ends_with("did you mean \"user\"?"), "{typo}");
+    let typo = server.complete(json!({"tempratur": 1})).refuses(400, Some("tempratur"));
+    assert!(typo.ends_with("did you mean `temperature`?"), "{typo}");
+    let tiered = server.complete(json!({"max_tokens": 1, "service_tier": "flex"})).json();
+    assert_eq!(tiered["service_tier"], "flex");
 }
 
 #[test]
@@ -445,7 +460,9 @@ fn requests_that_are_no_requests() {
     server.ask(&head("/v1/completions"), &"[".repeat(100_000)).refuses(400, None);
     server.ask(&head("/v1/completions"), &" ".repeat((1 << 20) + 1)).refuses(413, None);
     assert!(server.get("/v1/engines").refuses(404, None).contains("/v1/completions"));
-    server.get("/v1/completions").refuses(405, None);
+    let other = server.get("/v1/completions");
+    assert!(other.refuses(405, None).ends_with("not take GET but POST"), "{}", other.body);
+    assert!(other.head.to_lowercase().contains("\r\nallow: post"), "{}", other.head);
     server.get("/v1/models/other").refuses(404, Some("model"));
     assert_eq!(server.get(&format!("/v1/models/{MODEL}")).json()["id"], MODEL);
     assert_eq!(server.inside(), 0);
@@ -535,7 +552,7 @@ fn addresses_and_places_are_checked() {
         amk(&[&serve[..], &wrong].concat()).fails(2, &[wanted]);
     }
     amk(&[&serve[..], &["--served-model-name", ""]].concat()).fails(2, &[]);
-    amk(&["serve", "--model", "toy", "--addr", "localhost"]).fails(2, &[]);
+    amk(&["serve", "--model", "toy", "--addr", "example.com"]).fails(2, &[]);
 }
 
 /// Hostile clients and model folders.

@@ -86,6 +86,12 @@ pub(crate) fn shown(bar: ProgressBar, template: &str) -> ProgressBar {
     bar
 }
 
+/// Removes the progress line, for a process that ends now.
+pub(crate) fn end() {
+    let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).take();
+    shown.iter().for_each(ProgressBar::finish_and_clear);
+}
+
 /// Prints above the progress line.
 pub(crate) fn above(say: impl FnOnce()) {
     let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -100,6 +106,7 @@ fn style(template: &str) -> Option<ProgressStyle> {
     let left = |state: &ProgressState, out: &mut dyn Write| {
         let written = match state.pos() {
             0 => out.write_str("how long is not known yet"),
+            all if Some(all) == state.len() => out.write_str("done"),
             _ => write!(out, "{} left", HumanDuration(state.eta())),
         };
         // A failed write leaves the field out.

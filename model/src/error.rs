@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::coded::CODED;
 
 /// Most problems in one message; the rest are counted. The error itself holds them all.
-const SHOWN_PROBLEMS: usize = 100;
+const SHOWN_PROBLEMS: usize = 12;
 
 /// Most characters of a name or value from a file in a message.
 const SHOWN_CHARS: usize = 120;
@@ -172,6 +172,11 @@ fn unknown(name: &str, nearest: Option<&str>, presets: &[&str]) -> String {
         return format!(
             "there is no folder {name}; run `hf download {name} --local-dir {folder}` and name that folder"
         );
+    }
+    // No preset and no model of the Hub has such a name.
+    if name.starts_with(['.', '/', '~']) || name.matches('/').count() > 1 || name.ends_with(".gguf")
+    {
+        return format!("there is no file or folder {}; check the path", quoted(name));
     }
     // A preset has random weights: it must not be taken for the real model of a similar name.
     let hint = nearest

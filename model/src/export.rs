@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ir::{Graph, Scalar, Tensor, TensorId};
 use serde_json::{Map, Value, json};
@@ -152,6 +153,23 @@ impl Stored {
     }
 }
 
+/// The folder that is being written, under its temporary name.
+static UNFINISHED: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+fn unfinished() -> MutexGuard<'static, Option<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes the folder that is being written: for a process that ends now, by a signal. Its writer may still add files.
+pub fn remove_unfinished() {
+    let Some(folder) = unfinished().take() else { return };
+    for _ in 0..8 {
+        if std::fs::remove_dir_all(&folder).is_ok() {
+            return;
+        }
+    }
+}
+
 /// Writes a folder: this `config.json`, and a checkpoint of these items.
 pub(crate) fn write_folder(
     model: &Model,
@@ -171,6 +189,7 @@ pub(crate) fn write_folder(
         .tempdir_in(parent)
         .map_err(|e| ModelError::io("create a folder in", parent, e))?;
     let inside = temporary.path();
+    *unfinished() = Some(inside.to_path_buf());
     write_json(&inside.join("config.json"), &Value::Object(config))?;
     write_json(&inside.join("generation_config.json"), &generation_config(&model.shape))?;
     copy_companions(model, inside)?;
@@ -184,6 +203,7 @@ pub(crate) fn write_folder(
         }
     })?;
     // The folder has its final name, so there is nothing left to clean up.
+    *unfinished() = None;
     let _ = temporary.keep();
     sync(parent)
 }

@@ -43,7 +43,7 @@ mod tokenizer;
 pub use chat::{Chat, Message, ToolForm};
 pub use coded::{CODED, Coded};
 pub use error::{ModelError, Problem};
-pub use export::export;
+pub use export::{export, remove_unfinished};
 pub use family::ExpertShape;
 pub use model::{Model, Origin, import, import_dequantised, import_shape, load};
 pub use preset::{PRESETS, Preset, preset};

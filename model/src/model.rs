@@ -139,8 +139,7 @@ fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
     }
     let path = dir.join("config.json");
     let Some(object) = files::read_object(&path, files::SMALL_FILE_MAX)? else {
-        let hint = if has_gguf(dir) { "; of a GGUF model, give the .gguf file" } else { "" };
-        return Err(not_a_folder(&format!("it has no config.json{hint}")));
+        return Err(not_a_folder(&no_config(dir)));
     };
     let (mut shape, declared) = described(&path, &object)?;
     let checkpoint = Checkpoint::open(dir)?;
@@ -165,9 +164,24 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-fn has_gguf(dir: &Path) -> bool {
-    let Ok(entries) = std::fs::read_dir(dir) else { return false };
-    entries.filter_map(Result::ok).any(|entry| is_gguf(&entry.path()))
+/// What a folder without a `config.json` may be instead, and what to give.
+fn no_config(dir: &Path) -> String {
+    let entries = std::fs::read_dir(dir).into_iter().flatten();
+    let mut inside: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    inside.sort();
+    let deeper = inside.iter().find(|path| path.join("config.json").is_file());
+    let remedy = if dir.join("adapter_config.json").is_file() {
+        "it is a LoRA adapter, which is not run by itself: merge it into its model (merge_and_unload of peft, then save_pretrained) and give that folder".to_owned()
+    } else if inside.iter().any(|path| is_gguf(path)) {
+        "of a GGUF model, give the .gguf file".to_owned()
+    } else if dir.join("snapshots").is_dir() {
+        "it is a folder of the Hub's cache: give the model's name (ORG/NAME), or a folder in its snapshots".to_owned()
+    } else if let Some(deeper) = deeper {
+        format!("{} has one: give that", deeper.display())
+    } else {
+        "give the folder that holds config.json, *.safetensors and tokenizer.json, or the name of a model of the Hugging Face Hub (ORG/NAME)".to_owned()
+    };
+    format!("it has no config.json; {remedy}")
 }
 
 /// The shape, and what the configuration says about quantisation; or the problems of both.
@@ -190,8 +204,7 @@ fn configured(
 pub fn import_shape(path: &Path) -> Result<(Shape, bool), ModelError> {
     let file = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     let Some(object) = files::read_object(&file, files::SMALL_FILE_MAX)? else {
-        let reason = "it has no config.json".to_owned();
-        return Err(ModelError::NotAFolder { path: path.to_path_buf(), reason });
+        return Err(ModelError::NotAFolder { path: path.to_path_buf(), reason: no_config(path) });
     };
     let (mut shape, declared) = described(&file, &object)?;
     if declared.is_some() {

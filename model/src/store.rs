@@ -207,7 +207,7 @@ fn open_checkpoint(dir: &Path) -> Result<Opened, ModelError> {
     } else if let Some(index) = files::read_object(&dir.join(INDEX), files::LARGE_FILE_MAX)? {
         open_shards(dir, &index)
     } else {
-        let reason = format!("it has neither {SINGLE} nor {INDEX}{}", other_format(dir));
+        let reason = format!("it has neither {SINGLE} nor {INDEX}; {}", other_format(dir));
         Err(ModelError::NotAFolder { path: dir.to_path_buf(), reason })
     }
 }
@@ -257,9 +257,9 @@ fn exists(path: &Path) -> bool {
 fn other_format(dir: &Path) -> &'static str {
     let older = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"];
     if older.iter().any(|name| exists(&dir.join(name))) {
-        "; convert its pickled weights with transformers' save_pretrained"
+        "convert its pickled weights with transformers' save_pretrained"
     } else {
-        ""
+        "download its weights (propose, lower, trace and bench with --device cpu need none)"
     }
 }
 

@@ -75,7 +75,7 @@ pub(crate) struct RerunArgs {
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Token ids from position 0 on instead of the gate's, separated by commas.
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = super::text::token)]
     pub(crate) tokens: Vec<u32>,
     /// How many words to print; wrong ones come first.
     #[arg(long, default_value_t = 8, value_name = "N")]

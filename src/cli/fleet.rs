@@ -24,7 +24,7 @@ pub(crate) enum FleetCommand {
         amk fleet submit --board b.sqlite --models DIR --cards h200,h100 --contexts 128,8192 --device cuda --store runs/store.sqlite\n  \
         amk fleet submit --board b.sqlite --models toy,toy-2l --device cpu --budget 8 --round 1\n  \
         amk fleet submit --board b.sqlite --races 2\n\n\
-        Equal jobs are one: submitting twice changes nothing. With --store or --round the legs propose from a snapshot, which is\n\
+        Equal jobs are one: submitting twice changes nothing. With --store or --round the legs propose from a snapshot, which is \
         frozen on the board under its hash, so a leg can be repeated from snapshot and seed."
     )]
     Submit(FleetSubmitArgs),
@@ -32,7 +32,7 @@ pub(crate) enum FleetCommand {
     #[command(
         after_help = "Examples:\n  amk fleet worker --board b.sqlite --device cpu --until-done\n  \
         CUDA_VISIBLE_DEVICES=3 amk fleet worker --board b.sqlite --device cuda --for 8h\n\n\
-        One worker drives one card. SIGTERM or Ctrl-C: the job is given back within 5 s, and the worker ends with exit code 0. Each\n\
+        One worker drives one card. SIGTERM or Ctrl-C: the job is given back within 5 s, and the worker ends with exit code 0. Each \
         attempt has a folder of its own below --out, as `amk loop` writes it."
     )]
     Worker(FleetWorkerArgs),

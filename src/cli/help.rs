@@ -73,4 +73,17 @@ mod tests {
         }
         assert!(listed.iter().all(|name| command.find_subcommand(name).is_some()));
     }
+    #[test]
+    fn paragraphs_are_wrapped_for_the_terminal_and_nowhere_else() {
+        fn look(command: &Command) {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let lines: Vec<&str> = help.lines().collect();
+            for two in lines.windows(2).filter(|two| !two[1].starts_with(' ')) {
+                let broken = !two[0].is_empty() && !two[1].is_empty() && !two[0].starts_with(' ');
+                assert!(!broken, "{}: a line ends at {:?}", command.get_name(), two[0]);
+            }
+            command.get_subcommands().for_each(look);
+        }
+        super::super::Cli::command().get_subcommands().for_each(look);
+    }
 }

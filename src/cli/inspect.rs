@@ -81,7 +81,7 @@ impl SanitizerTool {
 #[derive(Debug, Args)]
 pub(crate) struct SanitizeArgs {
     /// A Hugging Face folder, a model of the Hub or a preset that decodes 5 tokens. Default: toy.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", conflicts_with = "program")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET", conflicts_with = "program")]
     pub(crate) model: Option<String>,
     /// Its schedule: a file with a config, or any subset of one.
     #[arg(long, value_name = "FILE", conflicts_with = "program")]

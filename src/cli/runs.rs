@@ -32,7 +32,7 @@ pub(crate) enum RunsCommand {
     /// Repeats a trial: checks for the same program, the same values, and on the same card a latency that fits.
     #[command(
         after_help = "Examples:\n  amk runs replay runs/0001\n  amk runs replay runs/0001 --trial 7 --device cpu\n\n\
-        Stages: files, graph, schedule, program, kernel, reference, then predict or measure; each is the same, differs or was skipped, and why.\n\
+        Stages: files, graph, schedule, program, kernel, reference, then predict or measure; each is the same, differs or was skipped, and why. \
         Exit code 1: one differs. A time is measured again only on the card, driver and compiler of the record."
     )]
     Replay(ReplayArgs),
@@ -66,7 +66,7 @@ pub(crate) struct CompareArgs {
     pub(crate) b: PathBuf,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Deserialize, JsonSchema)]
 pub(crate) struct ReplayArgs {
     /// The folder of a search, or its ledger.
     #[arg(value_name = "RUN")]
@@ -76,8 +76,11 @@ pub(crate) struct ReplayArgs {
     pub(crate) trial: Option<u64>,
     /// The device for a measured trial.
     #[arg(long, value_enum, default_value = "auto")]
+    #[serde(default)]
+    #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
     pub(crate) device: DeviceChoice,
     #[command(flatten)]
+    #[serde(skip)]
     pub(crate) sharing: SharingArgs,
 }
 
@@ -179,7 +182,7 @@ pub(crate) enum MeasuredGridCommand {
     #[command(
         after_help = "Examples:\n  amk grid record --model smollm2-135m --grid corpus/grids/smollm2-135m.grid.json --device cuda --out smollm2.jsonl\n  \
         amk grid record --model qwen3-0.6b --grid corpus/grids/qwen3-0.6b.grid.json --out qwen.jsonl --resume\n\n\
-        Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they\n\
+        Each point agrees on the reference VM and, at the timed positions, on the device before it is timed. Rows are written as they \
         come; Ctrl-C ends the run with exit code 130 and --resume goes on. Failed points are rows too."
     )]
     Record(RecordArgs),

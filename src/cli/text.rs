@@ -1,6 +1,6 @@
 //! Arguments of the commands that generate and serve text, and of the view of what runs.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -21,6 +21,39 @@ pub(super) fn percent(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("{text:?} is no percentage: give a number, such as 20 or 20%"))
 }
 
+/// Parses one token id of a list.
+pub(super) fn token(text: &str) -> Result<u32, String> {
+    text.trim()
+        .parse()
+        .map_err(|_| "token ids are whole numbers with commas between them, such as 1,2,3".into())
+}
+
+const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// The port where no other is given.
+const PORT: u16 = 8080;
+
+/// Parses the IP of an interface. `localhost` is the only name, as no other is sure to be of this machine.
+fn host(text: &str) -> Result<IpAddr, String> {
+    if text == "localhost" {
+        return Ok(LOOPBACK);
+    }
+    text.parse().map_err(|_| "it must be the IP of an interface of this machine, such as 127.0.0.1, or 0.0.0.0 for all".into())
+}
+
+/// Parses `127.0.0.1:8080`, `localhost:8080`, `127.0.0.1` or `8080`.
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let parts = || match text.rsplit_once(':') {
+        Some((ip, port)) => Some(SocketAddr::new(host(ip).ok()?, port.parse().ok()?)),
+        None => text.parse().map(|port| SocketAddr::new(LOOPBACK, port)).ok(),
+    };
+    let alone = || host(text).ok().map(|ip| SocketAddr::new(ip, PORT));
+    text.parse().ok().or_else(alone).or_else(parts).ok_or_else(|| {
+        "it must be an IP and a port from 0 to 65535, such as 127.0.0.1:8080, or one of the two"
+            .into()
+    })
+}
+
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("text").args(["tokens", "prompt"]).required(true)))]
 pub(crate) struct GenerateArgs {
@@ -29,10 +62,10 @@ pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     /// Token ids to continue, separated by commas.
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token)]
     pub(crate) tokens: Vec<u32>,
     /// Text to continue, - for standard input; needs the model's tokenizer.json.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, short, value_name = "TEXT")]
     pub(crate) prompt: Option<String>,
     /// Put the prompt into the model's chat template.
     #[arg(long, requires = "prompt", conflicts_with = "tokens")]
@@ -41,10 +74,10 @@ pub(crate) struct GenerateArgs {
     #[arg(long, requires = "chat", value_name = "TEXT")]
     pub(crate) system: Option<String>,
     /// The most tokens to generate.
-    #[arg(long, alias = "max-tokens", default_value_t = 32, value_name = "N")]
+    #[arg(long, short = 'n', alias = "max-tokens", default_value_t = 32, value_name = "N")]
     pub(crate) max_new_tokens: usize,
     /// Token ids that end the generation, separated by commas.
-    #[arg(long, value_delimiter = ',', value_name = "IDS")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token)]
     pub(crate) stop: Vec<u32>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
@@ -90,7 +123,7 @@ pub(crate) struct ReplayLogArgs {
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceChoice>,
     /// The model, if it is elsewhere now. Default: the name in the log.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET")]
     pub(crate) model: Option<String>,
 }
 
@@ -104,7 +137,7 @@ pub(crate) struct ChatArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
     /// The most tokens of an answer.
-    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..).map(|n| n as usize))]
+    #[arg(long, short = 'n', alias = "max-tokens", default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..).map(|n| n as usize))]
     pub(crate) max_new_tokens: usize,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
@@ -146,11 +179,18 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// The address to listen on; port 0 takes a free one. There is no TLS: for anything but loopback put a proxy in front.
-    #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT")]
+    /// The address to listen on: IP:PORT, or one of the two; port 0 takes a free one. There is no TLS: for anything but
+    /// loopback put a proxy in front.
+    #[arg(long, default_value = "127.0.0.1:8080", value_name = "IP:PORT", value_parser = address)]
     pub(crate) addr: SocketAddr,
+    /// The IP of --addr alone.
+    #[arg(long, value_name = "IP", conflicts_with = "addr", value_parser = host)]
+    pub(crate) host: Option<IpAddr>,
+    /// The port of --addr alone.
+    #[arg(long, value_name = "PORT", conflicts_with = "addr")]
+    pub(crate) port: Option<u16>,
     /// A name of the model for requests; may be repeated. The first is that of answers and metrics. Default: the model's own.
-    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long, alias = "alias", value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) served_model_name: Vec<String>,
     /// Refuse requests without this key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready need
     /// none. Default: that of AMK_API_KEY, which other users of the machine cannot see.
@@ -183,7 +223,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096).map(usize::from))]
     pub(crate) queue: usize,
     /// The address of the Prometheus endpoint, /metrics; port 0 takes a free one. It is a listener of its own without authentication.
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = address)]
     pub(crate) metrics: Option<SocketAddr>,
     /// A file for the same text, rewritten atomically at an interval.
     #[arg(long, value_name = "FILE")]
@@ -204,6 +244,13 @@ pub(crate) struct ServeArgs {
     pub(crate) log: CommandLogArgs,
     #[command(flatten)]
     pub(crate) tune: TuneArgs,
+}
+
+impl ServeArgs {
+    /// The address to listen on.
+    pub(crate) fn address(&self) -> SocketAddr {
+        SocketAddr::new(self.host.unwrap_or(self.addr.ip()), self.port.unwrap_or(self.addr.port()))
+    }
 }
 
 /// A search of a server between its requests. Its terms are those of `amk loop`.
@@ -242,4 +289,51 @@ pub(crate) struct TopArgs {
     /// Milliseconds between two samples.
     #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
     pub(crate) every: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::FromArgMatches as _;
+
+    fn listens_at(arguments: &str) -> String {
+        let command = ServeArgs::augment_args(clap::Command::new("serve"));
+        let given = format!("serve -m toy {arguments}");
+        match command.try_get_matches_from(given.split_whitespace()) {
+            Ok(found) => ServeArgs::from_arg_matches(&found).unwrap().address().to_string(),
+            Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_server_takes_its_address_as_other_servers_do() {
+        for (given, address) in [
+            ("", "127.0.0.1:8080"),
+            ("--addr 0.0.0.0:80", "0.0.0.0:80"),
+            ("--addr localhost:9000", "127.0.0.1:9000"),
+            ("--addr 9000", "127.0.0.1:9000"),
+            ("--addr 0.0.0.0", "0.0.0.0:8080"),
+            ("--addr ::1", "[::1]:8080"),
+            ("--addr [::1]:9000", "[::1]:9000"),
+            ("--host 0.0.0.0 --port 8000", "0.0.0.0:8000"),
+            ("--port 0", "127.0.0.1:0"),
+        ] {
+            assert_eq!(listens_at(given), address, "{given}");
+        }
+        for (given, word) in [
+            ("--addr 127.0.0.1:99999", "such as 127.0.0.1:8080"),
+            ("--addr here:80", "such as 127.0.0.1:8080"),
+            ("--host example.com", "0.0.0.0 for all"),
+            ("--port 1 --addr 2", "cannot be used with"),
+        ] {
+            let said = listens_at(given);
+            assert!(said.contains(word), "{given}: {said}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_token_id_is_answered_with_right_ones() {
+        assert_eq!(token(" 7"), Ok(7));
+        assert!(token("1 2").unwrap_err().contains("1,2,3"));
+    }
 }

@@ -6,10 +6,10 @@ use clap::Args;
 
 use super::{ConfigArgs, ConfigSource, ModelArgs, PlaceArgs, ScheduleChoice, SharingArgs};
 
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub(crate) struct TraceArgs {
     /// The model to trace a step of: a Hugging Face folder, a GGUF file, a model of the Hugging Face Hub (ORG/NAME), or a preset.
-    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "pid")]
+    #[arg(long, short, value_name = "DIR|ORG/NAME|PRESET", required_unless_present = "pid")]
     pub(crate) model: Option<String>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
@@ -34,6 +34,9 @@ pub(crate) struct TraceArgs {
     /// Write a text digest of at most 6 KB: time by op and layer, the longest waits and their producers, bubbles.
     #[arg(long, value_name = "FILE")]
     pub(crate) digest: Option<PathBuf>,
+    /// The digest as a field of the answer, for the tool of `amk mcp`.
+    #[arg(skip)]
+    pub(crate) digest_in_answer: bool,
     /// Write the recorded steps of the last schedule against the predicted one as JSON: parts that take longer than
     /// expected and repeat, what the difference of the span is due to, each part by op, layer and worker.
     #[arg(long, value_name = "FILE")]
@@ -60,7 +63,7 @@ pub(crate) struct TraceArgs {
     pub(crate) context: u32,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 #[command(next_help_heading = "What a running amk does")]
 pub(crate) struct LiveArgs {
     /// Capture what this process (serve, generate) does, in place of one step of a model; see `amk top` for its number.

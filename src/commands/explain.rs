@@ -147,7 +147,10 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
             name.len()
         )));
     }
-    let found = meant(name, &all).ok_or_else(|| Failure::usage(unknown(name, &all)))?;
+    // As the flags of other programs are spelt.
+    let spelt = || meant(&name.replace('-', "_"), &all);
+    let found =
+        meant(name, &all).or_else(spelt).ok_or_else(|| Failure::usage(unknown(name, &all)))?;
     for entry in &found {
         report::say(&format!("{} ({}): {}", entry.name, entry.kind, entry.meaning));
         for (key, value) in &entry.more {
@@ -222,6 +225,8 @@ mod tests {
         let names = |asked: &str| -> Vec<String> {
             meant(asked, &all).into_iter().flatten().map(|entry| entry.name).collect()
         };
+        let dashed = answer(&ExplainArgs { name: Some("kv-split".to_owned()) }).unwrap();
+        assert_eq!(dashed.document.entries.unwrap()[0].name, "tiling.attention.kv_split");
         assert_eq!(names("kv_split"), ["tiling.attention.kv_split"]);
         assert_eq!(names("flag-in-data"), ["flag-in-data word"]);
         assert_eq!(names("stages"), ["pipeline.stages"]);

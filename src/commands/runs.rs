@@ -170,7 +170,10 @@ pub(super) fn sound(ledger: &Path) -> Result<(Recorded, Contents), Failure> {
         exit: Exit::Usage,
     });
     let line = line.map_or_else(String::new, |line| format!(" line {line}"));
-    let message = format!("{}{line} does not hold: {reason}", ledger.display());
+    let message = format!(
+        "{}{line} does not hold: {reason}; restore the file from a copy, or start again in another --out",
+        ledger.display()
+    );
     Err(Failure { exit, message })
 }
 

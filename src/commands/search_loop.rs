@@ -27,7 +27,7 @@ use crate::device::hardware::{Hardware, ThisMachine};
 use crate::device::probe::without_kernel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::found;
-use crate::report::{self, Answer};
+use crate::report::{self, Answer, Ink};
 use crate::schedule_choice::reproducible;
 use crate::spinner;
 
@@ -493,7 +493,8 @@ impl Session<'_> {
         if self.bar.is_hidden() {
             report::say(&line);
         } else {
-            self.bar.println(report::plain(&line));
+            let ink = if leads.is_some() { Ink::Green } else { Ink::Plain };
+            self.bar.println(ink.on(&report::fitting(&report::plain(&line))));
         }
         Ok(())
     }
@@ -509,6 +510,7 @@ impl Session<'_> {
         if stopped_by == StoppedBy::Interrupted || confirmed.as_ref().is_some_and(current) {
             return Ok(confirmed);
         }
+        self.bar.set_message("confirming the champion");
         let confirmation = search.confirm().map_err(|error| self.lost(&error))?;
         if let Some(confirmation) = &confirmation {
             let row = Row::Confirmation(Box::new(confirmation.clone()));

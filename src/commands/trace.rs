@@ -11,7 +11,9 @@ use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use lower::{Predictor, Rates};
 use rayon::prelude::*;
+use schemars::JsonSchema;
 use search::Timing;
+use serde::Serialize;
 use serde_json::{Value, json};
 use trace::counters::{self, Counter};
 use trace::{
@@ -25,6 +27,7 @@ use super::bench::rounds;
 use crate::cli::{ConfigArgs, ModelArgs, TraceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::report::Answer;
 use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::spinner::Spinner;
 use crate::{files, report};
@@ -40,10 +43,27 @@ const EXPECTED_RUNS: usize = 8;
 /// Steps whose records are averaged.
 const TRACED_STEPS: u32 = 24;
 
+/// A step of each schedule.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct TracedSteps {
+    #[schemars(extend("const" = "amk.trace.v2"))]
+    schema: &'static str,
+    model: String,
+    target: String,
+    context: u32,
+    latency_kind: &'static str,
+    schedules: Vec<Value>,
+}
+
 pub(crate) fn run(args: &TraceArgs) -> Outcome {
-    if let Some(pid) = args.live.pid {
-        return live::run(args, pid);
+    match args.live.pid {
+        Some(pid) => live::run(args, pid),
+        None => answer(args)?.print(),
     }
+}
+
+/// Traces a step of each schedule.
+pub(crate) fn answer(args: &TraceArgs) -> Result<Answer<TracedSteps>, Failure> {
     let model = args.model.clone().unwrap_or_default();
     let context = Context::of_shape_on_cpu(&ModelArgs { model, place: args.place.clone() })?;
     if args.context.saturating_add(TIMED_TOKENS) > context.kv_capacity {
@@ -94,15 +114,15 @@ pub(crate) fn run(args: &TraceArgs) -> Outcome {
         }
         documents.push(document);
     }
-    report::document(&json!({
-        "schema": "amk.trace.v2",
-        "model": context.graph().name,
-        "target": context.target.name,
-        "context": args.context,
-        "latency_kind": if on_device { "measured-gpu" } else { "predicted" },
-        "schedules": documents,
-    }))?;
-    Ok(Exit::Yes)
+    let document = TracedSteps {
+        schema: "amk.trace.v2",
+        model: context.graph().name.clone(),
+        target: context.target.name.clone(),
+        context: args.context,
+        latency_kind: if on_device { "measured-gpu" } else { "predicted" },
+        schedules: documents,
+    };
+    Ok(Answer { document, exit: Exit::Yes })
 }
 
 /// Refuses edits that no step of this program has, before a step is traced.
@@ -186,6 +206,9 @@ impl Traced {
         });
         self.document["step"] = sums(timeline);
         self.document["critical_path"] = critical_path(timeline);
+        if args.digest_in_answer {
+            self.document["digest"] = digest.as_str().into();
+        }
         let page = args
             .html
             .is_some()

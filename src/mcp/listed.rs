@@ -29,9 +29,6 @@ pub(super) fn shallow(whole: &JsonObject) -> JsonObject {
     let mut shown = Map::new();
     shown.insert("type".to_owned(), json!("object"));
     shown.insert("properties".to_owned(), Value::Object(fields));
-    if let Some(required) = whole.get("required") {
-        shown.insert("required".to_owned(), required.clone());
-    }
     shown
 }
 
@@ -77,6 +74,7 @@ pub(super) fn object(schema: Schema) -> JsonObject {
     let Value::Object(mut object) = schema.to_value() else { return Map::new() };
     // The type's name and doc comment describe the Rust type; the tool has its own.
     object.remove("title");
+    object.remove("$schema");
     object.remove("description");
     object.values_mut().for_each(without_widths);
     object

@@ -12,7 +12,7 @@ use super::arguments::Problem;
 use crate::config_source::ConfigSource;
 
 /// Arguments that are a path, or a list of paths.
-const PATHS: [&str; 5] = ["ledger", "out", "store", "paths", "runs"];
+const PATHS: [&str; 6] = ["ledger", "out", "store", "path", "paths", "runs"];
 
 /// Arguments that are a schedule or the path of one.
 const SOURCES: [&str; 3] = ["config", "a", "b"];

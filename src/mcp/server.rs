@@ -18,8 +18,8 @@ use tokio::sync::watch;
 use super::arguments;
 use super::jobs::{Follow, Jobs, on_thread};
 use super::resources;
-use super::tools::{self, Entry, Run};
-use crate::cli::LoopArgs;
+use super::status::Status;
+use super::tools::{self, Entry, LoopCall, Run};
 use crate::commands::search_loop::Progress;
 use crate::failure::{Exit, Failure};
 use crate::library::Search;
@@ -29,8 +29,8 @@ use crate::report::{self, Answer};
 const LAST_PROGRESS: Duration = Duration::from_secs(1);
 
 const INSTRUCTIONS: &str = "amk searches for the fastest schedule of a decoder LLM's megakernel. Read the resource amk://harness first. \
-    The order of work: propose (the schedule and the legal values), evaluate (one verdict on your edit), loop (an automatic search), status, \
-    runs. You edit the schedule's knobs and nothing else; predicted latencies are never compared with measured ones.";
+    The order of work: propose (the schedule and the legal values), evaluate (one verdict on your edit), trace (where its time goes), loop (an \
+    automatic search, also in the background), status, runs. You edit the schedule's knobs and nothing else; predicted latencies are never compared with measured ones.";
 
 pub(super) struct Server {
     jobs: Arc<Jobs>,
@@ -99,7 +99,7 @@ impl Server {
         given: Value,
         context: &RequestContext<RoleServer>,
     ) -> Result<Answer<Value>, Failure> {
-        let args: LoopArgs = tools::read(given)?;
+        let LoopCall { background, search: args } = tools::read(given)?;
         let (follow, turn) = self.jobs.begin()?;
         let news = context.meta.get_progress_token().map(|token| {
             let (peer, follow, news) = (context.peer.clone(), follow.clone(), follow.subscribe());
@@ -116,6 +116,16 @@ impl Server {
             watch.ended(end.clone());
             Ok(end)
         });
+        if background {
+            let lost = follow.clone();
+            tokio::spawn(async move {
+                if let Err(failure) = end.await {
+                    lost.ended(Arc::new(Err(failure)));
+                }
+            });
+            let document = tools::as_json(&Status::of(&self.jobs))?;
+            return Ok(Answer { document, exit: Exit::Yes });
+        }
         let mut end = std::pin::pin!(end);
         let end = tokio::select! {
             end = &mut end => end,

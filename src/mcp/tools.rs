@@ -15,9 +15,12 @@ use super::jobs::Jobs;
 use super::status::Status;
 use super::{listed, paths};
 use crate::cli::{
-    CompareArgs, DiffArgs, EvaluateArgs, ExplainArgs, LoopArgs, ProposeArgs, ReportArgs, RunsArgs,
+    CompareArgs, DeviceChoice, DiffArgs, DoctorArgs, EvaluateArgs, ExplainArgs, LoopArgs,
+    PlaceArgs, ProposeArgs, ReplayArgs, ReportArgs, RunsArgs, TraceArgs,
 };
-use crate::commands::{diff, evaluate, explain, html, propose, runs, search_loop};
+use crate::commands::runs::replay;
+use crate::commands::{diff, doctor, evaluate, explain, html, propose, runs, search_loop, trace};
+use crate::config_source::ConfigSource;
 use crate::failure::{Exit, Failure};
 use crate::report::Answer;
 
@@ -68,7 +71,60 @@ impl Entry {
 
 /// Arguments of `status`.
 #[derive(Debug, Deserialize, JsonSchema)]
-struct StatusArgs {}
+struct StatusArgs {
+    /// First end the search that is under way, after its trial.
+    #[serde(default)]
+    stop: bool,
+}
+
+/// Arguments of `loop`.
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct LoopCall {
+    /// Answer at once with a `status`, and go on searching: `status` follows and stops it.
+    #[serde(default)]
+    pub(super) background: bool,
+    #[serde(flatten)]
+    pub(super) search: LoopArgs,
+}
+
+/// The answer of `loop`: the result, or with `background` the status.
+#[derive(JsonSchema)]
+#[schemars(extend(
+    "type" = "object",
+    "properties" = json!({"schema": {"type": "string", "enum": ["amk.loop.v1", "amk.status.v1"]}})
+))]
+struct LoopAnswer {}
+
+/// Arguments of `trace`.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct TraceCall {
+    /// As for `evaluate`.
+    model: String,
+    /// As for `evaluate`.
+    target: Option<String>,
+    /// As for `evaluate`.
+    #[serde(default)]
+    #[schemars(with = "Option<String>", extend("enum" = ["auto", "cpu", "cuda"], "type" = "string"))]
+    device: DeviceChoice,
+    /// As for `evaluate`. Default: the shipped schedule, else the rule-based one.
+    #[schemars(with = "Option<Value>", extend("type" = ["object", "string", "null"]))]
+    config: Option<ConfigSource>,
+    /// Tokens before the step. Default: 128.
+    #[schemars(range(min = 0))]
+    context: Option<u32>,
+}
+
+fn traced(call: &TraceCall) -> Result<Answer<trace::TracedSteps>, Failure> {
+    let TraceCall { model, target, device, config, context } = call;
+    trace::answer(&TraceArgs {
+        model: Some(model.clone()),
+        place: PlaceArgs { target: target.clone(), device: *device, ..PlaceArgs::default() },
+        config: config.iter().cloned().collect(),
+        context: context.unwrap_or(128),
+        digest_in_answer: true,
+        ..TraceArgs::default()
+    })
+}
 
 /// Arguments of `runs`.
 #[derive(Debug, Deserialize, JsonSchema)]
@@ -94,6 +150,13 @@ enum Comparison {
 }
 
 pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
+    let mut all = of_schedules(jobs)?;
+    all.extend(of_results()?);
+    Ok(all)
+}
+
+/// The tools that propose, judge and search.
+fn of_schedules(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
     let jobs = jobs.clone();
     Ok(vec![
         entry::<ProposeArgs, propose::Proposal>(
@@ -108,20 +171,35 @@ pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
             Run::Judge(typed(evaluate::answer)),
             arguments::about_model,
         )?,
-        entry::<LoopArgs, search_loop::Found>(
+        entry::<TraceCall, trace::TracedSteps>(
+            "trace",
+            "Where the time of a step goes under one schedule: a `digest` in words (time by op and layer, the longest waits and their producers), bounds, the critical path. Measured on a GPU, else predicted.",
+            Run::Judge(typed(traced)),
+            arguments::about_model,
+        )?,
+        entry::<LoopCall, LoopAnswer>(
             "loop",
-            "Searches for a faster schedule: proposes, judges, keeps what is better. Blocks until the budget is spent; reports progress by trials. Cancelling ends it after the trial under way; every finished trial is kept, and `resume` with `out` goes on. Give a larger `budget` to resume: it counts trials from the first.",
+            "Searches for a faster schedule: proposes, judges, keeps what is better. Blocks until the budget is spent, unless `background`; reports progress by trials. Cancelling ends it after the trial under way; every finished trial is kept, and `resume` with `out` goes on. A larger `budget` resumes: it counts trials from the first.",
             Run::Search,
             |given| [arguments::about_model(given), about_folder(given)].concat(),
         )?,
         entry::<StatusArgs, Status>(
             "status",
             "What this server is doing: idle, judging or searching; of the latest search the trials so far, the best latency, how it ended and the whole result.",
-            Run::Quick(typed(move |_: &StatusArgs| {
+            Run::Quick(typed(move |args: &StatusArgs| {
+                if let Some(search) = jobs.search().filter(|_| args.stop) {
+                    search.stop();
+                }
                 Ok(Answer { document: Status::of(&jobs), exit: Exit::Yes })
             })),
             |_| Vec::new(),
         )?,
+    ])
+}
+
+/// The tools that look at what there is.
+fn of_results() -> Result<Vec<Entry>, Failure> {
+    Ok(vec![
         entry::<RunsCall, runs::Runs>(
             "runs",
             "The searches on the disk with their trials, device and best latency; with `verify`, whether their ledgers hold.",
@@ -136,11 +214,23 @@ pub(super) fn all(jobs: &Arc<Jobs>) -> Result<Vec<Entry>, Failure> {
             Run::Quick(typed(compare)),
             arguments::about_pair,
         )?,
+        entry::<ReplayArgs, replay::Replayed>(
+            "replay",
+            "Repeats a trial of a search: whether its program, values and time are those on record.",
+            Run::Judge(typed(replay::answer)),
+            about_replayed,
+        )?,
         entry::<ReportArgs, html::Written>(
             "report",
             "Writes searches as one HTML page for people (progress, what was kept and why, each knob's effect, how to reproduce) and answers with its path, never with the page.",
             Run::Write(typed(html::answer)),
             |given| [about_paths("runs", given), about_page(given)].concat(),
+        )?,
+        entry::<DoctorArgs, doctor::Findings>(
+            "doctor",
+            "What this machine can do, what is missing and how to get it; with `model`, whether it fits.",
+            Run::Quick(typed(doctor::answer)),
+            |_| Vec::new(),
         )?,
         entry::<ExplainArgs, explain::Explanation>(
             "explain",
@@ -193,6 +283,13 @@ fn about_page(given: &Map<String, Value>) -> Vec<Problem> {
         (true, true) if path.exists() => problem("the page exists; name another"),
         (true, true) => Vec::new(),
     }
+}
+
+/// Checks that there is a search to repeat a trial of.
+fn about_replayed(given: &Map<String, Value>) -> Vec<Problem> {
+    let Some(path @ Value::String(name)) = given.get("path") else { return Vec::new() };
+    let found = runs::ledgers(&[std::path::PathBuf::from(name)]).map(drop);
+    arguments::about_path("path", path, found).into_iter().collect()
 }
 
 fn about_paths(name: &'static str, given: &Map<String, Value>) -> Vec<Problem> {

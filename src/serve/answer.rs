@@ -20,6 +20,8 @@ pub(super) struct Heading {
     pub(super) scored: bool,
     /// Whether a stream ends with a count of tokens.
     pub(super) include_usage: bool,
+    /// The service tier, if the request named one.
+    pub(super) tier: Option<&'static str>,
     /// The request's settings, in the APIs whose answers repeat them.
     pub(super) settings: Value,
 }
@@ -114,10 +116,14 @@ impl Heading {
             (_, false) => "chat.completion",
             (_, true) => "chat.completion.chunk",
         };
-        json!({
+        let mut document = json!({
             "id": self.id, "object": object, "created": self.created, "model": self.model,
             "system_fingerprint": self.fingerprint, "choices": choices,
-        })
+        });
+        if let Some(tier) = self.tier {
+            document["service_tier"] = tier.into();
+        }
+        document
     }
 
     /// A choice: its text in the API's form, and its finish reason if it ends.

@@ -131,6 +131,7 @@ fn answers_name_the_kernels_that_ran_them_and_count_what_was_cached() {
         fingerprint: String::new(),
         scored: false,
         include_usage: false,
+        tier: None,
         settings: Value::Null,
     };
     to.send(Event::End(Finish::Length)).unwrap();

@@ -28,12 +28,17 @@ const NEUTRAL: [(&str, &[&str]); 15] = [
 const ABOUT_THE_CALLER: [&str; 5] =
     ["user", "metadata", "safety_identifier", "prompt_cache_key", "cache_control"];
 
-/// The fields that have not been parsed yet.
-pub(super) struct Fields(pub(super) Map<String, Value>);
+/// The fields that have not been parsed yet, and the names that were looked for.
+pub(super) struct Fields(pub(super) Map<String, Value>, Vec<String>);
 
 impl Fields {
+    pub(super) fn new(map: Map<String, Value>) -> Self {
+        Self(map, Vec::new())
+    }
+
     /// Removes a field; `None` if it is missing or null.
     pub(super) fn take(&mut self, name: &str) -> Option<Value> {
+        self.1.push(name.to_owned());
         self.0.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -85,8 +90,11 @@ impl Fields {
         match self.0.iter().find(|(_, value)| !value.is_null()) {
             None => Ok(()),
             Some((name, _)) => {
+                let alike = ir::nearest(name, self.1.iter().map(String::as_str));
+                let tip =
+                    alike.map_or_else(String::new, |alike| format!("; did you mean `{alike}`?"));
                 let message =
-                    format!("`{}` is not a field that this server supports", clipped(name));
+                    format!("`{}` is not a field that this server supports{tip}", clipped(name));
                 Err(Refusal::field(clipped(name), message).coded("unsupported_parameter"))
             }
         }

@@ -75,7 +75,13 @@ async fn no_page(uri: Uri) -> Refusal {
 }
 
 async fn no_method(method: Method, uri: Uri) -> Refusal {
-    let message = format!("{} does not take {method}", uri.path());
+    let texts = TEXTS.iter().map(|(path, _)| *path);
+    let posts = texts.chain(["/tokenize", "/detokenize"]).any(|path| path == uri.path());
+    let taken = if posts { "POST" } else { "GET" };
+    // A page of another site asks with OPTIONS first.
+    let cors =
+        if method == Method::OPTIONS { "; --cors lets pages of other sites use it" } else { "" };
+    let message = format!("{} does not take {method} but {taken}{cors}", uri.path());
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, message)
 }
 

@@ -50,6 +50,14 @@ pub(super) fn read(
         let message = format!("`{}` is {role:?}; legal: user, assistant", at("role"));
         return Err(Refusal::field(at("role"), message));
     }
+    // A template may know other roles. One that is spelt almost like a usual one would make a wrong prompt in silence.
+    const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "function"];
+    if !ROLES.contains(&role)
+        && let Some(alike) = ir::nearest(role, ROLES)
+    {
+        let message = format!("`{}` is {role:?}; did you mean {alike:?}?", at("role"));
+        return Err(Refusal::field(at("role"), message));
+    }
     let names: &[&str] = match (api, role) {
         (Api::Completions | Api::Chat, "tool") => &["role", "content", "name", "tool_call_id"],
         (Api::Completions | Api::Chat, "assistant") => {

@@ -209,6 +209,7 @@ impl Served {
             fingerprint: self.fingerprint(0),
             scored: request.scored,
             include_usage: request.include_usage,
+            tier: request.tier,
             settings: request.settings.clone(),
         }
     }
@@ -271,7 +272,8 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         // Dropped when this thread no longer uses the model, however it ends.
         let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
-        let http = http.spawn_scoped(scope, || listen(args.addr, metrics, (served, access), gone));
+        let http =
+            http.spawn_scoped(scope, || listen(args.address(), metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let preempt = tuner.as_ref().map(tune::Tuner::preempt);
         let of = (gpu, lowered.as_ref(), &*table, log.as_ref());

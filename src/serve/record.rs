@@ -1,7 +1,7 @@
 //! What is known of each HTTP request: its id, which every answer names, and the line that is logged when it ends.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use axum::extract::Request;
@@ -9,6 +9,7 @@ use axum::http::{HeaderMap, HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::Response;
 
+use super::refusal::Why;
 use crate::report;
 
 /// The header of the id, as proxies and OpenAI's clients name it.
@@ -18,6 +19,8 @@ const ID_OF_MESSAGES: &str = "request-id";
 const ID_MAX: usize = 128;
 /// The most characters of a path in the log.
 const PATH_MAX: usize = 80;
+/// The most characters of a reason in the log.
+const REASON_MAX: usize = 240;
 /// A duration that is not known yet.
 const UNKNOWN: u64 = u64::MAX;
 
@@ -30,6 +33,7 @@ pub(super) struct Record {
     began: Instant,
     arrived_ns: u64,
     status: AtomicU16,
+    refused: OnceLock<String>,
     prompt: AtomicUsize,
     cached: AtomicUsize,
     tokens: AtomicUsize,
@@ -47,6 +51,7 @@ impl Record {
             began: Instant::now(),
             arrived_ns: telemetry::now_ns(),
             status: AtomicU16::new(0),
+            refused: OnceLock::new(),
             prompt: AtomicUsize::new(0),
             cached: AtomicUsize::new(0),
             tokens: AtomicUsize::new(0),
@@ -93,8 +98,10 @@ impl Record {
             UNKNOWN => "-".to_owned(),
             us => format!("{:.1}", us as f64 / 1e3),
         };
+        // Quoted: it repeats parts of the body.
+        let why = self.refused.get().map(|why| format!(" refused={why:?}")).unwrap_or_default();
         format!(
-            "{} {} {status} prompt_tokens={} cached={} tokens={} first_ms={first} ms={:.1} id={}",
+            "{} {} {status} prompt_tokens={} cached={} tokens={} first_ms={first} ms={:.1} id={}{why}",
             self.method,
             self.path,
             self.prompt.load(Ordering::Relaxed),
@@ -133,6 +140,9 @@ pub(super) async fn recorded(mut request: Request, next: Next) -> Response {
     request.extensions_mut().insert(record.clone());
     let mut response = next.run(request).await;
     record.status.store(response.status().as_u16(), Ordering::Relaxed);
+    if let Some(Why(why)) = response.extensions_mut().remove() {
+        let _ = record.refused.set(why.chars().take(REASON_MAX).collect());
+    }
     if let Ok(id) = HeaderValue::from_str(&record.id) {
         if record.path == "/v1/messages" {
             response.headers_mut().insert(ID_OF_MESSAGES, id.clone());
@@ -181,5 +191,7 @@ mod tests {
             "{line}"
         );
         assert!(line.ends_with(" id=a"), "{line}");
+        record.refused.set("`x\n` is no field".to_owned()).unwrap();
+        assert!(record.line().ends_with(" id=a refused=\"`x\\n` is no field\""));
     }
 }

@@ -5,6 +5,10 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
+/// Why a request was refused, beside its response, for the log.
+#[derive(Clone, Debug)]
+pub(super) struct Why(pub(super) String);
+
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Refusal {
     pub(super) status: StatusCode,
@@ -69,6 +73,7 @@ impl IntoResponse for Refusal {
         let body = self.document().to_string();
         let json = [(header::CONTENT_TYPE, "application/json")];
         let mut response = (self.status, json, body).into_response();
+        response.extensions_mut().insert(Why(self.message));
         let later = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
         if later.contains(&self.status) {
             // About the time that a text of some tokens takes.

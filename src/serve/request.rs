@@ -12,7 +12,7 @@ use super::fields::Fields;
 use super::grammar::Wanted;
 use super::prompt::{self, Prompt, check_tokens, tokens};
 use super::refusal::Refusal;
-use super::tenants::{Caller, priority_of};
+use super::tenants::{Caller, priority_of, tier_of};
 use super::tools::Tools;
 use super::{Served, grammar, tools};
 use crate::host_rules::HostRules;
@@ -43,6 +43,8 @@ pub(super) struct Request {
     pub(super) include_usage: bool,
     /// Whether log probabilities were requested.
     pub(super) scored: bool,
+    /// The tier that it has, if it asked for one: a tenant's may be lower.
+    pub(super) tier: Option<&'static str>,
     /// The request's settings, in the APIs whose answers repeat them.
     pub(super) settings: Value,
     /// Whose it is.
@@ -83,7 +85,7 @@ pub(super) fn fields(body: &[u8]) -> Result<Fields, Refusal> {
     let Value::Object(map) = value else {
         return Err(Refusal::field("body", "the body is not a JSON object"));
     };
-    Ok(Fields(map))
+    Ok(Fields::new(map))
 }
 
 impl Request {
@@ -94,13 +96,14 @@ impl Request {
         served: &Served,
     ) -> Result<Self, Refusal> {
         let mut fields = fields(body)?;
-        let (settings, tenant) = (settings(api, &fields.0), caller.tenant(&fields.0));
+        let (mut settings, tenant) = (settings(api, &fields.0), caller.tenant(&fields.0));
         check_model(&mut fields, served)?;
         let sampling = sampling(&mut fields, served)?;
         let (stop, stop_ids) = stops(api, &mut fields, served)?;
         let logprobs = top(&mut fields, api)?;
         let stream = fields.flag("stream")?;
         let include_usage = include_usage(&mut fields)?;
+        let tiered = fields.0.get("service_tier").is_some_and(|tier| !tier.is_null());
         let priority = caller.priority(priority(&mut fields)?);
         let asked = asked(&mut fields, api)?;
         let echo = api == Api::Completions && fields.flag("echo")?;
@@ -120,39 +123,68 @@ impl Request {
         let wanted = ruled(wanted, tools.as_ref(), &host, served)?;
         fields.end()?;
         let constraint = wanted.map(|wanted| served.constraint(wanted)).transpose()?;
-        let tools = tools.map(Arc::new);
-        let n = n.unwrap_or(1);
-        if prompts.len() as u64 * n > CHOICES_MAX as u64 {
-            let (prompts, all) = (prompts.len(), CHOICES_MAX);
-            let message = format!("{prompts} prompts with {n} choices each are more than {all}");
-            return Err(Refusal::field("n", message));
-        }
+        let template = Work {
+            prompt: Vec::new(),
+            limit: 0,
+            sampling,
+            host,
+            constraint,
+            stop: stop_ids,
+            logprobs,
+            priority,
+        };
+        let shared = (echo, tools.map(Arc::new));
         let mut choices = Vec::new();
-        for prompt in &prompts {
+        for prompt in several(&prompts, n.unwrap_or(1))? {
             let limit = limit(api, asked, &prompt.ids, served)?;
-            let template = Work {
-                prompt: prompt.ids.clone(),
-                limit,
-                sampling: sampling.clone(),
-                host,
-                constraint: constraint.clone(),
-                stop: stop_ids.clone(),
-                logprobs,
-                priority,
-            };
-            let template = with_least(template)?;
-            choices.extend((0..n).map(|choice| {
-                let mut work = template.clone();
-                work.sampling.seed = sampling.seed.wrapping_add(choice.wrapping_mul(NEXT_SEED));
-                let echo = echo.then(|| prompt.clone());
-                let (least, tools) = (host.min_tokens, tools.clone());
-                Asked { work, least, echo, tools, first: choice == 0 }
-            }));
+            let work = Work { prompt: prompt.ids.clone(), limit, ..template.clone() };
+            choices.extend(alike(with_least(work)?, prompt, n.unwrap_or(1), &shared, host));
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
         let scored = logprobs.is_some();
-        Ok(Self { choices, prompt_tokens, stop, stream, include_usage, scored, settings, tenant })
+        let tier = tiered.then(|| tier_of(priority));
+        if let (Some(tier), Some(settings)) = (tier, settings.as_object_mut()) {
+            settings.insert("service_tier".to_owned(), tier.into());
+        }
+        Ok(Self {
+            choices,
+            prompt_tokens,
+            stop,
+            stream,
+            include_usage,
+            scored,
+            tier,
+            settings,
+            tenant,
+        })
     }
+}
+
+/// The prompts, unless their choices are too many.
+fn several(prompts: &[Prompt], n: u64) -> Result<&[Prompt], Refusal> {
+    if prompts.len() as u64 * n <= CHOICES_MAX as u64 {
+        return Ok(prompts);
+    }
+    let (prompts, all) = (prompts.len(), CHOICES_MAX);
+    let message = format!("{prompts} prompts with {n} choices each are more than {all}");
+    Err(Refusal::field("n", message))
+}
+
+/// The choices of one prompt: each has a seed of its own.
+fn alike(
+    work: Work,
+    prompt: &Prompt,
+    n: u64,
+    (echo, tools): &(bool, Option<Arc<Tools>>),
+    host: HostRules,
+) -> impl Iterator<Item = Asked> {
+    (0..n).map(move |choice| {
+        let mut work = work.clone();
+        let seed = work.sampling.seed;
+        work.sampling.seed = seed.wrapping_add(choice.wrapping_mul(NEXT_SEED));
+        let echo = echo.then(|| prompt.clone());
+        Asked { work, least: host.min_tokens, echo, tools: tools.clone(), first: choice == 0 }
+    })
 }
 
 /// The grammar of the answer: that of the format, or of a call that has to be made.
@@ -328,8 +360,9 @@ fn priority(fields: &mut Fields) -> Result<Priority, Refusal> {
     Ok(tier.unwrap_or(Priority::Normal))
 }
 
-fn asked(fields: &mut Fields, api: Api) -> Result<Option<u32>, Refusal> {
-    let names: &[&str] = match api {
+/// The most new tokens, and the name of the field that says so.
+fn asked(fields: &mut Fields, api: Api) -> Result<Option<(&'static str, u32)>, Refusal> {
+    let names: &[&'static str] = match api {
         Api::Completions | Api::Messages => &["max_tokens"],
         Api::Chat => &["max_completion_tokens", "max_tokens"],
         Api::Responses => &["max_output_tokens"],
@@ -337,31 +370,39 @@ fn asked(fields: &mut Fields, api: Api) -> Result<Option<u32>, Refusal> {
     // No new tokens: for the log probabilities of the prompt.
     let least = u64::from(api != Api::Completions);
     let mut asked = None;
-    for name in names {
-        asked = asked.or(fields.integer(name, least, u32::MAX.into())?);
+    for &name in names {
+        let tokens = fields.integer(name, least, u32::MAX.into())?;
+        asked = asked.or(tokens.map(|tokens| (name, tokens as u32)));
     }
     if api == Api::Messages && asked.is_none() {
         let message = "`max_tokens` is missing; legal: a whole number, 1 or more";
         return Err(Refusal::field("max_tokens", message));
     }
-    Ok(asked.map(|tokens| tokens as u32))
+    Ok(asked)
 }
 
 /// The number of tokens to generate, which with the prompt must fit the key/value cache.
-fn limit(api: Api, asked: Option<u32>, prompt: &[u32], served: &Served) -> Result<u32, Refusal> {
-    let field = match api {
-        Api::Completions => "prompt",
-        Api::Chat | Api::Messages => "messages",
-        Api::Responses => "input",
+fn limit(
+    api: Api,
+    asked: Option<(&'static str, u32)>,
+    prompt: &[u32],
+    served: &Served,
+) -> Result<u32, Refusal> {
+    let long = prompt.len() > served.capacity as usize;
+    let field = match (api, asked) {
+        (_, Some((name, _))) if !long => name,
+        (Api::Completions, _) => "prompt",
+        (Api::Chat | Api::Messages, _) => "messages",
+        (Api::Responses, _) => "input",
     };
     // The last sampled token is not fed.
     let room = (served.capacity as usize + 1).saturating_sub(prompt.len());
     let least = match (asked, api) {
-        (Some(asked), _) => asked,
+        (Some((_, asked)), _) => asked,
         (None, Api::Completions) => COMPLETION_TOKENS.min(room.max(1) as u32),
         (None, Api::Chat | Api::Messages | Api::Responses) => (room as u32).max(1),
     };
-    if prompt.len() > served.capacity as usize || least as usize > room {
+    if long || least as usize > room {
         let message = format!(
             "a prompt of {} tokens and {least} new ones do not fit the key/value cache of {} positions",
             prompt.len(),

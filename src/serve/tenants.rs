@@ -195,6 +195,15 @@ pub(super) fn priority_of(tier: &str) -> Option<Priority> {
     }
 }
 
+/// OpenAI's name of the tier of a priority.
+pub(super) fn tier_of(priority: Priority) -> &'static str {
+    match priority {
+        Priority::Normal => "default",
+        Priority::Low => "flex",
+        Priority::High => "priority",
+    }
+}
+
 impl Account {
     /// A place among the tenant's requests, if its number is limited.
     fn enter(&self) -> Result<Option<OwnedSemaphorePermit>, Refusal> {

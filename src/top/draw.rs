@@ -152,7 +152,12 @@ fn figures(sheet: &mut Sheet, view: &View<'_>) {
         ),
     };
     let how = if rates.counted { "counted" } else { "weights times positions" };
-    sheet.row("reads", format!("{}B/s{of} while running ({how})", short(rates.bytes)));
+    let read = match rates.bytes {
+        // Nothing ran, or nothing is known of when: only a GPU's commands are timed.
+        0.0 => "-".to_owned(),
+        bytes => format!("{}B/s{of} while running ({how})", short(bytes)),
+    };
+    sheet.row("reads", read);
     if let Some(gpu) = head.gpu() {
         sheet.row("gpu", gpu.line());
     }

@@ -248,7 +248,8 @@ fn not_a_folder() {
     copy.remove("model.safetensors");
     assert_eq!(
         copy.refusal(),
-        "DIR is not a model folder: it has neither model.safetensors nor model.safetensors.index.json"
+        "DIR is not a model folder: it has neither model.safetensors nor model.safetensors.index.json; \
+         download its weights (propose, lower, trace and bench with --device cpu need none)"
     );
     copy.write("pytorch_model.bin", "");
     assert!(
@@ -256,7 +257,21 @@ fn not_a_folder() {
             .ends_with("; convert its pickled weights with transformers' save_pretrained")
     );
     copy.remove("config.json");
-    assert_eq!(copy.refusal(), "DIR is not a model folder: it has no config.json");
+    let lost = |words: &str| {
+        let text = copy.refusal();
+        let text = text.strip_prefix("DIR is not a model folder: it has no config.json; ");
+        assert!(text.is_some_and(|text| text.contains(words)), "{text:?}");
+    };
+    lost("give the folder that holds config.json");
+    std::fs::create_dir(copy.dir().join("7b")).expect("a folder");
+    copy.write("7b/config.json", "{}");
+    lost("7b has one: give that");
+    std::fs::create_dir(copy.dir().join("snapshots")).expect("a folder");
+    lost("(ORG/NAME), or a folder in its snapshots");
+    copy.write("model.gguf", "");
+    lost("give the .gguf file");
+    copy.write("adapter_config.json", "{}");
+    lost("a LoRA adapter");
 }
 
 #[test]
@@ -463,9 +478,9 @@ fn names_that_are_neither_preset_nor_folder() {
     assert!(
         text("smollm-135m").contains("(the preset smollm2-135m has this shape and random weights)")
     );
-    assert!(
-        text("/no/such/folder")
-            .starts_with("\"/no/such/folder\" is neither a preset nor a folder; a model")
-    );
+    for path in ["/no/such/folder", "./here", "a/b/c", "model.gguf"] {
+        let said = format!("there is no file or folder {path:?}; check the path");
+        assert_eq!(text(path), said);
+    }
     assert!(text("").starts_with("\"\" is neither"));
 }

@@ -78,6 +78,7 @@ fn section(run: &Run) -> Markup {
             }
             (chart("Kept and reverted", charts::gains(run)))
             (led(run))
+            (failed(run))
             h3 { "What each knob was worth" }
             (knob_table(&effects(&run.trials)))
             (schedules(run))
@@ -94,7 +95,7 @@ fn facts(run: &Run) -> Markup {
     let shown = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{} us", figure(us)));
     let count = |test: &dyn Fn(&Trial) -> bool| run.trials.iter().filter(|t| test(t)).count();
     let interval = champion.and_then(|champion| champion.verdict.ci_us).map_or_else(
-        || if run.is_measured() { "-".to_owned() } else { "none: a prediction".to_owned() },
+        || if run.is_measured() { "-".to_owned() } else { "n/a".to_owned() },
         |[low, high]| format!("{} to {} us", figure(low), figure(high)),
     );
     let saved = match (first, best) {
@@ -113,15 +114,15 @@ fn facts(run: &Run) -> Markup {
     let skipped: u64 = run.trials.iter().map(|trial| trial.skipped.rejected).sum();
     let kind = run.kind();
     let rows = [
-        (format!("best, {kind}, a token"), shown(best)),
-        ("its 99 % interval".to_owned(), interval),
-        (format!("start, {kind}, a token"), shown(first)),
+        (format!("best per token, {kind}"), shown(best)),
+        ("99% interval".to_owned(), interval),
+        (format!("start per token, {kind}"), shown(first)),
         (format!("time saved, {kind}"), saved),
         (
             "of the bound reached".to_owned(),
             share.map_or("-".to_owned(), |share| format!("{share:.1} %")),
         ),
-        ("the champion, once more".to_owned(), confirmed.to_owned()),
+        ("champion re-checked".to_owned(), confirmed.to_owned()),
         ("trials".to_owned(), run.trials.len().to_string()),
         ("kept".to_owned(), count(&|trial| trial.outcome == Outcome::Kept).to_string()),
         ("not correct".to_owned(), failed.to_string()),
@@ -190,6 +191,27 @@ fn led(run: &Run) -> Markup {
     }
 }
 
+/// The trials that were not correct, each with the reason.
+fn failed(run: &Run) -> Markup {
+    let all: Vec<&Trial> = run.trials.iter().filter(|trial| !trial.verdict.correct).collect();
+    let rows = html! {
+        @for trial in all.iter().take(LED_MAX) {
+            tr {
+                td.n { (trial.trial) }
+                td { (trial.outcome.name()) }
+                td { (trial.why) }
+            }
+        }
+    };
+    html! {
+        @if !all.is_empty() {
+            h3 { "Not correct" }
+            (table(&[("trial", true), ("outcome", false), ("why", false)], &rows))
+            @if all.len() > LED_MAX { p.quiet { (all.len() - LED_MAX) " later ones are in the ledger." } }
+        }
+    }
+}
+
 fn knob_table(effects: &[Effect]) -> Markup {
     // A value that rounds to zero has no sign.
     let signed = |v: f64| if v.abs() < 0.005 { "0.00 %".to_owned() } else { format!("{v:+.2} %") };
@@ -253,15 +275,7 @@ fn schedules(run: &Run) -> Markup {
 /// The machine: all conditions in the header.
 fn machine(run: &Run) -> Markup {
     let mut rows = Vec::new();
-    for (key, value) in run.header.as_object().into_iter().flatten() {
-        if let Value::Object(inner) = value {
-            let named =
-                |(name, value): (&String, &Value)| (format!("{key}: {name}"), word(Some(value)));
-            rows.extend(inner.iter().map(named));
-        } else {
-            rows.push((key.clone(), word(Some(value))));
-        }
-    }
+    terms("", &run.header, &mut rows);
     html! {
         h3 { "The machine and the terms" }
         div.scroll {
@@ -272,6 +286,25 @@ fn machine(run: &Run) -> Markup {
                 "Nothing was measured: the latencies are the cost model's, for the target. They rank schedules and are no result."
             }
         }
+    }
+}
+
+/// The fields of the header that have a value, a row for each, but not the start's knobs, which have a table.
+fn terms(name: &str, value: &Value, rows: &mut Vec<(String, String)>) {
+    match (name, value) {
+        (_, Value::Null) | ("start: config", _) => {}
+        (_, Value::Object(inner)) => {
+            for (key, value) in inner {
+                let inside = if name.is_empty() { key.clone() } else { format!("{name}: {key}") };
+                terms(&inside, value, rows);
+            }
+        }
+        ("began_unix_s", value) => {
+            let began = value.as_i64().and_then(|at| jiff::Timestamp::from_second(at).ok());
+            let began = began.map_or_else(|| word(Some(value)), |at| at.to_string());
+            rows.push(("began".to_owned(), began));
+        }
+        (name, value) => rows.push((name.to_owned(), word(Some(value)))),
     }
 }
 

@@ -42,6 +42,31 @@ fn run_of(trials: Vec<Trial>, model: &str) -> Run {
     run
 }
 
+#[test]
+fn every_colour_of_a_page_is_in_its_style() {
+    let page = super::page::render(&[run_of(many(40), "m")]);
+    let used: Vec<&str> =
+        page.split("var(").skip(1).filter_map(|rest| rest.split(')').next()).collect();
+    assert!(used.contains(&"--bound"), "the bound is drawn");
+    for name in used {
+        assert_eq!(page.matches(&format!("{name}:#")).count(), 2, "{name}: by day and by night");
+    }
+}
+
+#[test]
+fn a_page_says_when_its_search_began_and_what_was_not_correct() {
+    let mut run = run_of(many(4), "m");
+    run.header["began_unix_s"] = 1_795_825_635.into();
+    run.header["start"] =
+        serde_json::json!({"config": {"kernel": 1}, "source": {"kind": "default", "shape": null}});
+    run.trials[2].verdict.correct = false;
+    run.trials[2].why = "logit 7 differs".to_owned();
+    let page = super::page::render(&[run]);
+    assert!(page.contains("2026-11-28T00:27:15Z") && page.contains("logit 7 differs"));
+    assert!(page.contains("start: source: kind") && !page.contains("start: config"));
+    assert!(!page.contains("began_unix_s") && !page.contains("shape"));
+}
+
 fn many(count: u64) -> Vec<Trial> {
     let us = |n: u64| 100.0 - 30.0 * (n as f64 / count as f64) + ((n * 7919) % 97) as f64 / 3.0;
     let mut best = f64::MAX;

@@ -1,17 +1,32 @@
 //! `amk runs replay`: repeats a trial of a run. A stage that cannot run here is reported, and is not a failure.
 
+use schemars::JsonSchema;
 use search::replay::{Place, Repeated, Stage, replay};
 use search::{Conditions, Device, LatencyKind, device_positions};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use super::recorded::Recorded;
 use crate::cli::{DeviceChoice, PlaceArgs, ReplayArgs};
 use crate::context::Context;
-use crate::failure::{Exit, Failure, Outcome};
-use crate::report;
+use crate::failure::{Exit, Failure};
+use crate::report::{self, Answer};
 use crate::spinner::Spinner;
 
-pub(crate) fn run(args: &ReplayArgs) -> Outcome {
+/// How a trial went again.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct Replayed {
+    #[schemars(extend("const" = "amk.replay.v1"))]
+    schema: &'static str,
+    run: String,
+    trial: u64,
+    same: bool,
+    /// Each is the same, differs or was skipped, and why.
+    #[schemars(with = "Vec<Value>")]
+    stages: Vec<Stage>,
+}
+
+pub(crate) fn answer(args: &ReplayArgs) -> Result<Answer<Replayed>, Failure> {
     let found = Recorded::open(&args.path)?;
     let trial = match args.trial {
         None => found.champion(),
@@ -53,14 +68,9 @@ pub(crate) fn run(args: &ReplayArgs) -> Outcome {
         };
         report::say(&format!("  {stage:9} {word:7} {detail}"));
     }
-    report::document(&json!({
-        "schema": "amk.replay.v1",
-        "run": found.run,
-        "trial": trial.trial,
-        "same": same,
-        "stages": stages,
-    }))?;
-    Ok(if same { Exit::Yes } else { Exit::No })
+    let (run, trial) = (found.run.clone(), trial.trial);
+    let document = Replayed { schema: "amk.replay.v1", run, trial, same, stages };
+    Ok(Answer { document, exit: if same { Exit::Yes } else { Exit::No } })
 }
 
 /// The GPU that measured the trial, if it is here; else the GPU that a search would use.

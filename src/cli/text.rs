@@ -60,6 +60,16 @@ pub(crate) struct GenerateArgs {
     pub(crate) check_weights: bool,
     #[command(flatten)]
     pub(crate) log: CommandLogArgs,
+    #[command(flatten)]
+    pub(crate) guesses: GuessArgs,
+}
+
+/// Guessed tokens of `generate`, `chat` and `serve`.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct GuessArgs {
+    /// Guess up to this many next tokens from the text so far and check them in one step, while that is faster. No token changes. Default: none.
+    #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "N", conflicts_with = "command_log", value_parser = clap::value_parser!(u32).range(0..=7))]
+    pub(crate) speculate: u32,
 }
 
 /// A log of the commands of `generate` and `serve`.

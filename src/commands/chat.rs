@@ -168,6 +168,7 @@ fn prompt(
         host: HostRules::default(),
         constraint: None,
         priority: Priority::Normal,
+        speculate: 0,
     }))
 }
 

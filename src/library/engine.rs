@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ir::program::{Program, Verified};
+use ir::program::{Program, Verified, check_seqs};
 use ir::sampling::{Logprobs, Sampling};
 use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
@@ -24,8 +24,9 @@ use crate::failure::Failure;
 use crate::host_rules::HostRules;
 use crate::memory::{self, Use};
 use crate::observe::{Command, Observer, Sequences, TurnEnd};
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
 use crate::sequence::{SLICE, Sequence, Told, Work};
+use crate::speculate::{self, Tally};
 
 /// A model that continues prompts: `amk generate`, called from a program.
 ///
@@ -82,6 +83,8 @@ pub struct Request {
     pub logprobs: Option<usize>,
     /// Whether to keep the logits of every position that was run.
     pub keep_logits: bool,
+    /// The most tokens that are guessed and checked in one step, 7 at most; 0 for none. They change no token.
+    pub speculate: u32,
 }
 
 impl Request {
@@ -95,6 +98,7 @@ impl Request {
             sampling: Sampling::default(),
             logprobs: None,
             keep_logits: false,
+            speculate: 0,
         }
     }
 }
@@ -122,6 +126,8 @@ pub struct Generated {
     schedule: Option<ScheduleSource>,
     model: String,
     command_log: Option<Ended>,
+    /// What windows gave, if tokens were guessed.
+    speculation: Option<Tally>,
 }
 
 impl Generated {
@@ -142,6 +148,9 @@ impl Generated {
                 document[name] = value.clone();
             }
         }
+        if let Some(tally) = &self.speculation {
+            document["speculation"] = tally.to_json();
+        }
         if let Some(ended) = &self.command_log {
             document["command_log"] = json!(ended);
         }
@@ -157,6 +166,13 @@ fn scored((token, logprobs): (&u32, &Logprobs)) -> Value {
     let top = logprobs.top.iter();
     let top = top.map(|(token, logprob)| json!({"token": token, "logprob": logprob}));
     json!({"token": token, "logprob": logprobs.chosen, "top": top.collect::<Vec<Value>>()})
+}
+
+/// The program and schedule of windows, and the batch size of their kernel.
+struct Windows {
+    program: Arc<Verified<Program>>,
+    config: ScheduleConfig,
+    seqs: u32,
 }
 
 /// A callback for each new token.
@@ -258,6 +274,7 @@ impl Engine {
             stop,
             logprobs: request.logprobs,
             priority: Priority::Normal,
+            speculate: request.speculate,
         })
     }
 
@@ -293,6 +310,14 @@ impl Engine {
         }
         if self.streaming.is_some() {
             context.one_gpu("--stream-weights")?;
+        }
+        if request.speculate > speculate::GUESSES_MAX {
+            let (got, most) = (request.speculate, speculate::GUESSES_MAX);
+            return Err(Failure::usage(format!("--speculate {got}: 0 to {most} are possible")));
+        }
+        if request.speculate > 0 && context.device == DeviceChoice::Eval {
+            let message = "--speculate: the graph has no steps of several positions; run it with --device cpu or cuda";
+            return Err(Failure::usage(message));
         }
         if prompt.is_empty() {
             return Err(Failure::usage("the prompt has no tokens; give at least one"));
@@ -349,7 +374,9 @@ impl Engine {
         let log = self.begin_log(Some((&program, &config)))?;
         let generated = if on_gpu {
             let (prompt, tap) = (work.prompt.len(), log.as_ref().map(CommandLog::tap));
-            let mut kernel = self.kernel((&program, &config), (prompt, keep), (observer, tap))?;
+            let windows = self.windows(&config, work.speculate)?;
+            let built = (&program, &config, windows.as_ref());
+            let mut kernel = self.kernel(built, (prompt, keep), (observer, tap))?;
             let mut generated =
                 logged(log, &mut kernel, context, (work, keep), (&mut said, on_token))?;
             generated.weights = kernel.gpu().weights_report(self.began)?;
@@ -380,11 +407,26 @@ impl Engine {
         })
     }
 
+    /// The kernel of windows with this many guesses, if there are any.
+    fn windows(&self, alone: &ScheduleConfig, guesses: u32) -> Result<Option<Windows>, Failure> {
+        if guesses == 0 {
+            return Ok(None);
+        }
+        let context = &self.context;
+        context.one_gpu("--speculate")?;
+        let seqs = speculate::kernel_seqs(guesses);
+        let config = spread(*alone, context.graph(), &context.target, seqs);
+        let program = Arc::new(context.lowered(&config)?);
+        check_seqs(&program, seqs)
+            .map_err(|why| Failure::usage(format!("--speculate {guesses}: {why}")))?;
+        Ok(Some(Windows { program, config, seqs }))
+    }
+
     /// The megakernel, which decodes, samples and feeds back. The host samples from its logits if log probabilities are
     /// requested or the device's limits are exceeded.
     fn kernel(
         &self,
-        (program, config): (&Arc<Verified<Program>>, &ScheduleConfig),
+        (program, config, windows): (&Arc<Verified<Program>>, &ScheduleConfig, Option<&Windows>),
         (prompt, keep): (usize, bool),
         (observer, tap): (&Observer, Option<RingTap>),
     ) -> Result<Megakernel<'_>, Failure> {
@@ -398,6 +440,13 @@ impl Engine {
             device.stream_weights(streaming);
         }
         let handle = device.prepare(program, &config.kernel)?;
+        if let Some(Windows { program, config, seqs }) = windows {
+            // Last, and booted: the memory is for the wider kernel.
+            device.set_seqs(*seqs);
+            let wide = device.prepare(program, &config.kernel)?;
+            device.serve(wide, 1, KvPool::Full)?;
+            return Ok(Megakernel::new(device, wide, 1).switching(Some(handle)));
+        }
         // Chunks are run before the first launch.
         if keep || !device.takes_chunks(prompt.saturating_sub(1)) {
             device.serve(handle, 1, KvPool::Full)?;
@@ -468,6 +517,7 @@ fn continued(
         tokens: sequence.chosen,
         logits: sequence.rows.unwrap_or_default(),
         logprobs: scored.then_some(scores),
+        speculation: sequence.guesser.map(|guesser| guesser.tally),
         ..Generated::default()
     })
 }

@@ -139,6 +139,7 @@ impl Request {
                 stop: stop_ids.clone(),
                 logprobs,
                 priority,
+                speculate: 0,
             };
             let template = with_least(template)?;
             choices.extend((0..n).map(|choice| {

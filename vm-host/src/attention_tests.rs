@@ -87,7 +87,7 @@ fn device_says(
         format!("-DAMK_FEATURES={}", crate::compile::kv_feature(kv) | feature),
         format!("-DAMK_SEQS={seqs}"),
         "-DAMK_BATCH_TILES=1".into(),
-        format!("-DSPLITS={splits}u"),
+        format!("-DSPLITS_OF_TEST={splits}"),
     ];
     let program = match way {
         Step => "attention",

@@ -3,9 +3,10 @@
 
 constexpr uint32_t HEAD = AMK_HEAD_DIM, GROUP = AMK_GROUP, KV_HEADS = 2, HEADS = GROUP * KV_HEADS, ROWS = HEADS + 2 * KV_HEADS, PAGES = 4;
 constexpr uint32_t POSITIONS = (PAGES - 1) * PAGE_KEYS, KV_BLOCK = 64;
-#ifndef SPLITS
-constexpr uint32_t SPLITS = 2;
+#ifndef SPLITS_OF_TEST
+#define SPLITS_OF_TEST 2
 #endif
+constexpr uint32_t SPLITS = SPLITS_OF_TEST;
 constexpr uint32_t SEQ_WORDS = ROWS * HEAD > SPLITS * HEADS * PARTIAL_WORDS ? ROWS * HEAD : SPLITS * HEADS * PARTIAL_WORDS; // of a sequence, in either buffer
 static Worker worker;
 static Shared shared;

@@ -33,6 +33,7 @@ pub(crate) use kernel_table::KernelTable;
 pub(crate) use open::{Built, Kernels, Opening, open};
 use shared_pages::Cached;
 pub(crate) use shared_pages::SharedPages;
+pub(crate) use windows::Windows;
 
 /// Prompt tokens per turn where each takes a step.
 pub(crate) const PROMPT_SLICE: u64 = 16;

@@ -99,6 +99,8 @@ pub(crate) struct Tally {
     pub(crate) guessed: u64,
     /// Guesses that were right, and behind right ones only.
     pub(crate) accepted: u64,
+    /// Windows with a wrong guess.
+    pub(crate) rejected: u64,
     /// Tokens of these steps.
     pub(crate) tokens: u64,
 }
@@ -112,17 +114,24 @@ pub(crate) enum Plan {
     Window(Vec<u32>),
 }
 
+/// What a window of this many positions is expected to take, in steps of the kernel for one sequence: more than batches of
+/// llama-3.1-8b take (docs/lab/2026-11-28-speculation.md).
+pub(crate) fn price(positions: usize) -> f64 {
+    1.15 + 0.015 * positions as f64
+}
+
 impl Tally {
     /// The fields of documents.
     pub(crate) fn to_json(self) -> Value {
-        let Self { windows, guessed, accepted, tokens } = self;
+        let Self { windows, guessed, accepted, rejected, tokens } = self;
         let over = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
         json!({
             "windows": windows,
             "guessed": guessed,
             "accepted": accepted,
             "tokens": tokens,
-            "acceptance": over(accepted, guessed),
+            "rejected": rejected,
+            "acceptance": over(accepted, accepted + rejected),
             "tokens_per_window": over(tokens, windows),
         })
     }
@@ -195,9 +204,9 @@ impl Guesser {
     }
 
     /// What a window of this many positions takes, in steps of the kernel for one sequence. Before one was timed: what the
-    /// nearest one took, or what is expected of the kernels of llama-3.1-8b (docs/lab/2026-11-28-speculation.md).
+    /// nearest one took, or what is expected.
     fn price(&self, positions: usize) -> f64 {
-        let expected = 1.15 + 0.015 * positions as f64;
+        let expected = price(positions);
         let Some(plain) = self.plain.median() else { return expected };
         let timed = self.times.iter().enumerate().filter_map(|(of, t)| Some((of, t.median()?)));
         let nearest = timed.min_by_key(|(of, _)| of.abs_diff(positions));
@@ -221,9 +230,11 @@ impl Guesser {
         self.looked(!guesses.is_empty());
         let right = tokens.iter().zip(guesses).take_while(|(token, guess)| token == guess).count();
         (0..right).for_each(|_| self.judged(true));
-        if right < guesses.len() && right < tokens.len() {
+        let wrong = right < guesses.len() && right < tokens.len();
+        if wrong {
             self.judged(false);
         }
+        self.tally.rejected += u64::from(wrong);
         tokens.iter().for_each(|&token| self.lookup.push(token));
         self.tally.windows += 1;
         self.tally.guessed += guesses.len() as u64;

@@ -1,11 +1,63 @@
 //! Windows: steps of consecutive positions of one sequence, of which those behind a wrong guess are dropped.
 
+use std::sync::Arc;
+
+use ir::program::{Program, Verified, check_seqs};
+use ir::schedule::ScheduleConfig;
 use reference_vm::eval::Logits;
+use remote::Served;
+use search::{DeviceError, Handle};
 use telemetry::now_ns;
-use vm_host::Window;
+use vm_host::{KvPool, Window};
+
+use crate::context::Context;
+use crate::device::Gpu;
+use crate::failure::Failure;
+use crate::schedule_choice::spread;
+use crate::speculate::kernel_seqs;
 
 use super::shared_pages::Cached;
 use super::{Advanced, Broken, Hosted, Kernel, Megakernel, Observer, refused, unknown};
+
+/// The program and schedule of windows, and the batch size of their kernel.
+pub(crate) struct Windows {
+    program: Arc<Verified<Program>>,
+    config: ScheduleConfig,
+    seqs: u32,
+}
+
+impl Windows {
+    /// Those with this many guesses beside the schedule of one sequence, if there are any.
+    pub(crate) fn of(
+        context: &Context,
+        alone: &ScheduleConfig,
+        guesses: u32,
+    ) -> Result<Option<Self>, Failure> {
+        if guesses == 0 {
+            return Ok(None);
+        }
+        context.one_gpu("--speculate")?;
+        let seqs = kernel_seqs(guesses);
+        let config = spread(*alone, context.graph(), &context.target, seqs);
+        let program = Arc::new(context.lowered(&config)?);
+        check_seqs(&program, seqs)
+            .map_err(|why| Failure::usage(format!("--speculate {guesses}: {why}")))?;
+        Ok(Some(Self { program, config, seqs }))
+    }
+
+    /// Boots for one sequence on their kernel, and on the one of `alone` where nothing is worth a guess.
+    pub(crate) fn boot<'a>(
+        &self,
+        mut gpu: Gpu<'a>,
+        alone: Handle,
+    ) -> Result<Megakernel<'a>, DeviceError> {
+        // Last, and booted: the memory is for the wider kernel.
+        gpu.set_seqs(self.seqs);
+        let wide = gpu.prepare(&self.program, &self.config.kernel)?;
+        gpu.serve(wide, 1, KvPool::Full)?;
+        Ok(Megakernel::new(gpu, wide, 1).switching(Some(alone)))
+    }
+}
 
 impl<S, B, R> Hosted<S, B, R>
 where

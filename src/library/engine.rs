@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ir::program::{Program, Verified, check_seqs};
+use ir::program::{Program, Verified};
 use ir::sampling::{Logprobs, Sampling};
 use ir::schedule::ScheduleConfig;
 use model::{Chat, Message, Tokenizer};
@@ -19,12 +19,12 @@ use crate::cli::{
 };
 use crate::command_log::{CommandLog, Ended, Head, Kernel, Logged};
 use crate::context::Context;
-use crate::engine::{self, Engine as Machine, Megakernel};
+use crate::engine::{self, Engine as Machine, Megakernel, Windows};
 use crate::failure::Failure;
 use crate::host_rules::HostRules;
 use crate::memory::{self, Use};
 use crate::observe::{Command, Observer, Sequences, TurnEnd};
-use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, spread};
+use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Told, Work};
 use crate::speculate::{self, Tally};
 
@@ -166,13 +166,6 @@ fn scored((token, logprobs): (&u32, &Logprobs)) -> Value {
     let top = logprobs.top.iter();
     let top = top.map(|(token, logprob)| json!({"token": token, "logprob": logprob}));
     json!({"token": token, "logprob": logprobs.chosen, "top": top.collect::<Vec<Value>>()})
-}
-
-/// The program and schedule of windows, and the batch size of their kernel.
-struct Windows {
-    program: Arc<Verified<Program>>,
-    config: ScheduleConfig,
-    seqs: u32,
 }
 
 /// A callback for each new token.
@@ -374,7 +367,7 @@ impl Engine {
         let log = self.begin_log(Some((&program, &config)))?;
         let generated = if on_gpu {
             let (prompt, tap) = (work.prompt.len(), log.as_ref().map(CommandLog::tap));
-            let windows = self.windows(&config, work.speculate)?;
+            let windows = Windows::of(context, &config, work.speculate)?;
             let built = (&program, &config, windows.as_ref());
             let mut kernel = self.kernel(built, (prompt, keep), (observer, tap))?;
             let mut generated =
@@ -407,21 +400,6 @@ impl Engine {
         })
     }
 
-    /// The kernel of windows with this many guesses, if there are any.
-    fn windows(&self, alone: &ScheduleConfig, guesses: u32) -> Result<Option<Windows>, Failure> {
-        if guesses == 0 {
-            return Ok(None);
-        }
-        let context = &self.context;
-        context.one_gpu("--speculate")?;
-        let seqs = speculate::kernel_seqs(guesses);
-        let config = spread(*alone, context.graph(), &context.target, seqs);
-        let program = Arc::new(context.lowered(&config)?);
-        check_seqs(&program, seqs)
-            .map_err(|why| Failure::usage(format!("--speculate {guesses}: {why}")))?;
-        Ok(Some(Windows { program, config, seqs }))
-    }
-
     /// The megakernel, which decodes, samples and feeds back. The host samples from its logits if log probabilities are
     /// requested or the device's limits are exceeded.
     fn kernel(
@@ -440,12 +418,8 @@ impl Engine {
             device.stream_weights(streaming);
         }
         let handle = device.prepare(program, &config.kernel)?;
-        if let Some(Windows { program, config, seqs }) = windows {
-            // Last, and booted: the memory is for the wider kernel.
-            device.set_seqs(*seqs);
-            let wide = device.prepare(program, &config.kernel)?;
-            device.serve(wide, 1, KvPool::Full)?;
-            return Ok(Megakernel::new(device, wide, 1).switching(Some(handle)));
+        if let Some(windows) = windows {
+            return Ok(windows.boot(device, handle)?);
         }
         // Chunks are run before the first launch.
         if keep || !device.takes_chunks(prompt.saturating_sub(1)) {

@@ -43,6 +43,7 @@ fn served() -> Served {
         capacity: 100,
         seqs: 8,
         shares: true,
+        speculate: 0,
         eos: Vec::new(),
         tokenizer: None,
         grammars: OnceLock::new(),

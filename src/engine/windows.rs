@@ -16,6 +16,7 @@ use crate::failure::Failure;
 use crate::schedule_choice::spread;
 use crate::speculate::kernel_seqs;
 
+use super::kernel_choice::KernelChoice;
 use super::shared_pages::Cached;
 use super::{Advanced, Broken, Hosted, Kernel, Megakernel, Observer, refused, unknown};
 
@@ -55,7 +56,8 @@ impl Windows {
         gpu.set_seqs(self.seqs);
         let wide = gpu.prepare(&self.program, &self.config.kernel)?;
         gpu.serve(wide, 1, KvPool::Full)?;
-        Ok(Megakernel::new(gpu, wide, 1).switching(Some(alone)))
+        let choice = KernelChoice::alone();
+        Ok(Megakernel { choice, ..Megakernel::new(gpu, wide, 1).switching(Some(alone)) })
     }
 }
 

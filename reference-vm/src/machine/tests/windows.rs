@@ -82,8 +82,8 @@ fn rejected_positions_leave_no_trace() {
     machine.reset();
     let all = tokens(12);
     let mut got = outputs(machine.run(&all[..2], Order::Waves).unwrap());
-    for at in 2..12 {
-        let window = [all[at], 130, 129, 128];
+    for (at, &token) in all.iter().enumerate().skip(2) {
+        let window = [token, 130, 129, 128];
         let right = outputs(machine.window(&window, Order::Seeded(at as u64)).unwrap());
         machine.truncate(at + 1);
         got.logits.push(right.logits[0].clone());

@@ -393,3 +393,7 @@ impl Sequence {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "sequence_tests.rs"]
+mod tests;

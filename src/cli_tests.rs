@@ -51,6 +51,8 @@ mod schemas;
 mod seqs;
 #[path = "serve_tests.rs"]
 mod serve;
+#[path = "cli_tests/speculate.rs"]
+mod speculate;
 #[path = "top_tests.rs"]
 mod top;
 #[path = "cli_tests/trace.rs"]

@@ -25,6 +25,7 @@ mod kernel_choice;
 mod kernel_table;
 mod open;
 mod shared_pages;
+mod windows;
 
 pub(crate) use bench::{Bench, Preempt};
 use kernel_choice::{ALONE, Kernel, KernelChoice};
@@ -32,6 +33,7 @@ pub(crate) use kernel_table::KernelTable;
 pub(crate) use open::{Built, Kernels, Opening, open};
 use shared_pages::Cached;
 pub(crate) use shared_pages::SharedPages;
+pub(crate) use windows::Windows;
 
 /// Prompt tokens per turn where each takes a step.
 pub(crate) const PROMPT_SLICE: u64 = 16;
@@ -141,6 +143,40 @@ pub(crate) trait Engine {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
     }
 
+    /// Most positions of a window, one step that runs consecutive positions of one sequence: the next token and guesses. 1:
+    /// the machine has none.
+    fn window(&self) -> usize {
+        1
+    }
+
+    /// Whether steps take as long as they will, so that windows may be judged by their time.
+    fn timed(&self) -> bool {
+        false
+    }
+
+    /// Runs the next token of a sequence for which the machine samples, and guesses behind it, in a window. Gives the tokens
+    /// that [`advance`](Self::advance) would have sampled, as many as the guesses were right and one more.
+    fn speculate(
+        &mut self,
+        place: usize,
+        _token: u32,
+        _guesses: &[u32],
+        _observer: &mut dyn Observer,
+    ) -> Result<Advanced, Broken> {
+        Err(Broken::Sequence(format!("the machine has no windows for place {place}")))
+    }
+
+    /// Runs tokens at the next positions in a window, and returns the logits of each. The sequence goes on where it was until
+    /// [`keep`](Self::keep).
+    fn window_rows(&mut self, place: usize, _tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
+        Err(Broken::Sequence(format!("the machine has no windows for place {place}")))
+    }
+
+    /// Keeps the first tokens of the last window of a sequence: one at least.
+    fn keep(&mut self, place: usize, _tokens: &[u32]) -> Result<(), Broken> {
+        Err(Broken::Sequence(format!("the machine has no windows for place {place}")))
+    }
+
     /// The kernel that ran the last command, by its index in the server's list; 0 where there is one.
     fn kernel(&self) -> usize {
         0
@@ -221,12 +257,14 @@ struct Hosted<S, B, R> {
     account: Account,
     /// The number of the kernel that sequences begin with.
     kernel: usize,
+    /// The position at which the last window began.
+    window_at: usize,
 }
 
 impl<S, B, R> Hosted<S, B, R> {
     fn new(begin: B, run: R, shared: Option<SharedPages>) -> Self {
         let account = Account::default();
-        Self { begin, run, sequences: BTreeMap::new(), shared, account, kernel: 0 }
+        Self { begin, run, sequences: BTreeMap::new(), shared, account, kernel: 0, window_at: 0 }
     }
 }
 
@@ -354,6 +392,18 @@ where
 
     fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
         self.run(place, tokens, Logits::All)
+    }
+
+    fn window(&self) -> usize {
+        S::WINDOW
+    }
+
+    fn window_rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
+        self.rows_of_window(place, tokens)
+    }
+
+    fn keep(&mut self, place: usize, tokens: &[u32]) -> Result<(), Broken> {
+        self.keep_of_window(place, tokens)
     }
 
     fn kernel(&self) -> usize {
@@ -598,6 +648,33 @@ impl Engine for Megakernel<'_> {
         self.ran(place, ran, done.steps);
         let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
         Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+    }
+
+    fn window(&self) -> usize {
+        self.gpu.window_seqs() as usize
+    }
+
+    fn timed(&self) -> bool {
+        true
+    }
+
+    fn speculate(
+        &mut self,
+        place: usize,
+        token: u32,
+        guesses: &[u32],
+        observer: &mut dyn Observer,
+    ) -> Result<Advanced, Broken> {
+        self.window_of(place, token, guesses, observer)
+    }
+
+    fn window_rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
+        self.rows_of_window(place, tokens)
+    }
+
+    fn keep(&mut self, place: usize, tokens: &[u32]) -> Result<(), Broken> {
+        self.ran(place, tokens.iter().copied(), tokens.len() as u32);
+        Ok(())
     }
 
     fn kernel(&self) -> usize {

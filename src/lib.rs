@@ -45,6 +45,7 @@ mod schedule_choice;
 mod sequence;
 #[cfg(feature = "full")]
 mod serve;
+mod speculate;
 mod spinner;
 #[cfg(feature = "full")]
 mod top;

@@ -1,5 +1,7 @@
 //! A sequence on an engine: the prompt is fed, then tokens are sampled and fed back, by the machine or on the host.
 
+use std::time::Instant;
+
 use abi::SequenceEnd;
 use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::Priority;
@@ -8,6 +10,7 @@ use vm_host::Watch;
 use crate::constraint::Constraint;
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
+use crate::speculate::{Guesser, Plan};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
 /// 0.2 ms, so that long ones are better. Clients do not wait for the end: tokens are sent while it runs, and it ends early
@@ -16,6 +19,9 @@ pub(crate) const SLICE: usize = 128;
 
 /// The same while other sequences wait for a turn.
 pub(crate) const SHARED_SLICE: usize = 16;
+
+/// Steps of one position after which a sequence looks whether its tokens could have been guessed.
+const LOOKED: u64 = 32;
 
 /// A generation request.
 #[derive(Clone, Debug)]
@@ -33,6 +39,8 @@ pub(crate) struct Work {
     /// How many likeliest tokens to report with the log probability of the sampled one.
     pub(crate) logprobs: Option<usize>,
     pub(crate) priority: Priority,
+    /// The most guesses of a window; 0 for none.
+    pub(crate) speculate: u32,
 }
 
 impl Work {
@@ -83,6 +91,8 @@ pub(crate) struct Sequence {
     pub(crate) chosen_there: bool,
     /// The logits of every position, if they are kept: then the host samples.
     pub(crate) rows: Option<Vec<Vec<f32>>>,
+    /// Guesses its next tokens, if it runs in windows.
+    pub(crate) guesser: Option<Guesser>,
 }
 
 /// What a sequence reports.
@@ -132,8 +142,8 @@ impl Sequence {
     pub(crate) fn new(work: Work) -> Self {
         let mut seen = Seen::default();
         seen.extend(work.prompt.iter().copied());
-        let (chosen, rows) = (Vec::new(), None);
-        Self { work, fed: 0, chosen, seen, kernel: 0, chosen_there: false, rows }
+        let (chosen, rows, guesser) = (Vec::new(), None, None);
+        Self { work, fed: 0, chosen, seen, kernel: 0, chosen_there: false, rows, guesser }
     }
 
     /// Begins the sequence in a place, and determines whether the machine samples.
@@ -148,6 +158,10 @@ impl Sequence {
             let how = How { sampling: &self.work.sampling, stop: &self.work.stop };
             self.chosen_there = engine.choose_by(place, &how)?;
         }
+        // The machine's set of tokens for a penalty would have the guesses; on the host it is that of the sequence.
+        let penalised = self.chosen_there && self.work.sampling.repetition_penalty != 1.0;
+        let most = (self.work.speculate as usize).min(engine.window() - 1);
+        self.guesser = (most > 0 && !penalised).then(|| Guesser::new(&self.work.prompt, most));
         Ok(())
     }
 
@@ -185,6 +199,20 @@ impl Sequence {
         tell: Tell<'_>,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
+        if self.guesser.is_some() && !self.chosen.is_empty() {
+            return self.guessing_turn(engine, (place, most), tell, preempt);
+        }
+        self.plain_turn(engine, (place, most), tell, preempt)
+    }
+
+    /// A turn of steps of one position.
+    fn plain_turn(
+        &mut self,
+        engine: &mut dyn Engine,
+        (place, most): (usize, u64),
+        tell: Tell<'_>,
+        preempt: &mut dyn FnMut() -> bool,
+    ) -> Result<(usize, Option<Finish>), Broken> {
         let tokens = self.next(most);
         let read = self.fed + tokens.len() >= self.work.prompt.len();
         if self.chosen_there {
@@ -211,6 +239,70 @@ impl Sequence {
             false => None,
         };
         Ok((tokens.len(), finish))
+    }
+
+    /// A turn of a sequence that is past its prompt and may run in windows: one of these, or some steps.
+    fn guessing_turn(
+        &mut self,
+        engine: &mut dyn Engine,
+        (place, most): (usize, u64),
+        tell: Tell<'_>,
+        preempt: &mut dyn FnMut() -> bool,
+    ) -> Result<(usize, Option<Finish>), Broken> {
+        let Some(guesser) = &mut self.guesser else { return Ok((0, None)) };
+        let known = guesser.len() - self.work.prompt.len();
+        guesser.stepped(&self.chosen[known..], None);
+        let left = self.work.limit as usize - self.chosen.len();
+        let room = left.min(most as usize).saturating_sub(1);
+        let (plan, before, began) = (guesser.next(room), self.chosen.len(), Instant::now());
+        let (ran, finish) = match &plan {
+            Plan::Plain => self.plain_turn(engine, (place, most.min(LOOKED)), tell, preempt)?,
+            Plan::Window(guesses) if self.chosen_there => {
+                let (token, told) = (self.chosen[before - 1], 0);
+                let mut teller = Teller { kernel: &mut self.kernel, told, tell, preempt };
+                let done = engine.speculate(place, token, guesses, &mut teller)?;
+                (done.ran, self.took(done, told, tell))
+            }
+            Plan::Window(guesses) => self.window_turn(engine, (place, guesses), tell)?,
+        };
+        let tokens = &self.chosen[before..];
+        let us = began.elapsed().as_secs_f64() * 1e6;
+        let timed = engine.timed();
+        let Some(guesser) = &mut self.guesser else { return Ok((ran, finish)) };
+        match plan {
+            Plan::Plain => {
+                let each = us / tokens.len().max(1) as f64;
+                guesser.stepped(tokens, timed.then_some(each));
+            }
+            Plan::Window(guesses) => guesser.ran(&guesses, tokens, timed.then_some(us)),
+        }
+        Ok((ran, finish))
+    }
+
+    /// A window whose tokens the host samples, row by row until a guess was wrong.
+    fn window_turn(
+        &mut self,
+        engine: &mut dyn Engine,
+        (place, guesses): (usize, &[u32]),
+        tell: Tell<'_>,
+    ) -> Result<(usize, Option<Finish>), Broken> {
+        let tokens = [self.unfed(), guesses].concat();
+        let rows = engine.window_rows(place, &tokens)?;
+        self.ran_on(engine.kernel(), tell);
+        let (mut ran, mut finish) = (0, None);
+        for row in rows {
+            (self.fed, ran) = (self.fed + 1, ran + 1);
+            finish = self.choose(&row, tell).map_err(Broken::Sequence)?;
+            if let Some(kept) = &mut self.rows {
+                kept.push(row);
+            }
+            if finish.is_some() || tokens.get(ran) != self.chosen.last() {
+                break;
+            }
+        }
+        engine.keep(place, &tokens[..ran])?;
+        self.say_sampled(engine, place);
+        Ok((ran, finish))
     }
 
     /// Runs tokens and returns the last row of logits, if it is read. Keeps or scores the other rows if that was requested.
@@ -301,3 +393,7 @@ impl Sequence {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "sequence_tests.rs"]
+mod tests;

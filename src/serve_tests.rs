@@ -344,6 +344,25 @@ fn the_server_gives_the_tokens_of_generate() {
     }
 }
 
+/// A lone request that is guessed, by the server's default or its own field, has the text of one that is not.
+#[test]
+fn a_guessed_answer_is_the_same() {
+    let server = Server::start(&["--model", GOLDEN, "--device", "cpu", "--speculate", "5"]);
+    let fields = |most: u32| {
+        let prompt = [3, 5, 8, 3, 5, 8, 3, 5];
+        json!({"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": true, "speculative.n_max": most})
+    };
+    let mut default = fields(0);
+    default.as_object_mut().unwrap().remove("speculative.n_max");
+    let plain = server.complete(fields(0));
+    assert_eq!(plain.json()["usage"]["completion_tokens"], 60, "{}", plain.body);
+    for guessed in [default, fields(1), fields(7)] {
+        assert_eq!(server.complete(guessed.clone()).text(), plain.text(), "{guessed}");
+    }
+    let message = server.complete(fields(8)).refuses(400, Some("speculative.n_max"));
+    assert!(message.contains("0 to 7"), "{message}");
+}
+
 /// Concurrent requests take turns, and none changes another.
 #[test]
 fn requests_beside_each_other_do_not_meet() {

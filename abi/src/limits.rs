@@ -108,6 +108,8 @@ limits! {
     SESSIONS_MAX: u32 = 64;
     /// Sessions that one decode command runs at once, one per sequence: the columns of one matrix product.
     SEQS_MAX: usize = 8;
+    /// Bytes of shared memory for the new keys and values of a step's sequences, as f16: rows of a window's sequences lie there together.
+    FRESH_BYTES: u32 = 7168;
     /// Tokens after its first that a sequence of a batch may take from its token buffer in one command: a byte in `seq_forced`.
     SEQ_FORCED_MAX: u32 = 255;
     /// Bits per sequence in `seq_endings`.

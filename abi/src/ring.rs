@@ -44,6 +44,7 @@ wire_struct! {
         /// Sequences of a decode command; 0 and 1: it runs `session` at `position`.
         /// More: it is a batch (decision 022). `session`, `position` and `forced` are zero, each sequence starts with the token at its
         /// position in its session's buffer and goes on with `seq_forced` more from there, and `stop` holds for all.
+        /// A command of one step may have windows: neighbours with one session, each at the position after the one before it.
         pub seqs: u32,
         /// Address of the `amk_program`, for `load_program`.
         pub program: u64,

@@ -532,8 +532,9 @@ wire_struct! {
         /// Two bits per sequence: the sequence's current run, of three.
         /// A sequence that skipped some steps has old words whose epoch may match this one; the run, part of its tags, distinguishes them.
         pub runs: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// Four bits per sequence: how many sequences directly before it run the positions before its own of the same session, in a window.
+        /// Zero for a batch without a window.
+        pub windows: u32,
     }
 }
 

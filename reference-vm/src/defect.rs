@@ -71,6 +71,22 @@ defects! {
     LeastLikely "chooses the worst candidate"
 }
 
+/// A mistake in how a sequence of a window takes the keys and values of those before it. Without a window it has no effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum WindowDefect {
+    /// Read from the cache, where this step's rows have not arrived.
+    StaleRows,
+    /// Those of the sequence itself instead.
+    OwnRows,
+    /// Keys rotated as at the position of the sequence itself.
+    OwnPosition,
+}
+
+impl WindowDefect {
+    /// Every mistake.
+    pub const ALL: [Self; 3] = [Self::StaleRows, Self::OwnRows, Self::OwnPosition];
+}
+
 /// The rotated vectors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rotated {

@@ -32,7 +32,7 @@ mod trace;
 mod trap;
 mod wave;
 
-pub use defect::Defect;
+pub use defect::{Defect, WindowDefect};
 pub use math::argmax;
 pub use order::Order;
 pub use products::Products;

@@ -11,9 +11,9 @@ use ir::program::{Program, Verified};
 use ir::{BufferId, CounterId, Graph, Weights, WorkerId};
 use rayon::prelude::*;
 
-use crate::defect::Defect;
+use crate::defect::{Defect, WindowDefect};
 use crate::memory::{Memory, Span, Step};
-use crate::ops::{self, Context, Effects};
+use crate::ops::{self, Best, Context, Effects};
 use crate::order::{Order, Picker};
 use crate::packed::Packed;
 use crate::products::Products;
@@ -125,6 +125,7 @@ pub struct Machine<'a> {
     /// The last run stopped in the middle of a step.
     halted: bool,
     defect: Option<(Defect, Option<u16>)>,
+    window_defect: Option<WindowDefect>,
     /// The stores of tasks, while tracing.
     trace: Option<Vec<Fired>>,
 }
@@ -196,6 +197,7 @@ impl<'a> Machine<'a> {
             chosen: None,
             halted: false,
             defect: None,
+            window_defect: None,
             trace: None,
         })
     }
@@ -205,6 +207,12 @@ impl<'a> Machine<'a> {
     pub fn with_defect(mut self, defect: Defect, layer: Option<u16>) -> Self {
         self.defect = Some((defect, layer));
         self
+    }
+
+    /// Adds a defect in windows.
+    #[must_use]
+    pub fn with_window_defect(self, defect: WindowDefect) -> Self {
+        Self { window_defect: Some(defect), ..self }
     }
 
     /// The program.
@@ -286,13 +294,37 @@ impl<'a> Machine<'a> {
         }
         let Program { dims, kv_capacity, .. } = self.program;
         InputError::check(tokens, dims.vocab, self.positions, *kv_capacity as usize)?;
+        self.steps(tokens.chunks(1), order)
+    }
+
+    /// Feeds tokens at the next positions in one step: a window, in which each position has a sequence's scratch, and
+    /// attends to the keys and values that those before it write in the same step. The tokens and logits are those of
+    /// [`run`](Self::run), bit for bit.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn window(&mut self, tokens: &[u32], order: Order) -> Result<Run, MachineError> {
+        if self.halted {
+            return Err(MachineError::Halted);
+        }
+        let Program { dims, kv_capacity, .. } = self.program;
+        InputError::check(tokens, dims.vocab, self.positions, *kv_capacity as usize)?;
+        self.steps([tokens].into_iter().filter(|tokens| !tokens.is_empty()), order)
+    }
+
+    /// Runs steps of one position or several. The tokens have been checked.
+    fn steps<'t>(
+        &mut self,
+        steps: impl Iterator<Item = &'t [u32]>,
+        order: Order,
+    ) -> Result<Run, MachineError> {
         let mut outputs = Outputs::default();
-        for &token in tokens {
-            match self.step(token, order) {
+        for tokens in steps {
+            match self.step(tokens, order) {
                 Ok(chosen) => {
-                    self.chosen = Some(chosen);
-                    outputs.tokens.push(chosen);
-                    outputs.logits.push(self.memory.logits());
+                    self.chosen = chosen.last().copied();
+                    outputs.tokens.extend(chosen);
+                    outputs.logits.extend((0..tokens.len()).map(|seq| self.memory.logits(seq)));
                 }
                 Err(stopped) => {
                     self.halted = true;
@@ -320,7 +352,7 @@ impl<'a> Machine<'a> {
     /// # Errors The trap of the task.
     pub fn again(&self, fired: &Fired, token: u32) -> Result<Fired, Trap> {
         let position = self.positions.saturating_sub(1) as u32;
-        let step = Step { token, position, epoch: self.epoch, device: 0 };
+        let step = Step { token, position, epoch: self.epoch, device: 0, seq: 0 };
         let (worker, task) = (fired.worker.index(), fired.task as usize);
         let progress = Progress { task, ..Progress::default() };
         let effects = ops::fire(self.context(worker, &progress, step));
@@ -380,56 +412,65 @@ impl<'a> Machine<'a> {
         Ok(Run::Finished(outputs))
     }
 
-    /// Runs one token through the program and returns the chosen token.
-    fn step(&mut self, token: u32, order: Order) -> Result<u32, Run> {
+    /// Runs tokens through the program, a sequence of a window each, and returns the token chosen after each.
+    fn step(&mut self, tokens: &[u32], order: Order) -> Result<Vec<u32>, Run> {
         self.epoch = self.epoch.wrapping_add(1);
-        let step = Step { token, position: self.positions as u32, epoch: self.epoch, device: 0 };
-        self.memory.begin(step);
+        let of = |(seq, &token): (u32, &u32)| {
+            let position = self.positions as u32 + seq;
+            Step { token, position, epoch: self.epoch, device: 0, seq }
+        };
+        let steps: Vec<Step> = (0..).zip(tokens).map(of).collect();
+        self.memory.begin(steps[0], steps.len());
         let mut workers: Vec<Progress> =
             self.program.workers.iter().map(|_| Progress::default()).collect();
         let mut picker = Picker::new(order, self.epoch);
         let mut left = self.program.task_len() as u64;
         let mut samples = u64::from(self.program.topology.devices);
-        let mut chosen = None;
+        let mut chosen: Vec<Option<Best>> = vec![None; steps.len()];
         let mut ready = Vec::new();
         while left > 0 {
             ready.clear();
             for (worker, progress) in workers.iter_mut().enumerate() {
-                if self.poll(worker, progress, step)? {
+                if self.poll(worker, progress, &steps)? {
                     ready.push(worker);
                 }
             }
             if ready.is_empty() {
-                return Err(Run::Stuck { waiting: self.waiting(&workers, step) });
+                return Err(Run::Stuck { waiting: self.waiting(&workers, steps[0]) });
             }
             let picked = picker.pick(&mut ready);
             let picked = &ready[ready.len() - picked..];
-            for (worker, effects) in self.fire(picked, &workers, step)? {
+            for (worker, effects) in self.fire(picked, &workers, &steps)? {
                 left -= 1;
-                let best = effects.chosen;
-                self.commit(worker, &mut workers[worker], effects, step)?;
-                if let Some(best) = best {
-                    // The devices' best tokens are exchanged: the last `sample` ends the step.
-                    let best = chosen.map_or(best, |other| best.better(other));
-                    chosen = Some(best);
-                    samples = samples.saturating_sub(1);
-                    if let Some(fired) = self.trace.as_mut().and_then(|all| all.last_mut()) {
-                        fired.chosen = Some(best.token).filter(|_| samples == 0);
-                    }
-                    if samples == 0 {
+                let best: Vec<Option<Best>> = effects.iter().map(|of| of.chosen).collect();
+                self.commit(worker, &mut workers[worker], &effects, &steps)?;
+                if best.iter().all(Option::is_none) {
+                    continue;
+                }
+                // The devices' best tokens are exchanged: the last `sample` ends the step.
+                for (chosen, best) in chosen.iter_mut().zip(best) {
+                    *chosen = best.map(|best| chosen.map_or(best, |other| best.better(other)));
+                }
+                samples = samples.saturating_sub(1);
+                if let Some(fired) = self.trace.as_mut().and_then(|all| all.last_mut()) {
+                    fired.chosen = chosen[0].map(|best| best.token).filter(|_| samples == 0);
+                }
+                if samples == 0 {
+                    for best in chosen.iter().flatten() {
                         self.end(worker, &workers[worker], best.token, left)?;
                     }
                 }
             }
         }
-        self.positions += 1;
+        self.positions += steps.len();
+        let chosen: Option<Vec<u32>> = chosen.iter().map(|best| Some((*best)?.token)).collect();
         let chosen = chosen.filter(|_| samples == 0);
-        Ok(chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))?.token)
+        Ok(chosen.ok_or_else(|| self.trap(0, 0, Fault::NoEnd))?)
     }
 
     /// Whether the worker's next task is ready; checks only waits and words that were not ready before.
-    fn poll(&self, worker: usize, progress: &mut Progress, step: Step) -> Result<bool, Trap> {
-        let step = self.on_device(worker, step);
+    fn poll(&self, worker: usize, progress: &mut Progress, steps: &[Step]) -> Result<bool, Trap> {
+        let step = self.on_device(worker, steps[0]);
         let Some(task) = self.program.workers[worker].tasks.get(progress.task) else {
             return Ok(false);
         };
@@ -444,8 +485,11 @@ impl<'a> Machine<'a> {
                     return Ok(false);
                 }
             }
-            progress.inputs =
-                Some(ops::inputs(self.context(worker, progress, step)).map_err(fault)?);
+            let mut inputs = Vec::new();
+            for &step in steps {
+                inputs.extend(ops::inputs(self.context(worker, progress, step)).map_err(fault)?);
+            }
+            progress.inputs = Some(inputs);
         }
         while let Some(&span) = progress.inputs.iter().flatten().nth(progress.scan.0) {
             if let Some((word, _)) =
@@ -460,23 +504,25 @@ impl<'a> Machine<'a> {
         Ok(true)
     }
 
-    /// Computes the effects of the picked workers' next tasks. None sees the effects of another.
+    /// Computes the effects of the picked workers' next tasks in each sequence. None sees the effects of another.
     fn fire(
         &self,
         picked: &[usize],
         workers: &[Progress],
-        step: Step,
-    ) -> Result<Vec<(usize, Effects)>, Trap> {
-        let wave = Wave::default();
+        steps: &[Step],
+    ) -> Result<Vec<(usize, Vec<Effects>)>, Trap> {
+        let waves: Vec<Wave> = steps.iter().map(|_| Wave::default()).collect();
         let effects = |&worker: &usize| {
             let progress = &workers[worker];
-            let context = Context {
-                products: self.products.map(|products| (products, &wave)),
-                ..self.context(worker, progress, step)
+            let fire = |(&step, wave): (&Step, _)| {
+                let context = Context {
+                    products: self.products.map(|products| (products, wave)),
+                    ..self.context(worker, progress, step)
+                };
+                ops::fire(context).map_err(|fault| self.trap(worker, progress.task, fault))
             };
-            let effects = ops::fire(context);
-            let effects = effects.map_err(|fault| self.trap(worker, progress.task, fault))?;
-            Ok((worker, effects))
+            let effects = steps.iter().zip(&waves).map(fire);
+            Ok((worker, effects.collect::<Result<_, Trap>>()?))
         };
         // Collected first, so that the first trap in order is the one reported.
         let all: Vec<_> = picked.par_iter().map(effects).collect();
@@ -487,24 +533,28 @@ impl<'a> Machine<'a> {
         &mut self,
         worker: usize,
         progress: &mut Progress,
-        effects: Effects,
-        step: Step,
+        effects: &[Effects],
+        steps: &[Step],
     ) -> Result<(), Trap> {
         let program = self.program;
-        let step = self.on_device(worker, step);
+        let device = self.program.device_of(WorkerId(worker as u32));
         let task = &program.workers[worker].tasks[progress.task];
         let stored = (|| {
-            for (buffer, start, words) in &effects.writes {
-                self.memory.write(*buffer, *start, words, step)?;
+            for (effects, step) in effects.iter().zip(steps) {
+                let step = Step { device, ..*step };
+                for (buffer, start, words) in &effects.writes {
+                    self.memory.write(*buffer, *start, words, step)?;
+                }
+                if let Some(append) = &effects.append {
+                    self.memory.append(append, step)?;
+                }
             }
-            if let Some(append) = &effects.append {
-                self.memory.append(append, step)?;
-            }
+            let step = Step { device, ..steps[0] };
             task.signal.map_or(Ok(()), |counter| self.memory.signal(counter, step))
         })();
         stored.map_err(|fault| self.trap(worker, progress.task, fault))?;
         if self.trace.is_some() {
-            let fired = self.fired(worker, progress.task, &effects);
+            let fired = self.fired(worker, progress.task, &effects[0]);
             self.trace.get_or_insert_default().push(fired);
         }
         *progress = Progress { task: progress.task + 1, ..Progress::default() };
@@ -536,6 +586,7 @@ impl<'a> Machine<'a> {
             memory: &self.memory,
             packed: &self.packed,
             products: None,
+            window_defect: self.window_defect,
         }
     }
 

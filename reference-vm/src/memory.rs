@@ -26,14 +26,17 @@ pub(crate) struct Step {
     pub(crate) epoch: u32,
     /// The device whose memory is accessed.
     pub(crate) device: u32,
+    /// The sequence of the window whose scratch is accessed; those before it run the positions before this one.
+    pub(crate) seq: u32,
 }
 
-/// Words `start..start + len` of a buffer.
+/// Words `start..start + len` of a buffer, of a sequence's copy of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     pub(crate) buffer: BufferId,
     pub(crate) start: u32,
     pub(crate) len: u32,
+    pub(crate) seq: u32,
 }
 
 enum Place {
@@ -72,7 +75,7 @@ enum Holder {
     All,
 }
 
-/// What each device has for itself: the arena, and the counters.
+/// What each device has for itself, per sequence of a window: the arena; and the counters, which are those of sequence 0.
 #[derive(Default)]
 struct Local {
     arena: Vec<u32>,
@@ -85,8 +88,10 @@ struct Local {
 pub(crate) struct Memory<'a> {
     program: &'a Program,
     places: Vec<Place>,
+    /// By sequence, then by device.
     devices: Vec<Local>,
-    logits: Vec<u32>,
+    /// By sequence.
+    logits: Vec<Vec<u32>>,
     caches: Vec<Cache>,
 }
 
@@ -121,15 +126,23 @@ impl<'a> Memory<'a> {
 
     /// Resets memory to its state after loading: no step has run.
     pub(crate) fn reset(&mut self) {
+        self.devices.clear();
+        self.logits.clear();
+        self.make_room(1);
+        self.truncate(0);
+    }
+
+    /// Makes room for the scratch of this many sequences.
+    fn make_room(&mut self, seqs: usize) {
         let words = self.program.arena_bytes as usize / 4;
-        let local = |_| Local {
+        let local = || Local {
             arena: vec![0; words],
             tags: vec![0; words],
             counters: vec![0; self.program.counters as usize],
         };
-        self.devices = (0..self.program.topology.devices).map(local).collect();
-        self.logits = vec![POISON; self.program.dims.vocab as usize];
-        self.truncate(0);
+        let seqs = seqs.max(self.logits.len());
+        self.devices.resize_with(seqs * self.program.topology.devices as usize, local);
+        self.logits.resize_with(seqs, || vec![POISON; self.program.dims.vocab as usize]);
     }
 
     /// Drops all but the first keys and values.
@@ -161,18 +174,19 @@ impl<'a> Memory<'a> {
         true
     }
 
-    /// Makes room for the step's key and value, and poisons the words of earlier steps.
-    pub(crate) fn begin(&mut self, step: Step) {
+    /// Makes room for the keys and values of a step of `seqs` positions, and poisons the words of earlier steps.
+    pub(crate) fn begin(&mut self, step: Step, seqs: usize) {
+        self.make_room(seqs);
         for (buffer, place) in self.program.buffers.iter().zip(&self.places) {
             if let Place::Plain(first) = *place {
                 let words = first..first + buffer.words as usize;
                 self.devices.iter_mut().for_each(|local| local.arena[words.clone()].fill(POISON));
             }
         }
-        self.logits.fill(POISON);
+        self.logits.iter_mut().for_each(|row| row.fill(POISON));
         let heads = self.program.dims.kv_heads as usize;
         let width = heads * self.program.dims.head_dim as usize;
-        let positions = step.position as usize + 1;
+        let positions = step.position as usize + seqs;
         for cache in &mut self.caches {
             cache.keys.resize(positions * width, 0.0);
             cache.values.resize(positions * width, 0.0);
@@ -203,7 +217,8 @@ impl<'a> Memory<'a> {
         let (_, place) = self.buffer(span)?;
         let Place::FlagInData(first) = *place else { return Ok(None) };
         let need = step.epoch;
-        let tags = &self.local(step).tags[first + span.start as usize..][..span.len as usize];
+        let tags = &self.local(step.device, span.seq).tags[first + span.start as usize..]
+            [..span.len as usize];
         let rest = tags.get(from as usize..).unwrap_or_default();
         let missing = find(rest, |tag| tag != need).map(|word| from + word as u32);
         Ok(missing.map(|word| (word, tags[word as usize])))
@@ -220,14 +235,15 @@ impl<'a> Memory<'a> {
         let (id, start, len) = (span.buffer, span.start as usize, span.len as usize);
         match place {
             Place::Plain(first) => {
-                let words = &self.local(step).arena[first + start..][..len];
+                let words = &self.local(step.device, span.seq).arena[first + start..][..len];
                 if let Some(word) = find(words, |word| word == POISON) {
                     return Err(Fault::Unwritten { buffer: id, word: span.start + word as u32 });
                 }
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
             Place::FlagInData(first) => {
-                let tags = &self.local(step).tags[first + start..][..len];
+                let local = self.local(step.device, span.seq);
+                let tags = &local.tags[first + start..][..len];
                 let need = step.epoch;
                 if let Some(word) = find(tags, |tag| tag != need) {
                     return Err(Fault::Tag {
@@ -237,7 +253,7 @@ impl<'a> Memory<'a> {
                         need,
                     });
                 }
-                let words = &self.local(step).arena[first + start..][..len];
+                let words = &local.arena[first + start..][..len];
                 Ok(words.iter().map(|&word| f32::from_bits(word)).collect())
             }
             Place::Constant(values) => Ok(values[start..][..len].to_vec()),
@@ -257,13 +273,14 @@ impl<'a> Memory<'a> {
         words: &[u32],
         step: Step,
     ) -> Result<(), Fault> {
-        let span = Span { buffer, start, len: words.len() as u32 };
+        let span = Span { buffer, start, len: words.len() as u32, seq: step.seq };
         let (kind, start) = (self.buffer(span)?.0.kind, start as usize);
-        let (place, device) = (&self.places[buffer.index()], step.device as usize);
+        let (place, devices) = (&self.places[buffer.index()], self.program.topology.devices);
+        let first = (step.seq * devices) as usize;
         // A store to a replicated buffer goes to every device.
         let to = match self.program.topology.is_replicated(buffer) {
-            true => &mut self.devices[..],
-            false => &mut self.devices[device..=device],
+            true => &mut self.devices[first..first + devices as usize],
+            false => std::slice::from_mut(&mut self.devices[first + step.device as usize]),
         };
         match *place {
             Place::Plain(first) => to.iter_mut().for_each(|local| {
@@ -277,7 +294,9 @@ impl<'a> Memory<'a> {
                     }
                 }
             }
-            Place::Logits => self.logits[start..][..words.len()].copy_from_slice(words),
+            Place::Logits => {
+                self.logits[step.seq as usize][start..][..words.len()].copy_from_slice(words)
+            }
             Place::Constant(_) | Place::Embedding { .. } | Place::KvCache(_) => {
                 return Err(Fault::Kind { buffer, kind });
             }
@@ -285,8 +304,8 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
-    fn local(&self, step: Step) -> &Local {
-        &self.devices[step.device as usize]
+    fn local(&self, device: u32, seq: u32) -> &Local {
+        &self.devices[(seq * self.program.topology.devices + device) as usize]
     }
 
     pub(crate) fn dims(&self) -> Dims {
@@ -336,6 +355,20 @@ impl<'a> Memory<'a> {
         ))
     }
 
+    /// A row of a cache, whether this step has written it or not: what the window's mistakes read.
+    pub(crate) fn stale(
+        &self,
+        buffer: BufferId,
+        kv_head: u32,
+        position: u32,
+    ) -> Result<(&[f32], &[f32]), Fault> {
+        let cache = &self.caches[self.cache(buffer)?];
+        let head = position as usize * self.program.dims.kv_heads as usize + kv_head as usize;
+        let words = head * self.program.dims.head_dim as usize;
+        let row = words..words + self.program.dims.head_dim as usize;
+        Ok((&cache.keys[row.clone()], &cache.values[row]))
+    }
+
     pub(crate) fn append(&mut self, append: &Append, step: Step) -> Result<(), Fault> {
         let Append { buffer, kv_head, .. } = *append;
         let layer = self.cache(buffer)?;
@@ -353,7 +386,7 @@ impl<'a> Memory<'a> {
     }
 
     pub(crate) fn counter(&self, counter: CounterId, step: Step) -> Result<u64, Fault> {
-        let counters = &self.local(step).counters;
+        let counters = &self.local(step.device, 0).counters;
         counters.get(counter.index()).copied().ok_or(Fault::BadCounter(counter))
     }
 
@@ -363,9 +396,9 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
-    /// The logits of the last step; poison is NaN.
-    pub(crate) fn logits(&self) -> Vec<f32> {
-        self.logits.iter().map(|&word| f32::from_bits(word)).collect()
+    /// The logits of a sequence of the last step; poison is NaN.
+    pub(crate) fn logits(&self, seq: usize) -> Vec<f32> {
+        self.logits[seq].iter().map(|&word| f32::from_bits(word)).collect()
     }
 
     pub(crate) fn layer(&self, layer: usize) -> Option<&Cache> {

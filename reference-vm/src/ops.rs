@@ -15,7 +15,7 @@ use abi::Params;
 use ir::BufferId;
 use ir::program::{Task, active_splits, attended};
 
-use crate::defect::Defect;
+use crate::defect::{Defect, WindowDefect};
 use crate::memory::{Append, Memory, Span, Step};
 use crate::packed::Packed;
 use crate::products::Products;
@@ -33,6 +33,8 @@ pub(crate) struct Context<'m> {
     pub(crate) products: Option<(&'m Products<'m>, &'m Wave)>,
     /// The machine's defect in the task's layer.
     pub(crate) defect: Option<Defect>,
+    /// The machine's defect in windows.
+    pub(crate) window_defect: Option<WindowDefect>,
 }
 
 #[derive(Default)]
@@ -101,6 +103,12 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
 }
 
 impl<'m> Context<'m> {
+    /// The same task in another sequence of the window, at that one's position.
+    fn in_seq(self, seq: u32) -> Self {
+        let position = self.step.position + seq - self.step.seq;
+        Self { step: Step { seq, position, ..self.step }, ..self }
+    }
+
     fn reads(self, index: usize) -> Result<BufferId, Fault> {
         self.task.reads[index].ok_or(Fault::NoBuffer { access: "read", index })
     }
@@ -110,7 +118,7 @@ impl<'m> Context<'m> {
     }
 
     fn span(self, index: usize, start: u32, len: u32) -> Result<Span, Fault> {
-        Ok(Span { buffer: self.reads(index)?, start, len })
+        Ok(Span { buffer: self.reads(index)?, start, len, seq: self.step.seq })
     }
 
     fn read(self, index: usize, start: u32, len: u32) -> Result<Vec<f32>, Fault> {

@@ -93,13 +93,23 @@ pub(crate) struct GenerateArgs {
     pub(crate) check_weights: bool,
     #[command(flatten)]
     pub(crate) log: CommandLogArgs,
+    #[command(flatten)]
+    pub(crate) guesses: GuessArgs,
+}
+
+/// Guessed tokens of `generate`, `chat` and `serve`.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct GuessArgs {
+    /// Guess up to this many next tokens from the text so far and check them in one step, while that is faster. No token changes. Default: none.
+    #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=7))]
+    pub(crate) speculate: u32,
 }
 
 /// A log of the commands of `generate` and `serve`.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct CommandLogArgs {
     /// Log every command and its answer to a new file, in JSON lines; `amk replay` runs them again.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "speculate")]
     pub(crate) command_log: Option<PathBuf>,
     /// The most MiB of that file. What comes later is counted, and not written.
     #[arg(long, default_value_t = 64, value_name = "MIB", requires = "command_log", value_parser = clap::value_parser!(u32).range(1..=4000))]
@@ -143,6 +153,8 @@ pub(crate) struct ChatArgs {
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) prefill: PrefillArgs,
+    #[command(flatten)]
+    pub(crate) guesses: GuessArgs,
 }
 
 /// Whether and how weights are loaded while the kernel is already resident.
@@ -243,6 +255,8 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) log: CommandLogArgs,
     #[command(flatten)]
+    pub(crate) guesses: GuessArgs,
+    #[command(flatten)]
     pub(crate) tune: TuneArgs,
 }
 
@@ -289,6 +303,12 @@ pub(crate) struct TopArgs {
     /// Milliseconds between two samples.
     #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(50..=60_000))]
     pub(crate) every: u64,
+}
+
+/// A number from 0 to 1.
+pub(super) fn probability(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (0.0..=1.0).contains(number));
+    number.ok_or_else(|| format!("{text} is no number from 0 to 1"))
 }
 
 #[cfg(test)]

@@ -24,6 +24,7 @@ mod phase;
 mod prompt;
 #[cfg(feature = "full")]
 mod server;
+mod speculate;
 
 /// Tokens of each sequence that one block times.
 const TIMED_TOKENS: u32 = 32;
@@ -40,20 +41,26 @@ enum Work {
     Batch(u32),
     /// A prompt of this many tokens, in chunks.
     Prompt(u32),
+    /// Windows with this many guesses.
+    Windows(u32),
 }
 
 impl Work {
     /// Tokens of a pass.
     fn tokens(self) -> u32 {
         match self {
-            Self::Decode => 1,
+            Self::Decode | Self::Windows(_) => 1,
             Self::Batch(tokens) | Self::Prompt(tokens) => tokens,
         }
     }
 
     /// What is timed, in words.
     fn name(self) -> &'static str {
-        if matches!(self, Self::Prompt(_)) { "prompt" } else { "step" }
+        match self {
+            Self::Prompt(_) => "prompt",
+            Self::Windows(_) => "token",
+            Self::Decode | Self::Batch(_) => "step",
+        }
     }
 }
 
@@ -109,6 +116,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         Work::Decode => decode::measure(&row)?,
         Work::Batch(sequences) => batch::measure(&row, sequences)?,
         Work::Prompt(tokens) => prompt::measure(&row, tokens)?,
+        Work::Windows(guesses) => speculate::measure(&row, guesses)?,
     };
     row.say(&measured, &peers);
     let holds = measured.verdict.correct && measured.verdict.rejected_reason.is_none();
@@ -127,16 +135,23 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
 impl<'a> Row<'a> {
     /// Loads the model and chooses the schedule; refuses what cannot be timed before any device is opened.
     fn new(args: &'a BenchArgs) -> Result<Self, Failure> {
-        let work = match (args.sequences, args.prefill) {
-            (Some(sequences), _) => Work::Batch(sequences),
-            (None, Some(tokens)) => Work::Prompt(tokens),
-            (None, None) => Work::Decode,
+        let work = match (args.sequences, args.prefill, args.speculate) {
+            (Some(sequences), _, _) => Work::Batch(sequences),
+            (None, Some(tokens), _) => Work::Prompt(tokens),
+            (None, None, Some(guesses)) => Work::Windows(guesses),
+            (None, None, None) => Work::Decode,
         };
         // The last token of a batch's prompt is its first timed input.
-        let timed = if work == Work::Decode { TIMED_TOKENS } else { TIMED_TOKENS + 1 };
+        let timed = match work {
+            Work::Decode => TIMED_TOKENS,
+            Work::Batch(_) | Work::Prompt(_) => TIMED_TOKENS + 1,
+            Work::Windows(guesses) => speculate::TOKENS + guesses + 2,
+        };
         let (room, tokens) = match work {
             Work::Prompt(tokens) => (tokens, tokens),
-            Work::Decode | Work::Batch(_) => (args.context.saturating_add(timed), args.context),
+            Work::Decode | Work::Batch(_) | Work::Windows(_) => {
+                (args.context.saturating_add(timed), args.context)
+            }
         };
         let model = args.model.as_deref().unwrap_or_default();
         let context = Context::with_room(model, &args.place, room)?;
@@ -144,7 +159,7 @@ impl<'a> Row<'a> {
         match work {
             // A step near the end of the cache times fewer tokens.
             Work::Decode => context.check_timed(args.context, 1, most)?,
-            Work::Batch(_) => context.check_timed(args.context, timed, most)?,
+            Work::Batch(_) | Work::Windows(_) => context.check_timed(args.context, timed, most)?,
             Work::Prompt(tokens) if !(1..=most).contains(&tokens) => {
                 return Err(Failure::usage(format!(
                     "--prefill {tokens} is out of range: a prompt has 1 to {most} tokens"
@@ -159,6 +174,12 @@ impl<'a> Row<'a> {
         let chosen = choose(&context, &args.config, tokens, Auto::Reproducible)?;
         if let Work::Batch(sequences) = work {
             context.check_batch(&chosen.config, sequences)?;
+        }
+        if let Work::Windows(guesses) = work
+            && context.has_device()?
+        {
+            context.one_gpu("--speculate")?;
+            context.check_batch(&chosen.config, crate::speculate::kernel_seqs(guesses))?;
         }
         Ok(Self { args, work, context, chosen })
     }
@@ -232,6 +253,9 @@ impl<'a> Row<'a> {
             Work::Decode => format!("{} tokens, batch 1, whole step", self.args.context),
             Work::Batch(n) => format!("{} tokens, batch {n}, whole step", self.args.context),
             Work::Prompt(tokens) => format!("prompt of {tokens} tokens, logits of the last"),
+            Work::Windows(n) => {
+                format!("{} tokens, one sequence, up to {n} guesses per step", self.args.context)
+            }
         };
         let mut rows = vec![
             ("model", format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device)),

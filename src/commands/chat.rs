@@ -13,7 +13,7 @@ use vm_host::KvPool;
 
 use crate::cli::{ChatArgs, DeviceChoice};
 use crate::context::Context;
-use crate::engine::{self, Engine, Megakernel, SharedPages};
+use crate::engine::{self, Engine, Megakernel, SharedPages, Windows};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::host_rules::HostRules;
 use crate::live_text::LiveText;
@@ -62,6 +62,9 @@ pub(crate) fn run(args: &ChatArgs) -> Outcome {
     };
     gpu.set_prefill(args.prefill.prefill)?;
     let handle = gpu.prepare(&program, &config.kernel)?;
+    if let Some(windows) = Windows::of(&context, &config, args.guesses.speculate)? {
+        return converse(args, &context, &tokenizer, &mut windows.boot(gpu, handle)?.sharing());
+    }
     gpu.serve(handle, 1, KvPool::Full)?;
     converse(args, &context, &tokenizer, &mut Megakernel::new(gpu, handle, 1).sharing())
 }
@@ -168,6 +171,7 @@ fn prompt(
         host: HostRules::default(),
         constraint: None,
         priority: Priority::Normal,
+        speculate: args.guesses.speculate,
     }))
 }
 

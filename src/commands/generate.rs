@@ -32,6 +32,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         sampling: args.sampling.sampling(graph.vocab)?,
         logprobs: args.sampling.logprobs,
         keep_logits: args.logits.is_some(),
+        speculate: args.guesses.speculate,
     };
     let working = Spinner::on(format!("generating with {}", graph.name));
     let mut live = LiveText::new(engine.tokenizer(), working);

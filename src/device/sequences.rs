@@ -5,7 +5,8 @@ use ir::program::{Program, Together, Verified};
 use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
 use vm_host::{
-    Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident, Watch,
+    Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident, Watch, Window,
+    WindowDecoded,
 };
 
 use super::{Gpu, Machine, device_error};
@@ -20,6 +21,13 @@ impl Gpu<'_> {
 
     pub(crate) fn seqs(&self) -> u32 {
         self.seqs
+    }
+
+    /// The most positions of a window of kernels from the next program on.
+    pub(crate) fn window_seqs(&self) -> u32 {
+        let graph = self.context.graph();
+        let fits = ir::program::smem::fresh_rows(graph.head_dim);
+        if graph.has_experts() { 1 } else { self.seqs.min(fits) }
     }
 
     /// The proof that sessions may share a program, if kernels run several.
@@ -50,6 +58,19 @@ impl Gpu<'_> {
         if done.seqs.iter().any(|seq| !seq.tokens.is_empty()) {
             self.arrival.tokens();
         }
+        Ok(done)
+    }
+
+    /// Runs a window.
+    pub(crate) fn window(
+        &mut self,
+        handle: Handle,
+        window: &Window<'_>,
+    ) -> Result<WindowDecoded, Broken> {
+        self.sequences.fill(None); // those of searches
+        let done = self.undone(handle, |running| running.run_window(window))?;
+        self.passes += 1;
+        self.arrival.tokens();
         Ok(done)
     }
 

@@ -26,6 +26,11 @@ pub(crate) struct KernelChoice {
 }
 
 impl KernelChoice {
+    /// Of a process with one sequence: no other will come.
+    pub(crate) fn alone() -> Self {
+        Self { alone: ALONE }
+    }
+
     /// The kernel of the next command of one sequence that may run `left` more positions, among `sequences`.
     pub(crate) fn next(self, resident: Option<Kernel>, sequences: usize, left: u64) -> Kernel {
         let stays = sequences == 1 && self.alone >= ALONE;
@@ -79,6 +84,12 @@ mod tests {
         assert_eq!(choice.next(Some(Batch), 1, 500), Batch);
         choice.ran(1, ALONE);
         assert_eq!(choice.next(Some(Batch), 1, 500), Lone);
+    }
+
+    #[test]
+    fn a_process_with_one_sequence_does_not_wait_for_others() {
+        assert_eq!(KernelChoice::alone().next(Some(Batch), 1, LEFT), Lone);
+        assert_eq!(KernelChoice::alone().next(Some(Batch), 1, LEFT - 1), Batch);
     }
 
     #[test]

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use reference_vm::Order;
 use reference_vm::eval::Evaluator;
-use reference_vm::machine::Machine;
+use reference_vm::machine::{Machine, Run};
 use vm_host::{NoPages, PagePool};
 
 /// Positions of a page.
@@ -20,6 +21,17 @@ pub(super) trait Cached {
     fn layer(&self, layer: usize) -> (Vec<f32>, Vec<f32>);
 
     fn resume(&mut self, positions: usize, layers: &Layers) -> Result<(), String>;
+
+    /// The most positions of a window; 1 if there are none.
+    const WINDOW: usize = 1;
+
+    /// Runs tokens at the next positions in one step, and returns the logits of each.
+    fn window(&mut self, _tokens: &[u32]) -> Result<Vec<Vec<f32>>, String> {
+        Err("the graph has no windows".to_owned())
+    }
+
+    /// Drops all but the first positions.
+    fn truncate(&mut self, _positions: usize) {}
 }
 
 impl Cached for Evaluator<'_> {
@@ -47,6 +59,21 @@ impl Cached for Machine<'_> {
 
     fn resume(&mut self, positions: usize, layers: &Layers) -> Result<(), String> {
         Self::resume(self, positions, layers).map_err(|error| error.to_string())
+    }
+
+    const WINDOW: usize = abi::SEQS_MAX;
+
+    fn window(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>, String> {
+        match Self::window(self, tokens, Order::Waves).map_err(|error| error.to_string())? {
+            Run::Finished(outputs) => Ok(outputs.logits),
+            halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
+                Err(search::Rejection::Halted(halted).to_string())
+            }
+        }
+    }
+
+    fn truncate(&mut self, positions: usize) {
+        Self::truncate(self, positions);
     }
 }
 

@@ -19,13 +19,14 @@ use crate::cli::{
 };
 use crate::command_log::{CommandLog, Ended, Head, Kernel, Logged};
 use crate::context::Context;
-use crate::engine::{self, Engine as Machine, Megakernel};
+use crate::engine::{self, Engine as Machine, Megakernel, Windows};
 use crate::failure::Failure;
 use crate::host_rules::HostRules;
 use crate::memory::{self, Use};
 use crate::observe::{Command, Observer, Sequences, TurnEnd};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Told, Work};
+use crate::speculate::{self, Tally};
 
 /// A model that continues prompts: `amk generate`, called from a program.
 ///
@@ -82,6 +83,8 @@ pub struct Request {
     pub logprobs: Option<usize>,
     /// Whether to keep the logits of every position that was run.
     pub keep_logits: bool,
+    /// The most tokens that are guessed and checked in one step, 7 at most; 0 for none. They change no token.
+    pub speculate: u32,
 }
 
 impl Request {
@@ -95,6 +98,7 @@ impl Request {
             sampling: Sampling::default(),
             logprobs: None,
             keep_logits: false,
+            speculate: 0,
         }
     }
 }
@@ -122,6 +126,8 @@ pub struct Generated {
     schedule: Option<ScheduleSource>,
     model: String,
     command_log: Option<Ended>,
+    /// What windows gave, if tokens were guessed.
+    speculation: Option<Tally>,
 }
 
 impl Generated {
@@ -141,6 +147,9 @@ impl Generated {
             if !value.is_null() {
                 document[name] = value.clone();
             }
+        }
+        if let Some(tally) = &self.speculation {
+            document["speculation"] = tally.to_json();
         }
         if let Some(ended) = &self.command_log {
             document["command_log"] = json!(ended);
@@ -258,6 +267,7 @@ impl Engine {
             stop,
             logprobs: request.logprobs,
             priority: Priority::Normal,
+            speculate: request.speculate,
         })
     }
 
@@ -293,6 +303,14 @@ impl Engine {
         }
         if self.streaming.is_some() {
             context.one_gpu("--stream-weights")?;
+        }
+        if request.speculate > speculate::GUESSES_MAX {
+            let (got, most) = (request.speculate, speculate::GUESSES_MAX);
+            return Err(Failure::usage(format!("--speculate {got}: 0 to {most} are possible")));
+        }
+        if request.speculate > 0 && context.device == DeviceChoice::Eval {
+            let message = "--speculate: the graph has no steps of several positions; run it with --device cpu or cuda";
+            return Err(Failure::usage(message));
         }
         if prompt.is_empty() {
             return Err(Failure::usage("the prompt has no tokens; give at least one"));
@@ -349,7 +367,9 @@ impl Engine {
         let log = self.begin_log(Some((&program, &config)))?;
         let generated = if on_gpu {
             let (prompt, tap) = (work.prompt.len(), log.as_ref().map(CommandLog::tap));
-            let mut kernel = self.kernel((&program, &config), (prompt, keep), (observer, tap))?;
+            let windows = Windows::of(context, &config, work.speculate)?;
+            let built = (&program, &config, windows.as_ref());
+            let mut kernel = self.kernel(built, (prompt, keep), (observer, tap))?;
             let mut generated =
                 logged(log, &mut kernel, context, (work, keep), (&mut said, on_token))?;
             generated.weights = kernel.gpu().weights_report(self.began)?;
@@ -384,7 +404,7 @@ impl Engine {
     /// requested or the device's limits are exceeded.
     fn kernel(
         &self,
-        (program, config): (&Arc<Verified<Program>>, &ScheduleConfig),
+        (program, config, windows): (&Arc<Verified<Program>>, &ScheduleConfig, Option<&Windows>),
         (prompt, keep): (usize, bool),
         (observer, tap): (&Observer, Option<RingTap>),
     ) -> Result<Megakernel<'_>, Failure> {
@@ -398,6 +418,9 @@ impl Engine {
             device.stream_weights(streaming);
         }
         let handle = device.prepare(program, &config.kernel)?;
+        if let Some(windows) = windows {
+            return Ok(windows.boot(device, handle)?);
+        }
         // Chunks are run before the first launch.
         if keep || !device.takes_chunks(prompt.saturating_sub(1)) {
             device.serve(handle, 1, KvPool::Full)?;
@@ -468,6 +491,7 @@ fn continued(
         tokens: sequence.chosen,
         logits: sequence.rows.unwrap_or_default(),
         logprobs: scored.then_some(scores),
+        speculation: sequence.guesser.map(|guesser| guesser.tally),
         ..Generated::default()
     })
 }

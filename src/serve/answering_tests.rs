@@ -43,6 +43,7 @@ fn served() -> Served {
         capacity: 100,
         seqs: 8,
         shares: true,
+        speculate: 0,
         eos: Vec::new(),
         tokenizer: None,
         grammars: OnceLock::new(),
@@ -67,6 +68,7 @@ fn answering() -> (UnboundedSender<Event>, Answering) {
         stop: Vec::new(),
         logprobs: None,
         priority: sessions::Priority::Normal,
+        speculate: 0,
     };
     let asked = Asked { work, least: 0, echo: None, tools: None, first: true };
     let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::empty());

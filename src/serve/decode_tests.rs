@@ -278,6 +278,7 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
         stop: Vec::new(),
         logprobs: None,
         priority: Priority::Normal,
+        speculate: 0,
     };
     let (tenant, admitted) = (Tenant::default(), admission.enter().unwrap());
     (Job { work, tenant, to, admitted, arrived_ns: telemetry::now_ns() }, events)

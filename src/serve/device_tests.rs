@@ -47,6 +47,7 @@ fn wanted(i: u32, vocab: u32) -> Wanted {
         // Some are sampled on the host, from rows.
         logprobs: (i % 8 == 6).then_some(1),
         priority: Priority::ALL[i as usize % 3],
+        speculate: 0,
     };
     Wanted { work, goes: (i % 5 == 4).then_some(3) }
 }

@@ -109,6 +109,8 @@ pub(crate) struct Served {
     seqs: u32,
     /// Whether sequences with equal beginnings share pages of the cache.
     shares: bool,
+    /// The most guesses of a step of a lone sequence, for requests that do not say.
+    speculate: u32,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     /// Made for the first request with a grammar; why there is none otherwise.
@@ -496,6 +498,7 @@ fn serving(
         capacity: context.kv_capacity,
         seqs: lowered.map_or(1, |lowered| lowered.seqs),
         shares: shares(args),
+        speculate: args.guesses.speculate,
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         grammars: OnceLock::new(),

@@ -16,6 +16,7 @@ use super::tenants::{Caller, priority_of, tier_of};
 use super::tools::Tools;
 use super::{Served, grammar, tools};
 use crate::host_rules::HostRules;
+use crate::speculate::GUESSES_MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Api {
@@ -107,6 +108,8 @@ impl Request {
         let priority = caller.priority(priority(&mut fields)?);
         let asked = asked(&mut fields, api)?;
         let echo = api == Api::Completions && fields.flag("echo")?;
+        let most = u64::from(GUESSES_MAX);
+        let speculate = fields.integer("speculative.n_max", 0, most)?.map(|n| n as u32);
         let host = host_rules(&mut fields, echo && logprobs.is_some())?;
         let n = match api {
             Api::Completions | Api::Chat => fields.integer("n", 1, CHOICES_MAX as u64)?,
@@ -132,6 +135,7 @@ impl Request {
             stop: stop_ids,
             logprobs,
             priority,
+            speculate: speculate.unwrap_or(served.speculate),
         };
         let shared = (echo, tools.map(Arc::new));
         let mut choices = Vec::new();

@@ -1,9 +1,10 @@
 //! Programs that sessions share: each sequence is a program like any other, and gives the bits of a session alone.
 
-use abi::{Epilogue, MatvecParams, Opcode, Prologue};
+use abi::{AttentionParams, Epilogue, MatvecParams, Opcode, Prologue};
 use ir::Rule;
-use ir::program::{Program, Together, Verified, check, check_seqs, verify};
-use reference_vm::Order;
+use ir::program::{Program, Together, Verified, check, check_seqs, verify, window_reads};
+use reference_vm::machine::{Machine, Run};
+use reference_vm::{Order, WindowDefect};
 use tests::build::build;
 use tests::rng::Rng;
 use tests::toy::{SeededWeights, graph, in_bf16};
@@ -53,6 +54,79 @@ fn every_sequence_gives_the_bits_of_a_session_alone() {
     }
     println!("{seqs} sequences, {others} of them with splits on other workers");
     assert!(others >= 30, "{others} of {seqs}");
+}
+
+/// A machine's logits of three tokens one by one, then of windows.
+fn windowed(
+    machine: &mut Machine<'_>,
+    tokens: &[u32],
+    widths: &[usize],
+    order: Order,
+) -> Vec<Vec<f32>> {
+    let logits = |run| match run {
+        Ok(Run::Finished(outputs)) => outputs.logits,
+        other => panic!("{other:?}"),
+    };
+    let (head, mut rest) = tokens.split_at(3);
+    let mut all = logits(machine.run(head, order));
+    for &width in widths {
+        let (window, after) = rest.split_at(width.min(rest.len()));
+        all.extend(logits(machine.window(window, order)));
+        rest = after;
+    }
+    all
+}
+
+/// Windows of schedules drawn at random give the bits of the same positions one by one, in any order of the tasks; and
+/// every mistake of a window is noticed.
+#[test]
+fn every_window_gives_the_bits_of_its_positions_one_by_one() {
+    let mut noticed = [0; WindowDefect::ALL.len()];
+    for seed in 0..40 {
+        let (graph, program) = drawn(seed);
+        let weights = SeededWeights::new(&graph, seed);
+        let program = verified(program, seed);
+        assert!(Together::new(program.clone(), SEQS).expect("it is proven").window_seqs() > 1);
+        let machine = || Machine::new(&program, &graph, &weights).expect("it fits");
+        let n = 17.min(program.kv_capacity);
+        let tokens: Vec<u32> = (0..n).map(|i| (i * 7 + 3) % graph.vocab).collect();
+        let alone = windowed(&mut machine(), &tokens, &[1; 14], Order::Queue);
+        let orders = [Order::Waves, Order::Reverse, Order::Seeded(seed)];
+        for (widths, order) in [&[2; 7][..], &[8, 6], &[4, 1, 5, 4]].into_iter().zip(orders) {
+            let got = windowed(&mut machine(), &tokens, widths, order);
+            assert_eq!(got, alone, "seed {seed}, {widths:?}, {order:?}");
+        }
+        for (defect, noticed) in WindowDefect::ALL.into_iter().zip(&mut noticed) {
+            let mut wrong = machine().with_window_defect(defect);
+            *noticed += u32::from(windowed(&mut wrong, &tokens, &[8, 6], Order::Waves) != alone);
+        }
+    }
+    assert_eq!(noticed, [40; WindowDefect::ALL.len()]);
+}
+
+/// A program whose attention would read other words of a window than it waits for.
+#[test]
+fn a_window_whose_words_no_order_covers_is_refused() {
+    for edit in [
+        (|p: &mut AttentionParams| p.group += 1) as fn(&mut AttentionParams),
+        |p| p.kv_heads += 1,
+        |p| p.head_dim *= 2,
+    ] {
+        let mut program = edited("o_proj", |_| true);
+        let tasks = program.workers.iter_mut().flat_map(|worker| &mut worker.tasks);
+        let task = tasks.into_iter().find(|task| task.opcode == Opcode::Attention);
+        let task = task.expect("a task of attention");
+        let mut p: AttentionParams = task.params();
+        edit(&mut p);
+        task.params = bytemuck::cast(p);
+        let found = check_seqs(&program, SEQS).expect_err("another place").to_string();
+        assert!(found.contains("a window reads words"), "{found}");
+        assert!(check_seqs(&program, 1).is_ok());
+    }
+    let program = edited("o_proj", |_| true);
+    let tasks = || program.workers.iter().flat_map(|worker| &worker.tasks);
+    let of = |task| window_reads(&program, task).is_some();
+    assert!(tasks().any(of) && tasks().all(|task| of(task) == (task.opcode == Opcode::Attention)));
 }
 
 #[test]

@@ -7,6 +7,8 @@ constexpr uint32_t BATCH_TILES = AMK_BATCH_TILES;
 
 #if AMK_SEQS > 1
 constexpr uint32_t STEP_BYTES = sizeof(amk_step) + sizeof(amk_seqs);
+// Sequences whose new keys and values fit in shared memory together, a power of two. Same as ir::program::smem::fresh_rows.
+constexpr uint32_t FRESH_MOST = AMK_FRESH_BYTES / (4 * AMK_HEAD_DIM) >= 8 ? 8 : 4, FRESH_ROWS = FRESH_MOST < SEQS ? FRESH_MOST : SEQS;
 static_assert(AMK_OFFSETOF(Shared, seqs) == AMK_OFFSETOF(Shared, step) + sizeof(amk_step), "both are copied as one");
 
 __device__ __forceinline__ uint32_t seqs_running(Worker const& w) { return w.shared->seqs.seqs; }
@@ -22,6 +24,10 @@ __device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.sha
 __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->seqs.session[w.seq]; }
 __device__ __forceinline__ uint32_t seq_forced(Worker const& w) { return w.shared->seqs.forced[w.seq]; }
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.seq * w.shared->program.logits_rows + w.shared->step.logits_row; }
+// How many sequences directly before this one run the positions before its own of the same session; and those of all sequences, zero
+// without a window.
+__device__ __forceinline__ uint32_t seqs_windows(Worker const& w) { return w.shared->seqs.windows; }
+__device__ __forceinline__ uint32_t seqs_before(Worker const& w) { return w.shared->seqs.windows >> 4 * w.seq & 15; }
 // The run of a sequence, part of its tags.
 __device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }
 // Address of a buffer. Each sequence has its own activations.
@@ -68,6 +74,7 @@ __device__ __forceinline__ uint32_t seq_token(Worker const& w) { return w.shared
 __device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.shared->step.position; }
 __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->step.session; }
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.shared->step.logits_row; }
+__device__ __forceinline__ uint32_t seqs_windows(Worker const&) { return 0; }
 __device__ __forceinline__ uint32_t seq_run(Worker const&) { return 0; }
 __device__ __forceinline__ uint64_t buffer_address(Worker const&, ResolvedBuffer const& s) { return s.address; }
 __device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t, uint32_t) { return split; }

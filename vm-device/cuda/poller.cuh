@@ -160,11 +160,13 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
     store_relaxed(&to->session[0], session);
     store_relaxed(&to->forced[0], host_load(&s->forced));
     store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
+    store_relaxed(&to->windows, 0);
     begin_runs(p, to, 1);
     return token < vocab;
   }
   uint64_t taken = 0; // one bit per session
   bool bad = false;
+  uint32_t windows = 0, before = 0, last_session = AMK_NONE, last_position = 0;
   store_relaxed(&to->sample, host_load(&s->seq_sample));
 #pragma unroll 1
   for (uint32_t i = 0; i < seqs; i += 2) { // a load of host memory takes about 1 us: two sequences at once
@@ -174,7 +176,10 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
       uint32_t const of = sessions >> j * 8 & 0xff;
-      bool const here = i + j < seqs, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && has_page(l, of, position[j] + steps - 1) && (taken >> (of & 63) & 1) == 0;
+      before = steps == 1 && of == last_session && position[j] == last_position + 1 ? before + 1 : 0;
+      bool const here = i + j < seqs, right = of < l.sessions && position[j] < capacity && steps <= capacity - position[j] && has_page(l, of, position[j] + steps - 1) && (before != 0 || (taken >> (of & 63) & 1) == 0);
+      windows |= here ? before << 4 * (i + j) : 0;
+      last_session = of, last_position = position[j];
       bad |= here && !right;
       taken |= here ? 1ull << (of & 63) : 0;
       word[j] = here && right ? host_load(session_tokens(l, of) + position[j]) : 0;
@@ -188,6 +193,8 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
       store_relaxed(&to->forced[i + j], position[j] + 1 + (forced >> j * 8 & 0xff));
     }
   }
+  store_relaxed(&to->windows, windows);
+  bad |= windows != 0 && seqs > FRESH_ROWS;
   if (!bad) {
     begin_runs(p, to, seqs);
   }

@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x10fdd645236933aeull
+#define AMK_ABI_HASH 0x7e3d0b831060e5f0ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -62,6 +62,7 @@ typedef long long int64_t;
 #define AMK_STOP_TOKENS_MAX 8u
 #define AMK_SESSIONS_MAX 64u
 #define AMK_SEQS_MAX 8u
+#define AMK_FRESH_BYTES 7168u
 #define AMK_SEQ_FORCED_MAX 255u
 #define AMK_SEQ_ENDING_BITS 4u
 #define AMK_WATERMARK_ALL 0xffffffffu
@@ -306,7 +307,7 @@ struct alignas(16) amk_seqs {
   uint32_t seqs; // Sequences of the command; 1 for a plain decode.
   uint32_t sample; // A bit per sequence: tokens are sampled by the session's `amk_sampling`.
   uint32_t runs; // Two bits per sequence: the sequence's current run, of three.
-  uint32_t reserved; // Zero.
+  uint32_t windows; // Four bits per sequence: how many sequences directly before it run the positions before its own of the same session, in a window.
 };
 static_assert(sizeof(amk_seqs) == 144 && alignof(amk_seqs) == 16, "layout of amk_seqs");
 

@@ -51,14 +51,17 @@ const CODES_SPOILED: [(&str, &str); 9] = [
     ("row_encode(fresh_value(w));", ""),
 ];
 
-/// What is run: a step, a prompt's chunk, or one with a feature of some models.
+/// What is run: a step, one of a window in a kernel of so many sequences with so many splits,
+/// a prompt's chunk, or one with a feature of some
+/// models.
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
     Step,
+    Window(u32, u32),
     Chunk,
     ChunkWith(Feature),
 }
-use Way::{Chunk, ChunkWith, Step};
+use Way::{Chunk, ChunkWith, Step, Window};
 
 fn device_says(
     compiler: &str,
@@ -66,21 +69,31 @@ fn device_says(
     (way, kv): (Way, KvDtype),
     spoil: Option<(&str, &str)>,
 ) -> String {
-    let chunks = way != Step;
+    let (seqs, splits) = if let Window(seqs, splits) = way { (seqs, splits) } else { (1, 2) };
+    let chunks = matches!(way, Chunk | ChunkWith(_));
     let feature = if let ChunkWith(feature) = way { 1 << feature as u32 } else { 0 };
     let mut sources = vec!["keys.cuh", "pages.cuh", "op_attention_merge.cuh", "features.cuh"];
     sources.extend(["cache_rows.cuh", "op_attention.cuh"]);
     if chunks {
         sources.extend(["prefill_vectors.cuh", "prefill_attention.cuh"]);
     }
+    if seqs > 1 {
+        sources.push("batch.cuh");
+    }
     let defines = [
         format!("-DAMK_HEAD_DIM={head_dim}"),
         format!("-DAMK_GROUP={group}"),
         format!("-DAMK_QK_NORM={normed}"),
         format!("-DAMK_FEATURES={}", crate::compile::kv_feature(kv) | feature),
-        "-DAMK_SEQS=1".into(),
+        format!("-DAMK_SEQS={seqs}"),
+        "-DAMK_BATCH_TILES=1".into(),
+        format!("-DSPLITS_OF_TEST={splits}"),
     ];
-    let program = if chunks { "chunks" } else { "attention" };
+    let program = match way {
+        Step => "attention",
+        Window(..) => "windows",
+        Chunk | ChunkWith(_) => "chunks",
+    };
     run(compiler, program, (&sources, &defines), spoil, "")
 }
 
@@ -119,6 +132,50 @@ fn a_step_attends_with_heads_of_every_multiple_of_16() {
         let error = error_of(&device_says(&compiler, (64, 2, 1), coded, Some((from, to))));
         assert!(error > STEP_MAX, "nobody notices {to} for {from}");
     }
+}
+
+/// Heads of windows, the sequences of their kernels, and splits. Those of wide heads have room for 4 new keys and values; with
+/// one split the newest key of a long context is not a warp's only one.
+const WINDOWS: [(Heads, u32, u32); 4] =
+    [((64, 4, 0), 8, 1), ((80, 5, 1), 4, 2), ((128, 2, 1), 8, 2), ((256, 1, 1), 4, 2)];
+
+/// Each position of a window has the bits that it has alone, also in the cache, and those are right.
+#[test]
+fn a_window_attends_as_its_positions_one_by_one() {
+    let Some(compiler) = compiler() else { return };
+    let says = |(heads, seqs, splits): (Heads, u32, u32), kv, spoil| {
+        device_says(&compiler, heads, (Window(seqs, splits), kv), spoil)
+    };
+    let right =
+        |said: &str| error_of(said) <= STEP_MAX && said.split_whitespace().skip(1).eq(["0", "0"]);
+    let wide = WINDOWS.map(|of| (of, KvDtype::F16));
+    for (of, kv) in wide.into_iter().chain([(WINDOWS[1], KvDtype::E4m3)]) {
+        let said = says(of, kv, None);
+        assert!(right(&said), "{of:?}, {kv:?}: {said}");
+    }
+    for (from, to) in [
+        // No row of another sequence, or that of the wrong one.
+        ("position - seqs_before(w) - walk.start", "position - walk.start"),
+        ("w.seq + walk.start + key - position", "w.seq"),
+        ("seq % FRESH_ROWS", "0 * seq"),
+        // Keys, values, or the task's part of both is missing.
+        ("rows_renew(w, walk, count, tile, values, HEAD_CHUNKS);", ""),
+        ("rows_renew(w, walk, count, tile, w.ring + (rows - w.ring), 0);", ""),
+        ("(int32_t)first > (int32_t)tile ? first : tile", "first"),
+        ("fresh_take_all(w, st, p);\n    }", "}"),
+        // Each of them as of one sequence, or not in the cache.
+        ("fresh_take_words(in_seq(w, seq), st, p);", "fresh_take_words(w, st, p);"),
+        ("fresh_store(w, p, to);", ""),
+        (
+            "(lane ^ row_swizzle(walk.start + key)) * 16, row",
+            "(lane ^ row_swizzle(key + 1)) * 16, row",
+        ),
+    ] {
+        let said = says(((64, 2, 0), 8, 1), KvDtype::F16, Some((from, to)));
+        assert!(!right(&said), "nobody notices {to} for {from}");
+    }
+    let said = says(WINDOWS[1], KvDtype::E4m3, Some(("row_encode(fresh_value(w));", "")));
+    assert!(!right(&said), "nobody notices values that are no codes");
 }
 
 #[test]

@@ -126,7 +126,7 @@ fn batch_says(steps: u32, stop: u32, seqs: &[Known]) -> String {
     let code = |(seq, stopped): (usize, &bool)| (*stopped as u32) << (4 * seq);
     let endings: u32 = stopped.iter().enumerate().map(code).sum();
     let (ending, endings) = if seqs.len() == 1 { (endings, 0) } else { (0, endings) };
-    let mut text = format!("0 {ran} {ending} {endings}\n");
+    let mut text = format!("0 {ran} {ending} {endings} 0\n");
     for known in all {
         let words = |tokens: &[u32]| tokens.iter().map(|t| format!("{t} ")).collect::<String>();
         let mut buffer = known.clone();
@@ -135,6 +135,76 @@ fn batch_says(steps: u32, stop: u32, seqs: &[Known]) -> String {
         text.push('\n');
     }
     text
+}
+
+/// Commands of a kernel of 8 sequences with heads of this width.
+fn batches(compiler: &str, head_dim: u32, spoil: Option<(&str, &str)>, asked: &str) -> String {
+    let defines = ["-DAMK_SEQS=8", "-DAMK_BATCH_TILES=1", "-DAMK_DEVICES=1"].map(str::to_owned);
+    let defines = [&defines[..], &[format!("-DAMK_HEAD_DIM={head_dim}")]].concat();
+    let sources = ["batch.cuh", "sample_batch.cuh", "poller.cuh"];
+    run(compiler, "batches", (&sources, &defines), spoil, asked)
+}
+
+/// Windows: neighbours of one session, each at the position behind the last one's, alone or beside others; and sequences that
+/// only look alike.
+#[test]
+fn neighbours_of_one_session_in_a_command_of_one_step_are_a_window() {
+    let Some(compiler) = compiler() else { return };
+    // Steps, sequences (session, position), and the windows' word; `None`: the command is refused.
+    type Case = (u32, &'static [(u32, u32)], Option<&'static str>);
+    const CASES: [Case; 8] = [
+        (1, &[(3, 9), (3, 10), (3, 11), (3, 12)], Some("3210")),
+        (1, &[(3, 0), (3, 1), (3, 2), (3, 3), (3, 4), (3, 5), (3, 6), (3, 7)], Some("76543210")),
+        (1, &[(1, 4), (3, 9), (3, 10), (2, 0), (5, 1), (5, 2)], Some("100100")),
+        (1, &[(1, 4), (3, 4), (2, 5)], Some("0")),
+        (2, &[(3, 9), (3, 10)], None),
+        (1, &[(3, 9), (3, 11)], None),
+        (1, &[(3, 10), (3, 9)], None),
+        (1, &[(3, 9), (2, 4), (3, 10)], None),
+    ];
+    let token = |seq: usize, position: u32| (position * 3 + seq as u32) % VOCAB;
+    let (mut asked, mut expected) = (String::new(), String::new());
+    for (steps, seqs, windows) in CASES {
+        asked += &format!("{VOCAB} {} {steps} 99\n", seqs.len());
+        for (seq, (session, position)) in seqs.iter().enumerate() {
+            asked += &format!("{session} {position} 1 {}\n", token(seq, *position));
+        }
+        let Some(windows) = windows else { continue };
+        expected += &format!("0 1 0 0 {windows}\n");
+        let chosen = |seq: usize| (seqs[seq].1 * 5 + token(seq, seqs[seq].1)) % VOCAB;
+        for (seq, &(session, position)) in seqs.iter().enumerate() {
+            // What the sequence before it chose is where its own token was.
+            let before = seq
+                .checked_sub(1)
+                .filter(|&other| seqs[other] == (session, position.wrapping_sub(1)));
+            let (fed, next) = (token(seq, position), chosen(seq));
+            expected += &format!("{fed} | {} {next}\n", before.map_or(fed, chosen));
+        }
+    }
+    // Refused ones end with the trap, and give no token.
+    let says = |head_dim, spoil| batches(&compiler, head_dim, spoil, &asked);
+    let good = |text: &str| {
+        let mut lines = text.lines();
+        let kept: Vec<&str> = (&mut lines).take(expected.lines().count()).collect();
+        let refused = lines.filter(|line| line.split(' ').count() == 5 && !line.contains('|'));
+        let traps =
+            refused.filter(|line| line.starts_with(&(abi::Trap::BadCommand as u32).to_string()));
+        kept == expected.lines().collect::<Vec<_>>() && traps.count() == 4
+    };
+    let said = says(64, None);
+    assert!(good(&said), "{said}\ninstead of\n{expected}");
+    for (from, to) in [
+        ("before = steps == 1 && of", "before = of"),
+        ("of == last_session &&", ""),
+        ("== last_position + 1 ?", ">= 0 ?"),
+        ("? before + 1 : 0", "? 1 : 0"),
+        ("store_relaxed(&to->windows, windows);", ""),
+    ] {
+        assert!(!good(&says(64, Some((from, to)))), "nobody notices {to} for {from}");
+    }
+    // Wide heads have room for four.
+    assert_ne!(says(256, None), said);
+    assert_eq!(says(256, Some(("bad |= windows != 0 && seqs > FRESH_ROWS;", ""))), said);
 }
 
 /// Batches of every size, whose sequences decode, are in their prompts, or stay there.
@@ -162,15 +232,11 @@ fn a_sequence_of_a_batch_is_fed_its_prompt_and_then_what_it_says() {
             forced += known.len() - 1;
         }
         let says = batch_says(steps, stop, &seqs);
-        stops += usize::from(says.lines().next().is_some_and(|head| !head.ends_with(" 0 0")));
+        stops += usize::from(says.lines().next().is_some_and(|head| !head.ends_with(" 0 0 0")));
         expected += &says;
     }
     assert!(stops > 10 && forced > 1000, "{stops} stops, {forced} tokens of prompts");
-    let says = |spoil| {
-        let defines = ["-DAMK_SEQS=8", "-DAMK_BATCH_TILES=1", "-DAMK_DEVICES=1"].map(str::to_owned);
-        let sources = ["batch.cuh", "sample_batch.cuh", "poller.cuh"];
-        run(&compiler, "batches", (&sources, &defines), spoil, &asked)
-    };
+    let says = |spoil| batches(&compiler, 64, spoil, &asked);
     assert_eq!(says(None), expected);
     for (from, to) in [
         // As it was: none but a plain decode.

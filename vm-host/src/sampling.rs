@@ -171,6 +171,12 @@ impl SamplingMemory {
         Ok(())
     }
 
+    /// Whether a session's settings have a repetition penalty.
+    pub(crate) fn penalised(&self, session: u32) -> bool {
+        let settings = self.told.get(session as usize).and_then(|told| told.settings);
+        settings.is_some_and(|settings| settings.penalty != 1.0)
+    }
+
     /// Called before a request that is not sampled: what it runs may replace tokens that are in the set.
     pub(crate) fn passes_by(&mut self, session: u32) {
         if let Some(told) = self.told.get_mut(session as usize) {

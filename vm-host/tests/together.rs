@@ -16,6 +16,8 @@ use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Reside
 mod device;
 #[path = "device/heads.rs"]
 mod heads;
+#[path = "together/windows.rs"]
+mod windows;
 use device::device;
 use heads::{compile, odd_heads};
 

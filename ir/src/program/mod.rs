@@ -23,7 +23,7 @@ pub use rules::words::Unordered;
 pub use stream::{Load, Selection};
 pub use topology::{DEVICES_MAX, Topology};
 pub use verify::{
-    Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify,
+    Seal, SealKey, Together, Unsealed, Verified, check, check_seqs, unordered, verify, window_reads,
 };
 
 use std::ops::Range;

@@ -67,6 +67,14 @@ pub fn batch_activation_bytes(dims: &Dims, seqs: u32) -> u32 {
     sums.max(scratch_bytes(dims)).next_multiple_of(128)
 }
 
+/// Sequences whose new keys and values fit in shared memory together, as f16, a power of two: the most that a step with a
+/// window has.
+#[must_use]
+pub fn fresh_rows(head_dim: u32) -> u32 {
+    let rows = (abi::FRESH_BYTES / (4 * head_dim.max(1))).clamp(1, abi::SEQS_MAX as u32);
+    1 << rows.ilog2()
+}
+
 /// Bytes of a stage of the ring: a stage has room for as many of the longest units as the knob's bytes hold of plain ones.
 #[must_use]
 pub fn stage_bytes(knob: u32, unit_bytes: u32) -> u32 {

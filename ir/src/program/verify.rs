@@ -28,7 +28,7 @@ mod seal;
 mod together;
 
 pub use seal::{Seal, SealKey, Unsealed};
-pub use together::{Together, check_seqs};
+pub use together::{Together, check_seqs, window_reads};
 
 /// A value that its checker accepted. Only three functions make one: [`verify`], [`SealKey::open`] from sealed bytes,
 /// and [`Together`] for a sequence's program.

@@ -1,5 +1,6 @@
 mod plan;
 mod shared;
+mod windows;
 
 use std::path::Path;
 
@@ -375,9 +376,10 @@ fn tasks_touch_what_verification_orders() {
             let program = plan::program(&model.graph, plan);
             let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
             for position in 0..9 {
-                let step = Step { token: position, position, epoch: position + 1, device: 0 };
+                let step =
+                    Step { token: position, position, epoch: position + 1, device: 0, seq: 0 };
                 machine.epoch = step.epoch;
-                machine.memory.begin(step);
+                machine.memory.begin(step, 1);
                 fire_all(&mut machine, step, &|task, inputs, effects| {
                     let declared = ir::program::accesses(&program, task);
                     let within = |regions: &[ir::program::Region],
@@ -419,15 +421,16 @@ fn fire_all(
     let mut left = program.task_len();
     while left > 0 {
         for worker in 0..workers.len() {
-            if !machine.poll(worker, &mut workers[worker], step).is_ok_and(|ready| ready) {
+            if !machine.poll(worker, &mut workers[worker], &[step]).is_ok_and(|ready| ready) {
                 continue;
             }
-            let fired = machine.fire(&[worker], &workers, step).ok().and_then(|mut all| all.pop());
+            let fired =
+                machine.fire(&[worker], &workers, &[step]).ok().and_then(|mut all| all.pop());
             let (_, effects) = fired.expect("a verified program does not trap");
             let progress = &mut workers[worker];
             let task = &program.workers[worker].tasks[progress.task];
-            check(task, progress.inputs.as_deref().unwrap_or_default(), &effects);
-            assert!(machine.commit(worker, progress, effects, step).is_ok());
+            check(task, progress.inputs.as_deref().unwrap_or_default(), &effects[0]);
+            assert!(machine.commit(worker, progress, &effects, &[step]).is_ok());
             left -= 1;
         }
     }

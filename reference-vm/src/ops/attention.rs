@@ -2,12 +2,12 @@
 //! has the newest key appends it.
 
 use abi::AttentionParams;
-use ir::KvDtype;
 use ir::program::{Dims, part_heads, split_range};
+use ir::{BufferId, KvDtype};
 
 use super::{Context, Effects, Splits, bits, product, reserved};
 use crate::codes::to_e4m3;
-use crate::defect::{Defect, Rotated};
+use crate::defect::{Defect, Rotated, WindowDefect};
 use crate::math::{capped, dot, rms_norm, softmax_parts};
 use crate::memory::{Append, Span};
 use crate::trap::Fault;
@@ -44,27 +44,47 @@ impl Layout {
     }
 }
 
-/// Whether this task's split has the newest key, which is in the last active split.
-fn owns_newest(p: &AttentionParams, splits: Splits) -> bool {
-    p.split + 1 == splits.active
+/// The parameters of the sequence's own program, in which the splits are rotated (`ir::program::Together`).
+fn rotated(context: Context<'_>, p: &AttentionParams) -> AttentionParams {
+    match context.step.seq {
+        0 => *p,
+        seq => AttentionParams { split: (p.split + seq) % p.splits.max(1), ..*p },
+    }
+}
+
+/// The sequences of the window, up to this one, whose position is one of this task's keys: their rows are new in this step,
+/// and their words hold them, not the cache. The last one is this sequence if the split has the newest key.
+fn fresh<'m>(
+    context: Context<'m>,
+    p: &AttentionParams,
+    splits: Splits,
+) -> impl Iterator<Item = Context<'m>> {
+    let first = context.step.position + 1 - splits.keys;
+    let range = split_range(splits.keys, p.kv_block, splits.active, p.split);
+    let seqs = (0..=context.step.seq).map(move |seq| context.in_seq(seq));
+    seqs.filter(move |of| {
+        of.step.position.checked_sub(first).is_some_and(|key| range.contains(&key))
+    })
 }
 
 pub(super) fn inputs(context: Context<'_>, p: &AttentionParams) -> Result<Vec<Span>, Fault> {
     reserved(&p.reserved)?;
+    let p = &rotated(context, p);
     let splits = Splits::new(context.step, p.window, p.kv_block, p.splits)?;
     if p.split >= splits.active {
         return Ok(Vec::new());
     }
     let at = Layout::new(p, context.memory.dims())?;
     let mut spans = vec![context.span(0, at.q, at.count * p.head_dim)?];
-    if owns_newest(p, splits) {
-        spans.push(context.span(0, at.k, p.head_dim)?);
-        spans.push(context.span(0, at.v, p.head_dim)?);
+    for of in fresh(context, p, splits) {
+        spans.push(of.span(0, at.k, p.head_dim)?);
+        spans.push(of.span(0, at.v, p.head_dim)?);
     }
     Ok(spans)
 }
 
 pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects, Fault> {
+    let p = &rotated(context, p);
     let splits = Splits::new(context.step, p.window, p.kv_block, p.splits)?;
     let at = Layout::new(p, context.memory.dims())?;
     let stride = p.head_dim + abi::PARTIAL_HEADER;
@@ -76,60 +96,85 @@ pub(super) fn fire(context: Context<'_>, p: &AttentionParams) -> Result<Effects,
         let writes = vec![(context.writes(0)?, start, nothing)];
         return Ok(Effects { writes, ..Effects::default() });
     }
-    let words = context.task.reads[3].map_or(0, |table| context.memory.words(table));
-    let table = context.read(3, 0, words)?;
-    let shaped = |x: Vec<f32>, which: Rotated| -> Result<Vec<f32>, Fault> {
-        let norm = context.read_optional(which.norm(), 0, p.head_dim)?;
-        let turned = (&table[..], p.head_dim);
-        let rotation = Defect::rotation(context.defect, which, context.step.position, turned);
-        let mut out = x.clone();
-        for (x, out) in
-            x.chunks_exact(p.head_dim as usize).zip(out.chunks_exact_mut(p.head_dim as usize))
-        {
-            if let Some(norm) = &norm {
-                rms_norm(x, norm, p.eps, out);
-            }
-            rotation.apply(out);
-        }
-        Ok(out)
-    };
-    let queries = shaped(context.read(0, at.q, at.count * p.head_dim)?, Rotated::Queries)?;
+    let queries =
+        shaped(context, p, context.read(0, at.q, at.count * p.head_dim)?, Rotated::Queries)?;
     let cache = context.writes(1)?;
-    let newest = owns_newest(p, splits);
-    let append = if newest {
-        let mut key = shaped(context.read(0, at.k, p.head_dim)?, Rotated::Keys)?;
-        let mut value = context.read(0, at.v, p.head_dim)?;
-        if context.memory.kv_dtype() == KvDtype::E4m3 {
-            to_e4m3(&mut key);
-            to_e4m3(&mut value);
-        }
-        Some(Append { buffer: cache, kv_head: p.kv_head, key, value })
-    } else {
-        None
-    };
+    let rows = fresh(context, p, splits)
+        .map(|of| Ok((of.step.position, new_row(context, of, p, (&at, cache))?)))
+        .collect::<Result<Vec<(u32, Append)>, Fault>>()?;
 
     let first = context.step.position + 1 - splits.keys;
     let range = split_range(splits.keys, p.kv_block, splits.active, p.split);
-    let key_value = |position: u32| match &append {
-        Some(append) if position == context.step.position => {
-            Ok((&append.key[..], &append.value[..]))
+    let key_value = |position: u32| match rows.iter().find(|(at, _)| *at == position) {
+        Some(_)
+            if position != context.step.position
+                && context.window_defect == Some(WindowDefect::StaleRows) =>
+        {
+            context.memory.stale(cache, p.kv_head, position)
         }
-        Some(_) | None => context.memory.key_value(cache, p.kv_head, position, context.step),
+        Some((_, row)) => Ok((&row.key[..], &row.value[..])),
+        None => context.memory.key_value(cache, p.kv_head, position, context.step),
     };
     let mut keys = range.map(|key| key_value(first + key)).collect::<Result<Vec<_>, _>>()?;
     Defect::keys(context.defect, &mut keys);
     let mut out = Vec::new();
+    let newest = rows.last().is_some_and(|(position, _)| *position == context.step.position);
     let sinks = context.read_optional(4, at.head, at.count)?.filter(|_| newest);
     for (head, query) in queries.chunks_exact(p.head_dim as usize).enumerate() {
         let sink = sinks.as_ref().map(|sinks| f64::from(sinks[head]));
         partial(query, &keys, sink, p, &mut out);
     }
     let out = Defect::partials(context.defect, out, stride as usize);
-    let append = append
-        .filter(|_| p.part == 0)
-        .map(|append| Defect::append(context.defect, append, p.kv_heads));
+    drop(keys);
+    let append = rows
+        .into_iter()
+        .next_back()
+        .filter(|_| newest && p.part == 0)
+        .map(|(_, append)| Defect::append(context.defect, append, p.kv_heads));
     let writes = vec![(context.writes(0)?, start, bits(&out))];
     Ok(Effects { writes, append, ..Effects::default() })
+}
+
+/// Heads after norm and rotation, at the position of a sequence's step.
+fn shaped(
+    of: Context<'_>,
+    p: &AttentionParams,
+    x: Vec<f32>,
+    which: Rotated,
+) -> Result<Vec<f32>, Fault> {
+    let words = of.task.reads[3].map_or(0, |table| of.memory.words(table));
+    let table = of.read(3, 0, words)?;
+    let norm = of.read_optional(which.norm(), 0, p.head_dim)?;
+    let turned = (&table[..], p.head_dim);
+    let rotation = Defect::rotation(of.defect, which, of.step.position, turned);
+    let mut out = x.clone();
+    let heads = x.chunks_exact(p.head_dim as usize);
+    for (x, out) in heads.zip(out.chunks_exact_mut(p.head_dim as usize)) {
+        if let Some(norm) = &norm {
+            rms_norm(x, norm, p.eps, out);
+        }
+        rotation.apply(out);
+    }
+    Ok(out)
+}
+
+/// The new key and value of the sequence `of`, as they are in its row of the cache.
+fn new_row(
+    context: Context<'_>,
+    of: Context<'_>,
+    p: &AttentionParams,
+    (at, cache): (&Layout, BufferId),
+) -> Result<Append, Fault> {
+    let from = if context.window_defect == Some(WindowDefect::OwnRows) { context } else { of };
+    let at_position =
+        if context.window_defect == Some(WindowDefect::OwnPosition) { context } else { of };
+    let mut key = shaped(at_position, p, from.read(0, at.k, p.head_dim)?, Rotated::Keys)?;
+    let mut value = from.read(0, at.v, p.head_dim)?;
+    if context.memory.kv_dtype() == KvDtype::E4m3 {
+        to_e4m3(&mut key);
+        to_e4m3(&mut value);
+    }
+    Ok(Append { buffer: cache, kv_head: p.kv_head, key, value })
 }
 
 /// Appends one query's greatest score, sum of exponentials and weighted mean of the values to

@@ -254,6 +254,7 @@ fn request(jobs: &mpsc::Sender<Job>, admission: &Admission, number: u32) -> (Vec
         stop: Vec::new(),
         logprobs: None,
         priority: Priority::Normal,
+        speculate: 0,
     };
     let admitted = admission.enter().unwrap();
     let (to, mut events) = unbounded_channel();

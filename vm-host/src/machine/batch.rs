@@ -8,7 +8,7 @@ use super::watch::{Watch, Watched};
 use super::{Idle, Loaded, Memory, Request, Resident};
 use crate::error::HostError;
 
-/// One session of a batch.
+/// One session of a batch, or one position of a [`Window`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sequence<'a> {
     /// The session whose caches are used; no other sequence's.
@@ -20,6 +20,44 @@ pub struct Sequence<'a> {
     pub tokens: &'a [u32],
     /// Sample by the session's settings ([`Resident::set_sampling`]), not greedily.
     pub sampled: bool,
+}
+
+/// Consecutive positions of one session that one step runs, a sequence each: the next token, and guesses of those behind it.
+/// Each position has the bits that it has in a plain decode by the same kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Window<'a> {
+    /// The session whose caches are used.
+    pub session: u32,
+    /// Position of the first token. The caches hold the positions before it.
+    pub position: u32,
+    /// The next token, then the guesses.
+    pub tokens: &'a [u32],
+    /// Sample by the session's settings ([`Resident::set_sampling`]), not greedily. They must have no repetition penalty: the
+    /// set of tokens that it is about would have the guesses.
+    pub sampled: bool,
+    /// Keep the logits of every position, one row per sequence.
+    pub keep_logits: bool,
+}
+
+/// The result of a window.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WindowDecoded {
+    /// The device's choice after each position: what follows if the tokens up to there are right. `None` where every token
+    /// is banned or not a number.
+    pub chosen: Vec<Option<u32>>,
+    /// Microseconds from publishing the command to seeing its completion, by the host's clock.
+    pub host_us: f64,
+    /// Microseconds from start to completion of the command, by the device's clock; for diagnosis only.
+    pub device_us: f64,
+}
+
+impl WindowDecoded {
+    /// The tokens that the window gives: its guesses as far as they were chosen, and the choice behind them.
+    #[must_use]
+    pub fn accepted(&self, guesses: &[u32]) -> Vec<u32> {
+        let right = self.chosen.iter().zip(guesses).take_while(|(c, g)| **c == Some(**g)).count();
+        self.chosen.iter().take(right + 1).map_while(|chosen| *chosen).collect()
+    }
 }
 
 /// A batch to run. It ends for all sequences as soon as it ends for one.
@@ -117,6 +155,51 @@ impl Resident {
             host_us,
             device_us,
         })
+    }
+
+    /// The most positions of a window now: of the kernel, the current program's proof, and what fits in shared memory.
+    #[must_use]
+    pub fn window_seqs(&mut self) -> u32 {
+        self.seqs().min(ir::program::smem::fresh_rows(self.variant.head_dim))
+    }
+
+    /// Runs a window. The session continues behind as many positions as were right: what the others left in the cache is stored
+    /// over, and read by nothing.
+    ///
+    /// # Errors
+    /// If the window is outside what was booted, or the device stopped.
+    pub fn run_window(&mut self, window: &Window<'_>) -> Result<WindowDecoded, HostError> {
+        let &Window { session, position, tokens, sampled, keep_logits } = window;
+        let seqs = self.window_seqs();
+        let bounds = Bounds { seqs, ..self.idle().bounds() };
+        bounds.check_window(window).map_err(HostError::Request)?;
+        if sampled && self.idle().memory.sampling.penalised(session) {
+            let why = format!(
+                "session {session} has a repetition penalty, and a window has tokens that are guessed: run it one position at a time"
+            );
+            return Err(HostError::Request(why));
+        }
+        let count = tokens.len() as u32;
+        self.begin(session, position..position + count, tokens, sampled)?;
+        let at = |index: usize| &tokens[index..=index];
+        let of = |index: u32| Sequence {
+            session,
+            position: position + index,
+            tokens: at(index as usize),
+            sampled,
+        };
+        let seqs: Vec<Sequence<'_>> = (0..count).map(of).collect();
+        let batch = Batch { seqs: &seqs, steps: 1, stop: &[], keep_logits };
+        let (done, host_us, device_us) = self.timed(&submission(&batch), Watched::default())?;
+        let memory = &self.idle().memory;
+        let at = memory.tokens_at(session, position) + memory.token_stride as usize * 4;
+        let words = memory.tokens.read_words(at, count as usize);
+        let chosen = words
+            .into_iter()
+            .zip(0..)
+            .map(|(word, index)| Ok((ending(&done, index)? != Ending::NoToken).then_some(word)));
+        let chosen = chosen.collect::<Result<_, HostError>>()?;
+        Ok(WindowDecoded { chosen, host_us, device_us })
     }
 
     /// Logits of the first `rows` positions of a sequence of the last batch that kept them.
@@ -226,6 +309,17 @@ impl Bounds {
             }
         }
         Ok(())
+    }
+
+    fn check_window(&self, window: &Window<'_>) -> Result<(), String> {
+        let &Window { session, position, tokens, .. } = window;
+        if tokens.is_empty() || tokens.len() > self.seqs as usize {
+            let (asked, most) = (tokens.len(), self.seqs);
+            return Err(format!(
+                "a window of {asked} positions; 1 to {most} are possible with this kernel and this program's proof"
+            ));
+        }
+        self.check_run(session, position, tokens, tokens.len() as u64)
     }
 
     /// Refuses a run of `steps` positions from `position` that starts with these tokens, if it is out of bounds.

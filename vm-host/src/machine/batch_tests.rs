@@ -2,7 +2,7 @@
 
 use abi::{Completion, Ending, Submission};
 
-use super::{Batch, Bounds, Sequence, Watched, ending, submission};
+use super::{Batch, Bounds, Sequence, Watched, Window, WindowDecoded, ending, submission};
 
 const BOUNDS: Bounds = Bounds { seqs: 4, sessions: 6, vocab: 100, capacity: 64, rows: 8 };
 
@@ -176,4 +176,35 @@ fn the_device_refuses_what_it_cannot_run() {
     let done = machine.command(&good, limit, Watched::default()).expect("the good one runs");
     assert_eq!((done.steps, done.seq_endings), (4, 0));
     machine.stop().expect("it stops");
+}
+
+#[test]
+fn a_window_beyond_its_bounds_is_refused_by_name() {
+    let good = Window { session: 5, position: 60, tokens: &[7, 8, 9, 1], ..Window::default() };
+    assert_eq!(BOUNDS.check_window(&good), Ok(()));
+    for (bad, says) in [
+        (Window { tokens: &[], ..good }, "a window of 0 positions; 1 to 4"),
+        (Window { tokens: &[1; 5], position: 0, ..good }, "a window of 5 positions; 1 to 4"),
+        (Window { position: 61, ..good }, "4 positions from 61 exceed"),
+        (Window { session: 6, ..good }, "session 6 of 6"),
+        (Window { tokens: &[7, 100], ..good }, "token 100"),
+    ] {
+        let why = BOUNDS.check_window(&bad).expect_err(says);
+        assert!(why.contains(says), "{why} does not say {says:?}");
+    }
+}
+
+#[test]
+fn a_window_gives_its_right_guesses_and_the_choice_behind_them() {
+    let of = |chosen: &[Option<u32>], guesses: &[u32]| {
+        let chosen = chosen.to_vec();
+        WindowDecoded { chosen, host_us: 0.0, device_us: 0.0 }.accepted(guesses)
+    };
+    let all = [Some(4), Some(5), Some(6)];
+    assert_eq!(of(&all, &[4, 5]), [4, 5, 6]);
+    assert_eq!(of(&all, &[4, 9]), [4, 5]);
+    assert_eq!(of(&all, &[9, 5]), [4]);
+    assert_eq!(of(&all[..1], &[]), [4]);
+    assert_eq!(of(&[Some(4), None, Some(6)], &[4, 6]), [4], "nothing can follow");
+    assert_eq!(of(&[None, Some(5)], &[5]), [0; 0]);
 }

@@ -1,6 +1,6 @@
 // Commands of batches as host C++: the poller (poller.cuh) and the end of a step (sample_batch.cuh) run as on the device, and a model stands for
 // the steps between. The input file has cases: the numbers of a command, then per sequence its session, its position, and the tokens in its
-// buffer from there on. Prints the completion, then per sequence the tokens that its steps had, and the tokens in its buffer afterwards.
+// buffer from there on. Prints the completion and the windows, then per sequence the tokens that its steps had, and the tokens in its buffer afterwards.
 // Compiled by vm-host/src/emulated_tests.rs.
 #define WORKERS 2
 #include "simt.hpp"
@@ -207,7 +207,7 @@ int main(int, char** names) {
     run_workers(run);
     amk_completion const& c = completions[0];
     amk_submission const& s = submissions[0];
-    std::printf("%u %u %u %u\n", c.trap, c.steps, c.ending, c.seq_endings);
+    std::printf("%u %u %u %u %x\n", c.trap, c.steps, c.ending, c.seq_endings, state.seqs.windows);
     for (uint32_t i = 0; i < s.seqs; ++i) {
       for (uint32_t token : ran[i]) {
         std::printf("%u ", token);

@@ -10,7 +10,10 @@ inline float __ldg(float const* p) { return *p; }
 inline void __syncwarp() { meet(fibers.running / 32); }
 
 // Shared memory; an address in it is the distance from its beginning.
-alignas(1024) inline char prefill_memory[256 << 10];
+#ifndef SHARED_BYTES
+#define SHARED_BYTES (256 << 10)
+#endif
+alignas(1024) inline char prefill_memory[SHARED_BYTES];
 inline uint32_t shared_address(void const* p) { return (uint32_t)((char const*)p - prefill_memory); }
 inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
 inline void stage_store(void* p, uint4 v) { *(uint4*)p = v; }

@@ -10,14 +10,28 @@
 //! reads those of all its splits (`K-SPLIT`), so it waits for the same tasks in every sequence. For the same reason all
 //! sequences end when one does. The kernel of several sequences has requirements besides the proof; [`Together::new`]
 //! checks these.
+//!
+//! **Windows.** Neighbouring sequences may run consecutive positions of one session in one step. Then a sequence attends
+//! to keys and values that those before it make in the same step. It takes them from their words, not from the cache
+//! ([`window_reads`]). Why that is safe in a verified program:
+//!
+//! - A task of attention may read the key and value of its head whatever its split is, so the order was proven for these
+//!   words in every rotation. The words of another sequence are at the same place in its copy of the buffer, and the same
+//!   task writes them: a counter is signalled when a task has done all sequences, and flag-in-data words have the tag of
+//!   their own sequence. No task waits for another one than before, so there is no new deadlock.
+//! - A row of the cache is stored once, by the task that has the newest key of the row's own sequence, and no sequence
+//!   reads the row in that step. What the copies bring of it is replaced, or is behind the newest key.
+//! - The step ends after all tasks (`O-STEP`), so that the next one may store over the words, and over rows of positions
+//!   whose token was guessed wrongly: attention reads no row behind its own position.
 
 use abi::{AttentionParams, BufferKind, Epilogue, Opcode, Params, Prologue};
 
 use super::Verified;
 use crate::format::Format;
 use crate::id::{BufferId, MatrixId};
+use crate::program::rules::{buffer_name, tasks};
 use crate::program::stream::uncounted;
-use crate::program::{Program, Task};
+use crate::program::{Program, Region, Task, accesses, smem};
 use crate::violation::{At, Rule, Violations};
 
 /// The program of sequence `seq` of a batch: the splits of each head's keys are rotated among its tasks.
@@ -54,6 +68,12 @@ impl Together {
     #[must_use]
     pub fn seqs(&self) -> u32 {
         self.seqs
+    }
+
+    /// Most sequences of a command that has a window: their new keys and values lie in shared memory together.
+    #[must_use]
+    pub fn window_seqs(&self) -> u32 {
+        self.seqs.min(smem::fresh_rows(self.program.dims.head_dim))
     }
 
     /// The program of sequence 0.
@@ -99,8 +119,46 @@ pub fn check_seqs(program: &Program, seqs: u32) -> Result<(), Violations> {
             }
         }
         one_form(program, &mut found);
+        windows(program, &mut found);
     }
     if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// The words that an attention task reads of each sequence of its window whose position is one of its keys: the key and
+/// the value of its head, behind all queries. `None` for other tasks.
+#[must_use]
+pub fn window_reads(program: &Program, task: &Task) -> Option<[Region; 2]> {
+    let Params::Attention(p) = task.op() else { return None };
+    let buffer = task.reads[0]?;
+    let dims = program.dims;
+    let row = |row: u32| {
+        let start = row.saturating_mul(dims.head_dim);
+        Region { buffer, start, end: start.saturating_add(dims.head_dim) }
+    };
+    Some([row(dims.heads + p.kv_head), row(dims.heads + dims.kv_heads + p.kv_head)])
+}
+
+/// Checks that the order of a verified program covers what windows read: each of these words is one that the task reads
+/// in every rotation, from scratch memory, of which each sequence has its own.
+fn windows(program: &Program, found: &mut Violations) {
+    for (at, task) in tasks(program) {
+        let Some(reads) = window_reads(program, task) else { continue };
+        let proven = accesses(program, task).reads;
+        for region in reads {
+            let scratch = program.buffers.get(region.buffer.index()).is_some_and(|buffer| {
+                matches!(buffer.kind, BufferKind::Plain | BufferKind::FlagInData)
+            });
+            if !scratch || !proven.contains(&region) {
+                let (Region { start, end, buffer }, name) =
+                    (region, buffer_name(program, region.buffer));
+                let detail = format!(
+                    "a window reads words {start}..{end} of {name} of other sequences, and {} in {buffer} is not proven to wait for them",
+                    task.opcode.info().name
+                );
+                found.push(Rule::RHappens, at.clone(), detail);
+            }
+        }
+    }
 }
 
 /// Checks that all tasks use one form for the words of a buffer. A kernel of several sequences stores unmodified inputs

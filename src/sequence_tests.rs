@@ -1,0 +1,159 @@
+//! Sequences on a machine that samples and has windows, without a machine.
+
+use super::*;
+
+/// Samples by a function of the last tokens, and keeps what it has run.
+#[derive(Default)]
+struct Sampler {
+    seed: u32,
+    span: usize,
+    ran: Vec<u32>,
+    stop: Vec<u32>,
+    windows: usize,
+    penalty: bool,
+}
+
+impl Sampler {
+    fn next(&self) -> u32 {
+        let last = &self.ran[self.ran.len().saturating_sub(self.span)..];
+        last.iter().fold(self.seed, |sum, t| sum.wrapping_mul(31).wrapping_add(*t)) >> 7 & 7
+    }
+
+    /// Runs tokens, then samples until a stop token or `count`; all but the last are run.
+    fn sample(&mut self, count: usize) -> (Vec<u32>, bool) {
+        let mut chosen = Vec::new();
+        while chosen.len() < count {
+            self.ran.extend(chosen.last());
+            chosen.push(self.next());
+            if self.stop.contains(&chosen[chosen.len() - 1]) {
+                return (chosen, true);
+            }
+        }
+        (chosen, false)
+    }
+}
+
+impl Engine for Sampler {
+    fn begin(&mut self, _: usize, _: u64, _: &[u32]) -> Result<usize, Broken> {
+        Ok(0)
+    }
+
+    fn feed(&mut self, _: usize, _: &[u32], _: bool) -> Result<Vec<f32>, Broken> {
+        Err(Broken::Sequence("it samples".to_owned()))
+    }
+
+    fn end(&mut self, _: usize) {}
+
+    fn choose_by(&mut self, _: usize, how: &How<'_>) -> Result<bool, Broken> {
+        self.stop = how.stop.to_vec();
+        self.penalty = how.sampling.repetition_penalty != 1.0;
+        Ok(true)
+    }
+
+    fn advance(
+        &mut self,
+        _: usize,
+        tokens: &[u32],
+        generate: u32,
+        _: &mut dyn Observer,
+    ) -> Result<Advanced, Broken> {
+        let before = self.ran.len();
+        self.ran.extend(tokens);
+        let (chosen, stopped) = self.sample(generate as usize);
+        Ok(Advanced { chosen, ran: self.ran.len() - before, stopped })
+    }
+
+    fn window(&self) -> usize {
+        8
+    }
+
+    fn speculate(
+        &mut self,
+        _: usize,
+        token: u32,
+        guesses: &[u32],
+        _: &mut dyn Observer,
+    ) -> Result<Advanced, Broken> {
+        assert!(guesses.len() < 8 && !self.penalty);
+        self.windows += 1;
+        let before = self.ran.len();
+        self.ran.push(token);
+        let (mut chosen, mut stopped) = self.sample(1);
+        for guess in guesses {
+            if stopped || chosen.last() != Some(guess) {
+                break;
+            }
+            self.ran.push(*guess);
+            let (more, ends) = self.sample(1);
+            chosen.extend(more);
+            stopped = ends;
+        }
+        Ok(Advanced { chosen, ran: self.ran.len() - before, stopped })
+    }
+}
+
+/// A text, and the number of windows that ran it.
+fn text(
+    machine: Sampler,
+    speculate: u32,
+    (limit, stop, penalty): (u32, u32, f32),
+) -> (Vec<u32>, Finish, usize) {
+    let mut machine = machine;
+    let work = Work {
+        prompt: vec![1, 2, 3, 1, 2],
+        limit,
+        sampling: Sampling { repetition_penalty: penalty, ..Sampling::default() },
+        host: HostRules::default(),
+        constraint: None,
+        stop: vec![stop],
+        logprobs: None,
+        priority: Priority::Normal,
+        speculate,
+    };
+    let mut sequence = Sequence::new(work);
+    sequence.begin(&mut machine, 0).unwrap();
+    let mut told = Vec::new();
+    let finish = loop {
+        let mut tell = |of| {
+            if let Told::Token(token, _) = of {
+                told.push(token)
+            }
+        };
+        let turn = sequence.turn(&mut machine, (0, 16), &mut tell, &mut || false);
+        let (ran, finish) = turn.unwrap();
+        assert!(ran <= 16 && sequence.fed == machine.ran.len());
+        if let Some(finish) = finish {
+            break finish;
+        }
+    };
+    assert_eq!(told, sequence.chosen);
+    assert_eq!(sequence.fed + 1, 5 + told.len(), "the last token is not run");
+    (told, finish, machine.windows)
+}
+
+#[test]
+fn a_machine_that_samples_gives_the_same_text_with_guesses() {
+    let (mut windows, mut stops) = (0, 0);
+    for seed in 0..60 {
+        // Tokens are 0 to 7: some texts meet the stop token, some never.
+        let settings = (3 + seed * 3, if seed % 2 == 0 { 5 } else { 9 }, 1.0);
+        let machine = || Sampler { seed, span: 1 + seed as usize % 3, ..Sampler::default() };
+        let (plain, finish, none) = text(machine(), 0, settings);
+        assert_eq!(none, 0);
+        for most in [1, 4, 7] {
+            let (guessed, ended, ran) = text(machine(), most, settings);
+            assert_eq!((&guessed, &ended), (&plain, &finish), "{seed} {most}");
+            windows += ran;
+        }
+        stops += usize::from(finish == Finish::Stop);
+    }
+    assert!(windows > 300 && stops > 5, "{windows} windows, {stops} stops");
+}
+
+#[test]
+fn a_penalty_on_the_machine_is_not_guessed() {
+    let machine = || Sampler { seed: 3, span: 1, ..Sampler::default() };
+    let (_, _, windows) = text(machine(), 7, (80, 9, 1.0));
+    assert!(windows > 0);
+    assert_eq!(text(machine(), 7, (80, 9, 1.2)).2, 0);
+}

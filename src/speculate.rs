@@ -1,0 +1,258 @@
+//! Guesses of the next tokens, by looking the last ones up in the text so far, and when they are worth a window.
+//!
+//! Everything here is a function of the tokens and of the times that it is given: it reads no clock. A guess never changes a
+//! token: the machine chooses each token as without it, and a guess only decides how many positions a step has.
+
+use std::collections::HashMap;
+
+use serde_json::{Value, json};
+
+/// Most guesses of a window, beside the next token.
+pub(crate) const GUESSES_MAX: u32 = abi::SEQS_MAX as u32 - 1;
+
+/// Sequences of the smallest kernel that runs windows with this many guesses.
+pub(crate) fn kernel_seqs(guesses: u32) -> u32 {
+    (guesses.min(GUESSES_MAX) + 1).next_power_of_two().max(2)
+}
+
+/// The longest run of last tokens that is looked up, and the shortest.
+const RUNS: [usize; 3] = [4, 3, 2];
+/// Part of the acceptance that each further guess keeps: the last 16 or so decide.
+const KEEPS: f64 = 0.94;
+/// Gain in tokens per time from which on windows begin, and below which they end: a switch of kernels takes 2 ms.
+const BEGINS: f64 = 1.1;
+const ENDS: f64 = 1.0;
+/// Times that are kept of each width, of which the median counts.
+const TIMES: usize = 9;
+
+/// The text so far, and where each run of tokens was last.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Lookup {
+    tokens: Vec<u32>,
+    /// By length: the position behind the last occurrence that has a token behind it.
+    behind: [HashMap<Vec<u32>, usize>; RUNS.len()],
+}
+
+impl Lookup {
+    pub(crate) fn new(tokens: &[u32]) -> Self {
+        let mut lookup = Self::default();
+        tokens.iter().for_each(|&token| lookup.push(token));
+        lookup
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    pub(crate) fn push(&mut self, token: u32) {
+        let end = self.tokens.len();
+        for (behind, run) in self.behind.iter_mut().zip(RUNS) {
+            if let Some(last) = end.checked_sub(run).and_then(|start| self.tokens.get(start..)) {
+                behind.insert(last.to_vec(), end);
+            }
+        }
+        self.tokens.push(token);
+    }
+
+    /// What followed the last time that the text ended as it does now, at most `most` tokens: behind the longest run that
+    /// was there before. Where that reaches the end of the text, it goes on with the guesses themselves.
+    pub(crate) fn guess(&self, most: usize) -> Vec<u32> {
+        let end = self.tokens.len();
+        let of = |(behind, run): (&HashMap<Vec<u32>, usize>, usize)| {
+            behind.get(self.tokens.get(end.checked_sub(run)?..)?).copied()
+        };
+        let Some(from) = self.behind.iter().zip(RUNS).find_map(of) else { return Vec::new() };
+        let mut guesses: Vec<u32> = Vec::with_capacity(most);
+        for at in from..from + most {
+            let known = self.tokens.get(at).copied();
+            guesses.extend(known.or_else(|| guesses.get(at - end).copied()));
+        }
+        guesses
+    }
+}
+
+/// What steps of some number of positions take.
+#[derive(Clone, Debug, Default)]
+struct Times(Vec<f64>);
+
+impl Times {
+    fn add(&mut self, us: f64) {
+        if self.0.len() == TIMES {
+            self.0.remove(0);
+        }
+        self.0.push(us);
+    }
+
+    fn median(&self) -> Option<f64> {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len() / 2).copied()
+    }
+}
+
+/// What windows gave.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// Windows, those without a guess among them.
+    pub(crate) windows: u64,
+    /// Guesses of these.
+    pub(crate) guessed: u64,
+    /// Guesses that were right, and behind right ones only.
+    pub(crate) accepted: u64,
+    /// Windows with a wrong guess.
+    pub(crate) rejected: u64,
+    /// Tokens of these steps.
+    pub(crate) tokens: u64,
+}
+
+/// How the next tokens are run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Plan {
+    /// One position per step, on the kernel that is fastest for one.
+    Plain,
+    /// A window with these guesses; without any, one position on the kernel of windows.
+    Window(Vec<u32>),
+}
+
+/// What a window of this many positions is expected to take, in steps of the kernel for one sequence: more than batches of
+/// llama-3.1-8b take (docs/lab/2026-11-28-speculation.md).
+pub(crate) fn price(positions: usize) -> f64 {
+    1.15 + 0.015 * positions as f64
+}
+
+impl Tally {
+    /// The fields of documents.
+    pub(crate) fn to_json(self) -> Value {
+        let Self { windows, guessed, accepted, rejected, tokens } = self;
+        let over = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
+        json!({
+            "windows": windows,
+            "guessed": guessed,
+            "accepted": accepted,
+            "tokens": tokens,
+            "rejected": rejected,
+            "acceptance": over(accepted, accepted + rejected),
+            "tokens_per_window": over(tokens, windows),
+        })
+    }
+}
+
+/// Decides how many guesses a step has, by what they gave so far and what steps take.
+#[derive(Clone, Debug)]
+pub(crate) struct Guesser {
+    lookup: Lookup,
+    /// The most guesses of a window.
+    most: usize,
+    /// Probability that a guess behind right ones is right, and that there is a guess, from the last ones.
+    acceptance: f64,
+    coverage: f64,
+    /// Whether it is running windows.
+    windows: bool,
+    /// A step of the kernel for one sequence, and windows by their number of positions.
+    plain: Times,
+    times: Vec<Times>,
+    pub(crate) tally: Tally,
+}
+
+impl Guesser {
+    /// Guesses at most `most` tokens at a time behind `tokens`. It begins in doubt: a text must have shown that it can be
+    /// guessed.
+    pub(crate) fn new(tokens: &[u32], most: usize) -> Self {
+        Self {
+            lookup: Lookup::new(tokens),
+            most,
+            acceptance: 0.3,
+            coverage: 0.3,
+            windows: false,
+            plain: Times::default(),
+            times: vec![Times::default(); most + 2],
+            tally: Tally::default(),
+        }
+    }
+
+    /// Tokens of the text that it knows.
+    pub(crate) fn len(&self) -> usize {
+        self.lookup.len()
+    }
+
+    /// How the next step is run, with no more than `room` guesses.
+    pub(crate) fn next(&mut self, room: usize) -> Plan {
+        let (width, gain) = self.best();
+        self.windows = gain >= if self.windows { ENDS } else { BEGINS };
+        if !self.windows {
+            return Plan::Plain;
+        }
+        Plan::Window(self.lookup.guess(width.min(room)))
+    }
+
+    /// The best number of guesses of a window, and the tokens per time with it, in those of steps of one position.
+    fn best(&self) -> (usize, f64) {
+        let gain = |guesses: usize| {
+            let mean =
+                |with: f64, without: f64| self.coverage * with + (1.0 - self.coverage) * without;
+            mean(self.expected(guesses), 1.0) / mean(self.price(guesses + 1), self.price(1))
+        };
+        let better = |best: (usize, f64), guesses| {
+            if gain(guesses) > best.1 { (guesses, gain(guesses)) } else { best }
+        };
+        (1..=self.most).fold((0, 0.0), better)
+    }
+
+    /// Tokens that a window with this many guesses is expected to give.
+    fn expected(&self, guesses: usize) -> f64 {
+        (0..=guesses as i32).map(|right| self.acceptance.powi(right)).sum()
+    }
+
+    /// What a window of this many positions takes, in steps of the kernel for one sequence. Before one was timed: what the
+    /// nearest one took, or what is expected.
+    fn price(&self, positions: usize) -> f64 {
+        let expected = price(positions);
+        let Some(plain) = self.plain.median() else { return expected };
+        let timed = self.times.iter().enumerate().filter_map(|(of, t)| Some((of, t.median()?)));
+        let nearest = timed.min_by_key(|(of, _)| of.abs_diff(positions));
+        nearest.map_or(expected, |(_, us)| us / plain)
+    }
+
+    /// Notes tokens that steps of one position gave, and what each step took. The guesses that there would have been are
+    /// compared with them, so that a text shows at no cost that it can be guessed.
+    pub(crate) fn stepped(&mut self, tokens: &[u32], us_of_each: Option<f64>) {
+        for &token in tokens {
+            let guess = self.lookup.guess(1);
+            self.looked(!guess.is_empty());
+            guess.into_iter().for_each(|guess| self.judged(guess == token));
+            self.lookup.push(token);
+        }
+        us_of_each.into_iter().for_each(|us| self.plain.add(us));
+    }
+
+    /// Notes what a window with these guesses gave, and what it took.
+    pub(crate) fn ran(&mut self, guesses: &[u32], tokens: &[u32], us: Option<f64>) {
+        self.looked(!guesses.is_empty());
+        let right = tokens.iter().zip(guesses).take_while(|(token, guess)| token == guess).count();
+        (0..right).for_each(|_| self.judged(true));
+        let wrong = right < guesses.len() && right < tokens.len();
+        if wrong {
+            self.judged(false);
+        }
+        self.tally.rejected += u64::from(wrong);
+        tokens.iter().for_each(|&token| self.lookup.push(token));
+        self.tally.windows += 1;
+        self.tally.guessed += guesses.len() as u64;
+        self.tally.accepted += right as u64;
+        self.tally.tokens += tokens.len() as u64;
+        let times = self.times.get_mut(guesses.len() + 1);
+        times.into_iter().zip(us).for_each(|(times, us)| times.add(us));
+    }
+
+    fn looked(&mut self, found: bool) {
+        self.coverage = KEEPS * self.coverage + (1.0 - KEEPS) * f64::from(u8::from(found));
+    }
+
+    fn judged(&mut self, right: bool) {
+        self.acceptance = KEEPS * self.acceptance + (1.0 - KEEPS) * f64::from(u8::from(right));
+    }
+}
+
+#[cfg(test)]
+#[path = "speculate_tests.rs"]
+mod tests;

@@ -1,0 +1,226 @@
+//! Windows: consecutive positions of one session in one step give the bits of the same positions one by one.
+
+use super::*;
+use vm_host::Window;
+
+/// Tokens behind the prompt.
+const NEW: usize = 40;
+
+/// A prompt, and what plain decoding by the same kernel gives behind it.
+struct Plain {
+    prompt: Vec<u32>,
+    tokens: Vec<u32>,
+    logits: Vec<Vec<f32>>,
+}
+
+fn plain(machine: &mut Resident, length: u32, vocab: u32) -> Plain {
+    let prompt = prompt(length, length, vocab);
+    fill(machine, 0, &prompt);
+    let (mut tokens, mut logits) = (Vec::new(), Vec::new());
+    let mut last = prompt[prompt.len() - 1];
+    // As many as there are rows of logits.
+    while tokens.len() < NEW {
+        let position = length - 1 + tokens.len() as u32;
+        let done = machine.decode(0, position, &[last], ROWS / 2, &[], true).expect("it runs");
+        logits.extend(machine.logits(done.steps).expect("logits"));
+        tokens.extend(done.tokens);
+        last = tokens[tokens.len() - 1];
+    }
+    Plain { prompt, tokens, logits }
+}
+
+/// How many guesses of a window are right, and how many there are.
+type Guess = (usize, usize);
+
+/// Runs windows until all new tokens are there, and compares each token and logit.
+fn check(machine: &mut Resident, of: &Plain, guesses: &[Guess], vocab: u32, what: &str) {
+    fill(machine, 0, &of.prompt);
+    let (mut done, mut turn) = (0, 0);
+    let most = machine.window_seqs() as usize;
+    while done + most < NEW {
+        let (right, count) = guesses[turn % guesses.len()];
+        turn += 1;
+        let count = count.min(most - 1);
+        let behind = of.tokens[done..done + count].iter().enumerate();
+        let guessed: Vec<u32> =
+            behind.map(|(i, &t)| if i < right { t } else { (t + 1 + i as u32) % vocab }).collect();
+        let last = if done == 0 { of.prompt[of.prompt.len() - 1] } else { of.tokens[done - 1] };
+        let tokens = [&[last], &guessed[..]].concat();
+        let position = (of.prompt.len() - 1 + done) as u32;
+        for seq in 0..tokens.len() as u32 {
+            machine.poison_seq_logits(seq, 1).expect("poison");
+        }
+        let window = Window { position, tokens: &tokens, keep_logits: true, ..Window::default() };
+        let got = machine.run_window(&window).unwrap_or_else(|e| panic!("{what}: {e}"));
+        let accepted = got.accepted(&guessed);
+        assert_eq!(accepted.len(), right.min(count) + 1, "{what} at {position}: {guessed:?}");
+        assert_eq!(accepted, of.tokens[done..done + accepted.len()], "{what} at {position}");
+        for (seq, wanted) in (0..).zip(&of.logits[done..done + accepted.len()]) {
+            let logits = machine.seq_logits(seq, 1).expect("logits").remove(0);
+            let same = wanted.iter().map(|x| x.to_bits()).eq(logits.iter().map(|x| x.to_bits()));
+            let worst = worst(wanted, &logits);
+            assert!(same, "{what}: position {position} + {seq} is off by {worst:.2e}");
+        }
+        done += accepted.len();
+    }
+}
+
+const RIGHT: [Guess; 1] = [(7, 7)];
+const WRONG: [Guess; 1] = [(0, 7)];
+const MIXED: [Guess; 6] = [(2, 5), (0, 1), (7, 7), (1, 3), (0, 0), (3, 6)];
+
+/// Begin around the borders of tiles, blocks and pages.
+const LENGTHS: [u32; 7] = [1, 13, 30, 61, 96, 120, 127];
+
+fn check_windows(model: &Model, schedule: (&str, &str), seqs: u32, lengths: &[u32]) {
+    let Some(info) = device() else { return };
+    let capacity = lengths.iter().max().copied().unwrap_or(1) + NEW as u32 + ROWS + 9;
+    let mut machine = machine(model, &info, schedule.1, capacity.next_multiple_of(128), seqs);
+    let vocab = model.graph.vocab;
+    for &length in lengths {
+        let of = plain(&mut machine, length, vocab);
+        for (guesses, name) in [(&RIGHT[..], "right"), (&WRONG[..], "wrong"), (&MIXED[..], "mixed")]
+        {
+            let what = format!(
+                "{}, {}, kernel of {seqs}, {length} tokens, {name} guesses",
+                model.graph.name, schedule.0
+            );
+            check(&mut machine, &of, guesses, vocab, &what);
+        }
+    }
+    machine.stop().expect("it stops");
+}
+
+#[test]
+fn windows_give_the_tokens_and_logits_of_plain_decoding() {
+    if device().is_none() {
+        return;
+    }
+    for name in GOLDEN {
+        let model = golden(name);
+        for (schedule, seqs) in SCHEDULES.into_iter().zip([8, 8, 4, 2]) {
+            check_windows(&model, schedule, seqs, &LENGTHS);
+        }
+    }
+}
+
+#[test]
+fn windows_over_caches_of_codes_do_too() {
+    if device().is_none() {
+        return;
+    }
+    let mut model = golden("golden/qwen3-qknorm-bf16");
+    model.graph.kv_dtype = ir::KvDtype::E4m3;
+    for (schedule, seqs) in SCHEDULES.into_iter().zip([8, 4, 8, 2]) {
+        check_windows(&model, schedule, seqs, &LENGTHS);
+    }
+}
+
+#[test]
+fn windows_over_long_contexts_and_rows_do_too() {
+    if device().is_none() {
+        return;
+    }
+    let mut model = model::preset("llama-3.2-1b").expect("a preset");
+    model.graph.layers.truncate(2);
+    let lengths = [1, 127, 250, 500, 1000];
+    check_windows(&model, ("as shipped, 8 splits", &shipped(8)), 8, &lengths);
+    check_windows(&model, ("as shipped, 1 split", &shipped(1)), 8, &lengths);
+    let mut model = model::preset("llama-3.1-8b").expect("a preset");
+    model.graph.layers.truncate(1);
+    check_windows(&model, ("as shipped, 8 splits", &shipped(8)), 8, &lengths[..3]);
+}
+
+/// Each position draws with the random numbers of its own, so a window gives the tokens of plain decoding with the same seed.
+#[test]
+fn windows_that_sample_give_the_tokens_of_plain_decoding() {
+    let Some(info) = device() else { return };
+    let model = golden("golden/llama3-rope-bf16");
+    let mut machine = machine(&model, &info, SCHEDULES[1].1, 256, 8);
+    let vocab = model.graph.vocab;
+    for seed in 0..4 {
+        let sampling = Sampling { temperature: 1.3, top_p: 0.95, seed, ..Sampling::default() };
+        let prompt = prompt(0, 60, vocab);
+        machine.set_sampling(0, &sampling).expect("settings");
+        fill(&mut machine, 0, &prompt);
+        let last = &prompt[prompt.len() - 1..];
+        let request = Request {
+            position: 59,
+            tokens: last,
+            generate: NEW as u32,
+            sampled: true,
+            ..Request::default()
+        };
+        let wanted = machine.run(&request, &mut || false).expect("it samples alone").tokens;
+        machine.set_sampling(0, &sampling).expect("settings");
+        fill(&mut machine, 0, &prompt);
+        let (mut got, mut turn) = (Vec::new(), 0);
+        while got.len() + 8 < NEW {
+            let at = got.len();
+            let (right, count) = MIXED[turn % MIXED.len()];
+            turn += 1;
+            let behind = wanted[at..at + count].iter().enumerate();
+            let guessed: Vec<u32> =
+                behind.map(|(i, &t)| if i < right { t } else { (t + 1) % vocab }).collect();
+            let tokens = [&[*got.last().unwrap_or(&last[0])], &guessed[..]].concat();
+            let position = 59 + at as u32;
+            let window = Window { position, tokens: &tokens, sampled: true, ..Window::default() };
+            got.extend(machine.run_window(&window).expect("a window").accepted(&guessed));
+        }
+        assert_eq!(got, wanted[..got.len()], "seed {seed}");
+    }
+    machine.stop().expect("it stops");
+}
+
+#[test]
+fn a_window_that_cannot_be_is_refused_and_the_next_one_runs() {
+    let Some((mut machine, sessions, vocab)) = prepared() else { return };
+    let penalised = Sampling { temperature: 1.0, repetition_penalty: 1.2, ..Sampling::default() };
+    machine.set_sampling(3, &penalised).expect("settings");
+    let tokens = [1; 9];
+    let good = Window { session: 2, position: 32, tokens: &tokens[..4], ..Window::default() };
+    for (bad, says) in [
+        (Window { tokens: &tokens, ..good }, "a window of 9 positions; 1 to 8"),
+        (Window { tokens: &[], ..good }, "a window of 0 positions"),
+        (Window { position: 253, ..good }, "4 positions from 253 exceed"),
+        (Window { tokens: &[vocab], ..good }, "outside the vocabulary"),
+        (Window { session: 3, sampled: true, ..good }, "repetition penalty"),
+    ] {
+        let refused = machine.run_window(&bad).expect_err(says);
+        let why = refused.to_string();
+        assert!(matches!(refused, HostError::Request(_)) && why.contains(says), "{why}");
+    }
+    let of = &sessions[2];
+    let tokens = [&of.prompt[32..], &of.tokens[..5]].concat();
+    let done = machine.run_window(&Window { tokens: &tokens, ..good }).expect("it runs");
+    assert_eq!(done.accepted(&of.tokens[..5]), of.tokens[..6]);
+    machine.stop().expect("it stops");
+}
+
+/// Microseconds of windows and of plain steps of the same kernel, for the lab page.
+#[test]
+fn a_window_of_eight_takes_at_most_half_as_long_again_as_a_step() {
+    let Some(info) = device() else { return };
+    let model = model::preset("llama-3.2-1b").expect("a known preset");
+    let mut machine = machine(&model, &info, &shipped(8), 512, 8);
+    let tokens = [11; 8];
+    let mut us = |count: usize| {
+        let mut all: Vec<f64> = (0..40)
+            .map(|_| {
+                let window =
+                    Window { position: 128, tokens: &tokens[..count], ..Window::default() };
+                machine.run_window(&window).expect("it runs").device_us
+            })
+            .skip(8)
+            .collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    let steps = [1, 2, 4, 6, 8].map(|count| {
+        let us = us(count);
+        eprintln!("a window of {count}: {us:.1} us");
+        us
+    });
+    machine.stop().expect("it stops");
+    assert!(steps[4] <= 1.5 * steps[0], "{steps:?}");
+}

@@ -74,7 +74,6 @@ __device__ __forceinline__ uint32_t seq_token(Worker const& w) { return w.shared
 __device__ __forceinline__ uint32_t seq_position(Worker const& w) { return w.shared->step.position; }
 __device__ __forceinline__ uint32_t seq_session(Worker const& w) { return w.shared->step.session; }
 __device__ __forceinline__ uint32_t seq_logits_row(Worker const& w) { return w.shared->step.logits_row; }
-__device__ __forceinline__ uint32_t seqs_windows(Worker const&) { return 0; }
 __device__ __forceinline__ uint32_t seq_run(Worker const&) { return 0; }
 __device__ __forceinline__ uint64_t buffer_address(Worker const&, ResolvedBuffer const& s) { return s.address; }
 __device__ __forceinline__ uint32_t seq_split(uint32_t split, uint32_t, uint32_t) { return split; }

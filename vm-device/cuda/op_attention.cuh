@@ -230,99 +230,6 @@ __device__ __forceinline__ void heads_wait(Worker const& w, StagedTask const& st
   __syncwarp();
 }
 
-// A warp's position in the stages of an attention task.
-struct KeyWalk {
-  uint32_t start, count, of_block; // first key and number of keys; stages of a whole block
-  uint32_t stages;                 // stages of all keys and values
-  uint32_t passed;
-};
-
-#if AMK_SEQS > 1
-// One warp: normalises and rotates the new key of the worker's sequence, as heads_wait does it, and places it with the new value.
-__device__ __forceinline__ void fresh_take_words(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  constexpr uint32_t N = 2 + VALUE_TURNS;
-  uint32_t const lane = w.thread % 32, heads = p.kv_heads * p.group;
-  bool const has = lane < HEAD_PARTS;
-  uint32_t const part = has ? lane : 0;
-  float const* angles = (float const*)st.buffer[3].address + (size_t)seq_position(w) * AMK_HEAD_DIM + part * 8;
-  Shapes s;
-  s.angles[0] = load_constant(angles), s.angles[1] = load_constant(angles + 4);
-#if AMK_QK_NORM
-  float const* norm = (float const*)st.buffer[2].address + part * 4;
-  s.norm[0] = load_constant(norm), s.norm[1] = load_constant(norm + AMK_HEAD_DIM / 2);
-#endif
-  uint32_t at[N];
-  bool wanted[N];
-  at[0] = (heads + p.kv_head) * AMK_HEAD_DIM + part * 4, at[1] = at[0] + AMK_HEAD_DIM / 2;
-  wanted[0] = wanted[1] = has;
-#pragma unroll
-  for (uint32_t i = 0; i < VALUE_TURNS; ++i) {
-    at[2 + i] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + (i * 32 + lane) * 4;
-    wanted[2 + i] = i * 32 + lane < AMK_HEAD_DIM / 4;
-  }
-  Words const in = buffer_words(w, st.buffer[0]);
-  uint4 v[N];
-  vec4s_wait(w, in, at, wanted, v);
-  __syncwarp();
-  float4 const a = vec4_value(in, v[0]), b = vec4_value(in, v[1]);
-  float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-  shape_head(x, y, s, 0, p.eps);
-  if (has) {
-    uint2* key = (uint2*)fresh_key(w) + part;
-    key[0] = make_uint2(cache_pair(x[0], x[1]), cache_pair(x[2], x[3]));
-    key[HEAD_PARTS] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
-  }
-#pragma unroll
-  for (uint32_t i = 0; i < VALUE_TURNS; ++i) {
-    if (wanted[2 + i]) {
-      float4 const f = vec4_value(in, v[2 + i]);
-      ((uint2*)fresh_value(w))[i * 32 + lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
-    }
-  }
-  __syncwarp();
-  if (KV_CODES) {
-    row_encode(fresh_key(w));
-    row_encode(fresh_value(w));
-  }
-}
-
-// The new keys and values of all sequences of a step with a window: a sequence attends to those of the sequences before it in its window, whose
-// rows of the cache have not arrived. All of them are written by the tasks that write its own. A warp for each.
-__device__ __forceinline__ void fresh_take_all(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  static_assert(SEQS <= AMK_WARPS, "a warp for each sequence");
-  uint32_t const seq = w.thread / 32;
-  if (seq < seqs_running(w)) {
-    fresh_take_words(in_seq(w, seq), st, p);
-  }
-  consumers_sync();
-}
-
-// Writes the new key and value of the worker's sequence to their rows of the cache.
-__device__ __forceinline__ void fresh_store(Worker const& w, amk_attention_params const& p, char* to) {
-  uint32_t const lane = threadIdx.x % 32, place = (lane ^ row_swizzle(seq_position(w))) * 16;
-  if (lane < ROW_CHUNKS) {
-    *(uint4*)(to + place) = fresh_key(w)[lane];
-    *(uint4*)(to + fresh_values(w, p) + place) = fresh_value(w)[lane];
-  }
-}
-
-// In a step with a window, one warp: replaces rows of a tile in its stage, of keys (`part` 0) or of values (HEAD_CHUNKS), that are of this step: those
-// of the worker's sequence and of the sequences before it in its window. `count`: keys of the split.
-__device__ __forceinline__ void rows_renew(Worker const& w, KeyWalk const& walk, uint32_t count, uint32_t tile, char* rows, uint32_t part) {
-  uint32_t const lane = threadIdx.x % 32, position = seq_position(w), first = position - seqs_before(w) - walk.start; // of the new ones, counted from the split's first
-  uint32_t const from = (int32_t)first > (int32_t)tile ? first : tile, end = count - tile < TILE_KEYS ? count : tile + TILE_KEYS;
-#pragma unroll 1
-  for (uint32_t key = from; (int32_t)key < (int32_t)end; ++key) {
-    if (lane < ROW_CHUNKS) {
-      uint4 const* row = fresh_key_of(w, w.seq + walk.start + key - position) + part;
-      stage_store(rows + (key - tile) * ROW_BYTES + (lane ^ row_swizzle(walk.start + key)) * 16, row[lane]);
-    }
-    stage_given_back(); // the stage may be filled again before the task ends
-  }
-  __syncwarp();
-}
-#endif
-
 // Writes the new key to its row of the cache, and into this tile of 16 keys if `row` is one of them.
 __device__ __forceinline__ void key_append(Worker const& w, char* to, uint32_t position, uint32_t row, bool store, KeyTile& keys) {
   uint32_t const lane = threadIdx.x % 32;
@@ -498,6 +405,98 @@ __device__ __forceinline__ void write_nothing(Worker const& w, StagedTask const&
   }
 }
 
+// A warp's position in the stages of an attention task.
+struct KeyWalk {
+  uint32_t start, count, of_block; // first key and number of keys; stages of a whole block
+  uint32_t stages;                 // stages of all keys and values
+  uint32_t passed;
+};
+
+#if AMK_SEQS > 1
+// One warp: normalises and rotates the new key of the worker's sequence, as heads_wait does it, and places it with the new value.
+__device__ __forceinline__ void fresh_take_words(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
+  constexpr uint32_t N = 2 + VALUE_TURNS;
+  uint32_t const lane = w.thread % 32, heads = p.kv_heads * p.group;
+  bool const has = lane < HEAD_PARTS;
+  uint32_t const part = has ? lane : 0;
+  float const* angles = (float const*)st.buffer[3].address + (size_t)seq_position(w) * AMK_HEAD_DIM + part * 8;
+  Shapes s;
+  s.angles[0] = load_constant(angles), s.angles[1] = load_constant(angles + 4);
+#if AMK_QK_NORM
+  float const* norm = (float const*)st.buffer[2].address + part * 4;
+  s.norm[0] = load_constant(norm), s.norm[1] = load_constant(norm + AMK_HEAD_DIM / 2);
+#endif
+  uint32_t at[N];
+  bool wanted[N];
+  at[0] = (heads + p.kv_head) * AMK_HEAD_DIM + part * 4, at[1] = at[0] + AMK_HEAD_DIM / 2;
+  wanted[0] = wanted[1] = has;
+#pragma unroll
+  for (uint32_t i = 0; i < VALUE_TURNS; ++i) {
+    at[2 + i] = (heads + p.kv_heads + p.kv_head) * AMK_HEAD_DIM + (i * 32 + lane) * 4;
+    wanted[2 + i] = i * 32 + lane < AMK_HEAD_DIM / 4;
+  }
+  Words const in = buffer_words(w, st.buffer[0]);
+  uint4 v[N];
+  vec4s_wait(w, in, at, wanted, v);
+  __syncwarp();
+  float4 const a = vec4_value(in, v[0]), b = vec4_value(in, v[1]);
+  float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  shape_head(x, y, s, 0, p.eps);
+  if (has) {
+    uint2* key = (uint2*)fresh_key(w) + part;
+    key[0] = make_uint2(cache_pair(x[0], x[1]), cache_pair(x[2], x[3]));
+    key[HEAD_PARTS] = make_uint2(cache_pair(y[0], y[1]), cache_pair(y[2], y[3]));
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < VALUE_TURNS; ++i) {
+    if (wanted[2 + i]) {
+      float4 const f = vec4_value(in, v[2 + i]);
+      ((uint2*)fresh_value(w))[i * 32 + lane] = make_uint2(cache_pair(f.x, f.y), cache_pair(f.z, f.w));
+    }
+  }
+  __syncwarp();
+  if (KV_CODES) {
+    row_encode(fresh_key(w));
+    row_encode(fresh_value(w));
+  }
+}
+
+// The new keys and values of all sequences of a step with a window: a sequence attends to those of the sequences before it in its window, whose
+// rows of the cache have not arrived. All of them are written by the tasks that write its own. A warp for each.
+__device__ __forceinline__ void fresh_take_all(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
+  static_assert(SEQS <= AMK_WARPS, "a warp for each sequence");
+  uint32_t const seq = w.thread / 32;
+  if (seq < seqs_running(w)) {
+    fresh_take_words(in_seq(w, seq), st, p);
+  }
+  consumers_sync();
+}
+
+// Writes the new key and value of the worker's sequence to their rows of the cache.
+__device__ __forceinline__ void fresh_store(Worker const& w, amk_attention_params const& p, char* to) {
+  uint32_t const lane = threadIdx.x % 32, place = (lane ^ row_swizzle(seq_position(w))) * 16;
+  if (lane < ROW_CHUNKS) {
+    *(uint4*)(to + place) = fresh_key(w)[lane];
+    *(uint4*)(to + fresh_values(w, p) + place) = fresh_value(w)[lane];
+  }
+}
+
+// In a step with a window, one warp: replaces rows of a tile in its stage, of keys (`part` 0) or of values (HEAD_CHUNKS), that are of this step: those
+// of the worker's sequence and of the sequences before it in its window. `count`: keys of the split.
+__device__ __forceinline__ void rows_renew(Worker const& w, KeyWalk const& walk, uint32_t count, uint32_t tile, char* rows, uint32_t part) {
+  uint32_t const lane = threadIdx.x % 32, position = seq_position(w), first = position - seqs_before(w) - walk.start; // of the new ones, counted from the split's first
+  uint32_t const from = (int32_t)first > (int32_t)tile ? first : tile, end = count - tile < TILE_KEYS ? count : tile + TILE_KEYS;
+#pragma unroll 1
+  for (uint32_t key = from; (int32_t)key < (int32_t)end; ++key) {
+    if (lane < ROW_CHUNKS) {
+      uint4 const* row = fresh_key_of(w, w.seq + walk.start + key - position) + part;
+      stage_store(rows + (key - tile) * ROW_BYTES + (lane ^ row_swizzle(walk.start + key)) * 16, row[lane]);
+    }
+    stage_given_back(); // the stage may be filled again before the task ends
+  }
+  __syncwarp();
+}
+#endif
 // Position of a tile of keys.
 struct TilePlace {
   uint32_t at, values_at; // stages before its keys and before its values
@@ -509,20 +508,24 @@ __device__ __forceinline__ TilePlace tile_place(Worker const& w, KeyWalk const& 
   uint32_t const at = block * walk.of_block + (first >> (31 - __clz(in.rows)));
   return TilePlace{at, at + (in.values == 0 ? stages_of_rows(in.copied, in.rows) : 0), first & (in.rows - 1), in.values};
 }
-// Loads the keys of a tile into registers, once they have arrived. WINDOW: those of the step have been taken, and replace the stale ones.
-template <bool WINDOW> __device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& walk, TilePlace const& place, uint32_t tile, uint32_t count, KeyTile (&k)[HALVES]) {
+// Loads the keys of a tile into registers, once they have arrived.
+__device__ __forceinline__ void tile_take(Worker const& w, Cursor& c, KeyWalk& walk, TilePlace const& place, uint32_t tile, KeyTile (&k)[HALVES]) {
   cursor_pass(w, c, walk.passed, place.at);
   char const* rows = cursor_land(w, c) + place.row * ROW_BYTES;
-#if AMK_SEQS > 1
-  if (WINDOW) {
-    rows_renew(w, walk, count, tile, w.ring + (rows - w.ring), 0);
-  }
-#endif
 #pragma unroll
   for (uint32_t half = 0; half < HALVES; ++half) {
     keys_take(k[half], rows + half * 16 * ROW_BYTES, walk.start + tile + half * 16);
   }
 }
+#if AMK_SEQS > 1
+// In a step with a window: the same, when the rows of this step have replaced the stale ones.
+__device__ __forceinline__ void tile_take_renewed(Worker const& w, Cursor& c, KeyWalk& walk, TilePlace const& place, uint32_t tile, uint32_t count, KeyTile (&k)[HALVES]) {
+  cursor_pass(w, c, walk.passed, place.at);
+  char const* rows = cursor_land(w, c) + place.row * ROW_BYTES;
+  rows_renew(w, walk, count, tile, w.ring + (rows - w.ring), 0);
+  tile_take(w, c, walk, place, tile, k);
+}
+#endif
 
 // One warp that has no other key: the step's own, whose weight is one, goes into the warp's scratch as in warp_finish, and into the cache.
 __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_params const& p, Queries const& q, char* to, bool store) {
@@ -558,11 +561,18 @@ __device__ __forceinline__ void newest_alone(Worker const& w, amk_attention_para
 // One warp: attention of the task's query heads, from g0 of the group on, over this warp's tiles of keys. With `owns` the last of them has the step's own key. For few keys the last warp
 // has no tile, and takes that key alone. The keys of the first tile are in registers before the queries arrive. Stages are passed only as far as
 // needed before the warps meet.
-template <bool WINDOW> __device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
+#if AMK_SEQS > 1
+template <bool WINDOW>
+#endif
+__device__ __forceinline__ void attend(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t g0, KeyWalk& walk, bool owns) {
   uint32_t const mine = w.thread / 32 * TILE_KEYS; // this warp's tiles begin here in every two blocks
   bool const apart = AMK_HEAD_DIM <= 128 && owns && walk.count - 1 <= (AMK_WARPS - 1) * TILE_KEYS, alone = apart && w.thread / 32 == AMK_WARPS - 1;
   uint32_t const position = seq_position(w), count = walk.count - apart, newest_tile = (count - 1) / TILE_KEYS * TILE_KEYS;
+#if AMK_SEQS > 1
+  bool const last = owns && !apart && newest_tile % (2 * BLOCK_KEYS) == mine, newest = last && !WINDOW; // a window has taken the new keys
+#else
   bool const newest = owns && !apart && newest_tile % (2 * BLOCK_KEYS) == mine;
+#endif
   Running r;
   r.m[0] = r.m[1] = LOWEST;
   r.l[0] = r.l[1] = 0.f;
@@ -573,35 +583,44 @@ template <bool WINDOW> __device__ __forceinline__ void attend(Worker const& w, S
   if (alone) {
     uint32_t const page = fresh_page(w); // requested long before it is used
     Queries q;
+#if AMK_SEQS > 1
     HeadsAsked const asked = heads_ask(w, st, p, g0, !WINDOW);
     char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page);
     heads_wait(w, st, p, asked, !WINDOW, q);
+#else
+    HeadsAsked const asked = heads_ask(w, st, p, g0, true);
+    char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page);
+    heads_wait(w, st, p, asked, true, q);
+#endif
     newest_alone(w, p, q, to, g0 == 0);
   } else if (mine < count) {
     uint32_t const swizzle = row_swizzle(walk.start + w.thread % 8); // of the rows of values that this lane reads, in every tile
     uint32_t const page = newest ? fresh_page(w) : 0; // requested long before it is used
     Queries q;
     KeyTile k[HALVES];
-    HeadsAsked const asked = heads_ask(w, st, p, g0, newest && !WINDOW);
+    HeadsAsked const asked = heads_ask(w, st, p, g0, newest);
     TilePlace place = tile_place(w, walk, mine);
-    if (!WINDOW) {
-      tile_take<WINDOW>(w, c, walk, place, mine, count, k);
-    }
+#if AMK_SEQS > 1
+    if (!WINDOW)
+#endif
+    tile_take(w, c, walk, place, mine, k);
     char* const to = fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, page); // overlaps with the wait for the queries
-    heads_wait(w, st, p, asked, newest && !WINDOW, q);
+    heads_wait(w, st, p, asked, newest, q);
     trace_staged(w);
 #if AMK_SEQS > 1
-    if (WINDOW && newest && g0 == 0) {
-      fresh_store(w, p, to);
+    if (WINDOW && last && g0 == 0) {
+      fresh_store(w, p, fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, fresh_page(w)));
     }
 #endif
 #pragma unroll 1
     for (uint32_t tile = mine;;) {
-      bool const fresh_here = newest && !WINDOW && tile == newest_tile;
+      bool const fresh_here = newest && tile == newest_tile;
       float s[HALVES][2][2];
+#if AMK_SEQS > 1
       if (WINDOW) { // one place in the code, since registers are short
-        tile_take<WINDOW>(w, c, walk, place, tile, count, k);
+        tile_take_renewed(w, c, walk, place, tile, count, k);
       }
+#endif
 #pragma unroll
       for (uint32_t half = 0; half < HALVES; ++half) {
         if (fresh_here) {
@@ -625,9 +644,10 @@ template <bool WINDOW> __device__ __forceinline__ void attend(Worker const& w, S
         break;
       }
       place = tile_place(w, walk, tile);
-      if (!WINDOW) {
-        tile_take<WINDOW>(w, c, walk, place, tile, count, k);
-      }
+#if AMK_SEQS > 1
+      if (!WINDOW)
+#endif
+      tile_take(w, c, walk, place, tile, k);
     }
   }
   // The remaining stages can be passed after the result is written, except those beyond the ring's size: other warps need what comes after them.
@@ -638,13 +658,20 @@ template <bool WINDOW> __device__ __forceinline__ void attend(Worker const& w, S
 }
 
 // Attends to a sequence's keys of this task's split, at least one.
-template <bool WINDOW> __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
+#if AMK_SEQS > 1
+template <bool WINDOW>
+#endif
+__device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& st, amk_attention_params const& p, Cursor& c, uint32_t keys, uint32_t active) {
   uint32_t const first = seq_position(w) + 1 - keys;
   uint32_t const start = split_start(keys, p.kv_block, active, task_split(w, p)), end = split_start(keys, p.kv_block, active, task_split(w, p) + 1);
   uint32_t const count = end - start, last = count % BLOCK_KEYS, of_block = stages_of_block(BLOCK_KEYS, w.stage_bytes);
   uint32_t const stages = count / BLOCK_KEYS * of_block + (last != 0 ? stages_of_block(last, w.stage_bytes) : 0);
   KeyWalk walk = {first + start, count, of_block, stages, 0};
+#if AMK_SEQS > 1
   attend<WINDOW>(w, st, p, c, first_head(p), walk, task_split(w, p) + 1 == active);
+#else
+  attend(w, st, p, c, first_head(p), walk, task_split(w, p) + 1 == active);
+#endif
   trace_multiplied(w);
   consumers_sync();
   write_partials(w, st, p, task_split(w, p) + 1 == active);
@@ -713,7 +740,7 @@ __device__ __forceinline__ void op_attention(Worker& w, StagedTask const& st, Cu
   if (p.split >= active) {
     write_nothing(w, st, p);
   } else {
-    attend_split<false>(w, st, p, c, keys, active);
+    attend_split(w, st, p, c, keys, active);
   }
   task_barrier(w);
 }

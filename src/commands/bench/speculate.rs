@@ -262,8 +262,8 @@ fn on_gpu(
     let bytes = wide.stream_bytes() + wide.kv_bytes(middle);
     let bandwidth = info.bandwidth.unwrap_or(context.target.bandwidth as f64);
     measured.verdict.device.clone_from(&info.name);
-    measured.bytes = Some(bytes);
     let per_token = bytes as f64 * tally.windows as f64 / tally.tokens.max(1) as f64;
+    measured.bytes = Some(per_token as u64);
     measured.set_samples(samples, per_token / bandwidth * 1e6, row.args.seed);
     report(measured, &tally, plain_of(&single, alone), most);
     Ok(info)

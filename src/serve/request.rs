@@ -108,13 +108,9 @@ impl Request {
         let priority = caller.priority(priority(&mut fields)?);
         let asked = asked(&mut fields, api)?;
         let echo = api == Api::Completions && fields.flag("echo")?;
-        let most = u64::from(GUESSES_MAX);
-        let speculate = fields.integer("speculative.n_max", 0, most)?.map(|n| n as u32);
+        let speculate = guesses(&mut fields, served)?;
         let host = host_rules(&mut fields, echo && logprobs.is_some())?;
-        let n = match api {
-            Api::Completions | Api::Chat => fields.integer("n", 1, CHOICES_MAX as u64)?,
-            Api::Messages | Api::Responses => None,
-        };
+        let n = choices_per_prompt(&mut fields, api)?;
         let tools = tools::read(api, &mut fields, served)?;
         let prompts = match api {
             Api::Completions => prompt::completion(&mut fields, served)?,
@@ -135,14 +131,14 @@ impl Request {
             stop: stop_ids,
             logprobs,
             priority,
-            speculate: speculate.unwrap_or(served.speculate),
+            speculate,
         };
         let shared = (echo, tools.map(Arc::new));
         let mut choices = Vec::new();
-        for prompt in several(&prompts, n.unwrap_or(1))? {
+        for prompt in several(&prompts, n)? {
             let limit = limit(api, asked, &prompt.ids, served)?;
             let work = Work { prompt: prompt.ids.clone(), limit, ..template.clone() };
-            choices.extend(alike(with_least(work)?, prompt, n.unwrap_or(1), &shared, host));
+            choices.extend(alike(with_least(work)?, prompt, n, &shared, host));
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
         let scored = logprobs.is_some();
@@ -162,6 +158,20 @@ impl Request {
             tenant,
         })
     }
+}
+
+fn choices_per_prompt(fields: &mut Fields, api: Api) -> Result<u64, Refusal> {
+    let asked = match api {
+        Api::Completions | Api::Chat => fields.integer("n", 1, CHOICES_MAX as u64)?,
+        Api::Messages | Api::Responses => None,
+    };
+    Ok(asked.unwrap_or(1))
+}
+
+/// The most next tokens that are guessed at once.
+fn guesses(fields: &mut Fields, served: &Served) -> Result<u32, Refusal> {
+    let asked = fields.integer("speculative.n_max", 0, u64::from(GUESSES_MAX))?;
+    Ok(asked.map_or(served.speculate, |n| n as u32))
 }
 
 /// The prompts, unless their choices are too many.

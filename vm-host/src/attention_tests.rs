@@ -165,7 +165,7 @@ fn a_window_attends_as_its_positions_one_by_one() {
         ("fresh_take_all(w, st, p);\n    }", "}"),
         // Each of them as of one sequence, or not in the cache.
         ("fresh_take_words(in_seq(w, seq), st, p);", "fresh_take_words(w, st, p);"),
-        ("fresh_store(w, p, to);", ""),
+        ("fresh_store(w, p, fresh_row(w, st.buffer[AMK_READS_STAGED + 1], p, fresh_page(w)));", ""),
         (
             "(lane ^ row_swizzle(walk.start + key)) * 16, row",
             "(lane ^ row_swizzle(key + 1)) * 16, row",

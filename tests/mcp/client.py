@@ -15,7 +15,7 @@ import time
 
 from mcp import Client, StdioServerParameters
 
-TOOLS = {"propose", "evaluate", "loop", "status", "runs", "compare", "report", "explain"}
+TOOLS = {"propose", "evaluate", "loop", "status", "runs", "compare", "report", "explain", "trace", "replay", "doctor"}
 TOY = {"model": "toy", "device": "cpu"}
 
 

@@ -122,7 +122,7 @@ def refusals(client):
     refused(openai.BadRequestError, "presence_penalty", presence_penalty=2.5)
     refused(openai.BadRequestError, "top_p", top_p=1.5)
     refused(openai.BadRequestError, "logit_bias", logit_bias={"99999": 1})
-    error = refused(openai.BadRequestError, "prompt", max_tokens=100_000)
+    error = refused(openai.BadRequestError, "max_tokens", max_tokens=100_000)
     assert error.code == "context_length_exceeded", error.body
     message = [{"role": "user", "content": "x"}]
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -19,7 +19,7 @@ pub(crate) fn kernel_seqs(guesses: u32) -> u32 {
 const RUNS: [usize; 3] = [4, 3, 2];
 /// Part of the acceptance that each further guess keeps: the last 16 or so decide.
 const KEEPS: f64 = 0.94;
-/// Gain in tokens per time from which on windows begin, and below which they end: a switch of kernels takes 2 ms.
+/// Gain in tokens per time from which on windows begin, and below which they end: a switch of kernels takes time.
 const BEGINS: f64 = 1.1;
 const ENDS: f64 = 1.0;
 /// Times that are kept of each width, of which the median counts.

@@ -71,6 +71,26 @@ fn percent(share: f64) -> String {
     format!("{:.0}%", share * 100.0)
 }
 
+/// The width of a row's name.
+const NAME: usize = 10;
+
+/// A text in lines of at most this width, cut between words; a longer word has a line of its own.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let line = lines.last_mut().map_or(0, |line| line.chars().count());
+        match lines.last_mut() {
+            Some(last) if line > 0 && line + 1 + word.chars().count() <= width => {
+                last.push(' ');
+                last.push_str(word);
+            }
+            Some(last) if line == 0 => last.push_str(word),
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
 struct Sheet {
     lines: Vec<Line<'static>>,
     colours: Colours,
@@ -78,9 +98,13 @@ struct Sheet {
 }
 
 impl Sheet {
+    /// A name and what it has, on as many lines as that takes.
     fn row(&mut self, name: &'static str, rest: String) {
-        let name = Span::styled(format!("{name:<10}"), self.colours.style(Color::Cyan));
-        self.lines.push(Line::from(vec![name, Span::raw(rest)]));
+        let mut name = Span::styled(format!("{name:<NAME$}"), self.colours.style(Color::Cyan));
+        for line in wrapped(&rest, self.width.saturating_sub(NAME)) {
+            let next = std::mem::replace(&mut name, Span::raw(" ".repeat(NAME)));
+            self.lines.push(Line::from(vec![next, Span::raw(line)]));
+        }
     }
 
     fn title(&mut self, text: String) {

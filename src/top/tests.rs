@@ -97,6 +97,20 @@ fn a_served_model_fits_the_smallest_terminal() {
 }
 
 #[test]
+fn a_long_row_goes_on_below_its_name() {
+    let (before, mut now) =
+        (served(START + 9 * SECOND, 12_000), served(START + 10 * SECOND, 13_500));
+    let program = &mut now.page.programs[0];
+    program.all[..8].fill(123);
+    program.passes = 13_500;
+    let shown = rendered(&view(&before, &now), (80, 24));
+    let rows: Vec<&str> = shown.lines().skip_while(|row| !row.starts_with("tasks ")).collect();
+    assert!(rows[1].starts_with("          ") && rows[1].len() > 10, "{shown}");
+    let both = format!("{} {}", rows[0].trim(), rows[1].trim());
+    assert!(both.contains("(derived)") && both.matches("1.7M").count() == 8, "{shown}");
+}
+
+#[test]
 fn a_stalled_worker_is_named() {
     let (before, mut now) =
         (served(START + 9 * SECOND, 12_000), served(START + 10 * SECOND, 12_000));

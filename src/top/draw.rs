@@ -145,6 +145,24 @@ fn heading(sheet: &mut Sheet, view: &View<'_>) {
     }
 }
 
+/// A search without a GPU: nothing else of the page is known.
+fn search(sheet: &mut Sheet, view: &View<'_>) {
+    let (head, before) = (&view.now.page.head, &view.before.page.head);
+    let seconds = view.now.at_ns.saturating_sub(view.before.at_ns) as f64 / 1e9;
+    let new = head.search_trials.saturating_sub(before.search_trials);
+    let rate = if seconds > 0.0 { f64::from(new) / seconds } else { 0.0 };
+    sheet.row("trials", format!("{}, {rate:.1} per second", head.search_trials));
+    let best = match head.search_best_ns {
+        0 => "nothing correct yet".to_owned(),
+        ns => format!(
+            "{:.1} us per token, predicted (trial {})",
+            f64::from(ns) / 1e3,
+            head.search_best
+        ),
+    };
+    sheet.row("best", best);
+}
+
 fn figures(sheet: &mut Sheet, view: &View<'_>) {
     let (head, rates) = (&view.now.page.head, &view.rates);
     sheet.row(
@@ -362,6 +380,10 @@ fn sheet(view: &View<'_>, area: Rect, colours: Colours) -> Vec<Line<'static>> {
     let (width, height) = (area.width as usize, area.height as usize);
     let mut sheet = Sheet { lines: Vec::new(), colours, width };
     heading(&mut sheet, view);
+    if view.now.page.head.search_trials > 0 {
+        search(&mut sheet, view);
+        return sheet.lines;
+    }
     figures(&mut sheet, view);
     ring(&mut sheet, view);
     let count = view.now.page.running().len();

@@ -243,18 +243,18 @@ fn proper(logit: f32) -> f32 {
     if logit.is_nan() { f32::NEG_INFINITY } else { logit.min(f32::MAX) }
 }
 
-/// The greatest of some logits, in lanes that a compiler makes vectors of.
+/// The greatest of some logits: of every sixteenth first, which a compiler does by vectors.
 fn greatest(logits: &[f32]) -> f32 {
     let greater = |a: f32, b: f32| if b > a { b } else { a };
-    let mut lanes = [f32::NEG_INFINITY; 16];
-    let whole = logits.chunks_exact(lanes.len());
+    let mut columns = [f32::NEG_INFINITY; 16];
+    let whole = logits.chunks_exact(columns.len());
     let rest = whole.remainder().iter().copied().fold(f32::NEG_INFINITY, greater);
     for chunk in whole {
-        for (lane, logit) in lanes.iter_mut().zip(chunk) {
-            *lane = greater(*lane, *logit);
+        for (column, logit) in columns.iter_mut().zip(chunk) {
+            *column = greater(*column, *logit);
         }
     }
-    lanes.into_iter().fold(rest, greater)
+    columns.into_iter().fold(rest, greater)
 }
 
 /// The highest of the logits that are not banned; the first of equals.

@@ -77,7 +77,7 @@ fn weigh(logits: &[f32], greatest: f32, scale: f32, weights: &mut [u64]) {
     }
 }
 
-/// The same where a fused multiply-add is an instruction and no call, in eight lanes: the same bits in a twentieth of the
+/// The same where a fused multiply-add is an instruction and no call, eight at a time: the same bits in a twentieth of the
 /// time.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]

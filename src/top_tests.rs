@@ -232,7 +232,7 @@ fn a_search_without_a_gpu_is_shown_until_it_ends() {
     let began = Instant::now();
     let seen = loop {
         let ran = top(runtime, &["--once", "--json", "--every", "50"]);
-        let seen = (ran.code == 0).then(|| ran.json()).unwrap_or_default();
+        let seen = if ran.code == 0 { ran.json() } else { Value::Null };
         if seen["search"]["trials"].as_u64() > Some(1) {
             break seen;
         }

@@ -648,6 +648,9 @@ pub(crate) struct BenchArgs {
     /// With --speculate: guesses are the true tokens, and wrong with the probability 1 - A, instead of looked up in the text.
     #[arg(long, value_name = "A", requires = "speculate", value_parser = text::probability)]
     pub(crate) acceptance: Option<f64>,
+    /// Append the figures to this file as a row of comma-separated values; a new file begins with the names of the columns.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["manifest", "phase"])]
+    pub(crate) csv: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) load: LoadArgs,
 }

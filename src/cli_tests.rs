@@ -10,6 +10,8 @@ use serde_json::Value;
 mod chat;
 #[path = "cli_tests/compatibility.rs"]
 mod compatibility;
+#[path = "cli_tests/csv.rs"]
+mod csv;
 #[path = "cli_tests/doctor.rs"]
 mod doctor;
 #[path = "cli_tests/enough.rs"]
@@ -467,7 +469,7 @@ fn a_tampered_ledger_is_exit_4() {
     assert_ne!(edited, text);
     std::fs::write(&path, edited).unwrap();
     let ran = amk_in(dir.path(), &["loop", "--resume", "--out", "s"]);
-    ran.fails(4, &["ledger.jsonl line 2", "edited"]);
+    ran.fails(4, &["ledger.jsonl line 2", "edited", "restore the file from a copy"]);
     let ledger = path.display().to_string();
     amk(&["propose", "--model", "toy", "--ledger", &ledger]).fails(4, &["line 2"]);
 }

@@ -86,9 +86,7 @@ pub(crate) fn run(command: Command) -> Outcome {
 }
 
 fn completions(shell: clap_complete::Shell) -> Outcome {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut crate::cli::command(), "amk", &mut script);
-    report::text(&String::from_utf8_lossy(&script))?;
+    report::text(&crate::completions::script(shell))?;
     Ok(Exit::Yes)
 }
 

@@ -21,6 +21,7 @@ use crate::device::Gpu;
 use crate::failure::Failure;
 
 mod bench;
+mod feed;
 mod kernel_choice;
 mod kernel_table;
 mod open;
@@ -103,6 +104,17 @@ pub(crate) trait Engine {
 
     /// Runs tokens at the next positions of a place's sequence; with `read`, returns the logits of the last one.
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken>;
+
+    /// The same with the last token read, and `meanwhile` called once: while the machine runs, if it runs by itself.
+    fn feed_and(
+        &mut self,
+        place: usize,
+        tokens: &[u32],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Vec<f32>, Broken> {
+        meanwhile();
+        self.feed(place, tokens, true)
+    }
 
     /// The same with the logits of each token.
     fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
@@ -582,13 +594,16 @@ impl Engine for Megakernel<'_> {
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let held = self.places.get(place).ok_or_else(|| unknown(place))?;
-        let (session, first) = (place as u32, held.position);
-        let program = self.pick(place);
-        let row = self.gpu.feed(program, session, first, tokens, read)?;
-        self.passed(tokens.len() as u32);
-        self.ran(place, tokens.iter().copied(), tokens.len() as u32);
-        Ok(row)
+        self.fed(place, tokens, (read, &mut || {}))
+    }
+
+    fn feed_and(
+        &mut self,
+        place: usize,
+        tokens: &[u32],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Vec<f32>, Broken> {
+        self.fed(place, tokens, (true, meanwhile))
     }
 
     fn end(&mut self, place: usize) {

@@ -25,11 +25,11 @@ impl HostRules {
     /// The row with these rules, after the tokens `chosen`.
     pub(crate) fn applied<'a>(
         &self,
-        logits: &'a [f32],
+        logits: impl Into<Cow<'a, [f32]>>,
         chosen: &[u32],
         stop: &[u32],
     ) -> Cow<'a, [f32]> {
-        let mut row = Cow::Borrowed(logits);
+        let mut row = logits.into();
         if self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 {
             let mut counts = BTreeMap::<u32, u16>::new();
             for id in chosen {
@@ -62,14 +62,14 @@ mod tests {
         let row = [1.0, 2.0, 3.0, 4.0];
         let none = HostRules::default();
         assert!(!none.any());
-        assert!(matches!(none.applied(&row, &[1, 1], &[3]), Cow::Borrowed(_)));
+        assert!(matches!(none.applied(&row[..], &[1, 1], &[3]), Cow::Borrowed(_)));
         let rules = HostRules { presence_penalty: 0.5, frequency_penalty: 0.25, ..none };
-        assert_eq!(*rules.applied(&row, &[1, 2, 1], &[3]), [1.0, 1.0, 2.25, 4.0]);
+        assert_eq!(*rules.applied(&row[..], &[1, 2, 1], &[3]), [1.0, 1.0, 2.25, 4.0]);
         let rules = HostRules { presence_penalty: -1.0, ..none };
-        assert_eq!(*rules.applied(&row, &[0, 9], &[]), [2.0, 2.0, 3.0, 4.0], "an unknown id");
+        assert_eq!(*rules.applied(&row[..], &[0, 9], &[]), [2.0, 2.0, 3.0, 4.0], "an unknown id");
         let rules = HostRules { min_tokens: 2, ..none };
         assert!(rules.any());
-        assert_eq!(*rules.applied(&row, &[1], &[3, 9]), [1.0, 2.0, 3.0, f32::NEG_INFINITY]);
-        assert_eq!(*rules.applied(&row, &[1, 1], &[3]), row);
+        assert_eq!(*rules.applied(&row[..], &[1], &[3, 9]), [1.0, 2.0, 3.0, f32::NEG_INFINITY]);
+        assert_eq!(*rules.applied(&row[..], &[1, 1], &[3]), row);
     }
 }

@@ -217,6 +217,79 @@ fn tools_and_resources_are_listed_and_read() {
 }
 
 #[test]
+fn each_search_is_a_resource() {
+    let dir = folder();
+    let amk = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
+        command.args(args).current_dir(dir.path()).output().unwrap()
+    };
+    let found =
+        amk(&["loop", "--model", "toy", "--device", "cpu", "--budget", "2", "--out", "runs/a"]);
+    assert!(found.status.success(), "{found:?}");
+    let shown: Value = serde_json::from_slice(&amk(&["runs", "show", "runs/a"]).stdout).unwrap();
+    let elsewhere = folder();
+    std::fs::copy(dir.path().join("runs/a/ledger.jsonl"), elsewhere.path().join("ledger.jsonl"))
+        .unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), dir.path().join("runs/away")).unwrap();
+    let mut server = Server::start(dir.path());
+    let id = server.request("resources/list", json!({}));
+    let listed = server.result(id)["resources"].to_string();
+    assert!(listed.contains("\"amk://runs/a\""), "{listed}");
+    let id = server.request("resources/templates/list", json!({}));
+    assert_eq!(server.result(id)["resourceTemplates"][0]["uriTemplate"], "amk://runs/{name}");
+    let id = server.request("resources/read", json!({"uri": "amk://runs/a"}));
+    let contents = server.result(id)["contents"][0].clone();
+    assert_eq!(contents["mimeType"], "application/json");
+    let text = contents["text"].as_str().unwrap();
+    assert_eq!(serde_json::from_str::<Value>(text).unwrap(), shown);
+    for none in
+        ["amk://runs/b", "amk://runs/..", "amk://runs/a/../a", "amk://runs/", "amk://runs/away"]
+    {
+        let id = server.request("resources/read", json!({"uri": none}));
+        let answer = server.answer(id);
+        assert!(answer["error"]["message"].as_str().unwrap().contains("there is no"), "{answer}");
+    }
+    let ledger = dir.path().join("runs/a/ledger.jsonl");
+    let edited =
+        std::fs::read_to_string(&ledger).unwrap().replacen("\"trial\":1", "\"trial\":7", 1);
+    std::fs::write(&ledger, edited).unwrap();
+    let id = server.request("resources/read", json!({"uri": "amk://runs/a"}));
+    let answer = server.answer(id);
+    assert!(answer["error"]["message"].as_str().unwrap().contains("does not hold"), "{answer}");
+}
+
+#[test]
+fn prompts_are_listed_and_filled_in() {
+    let dir = folder();
+    let mut server = Server::start(dir.path());
+    let id = server.request("prompts/list", json!({}));
+    let listed = server.result(id)["prompts"].clone();
+    let names: Vec<_> =
+        listed.as_array().unwrap().iter().map(|p| p["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["tune", "explain_run"]);
+    assert_eq!(listed[0]["arguments"][0]["required"], true, "{listed}");
+    let mut get = |name: &str, arguments: Value| {
+        let id = server.request("prompts/get", json!({"name": name, "arguments": arguments}));
+        server.answer(id)
+    };
+    let text = |answer: &Value| {
+        answer["result"]["messages"][0]["content"]["text"].as_str().unwrap().to_owned()
+    };
+    let tune = text(&get("tune", json!({"model": "toy", "budget": "30m"})));
+    assert!(tune.contains("\"toy\"") && tune.contains("\"30m\""), "{tune}");
+    assert!(text(&get("tune", json!({"model": "toy"}))).contains("\"64\""));
+    assert!(text(&get("explain_run", json!({"run": "0001"}))).contains("amk://runs/0001"));
+    for (name, arguments, why) in [
+        ("tune", json!({}), "needs the argument `model`"),
+        ("tune", json!({"model": "toy", "modle": "x"}), "no argument `modle`"),
+        ("tun", json!({}), "there are tune, explain_run"),
+    ] {
+        let answer = get(name, arguments);
+        assert!(answer["error"]["message"].as_str().unwrap().contains(why), "{answer}");
+    }
+}
+
+#[test]
 fn the_quick_tools_answer_as_the_commands_do() {
     let dir = folder();
     let mut server = Server::start(dir.path());

@@ -121,7 +121,7 @@ fn nobody(folder: &Folder, living: &[Found], pid: Option<u32>) -> Failure {
     let place = folder.path().display();
     let Some(pid) = pid else {
         return Failure::missing(format!(
-            "no running amk was found in {place}; start one, for example `amk serve --model smollm2-135m`, as the same user and with the same XDG_RUNTIME_DIR, then look again. A search without a GPU is not shown: `amk runs list` has its trials"
+            "no running amk was found in {place}; start one, for example `amk serve --model smollm2-135m`, as the same user and with the same XDG_RUNTIME_DIR, then look again"
         ));
     };
     let there: Vec<String> = living.iter().map(|found| found.pid.to_string()).collect();

@@ -1,5 +1,6 @@
 //! A sequence on an engine: the prompt is fed, then tokens are sampled and fed back, by the machine or on the host.
 
+use std::borrow::Cow;
 use std::time::Instant;
 
 use abi::SequenceEnd;
@@ -231,7 +232,7 @@ impl Sequence {
         self.fed += tokens.len();
         let finish = match read {
             true if self.work.limit > 0 => {
-                let finish = self.choose(&row, tell).map_err(Broken::Sequence)?;
+                let finish = self.choose(Cow::Owned(row), tell).map_err(Broken::Sequence)?;
                 self.say_sampled(engine, place);
                 finish
             }
@@ -292,7 +293,7 @@ impl Sequence {
         let (mut ran, mut finish) = (0, None);
         for row in rows {
             (self.fed, ran) = (self.fed + 1, ran + 1);
-            finish = self.choose(&row, tell).map_err(Broken::Sequence)?;
+            finish = self.choose(Cow::Borrowed(&row), tell).map_err(Broken::Sequence)?;
             if let Some(kept) = &mut self.rows {
                 kept.push(row);
             }
@@ -315,7 +316,10 @@ impl Sequence {
         let unscored = self.work.prompt.get(self.fed + 1..).unwrap_or_default();
         let scores = self.work.host.score_prompt && !unscored.is_empty();
         if self.rows.is_none() && !scores {
-            return engine.feed(place, tokens, read);
+            return match self.work.constraint.as_mut().filter(|_| read) {
+                Some(constraint) => engine.feed_and(place, tokens, &mut || constraint.prepare()),
+                None => engine.feed(place, tokens, read),
+            };
         }
         let rows = engine.rows(place, tokens)?;
         if scores {
@@ -331,14 +335,25 @@ impl Sequence {
     }
 
     /// Samples from a row and reports the token; returns the ending if it was the last.
-    fn choose(&mut self, logits: &[f32], tell: Tell<'_>) -> Result<Option<Finish>, String> {
+    fn choose(&mut self, logits: Cow<'_, [f32]>, tell: Tell<'_>) -> Result<Option<Finish>, String> {
         let work = &mut self.work;
         let position = u32::try_from(self.fed).unwrap_or(u32::MAX);
+        // Log probabilities are of the row as it came.
+        let raw = work.logprobs.map(|top| (top, logits.clone()));
         let mut ruled = work.host.applied(logits, &self.chosen, &work.stop);
-        if let Some(constraint) = &mut work.constraint {
-            constraint.ban(ruled.to_mut(), &work.stop)?;
-        }
-        let id = work.sampling.choose(&ruled, &self.seen, position);
+        let id = match &mut work.constraint {
+            None => work.sampling.choose(&ruled, &self.seen, position),
+            Some(constraint) => {
+                let allowed = constraint.allowed(ruled.len(), &work.stop)?;
+                if let Some(few) = allowed.few() {
+                    let few: Vec<_> = few.iter().map(|id| (*id, ruled[*id as usize])).collect();
+                    work.sampling.choose_among(&few, &self.seen, position)
+                } else {
+                    allowed.ban_others(ruled.to_mut());
+                    work.sampling.choose(&ruled, &self.seen, position)
+                }
+            }
+        };
         let id = id.ok_or_else(|| "every token is banned or not a number".to_owned())?;
         let mut stopped = work.stop.contains(&id);
         if let Some(constraint) = &mut work.constraint
@@ -346,7 +361,7 @@ impl Sequence {
         {
             stopped = constraint.take(id)?;
         }
-        tell(Told::Token(id, work.logprobs.map(|top| logprobs(logits, id, top))));
+        tell(Told::Token(id, raw.map(|(top, row)| logprobs(&row, id, top))));
         self.seen.insert(id);
         self.chosen.push(id);
         Ok(self.finish(stopped))

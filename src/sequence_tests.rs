@@ -157,3 +157,86 @@ fn a_penalty_on_the_machine_is_not_guessed() {
     assert!(windows > 0);
     assert_eq!(text(machine(), 7, (80, 9, 1.2)).2, 0);
 }
+
+/// Gives rows, and says what was done in which order.
+#[derive(Default)]
+struct Rows {
+    done: std::sync::Arc<std::sync::Mutex<Vec<&'static str>>>,
+}
+
+impl Engine for Rows {
+    fn begin(&mut self, _: usize, _: u64, _: &[u32]) -> Result<usize, Broken> {
+        Ok(0)
+    }
+
+    fn feed(&mut self, _: usize, _: &[u32], _: bool) -> Result<Vec<f32>, Broken> {
+        Ok(vec![0.0; 64])
+    }
+
+    fn feed_and(
+        &mut self,
+        _: usize,
+        _: &[u32],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Vec<f32>, Broken> {
+        self.done.lock().unwrap().push("begun");
+        meanwhile();
+        self.done.lock().unwrap().push("ended");
+        Ok(vec![0.0; 64])
+    }
+
+    fn end(&mut self, _: usize) {}
+}
+
+/// Allows one token after the other.
+#[derive(Clone, Debug)]
+struct Next(u32, std::sync::Arc<std::sync::Mutex<Vec<&'static str>>>);
+
+impl Constraint for Next {
+    fn allowed(&mut self, vocab: usize, _: &[u32]) -> Result<crate::constraint::Allowed, String> {
+        self.1.lock().unwrap().push("allowed");
+        let mut allowed = crate::constraint::Allowed::new(&[], vocab);
+        allowed.set(self.0, true);
+        Ok(allowed)
+    }
+
+    fn prepare(&mut self) {
+        self.1.lock().unwrap().push("prepared");
+    }
+
+    fn take(&mut self, id: u32) -> Result<bool, String> {
+        assert_eq!(id, self.0);
+        self.0 += 1;
+        Ok(false)
+    }
+
+    fn copied(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+#[test]
+fn a_rule_is_prepared_while_the_machine_runs() {
+    let mut engine = Rows::default();
+    let done = engine.done.clone();
+    let mut sequence = Sequence::new(Work {
+        prompt: vec![1, 2],
+        limit: 3,
+        sampling: Sampling { temperature: 1.0, ..Sampling::default() },
+        host: HostRules::default(),
+        constraint: Some(Box::new(Next(7, done.clone()))),
+        stop: vec![0],
+        logprobs: None,
+        priority: Priority::Normal,
+        speculate: 0,
+    });
+    sequence.begin(&mut engine, 0).unwrap();
+    let finish = loop {
+        let turn = sequence.turn(&mut engine, (0, 16), &mut |_| {}, &mut || false).unwrap();
+        if let Some(finish) = turn.1 {
+            break finish;
+        }
+    };
+    assert_eq!((finish, &sequence.chosen[..]), (Finish::Length, &[7, 8, 9][..]));
+    assert_eq!(*done.lock().unwrap(), ["begun", "prepared", "ended", "allowed"].repeat(3));
+}

@@ -482,6 +482,8 @@ fn requests_that_are_no_requests() {
     let other = server.get("/v1/completions");
     assert!(other.refuses(405, None).ends_with("not take GET but POST"), "{}", other.body);
     assert!(other.head.to_lowercase().contains("\r\nallow: post"), "{}", other.head);
+    let preflight = server.ask("OPTIONS /v1/completions HTTP/1.0", "").refuses(405, None);
+    assert!(preflight.contains("--cors lets pages of other sites use it"), "{preflight}");
     server.get("/v1/models/other").refuses(404, Some("model"));
     assert_eq!(server.get(&format!("/v1/models/{MODEL}")).json()["id"], MODEL);
     assert_eq!(server.inside(), 0);

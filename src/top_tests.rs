@@ -219,3 +219,32 @@ fn a_line_per_look_until_the_process_ends_or_nobody_reads() {
     }
     assert!(ends(child).success(), "the process has ended");
 }
+
+#[test]
+fn a_search_without_a_gpu_is_shown_until_it_ends() {
+    let home = folder();
+    let runtime = home.path();
+    let args = ["loop", "--model", "toy", "--device", "cpu", "--budget", "20000", "--quiet"];
+    let mut command = command(runtime, &args);
+    command.env("XDG_RUNTIME_DIR", runtime);
+    command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+    let mut child = command.spawn().unwrap();
+    let began = Instant::now();
+    let seen = loop {
+        let ran = top(runtime, &["--once", "--json", "--every", "50"]);
+        let seen = if ran.code == 0 { ran.json() } else { Value::Null };
+        if seen["search"]["trials"].as_u64() > Some(1) {
+            break seen;
+        }
+        assert!(began.elapsed() < PATIENCE, "no trial: {}", ran.stderr);
+    };
+    assert_eq!((&seen["command"], &seen["device"]), (&json!("search"), &json!("cpu")));
+    assert_eq!((&seen["model"], &seen["activity"]), (&json!("toy"), &json!("running")));
+    assert!(seen["search"]["best_us"].as_f64() > Some(1.0), "{seen}");
+    let shown = top(runtime, &["--once"]).stdout;
+    assert!(shown.contains("trials ") && shown.contains("predicted"), "{shown}");
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    top(runtime, &["--once"]).fails(3, &["no running amk"]);
+}

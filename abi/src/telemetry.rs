@@ -233,8 +233,12 @@ wire_struct! {
         pub gpu_links: u32,
         /// Why the clocks are held down: a bit for each `ThrottleReason`.
         pub gpu_throttled: u32,
-        /// Zero.
-        pub gpu_reserved: [u32; 3],
+        /// Trials of a search so far.
+        pub search_trials: u32,
+        /// The trial that leads.
+        pub search_best: u32,
+        /// Its latency in nanoseconds per token; zero while nothing is correct.
+        pub search_best_ns: u32,
     }
 }
 
@@ -391,7 +395,7 @@ wire_struct! {
 /// First bytes of a page.
 pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
-pub const TELEMETRY_VERSION: u32 = 3;
+pub const TELEMETRY_VERSION: u32 = 4;
 /// Programs of the page: the one for batches, and the one for a lone sequence.
 pub const TELEMETRY_PROGRAMS: usize = 2;
 /// Opcodes that the page counts.

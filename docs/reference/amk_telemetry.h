@@ -72,7 +72,9 @@ struct amk_telemetry {
   uint32_t gpu_ecc_errors;             /* 1832: Memory errors since the driver was loaded that were not corrected. */
   uint32_t gpu_links;                  /* 1836: NVLinks that are up. */
   uint32_t gpu_throttled;              /* 1840: Why the clocks are held down: a bit for each `ThrottleReason`. */
-  uint32_t gpu_reserved[3];            /* 1844: Zero. */
+  uint32_t search_trials;              /* 1844: Trials of a search so far. */
+  uint32_t search_best;                /* 1848: The trial that leads. */
+  uint32_t search_best_ns;             /* 1852: Its latency in nanoseconds per token; zero while nothing is correct. */
 };
 
 /* 64 bytes. */

@@ -18,8 +18,11 @@ fn doctor_lists_what_is_on_the_disk_and_how_to_remove_it() {
     assert_eq!(places[0]["bytes"], 300);
     for place in places.as_array().unwrap() {
         let path = place["path"].as_str().unwrap();
-        assert!(ran.stderr.contains(path) && place["remove"].as_str().unwrap().contains(path));
+        let remove = place["remove"].as_str().unwrap();
+        assert!(remove.contains(path), "{place}");
+        assert!(ran.stderr.contains(&format!("in {path}; to remove: {remove}")), "{}", ran.stderr);
     }
+    assert!(ran.stderr.contains("amk corpus import RUNS makes it anew"), "{}", ran.stderr);
 }
 
 #[test]

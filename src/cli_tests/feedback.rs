@@ -20,21 +20,51 @@ fn terminal() -> (OwnedFd, OwnedFd) {
     (ours, theirs)
 }
 
+/// Reads what is printed to a terminal until its other end is closed, which is an I/O error.
+fn printed(ours: OwnedFd) -> std::thread::JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut printed = Vec::new();
+        let _ = std::fs::File::from(ours).read_to_end(&mut printed);
+        printed
+    })
+}
+
 /// Runs `amk` with a terminal as its standard output.
 fn on_a_terminal(args: &[&str]) -> Ran {
     let (ours, theirs) = terminal();
     let mut command = command(&std::env::temp_dir(), args);
     let child = command.stdout(theirs).stderr(Stdio::piped()).spawn().unwrap();
-    // The command holds the terminal's other end open: the read below would never end.
+    // The command holds the terminal's other end open: the read would never end.
     drop(command);
-    let reader = std::thread::spawn(move || {
-        let mut printed = Vec::new();
-        // Reading from a terminal whose other end is closed is an I/O error.
-        let _ = std::fs::File::from(ours).read_to_end(&mut printed);
-        printed
-    });
+    let reader = printed(ours);
     let output = child.wait_with_output().unwrap();
     ran(std::process::Output { stdout: reader.join().unwrap(), ..output })
+}
+
+#[test]
+fn a_search_says_that_it_confirms_its_champion() {
+    let (dir, (ours, theirs)) = (folder(), terminal());
+    let args = ["loop", "--model", "toy", "--device", "cpu", "--budget", "2"];
+    let mut command = command(dir.path(), &args);
+    let child = command.env("TERM", "xterm").stdout(Stdio::piped()).stderr(theirs).spawn().unwrap();
+    drop(command);
+    let reader = printed(ours);
+    assert!(child.wait_with_output().unwrap().status.success());
+    let printed = String::from_utf8(reader.join().unwrap()).unwrap();
+    assert!(printed.contains("confirming the champion"), "{printed}");
+}
+
+/// `eval` runs a graph without a schedule: only commands that run a model offer it.
+#[test]
+fn eval_is_offered_where_it_is_taken() {
+    for (command, offered) in
+        [("loop", false), ("evaluate", false), ("generate", true), ("serve", true)]
+    {
+        let help = amk(&[command, "--help"]).stdout;
+        let named = help.split(|c: char| !c.is_alphanumeric()).any(|word| word == "eval");
+        assert_eq!(named, offered, "{command}: {help}");
+    }
+    amk(&["loop", "--model", "toy", "--device", "eval"]).fails(2, &["eval", "cpu"]);
 }
 
 #[test]

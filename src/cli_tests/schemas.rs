@@ -259,13 +259,18 @@ fn served() -> Vec<Value> {
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let server: Value = serde_json::from_str(&line).unwrap();
-    let load = "--clients 1 --requests 2 --prompt-tokens 3 --answer-tokens 2 --plot load.svg";
+    let load = "--clients 1 --requests 2 --prompt-tokens 3 --answer-tokens 2 --plot load.svg --csv load.csv";
     let mut bench = vec!["bench", "--serve", server["url"].as_str().unwrap()];
     bench.extend(load.split(' '));
     let dir = folder();
     let bench = amk_in(dir.path(), &bench);
     assert_eq!(bench.code, 0, "{}", bench.stderr);
     assert!(std::fs::read_to_string(dir.path().join("load.svg")).unwrap().starts_with("<svg"));
+    let rows = std::fs::read_to_string(dir.path().join("load.csv")).unwrap();
+    let rows: Vec<Vec<&str>> = rows.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!((rows.len(), rows[0].len(), rows[0][0]), (2, rows[1].len(), "url"), "{rows:?}");
+    let empty = rows[1].iter().filter(|cell| cell.is_empty()).count();
+    assert_eq!(empty, 1, "only a closed loop's rate: {rows:?}");
     let pid = child.id().to_string();
     let looks: [&[&str]; 4] = [
         &["top", "--once", "--json"],

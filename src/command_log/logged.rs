@@ -41,6 +41,21 @@ impl<P> Logged<P> {
             held.position += by;
         }
     }
+
+    /// Records tokens that were fed, and what became of them.
+    fn fed(
+        &mut self,
+        began: u64,
+        (place, tokens): (usize, &[u32]),
+        read: bool,
+        answer: &Result<Vec<f32>, Broken>,
+    ) {
+        let Held { session, position, .. } = self.held(place);
+        let said = said(answer, |row| read.then(|| Row::of(row)));
+        let tokens = tokens.to_vec();
+        self.moved(place, answer.as_ref().map_or(0, |_| tokens.len()));
+        self.log.push(began, Entry::Feed { session, place, position, tokens, read, said });
+    }
 }
 
 fn said<T, U, E: ToString>(answer: &Result<T, E>, of: impl FnOnce(&T) -> U) -> Said<U> {
@@ -92,12 +107,21 @@ where
     }
 
     fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let (began, Held { session, position, .. }) = (now_ns(), self.held(place));
+        let began = now_ns();
         let answer = self.engine.feed(place, tokens, read);
-        let said = said(&answer, |row| read.then(|| Row::of(row)));
-        let tokens = tokens.to_vec();
-        self.moved(place, answer.as_ref().map_or(0, |_| tokens.len()));
-        self.log.push(began, Entry::Feed { session, place, position, tokens, read, said });
+        self.fed(began, (place, tokens), read, &answer);
+        answer
+    }
+
+    fn feed_and(
+        &mut self,
+        place: usize,
+        tokens: &[u32],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Vec<f32>, Broken> {
+        let began = now_ns();
+        let answer = self.engine.feed_and(place, tokens, meanwhile);
+        self.fed(began, (place, tokens), true, &answer);
         answer
     }
 

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::{BenchArgs, DeviceChoice, PeerChoice};
 use crate::context::Context;
+use crate::csv::{Column, Csv};
 use crate::device::Gpu;
 use crate::device::probe::live_target;
 use crate::failure::{Exit, Failure, Outcome};
@@ -31,6 +32,38 @@ const TIMED_TOKENS: u32 = 32;
 
 /// Untimed blocks before the first round.
 const WARMUP: usize = 4;
+
+/// The columns of `--csv`.
+const COLUMNS: [Column; 28] = [
+    ("model", "/model"),
+    ("dtype", "/dtype"),
+    ("target", "/target"),
+    ("device", "/device"),
+    ("context", "/context"),
+    ("kv_capacity", "/kv_capacity"),
+    ("batch", "/batch"),
+    ("prompt", "/prompt"),
+    ("seed", "/seed"),
+    ("us", "/us"),
+    ("us_per_token", "/us_per_token"),
+    ("latency_kind", "/latency_kind"),
+    ("ci_low_us", "/ci_us/0"),
+    ("ci_high_us", "/ci_us/1"),
+    ("noise", "/noise"),
+    ("bound_us", "/bound_us"),
+    ("pct_of_roofline", "/pct_of_roofline"),
+    ("bytes", "/bytes"),
+    ("bandwidth_measured", "/bandwidth_measured"),
+    ("correct", "/correct"),
+    ("rejected_reason", "/rejected_reason"),
+    ("schedule_source", "/schedule_source/kind"),
+    ("schedule_id", "/schedule_id"),
+    ("program_id", "/program_id"),
+    ("kernel_id", "/kernel_id"),
+    ("card", "/conditions/card"),
+    ("driver", "/conditions/driver"),
+    ("amk", "/conditions/amk"),
+];
 
 /// What a pass over the weights computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,6 +142,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
     if let Some(phase) = &args.phase {
         return phase::run(args, phase);
     }
+    let csv = args.csv.as_deref().map(|path| Csv::open(path, &COLUMNS)).transpose()?;
     let row = Row::new(args)?;
     // Before the device is opened: nothing shares the GPU with a measurement.
     let peers = row.peers();
@@ -126,8 +160,11 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
         files::write_whole(path, bundle.to_text().as_bytes())?;
         report::say(&format!("bundle: {}", path.display()));
     }
-    // With its own hash, so that a page may take numbers from it.
     let document = row.document(&measured, &peers);
+    if let Some(csv) = csv {
+        csv.append(&document)?;
+    }
+    // With its own hash, so that a page may take numbers from it.
     report::document(&corpus::seal(document.as_object().unwrap_or(&Map::new())))?;
     Ok(if holds { Exit::Yes } else { Exit::No })
 }

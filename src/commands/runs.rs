@@ -26,10 +26,10 @@ pub(crate) mod replay;
 pub(crate) mod show;
 
 /// The file whose presence marks a folder as a search.
-pub(in crate::commands) const LEDGER: &str = "ledger.jsonl";
+pub(crate) const LEDGER: &str = "ledger.jsonl";
 
 /// Folder of the searches if none is named.
-const RUNS: &str = "runs";
+pub(crate) const RUNS: &str = "runs";
 
 const SCHEMA: &str = "amk.runs.v1";
 

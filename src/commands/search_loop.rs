@@ -71,7 +71,10 @@ const COLUMNS: &[&str] = &[
 const CHANGES_SHOWN: usize = 3;
 
 pub(crate) fn run(args: &LoopArgs) -> Outcome {
-    crate::library::Search::of(args.clone()).watched(&watch::Interrupts).answer()?.print()
+    crate::library::Search::of(args.clone())
+        .watched(&watch::CommandLine::default())
+        .answer()?
+        .print()
 }
 
 /// Searches until the budget is spent or the watcher stops it.

@@ -244,14 +244,14 @@ impl Gpu<'_> {
         self.recover(done).map_err(|error| Broken::All(error.to_string()))
     }
 
-    /// Runs tokens at the next positions of a session. With `read`, returns the logits of the last one.
+    /// Runs tokens at the next positions of a session. With `read`, returns the logits of the last one, and calls
+    /// `meanwhile` once while the kernel runs it.
     pub(crate) fn feed(
         &mut self,
         handle: Handle,
-        session: u32,
-        position: u32,
+        (session, position): (u32, u32),
         tokens: &[u32],
-        read: bool,
+        (read, meanwhile): (bool, &mut dyn FnMut()),
     ) -> Result<Vec<f32>, Broken> {
         self.sequences.fill(None);
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
@@ -264,7 +264,16 @@ impl Gpu<'_> {
                 return Ok(Vec::new());
             }
             let position = position + head.len() as u32;
-            running.decode(session, position, last, 1, &[], true)?;
+            let (generate, stop, keep_logits, sampled) = (1, &[][..], true, false);
+            let request =
+                Request { session, position, tokens: last, generate, stop, keep_logits, sampled };
+            let mut to_do = Some(meanwhile);
+            running.run(&request, &mut || {
+                if let Some(meanwhile) = to_do.take() {
+                    meanwhile();
+                }
+                false
+            })?;
             Ok(running.logits(1)?.into_iter().next().unwrap_or_default())
         })?;
         self.passes += (tokens.len() - if chunked { head.len() } else { 0 }) as u64;

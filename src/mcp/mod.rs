@@ -12,6 +12,7 @@ mod arguments;
 mod jobs;
 mod listed;
 mod paths;
+mod prompts;
 mod resources;
 mod server;
 mod status;

@@ -19,9 +19,7 @@ const SOURCES: [&str; 3] = ["config", "a", "b"];
 
 /// Each argument that names a file outside of the working folder.
 pub(super) fn outside(arguments: &Map<String, Value>) -> Vec<Problem> {
-    let Ok(folder) = std::env::current_dir().and_then(std::fs::canonicalize) else {
-        return Vec::new();
-    };
+    let Some(folder) = working_folder() else { return Vec::new() };
     let why = format!(
         "it is outside of {}, where the server was started; name a file in there, or give the schedule itself",
         folder.display()
@@ -42,6 +40,15 @@ pub(super) fn outside(arguments: &Map<String, Value>) -> Vec<Problem> {
         }
     }
     problems
+}
+
+fn working_folder() -> Option<PathBuf> {
+    std::env::current_dir().and_then(std::fs::canonicalize).ok()
+}
+
+/// Whether a path is inside the folder that the server was started in.
+pub(super) fn in_working_folder(path: &Path) -> bool {
+    working_folder().is_some_and(|folder| is_inside(&folder, path))
 }
 
 /// The path of a schedule; `None` if the argument is the schedule itself.

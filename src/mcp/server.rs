@@ -1,11 +1,12 @@
-//! The protocol's handlers: lists tools and resources, and runs the tools.
+//! The protocol's handlers: lists tools, prompts and resources, and runs the tools.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData,
-    Implementation, ListResourcesResult, ListToolsResult, PaginatedRequestParams,
+    GetPromptRequestParams, GetPromptResponse, Implementation, ListPromptsResult,
+    ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, PaginatedRequestParams,
     ProgressNotificationParam, ProgressToken, ReadResourceRequestParams, ReadResourceResponse,
     ReadResourceResult, ServerCapabilities, ServerConfig, Tool,
 };
@@ -15,11 +16,10 @@ use search::Budget;
 use serde_json::{Map, Value};
 use tokio::sync::watch;
 
-use super::arguments;
 use super::jobs::{Follow, Jobs, on_thread};
-use super::resources;
 use super::status::Status;
 use super::tools::{self, Entry, LoopCall, Run};
+use super::{arguments, prompts, resources};
 use crate::commands::search_loop::Progress;
 use crate::failure::{Exit, Failure};
 use crate::library::Search;
@@ -210,8 +210,8 @@ fn error(document: &Value) -> CallToolResult {
 
 impl ServerHandler for Server {
     fn get_info(&self) -> ServerConfig {
-        let capabilities = ServerCapabilities::builder().enable_tools().enable_resources().build();
-        ServerConfig::new(capabilities)
+        let capabilities = ServerCapabilities::builder().enable_tools().enable_prompts();
+        ServerConfig::new(capabilities.enable_resources().build())
             .with_server_info(Implementation::new("amk", env!("CARGO_PKG_VERSION")))
             .with_instructions(INSTRUCTIONS)
     }
@@ -256,6 +256,23 @@ impl ServerHandler for Server {
         .into())
     }
 
+    async fn list_prompts(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListPromptsResult, ErrorData> {
+        Ok(ListPromptsResult::with_all_items(prompts::list()))
+    }
+
+    async fn get_prompt(
+        &self,
+        request: GetPromptRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<GetPromptResponse, ErrorData> {
+        let given = request.arguments.unwrap_or_default();
+        prompts::get(&request.name, &given).map(Into::into)
+    }
+
     async fn list_resources(
         &self,
         _: Option<PaginatedRequestParams>,
@@ -264,12 +281,25 @@ impl ServerHandler for Server {
         Ok(ListResourcesResult::with_all_items(resources::list()))
     }
 
+    async fn list_resource_templates(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListResourceTemplatesResult, ErrorData> {
+        Ok(ListResourceTemplatesResult::with_all_items(resources::templates()))
+    }
+
     async fn read_resource(
         &self,
         request: ReadResourceRequestParams,
         _: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
-        let contents = resources::read(&request.uri).ok_or_else(|| {
+        let failed = |failure: Failure| ErrorData::internal_error(failure.message, None);
+        let _call = self.jobs.call().map_err(failed)?;
+        // A long ledger takes a while to check.
+        let (quick, uri) = (self.jobs.quick().await.map_err(failed)?, request.uri.clone());
+        let found = on_thread(quick, move || resources::read(&uri).transpose());
+        let contents = found.await.map_err(failed)?.ok_or_else(|| {
             let message = format!("there is no {}; there are {}", request.uri, resources::uris());
             ErrorData::resource_not_found(message, None)
         })?;

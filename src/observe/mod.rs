@@ -55,7 +55,21 @@ impl Observer {
         places: u32,
         file: Option<MetricsFile>,
     ) -> Result<Self, Failure> {
-        let publisher = publisher(context, (command, device), places)?;
+        Self::of(publisher(context, (command, device), places)?, file)
+    }
+
+    /// The page of a search without a GPU, which has no machine to watch. `None` if there can be no page.
+    pub(crate) fn of_search(model: &str, device: &str) -> Option<Self> {
+        let (publisher, _) = Publisher::new(&telemetry::folder(), |edit| {
+            edit.command("search", model);
+            edit.device(device);
+            edit.known(EvidenceFamily::Control, Evidence::Measured);
+        })
+        .ok()?;
+        Self::of(publisher, None).ok()
+    }
+
+    fn of(publisher: Publisher, file: Option<MetricsFile>) -> Result<Self, Failure> {
         let reader = publisher.reader();
         if let Some(file) = &file {
             write_metrics(&file.path, &reader)?;

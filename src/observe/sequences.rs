@@ -118,13 +118,18 @@ impl Sequences {
         self.edit(|edit| {
             for (place, _) in sequences {
                 let session = edit.session(*place);
-                (session.state, session.turn_ns) = (EntryState::Claimed as u32, now);
+                let before = std::mem::replace(&mut session.state, EntryState::Claimed as u32);
+                session.turn_ns = now;
+                let occupancy = &mut edit.head().occupancy;
+                if let Some(count) = occupancy.get_mut(before as usize) {
+                    *count = count.saturating_sub(1);
+                }
+                occupancy[EntryState::Claimed as usize] += 1;
             }
             let head = edit.head();
             head.command_first = clamped(sequences.first().map_or(0, |(_, first)| *first));
             head.command_positions = clamped(positions);
             head.published += u64::from(self.counts);
-            head.occupancy[EntryState::Claimed as usize] = clamped(sequences.len());
             enter_at(head, Activity::Running, now);
         });
     }
@@ -281,4 +286,31 @@ fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWord
 fn states(head: &mut abi::Telemetry, ring: &Ring) {
     head.occupancy = ring.occupancy();
     head.entered = ring.entered();
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::Side;
+
+    use super::*;
+
+    #[test]
+    fn each_place_is_in_one_state() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = telemetry::Folder::at(dir.path());
+        let (page, _) = Publisher::new(&folder, |_| {}).unwrap();
+        let mut ring = Ring::new(4);
+        let mut sequences = Sequences::new(&page, true);
+        for place in [0, 1] {
+            ring.change(Side::Host, place, EntryState::Published).unwrap();
+            sequences.open(place, (Priority::Normal, 8), now_ns(), &ring);
+        }
+        for _ in 0..2 {
+            sequences.begin(&[(0, 0), (1, 0)], 1);
+            let mut counts = [0; EntryState::ALL.len()];
+            page.edit(|edit| counts = edit.head().occupancy);
+            assert_eq!(counts.iter().sum::<u32>(), 4, "{counts:?}");
+            assert_eq!(counts[EntryState::Claimed as usize], 2);
+        }
+    }
 }

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use llguidance::api::{StopReason, TopLevelGrammar};
-use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie};
+use llguidance::toktrie::{
+    ApproximateTokEnv, INVALID_TOKEN, SimpleVob, TokEnv, TokRxInfo, TokTrie,
+};
 use llguidance::{Matcher, ParserFactory, token_bytes_from_tokenizer_json};
 use model::Tokenizer;
 use serde_json::{Value, json};
@@ -11,7 +13,7 @@ use serde_json::{Value, json};
 use super::fields::{Fields, clipped, short};
 use super::refusal::Refusal;
 use super::request::Api;
-use crate::constraint::Constraint;
+use crate::constraint::{Allowed, Constraint};
 
 /// Longest grammar, in bytes.
 const LENGTH_MAX: usize = 64 << 10;
@@ -47,6 +49,16 @@ pub(super) enum Source {
 /// A text under a grammar.
 struct Guided {
     matcher: Matcher,
+    /// What may come next, if that was computed already.
+    next: Option<Result<Next, String>>,
+}
+
+/// What may come next by the grammar.
+struct Next {
+    /// Whether the text may end here.
+    ends: bool,
+    /// The tokens that fit, without the ends of a text; `None` if it has to end.
+    mask: Option<SimpleVob>,
 }
 
 impl Grammars {
@@ -85,11 +97,19 @@ impl Grammars {
             return Err(why.replace(COERCE, "use anyOf"));
         }
         match matcher.compute_mask() {
-            Ok(_) => Ok(Box::new(Guided { matcher })),
+            Ok(mask) => {
+                let next = matcher.is_accepting().map(|ends| Next { ends, mask: Some(mask) });
+                let next = Some(next.map_err(cannot_continue));
+                Ok(Box::new(Guided { matcher, next }))
+            }
             Err(error) if has_no_token(&error.to_string()) => Err("no text fits it".to_owned()),
             Err(error) => Err(error.to_string()),
         }
     }
+}
+
+fn cannot_continue(error: impl std::fmt::Display) -> String {
+    format!("the grammar cannot continue: {error}")
 }
 
 /// Whether the library found no token that fits.
@@ -287,41 +307,37 @@ impl std::fmt::Debug for Guided {
     }
 }
 
-/// Bans the tokens of a part of a row whose bit is not set. Most words of a mask are full or empty.
-fn ban_part(part: &mut [f32], allowed: u32) {
-    match allowed {
-        0 => part.fill(f32::NEG_INFINITY),
-        u32::MAX => {}
-        _ => {
-            let banned = part.iter_mut().enumerate().filter(|(bit, _)| allowed >> bit & 1 == 0);
-            banned.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
-        }
+impl Guided {
+    fn compute(&mut self) -> Result<Next, String> {
+        let ends = self.matcher.is_accepting().map_err(cannot_continue)?;
+        let mask = match self.matcher.compute_mask() {
+            Ok(mask) => Some(mask),
+            Err(error) if ends && has_no_token(&error.to_string()) => None,
+            Err(error) => return Err(cannot_continue(error)),
+        };
+        Ok(Next { ends, mask })
     }
 }
 
 impl Constraint for Guided {
-    fn ban(&mut self, row: &mut [f32], stop: &[u32]) -> Result<(), String> {
-        let wrong = |error| format!("the grammar cannot continue: {error}");
-        let ends = self.matcher.is_accepting().map_err(wrong)?;
-        let mask = match self.matcher.compute_mask() {
-            Ok(mask) => Some(mask),
-            Err(error) if ends && has_no_token(&error.to_string()) => None,
-            Err(error) => return Err(wrong(error)),
+    fn allowed(&mut self, vocab: usize, stop: &[u32]) -> Result<Allowed, String> {
+        let Next { ends, mask } = match self.next.take() {
+            Some(next) => next?,
+            None => self.compute()?,
         };
-        // The ends of the text are not in the mask.
-        let ending = |&id: &u32| Some((id as usize, *row.get(id as usize)?));
-        let endings: Vec<(usize, f32)> = stop.iter().filter_map(ending).collect();
-        let words = mask.as_ref().map_or(&[][..], |mask| mask.as_slice());
-        for (index, part) in row.chunks_mut(32).enumerate() {
-            ban_part(part, words.get(index).copied().unwrap_or(0));
+        let mut allowed = Allowed::new(mask.as_ref().map_or(&[], SimpleVob::as_slice), vocab);
+        stop.iter().for_each(|id| allowed.set(*id, ends));
+        Ok(allowed)
+    }
+
+    fn prepare(&mut self) {
+        if self.next.is_none() {
+            self.next = Some(self.compute());
         }
-        for (id, logit) in endings {
-            row[id] = if ends { logit } else { f32::NEG_INFINITY };
-        }
-        Ok(())
     }
 
     fn take(&mut self, id: u32) -> Result<bool, String> {
+        self.next = None;
         let taken = self.matcher.consume_token(id);
         taken.map_err(|error| format!("token {id} does not fit the grammar: {error}"))?;
         match self.matcher.stop_reason() {
@@ -341,7 +357,7 @@ impl Constraint for Guided {
     }
 
     fn copied(&self) -> Box<dyn Constraint> {
-        Box::new(Self { matcher: self.matcher.deep_clone() })
+        Box::new(Self { matcher: self.matcher.deep_clone(), next: None })
     }
 }
 

@@ -56,6 +56,15 @@ fn workers(view: &View<'_>) -> Value {
     })
 }
 
+/// What a search without a GPU has found so far.
+fn search(head: &abi::Telemetry) -> Option<Value> {
+    (head.search_trials > 0).then(|| {
+        let best = (head.search_best_ns > 0).then_some(head.search_best);
+        let best_us = best.map(|_| f64::from(head.search_best_ns) / 1e3);
+        json!({"trials": head.search_trials, "best_trial": best, "best_us": best_us})
+    })
+}
+
 pub(super) fn document(view: &View<'_>) -> Value {
     let head = &view.now.page.head;
     let since = Rates::since_start(&view.now.page, view.now.at_ns);
@@ -97,6 +106,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "streamed": head.streamed_bytes, "uploaded": head.uploaded_bytes, "avoided": head.avoided_bytes,
         },
         "gpu": head.gpu(),
+        "search": search(head),
         "kv_pages": {"all": head.kv_pages, "held": head.kv_held, "promised": head.kv_promised},
         "telemetry": {
             "writes": head.writes,

@@ -71,6 +71,26 @@ fn percent(share: f64) -> String {
     format!("{:.0}%", share * 100.0)
 }
 
+/// The width of a row's name.
+const NAME: usize = 10;
+
+/// A text in lines of at most this width, cut between words; a longer word has a line of its own.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let line = lines.last_mut().map_or(0, |line| line.chars().count());
+        match lines.last_mut() {
+            Some(last) if line > 0 && line + 1 + word.chars().count() <= width => {
+                last.push(' ');
+                last.push_str(word);
+            }
+            Some(last) if line == 0 => last.push_str(word),
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
 struct Sheet {
     lines: Vec<Line<'static>>,
     colours: Colours,
@@ -78,9 +98,13 @@ struct Sheet {
 }
 
 impl Sheet {
+    /// A name and what it has, on as many lines as that takes.
     fn row(&mut self, name: &'static str, rest: String) {
-        let name = Span::styled(format!("{name:<10}"), self.colours.style(Color::Cyan));
-        self.lines.push(Line::from(vec![name, Span::raw(rest)]));
+        let mut name = Span::styled(format!("{name:<NAME$}"), self.colours.style(Color::Cyan));
+        for line in wrapped(&rest, self.width.saturating_sub(NAME)) {
+            let next = std::mem::replace(&mut name, Span::raw(" ".repeat(NAME)));
+            self.lines.push(Line::from(vec![next, Span::raw(line)]));
+        }
     }
 
     fn title(&mut self, text: String) {
@@ -119,6 +143,24 @@ fn heading(sheet: &mut Sheet, view: &View<'_>) {
     if let Some(silent) = view.silent() {
         sheet.warn(&silent);
     }
+}
+
+/// A search without a GPU: nothing else of the page is known.
+fn search(sheet: &mut Sheet, view: &View<'_>) {
+    let (head, before) = (&view.now.page.head, &view.before.page.head);
+    let seconds = view.now.at_ns.saturating_sub(view.before.at_ns) as f64 / 1e9;
+    let new = head.search_trials.saturating_sub(before.search_trials);
+    let rate = if seconds > 0.0 { f64::from(new) / seconds } else { 0.0 };
+    sheet.row("trials", format!("{}, {rate:.1} per second", head.search_trials));
+    let best = match head.search_best_ns {
+        0 => "nothing correct yet".to_owned(),
+        ns => format!(
+            "{:.1} us per token, predicted (trial {})",
+            f64::from(ns) / 1e3,
+            head.search_best
+        ),
+    };
+    sheet.row("best", best);
 }
 
 fn figures(sheet: &mut Sheet, view: &View<'_>) {
@@ -338,6 +380,10 @@ fn sheet(view: &View<'_>, area: Rect, colours: Colours) -> Vec<Line<'static>> {
     let (width, height) = (area.width as usize, area.height as usize);
     let mut sheet = Sheet { lines: Vec::new(), colours, width };
     heading(&mut sheet, view);
+    if view.now.page.head.search_trials > 0 {
+        search(&mut sheet, view);
+        return sheet.lines;
+    }
     figures(&mut sheet, view);
     ring(&mut sheet, view);
     let count = view.now.page.running().len();

@@ -97,6 +97,40 @@ fn a_served_model_fits_the_smallest_terminal() {
 }
 
 #[test]
+fn a_long_row_goes_on_below_its_name() {
+    let (before, mut now) =
+        (served(START + 9 * SECOND, 12_000), served(START + 10 * SECOND, 13_500));
+    let program = &mut now.page.programs[0];
+    program.all[..8].fill(123);
+    program.passes = 13_500;
+    let shown = rendered(&view(&before, &now), (80, 24));
+    let rows: Vec<&str> = shown.lines().skip_while(|row| !row.starts_with("tasks ")).collect();
+    assert!(rows[1].starts_with("          ") && rows[1].len() > 10, "{shown}");
+    let both = format!("{} {}", rows[0].trim(), rows[1].trim());
+    assert!(both.contains("(derived)") && both.matches("1.7M").count() == 8, "{shown}");
+}
+
+#[test]
+fn a_search_without_a_gpu_has_its_trials() {
+    let (mut before, mut now) =
+        (served(START + SECOND, 12_000), served(START + 3 * SECOND, 12_000));
+    before.page.head.search_trials = 10;
+    let head = &mut now.page.head;
+    (head.search_trials, head.search_best, head.search_best_ns) = (15, 12, 301_700);
+    let shown = rendered(&view(&before, &now), (80, 24));
+    assert!(shown.contains("trials    15, 2.5 per second"), "{shown}");
+    assert!(shown.contains("best      301.7 us per token, predicted (trial 12)"), "{shown}");
+    assert!(!shown.contains("ring"), "{shown}");
+    let document = super::document::document(&view(&before, &now));
+    assert_eq!(
+        document["search"],
+        serde_json::json!({"trials": 15, "best_trial": 12, "best_us": 301.7})
+    );
+    now.page.head.search_best_ns = 0;
+    assert!(rendered(&view(&before, &now), (80, 24)).contains("nothing correct yet"));
+}
+
+#[test]
 fn a_stalled_worker_is_named() {
     let (before, mut now) =
         (served(START + 9 * SECOND, 12_000), served(START + 10 * SECOND, 12_000));

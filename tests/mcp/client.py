@@ -40,6 +40,10 @@ async def what_there_is(client):
     for page in pages:
         text = (await client.read_resource(page)).contents[0].text
         assert "pipeline.stages" in text, page
+    prompts = {prompt.name for prompt in (await client.list_prompts()).prompts}
+    assert prompts == {"tune", "explain_run"}, prompts
+    filled = await client.get_prompt("tune", {"model": "toy"})
+    assert "amk://harness" in filled.messages[0].content.text, filled
 
 
 async def three_edits(client):

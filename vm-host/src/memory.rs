@@ -241,12 +241,17 @@ impl Copier {
         let at_once = (bounce.bytes / row_bytes).max(1);
         for (piece, rows) in rows.chunks_mut(at_once).enumerate() {
             self.copy_out(source + (piece * at_once * row_bytes) as u64, rows.len() * row_bytes)?;
-            rows.par_iter_mut().enumerate().for_each(|(index, row)| {
+            let one = |(index, row): (usize, &mut R)| {
                 let copy = |values: &mut [f32]| {
                     bounce.read(index * row_bytes, bytemuck::cast_slice_mut(values));
                 };
                 take(row, &copy);
-            });
+            };
+            match rows {
+                // Other cores would take longer to wake up than to copy.
+                [row] => one((0, row)),
+                rows => rows.par_iter_mut().enumerate().for_each(one),
+            }
         }
         Ok(())
     }

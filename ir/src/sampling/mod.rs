@@ -12,7 +12,7 @@ mod weight;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-use weight::{ONE, weight};
+use weight::{BLOCK, ONE, weights};
 
 /// Sampling settings. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,12 +119,36 @@ impl Sampling {
     /// [problems](Self::problems) give an unspecified token.
     #[must_use]
     pub fn choose(&self, logits: &[f32], seen: &Seen, position: u32) -> Option<u32> {
-        let adjusted = self.adjusted(logits, seen);
-        let best = highest(&adjusted)?;
+        self.place(&self.adjusted(logits, seen), position)
+    }
+
+    /// The same where all tokens but these, ascending, are banned: in the time of these.
+    #[must_use]
+    pub fn choose_among(&self, logits: &[(u32, f32)], seen: &Seen, position: u32) -> Option<u32> {
+        let adjusted = |&(token, logit): &(u32, f32)| {
+            let logit = if seen.has(token) { self.penalised(logit) } else { logit };
+            proper(self.bias.get(&token).map_or(logit, |bias| logit + bias))
+        };
+        let adjusted: Vec<f32> = logits.iter().map(adjusted).collect();
+        let place = self.place(&adjusted, position)?;
+        Some(logits[place as usize].0)
+    }
+
+    /// The index of the token that adjusted logits give for a position.
+    fn place(&self, adjusted: &[f32], position: u32) -> Option<u32> {
+        let best = highest(adjusted)?;
         if self.is_greedy() {
             return Some(best);
         }
-        Some(pick(&self.kept(&adjusted, best), philox::bits(self.seed, position)))
+        let bits = philox::bits(self.seed, position);
+        if self.has_filter() {
+            return Some(pick(&self.kept(adjusted, best), bits));
+        }
+        Some(pick_of_all(adjusted, (adjusted[best as usize], self.fixed().scale), bits))
+    }
+
+    fn has_filter(&self) -> bool {
+        self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0
     }
 
     /// The settings in fixed point.
@@ -141,11 +165,9 @@ impl Sampling {
     fn adjusted(&self, logits: &[f32], seen: &Seen) -> Vec<f32> {
         let mut adjusted = logits.to_vec();
         if self.repetition_penalty != 1.0 {
-            for (logit, token) in adjusted.iter_mut().zip(0..) {
-                if seen.has(token) {
-                    let r = self.repetition_penalty;
-                    *logit = if *logit > 0.0 { *logit / r } else { *logit * r };
-                }
+            for token in seen.tokens().take_while(|token| (*token as usize) < logits.len()) {
+                let logit = &mut adjusted[token as usize];
+                *logit = self.penalised(*logit);
             }
         }
         for (&token, bias) in &self.bias {
@@ -154,22 +176,31 @@ impl Sampling {
             }
         }
         for logit in &mut adjusted {
-            *logit = if logit.is_nan() { f32::NEG_INFINITY } else { logit.min(f32::MAX) };
+            *logit = proper(*logit);
         }
         adjusted
     }
 
+    /// The logit of a token that occurred before.
+    fn penalised(&self, logit: f32) -> f32 {
+        let r = self.repetition_penalty;
+        if logit > 0.0 { logit / r } else { logit * r }
+    }
+
     /// The candidate tokens and their weights, by id.
     fn kept(&self, adjusted: &[f32], best: u32) -> Vec<(u32, u64)> {
-        let greatest = adjusted[best as usize];
         let Fixed { scale, share, least } = self.fixed();
-        let weigh = |logit: f32| match logit {
-            f32::NEG_INFINITY => 0,
-            logit => weight((logit - greatest) * scale),
-        };
-        let mut kept: Vec<(u32, u64)> =
-            (0..).zip(adjusted.iter().map(|&logit| weigh(logit))).filter(|&(_, w)| w > 0).collect();
-        if self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0 {
+        let how = (adjusted[best as usize], scale);
+        let mut all = 0;
+        weights(adjusted, how, |_, weights| all += weights.iter().sum::<u64>());
+        let (logit, weight) = self.floors(adjusted, all, share);
+        let mut kept: Vec<(u32, u64)> = Vec::new();
+        weights(adjusted, how, |first, weights| {
+            let candidates = (first as u32..).zip(&adjusted[first..]).zip(weights);
+            let candidates = candidates.filter(|((_, l), w)| **l >= logit && **w >= weight);
+            kept.extend(candidates.map(|((token, _), w)| (token, *w)));
+        });
+        if !self.has_filter() {
             return kept;
         }
         kept.sort_by(|a, b| {
@@ -177,50 +208,125 @@ impl Sampling {
             // There is no NaN here, and zero equals minus zero.
             b_logit.partial_cmp(&a_logit).unwrap_or(Ordering::Equal).then(a.0.cmp(&b.0))
         });
+        let mut total = all;
         if self.top_k > 0 {
             kept.truncate(self.top_k as usize);
+            total = kept.iter().map(|(_, weight)| weight).sum();
         }
         if self.top_p < 1.0 {
-            kept.truncate(nucleus(&kept, share));
+            kept.truncate(nucleus(&kept, total, share));
         }
         kept.retain(|&(_, weight)| weight >= least);
         kept.sort_unstable();
         kept
     }
+
+    /// A logit and a weight below which no token passes the filters: most of a vocabulary need not be sorted.
+    fn floors(&self, adjusted: &[f32], all: u64, share: u64) -> (f32, u64) {
+        if self.top_k > 0 {
+            // Of the blocks' greatest, `top_k` are not below the least of the first `top_k`.
+            let mut greatest: Vec<f32> = adjusted.chunks(BLOCK).map(greatest).collect();
+            greatest.sort_unstable_by(|a, b| b.total_cmp(a));
+            let logit = greatest.get(self.top_k as usize - 1);
+            return (logit.copied().unwrap_or(f32::NEG_INFINITY), 1);
+        }
+        // What is lighter than `light` weighs less together than what `top_p` leaves out. Half of that, since weights are
+        // rounded: the order is that of logits.
+        let spare = all - needed(all, share).min(all);
+        let light = spare / adjusted.len().max(1) as u64;
+        (f32::NEG_INFINITY, (light / 2).max(1))
+    }
+}
+
+/// A logit that is no NaN, which counts as banned, and not infinite.
+fn proper(logit: f32) -> f32 {
+    if logit.is_nan() { f32::NEG_INFINITY } else { logit.min(f32::MAX) }
+}
+
+/// The greatest of some logits: of every sixteenth first, which a compiler does by vectors.
+fn greatest(logits: &[f32]) -> f32 {
+    let greater = |a: f32, b: f32| if b > a { b } else { a };
+    let mut columns = [f32::NEG_INFINITY; 16];
+    let whole = logits.chunks_exact(columns.len());
+    let rest = whole.remainder().iter().copied().fold(f32::NEG_INFINITY, greater);
+    for chunk in whole {
+        for (column, logit) in columns.iter_mut().zip(chunk) {
+            *column = greater(*column, *logit);
+        }
+    }
+    columns.into_iter().fold(rest, greater)
 }
 
 /// The highest of the logits that are not banned; the first of equals.
 fn highest(logits: &[f32]) -> Option<u32> {
-    let mut best: Option<(u32, f32)> = None;
-    for (token, &logit) in (0..).zip(logits) {
-        if logit > best.map_or(f32::NEG_INFINITY, |(_, highest)| highest) {
-            best = Some((token, logit));
+    let mut best = (0, f32::NEG_INFINITY);
+    for (block, part) in logits.chunks(BLOCK).enumerate() {
+        let here = greatest(part);
+        if here > best.1 {
+            best = (block, here);
         }
     }
-    best.map(|(token, _)| token)
+    let first = best.0 * BLOCK;
+    let inside = logits.get(first..)?.iter().position(|logit| *logit == best.1)?;
+    (best.1 > f32::NEG_INFINITY).then_some((first + inside) as u32)
+}
+
+/// The weight of which `share` is the part of a total.
+fn needed(total: u64, share: u64) -> u64 {
+    u64::try_from((u128::from(total) * u128::from(share)).div_ceil(1 << 32)).unwrap_or(u64::MAX)
 }
 
 /// Number of the likeliest tokens that together have `share` of the total weight: the fewest, and at least one.
-fn nucleus(ranked: &[(u32, u64)], share: u64) -> usize {
-    let total: u64 = ranked.iter().map(|(_, weight)| weight).sum();
-    let needed = (u128::from(total) * u128::from(share)).div_ceil(1 << 32);
-    let mut sum = 0_u128;
+fn nucleus(ranked: &[(u32, u64)], total: u64, share: u64) -> usize {
+    let needed = needed(total, share);
+    let mut sum = 0;
     let enough = ranked.iter().position(|(_, weight)| {
-        sum += u128::from(*weight);
+        sum += weight;
         sum >= needed
     });
     enough.map_or(ranked.len(), |last| last + 1)
 }
 
+/// A random place below a total.
+fn place_of(total: u64, bits: u64) -> u64 {
+    ((u128::from(bits) * u128::from(total)) >> 64) as u64
+}
+
 /// The token at a random place among all weights, concatenated by id.
 fn pick(kept: &[(u32, u64)], bits: u64) -> u32 {
     let total: u64 = kept.iter().map(|(_, weight)| weight).sum();
-    let mut place = ((u128::from(bits) * u128::from(total)) >> 64) as u64;
+    let mut place = place_of(total, bits);
     for &(token, weight) in kept {
         if place < weight {
             return token;
         }
         place -= weight;
+    }
+    unreachable!("a place below the sum of all weights lies in one of them")
+}
+
+/// The same of all logits, with the greatest and the scale of their weights.
+fn pick_of_all(logits: &[f32], how: (f32, f32), bits: u64) -> u32 {
+    let mut sums = Vec::with_capacity(logits.len().div_ceil(BLOCK));
+    weights(logits, how, |_, weights| sums.push(weights.iter().sum::<u64>()));
+    let mut place = place_of(sums.iter().sum(), bits);
+    for (block, sum) in sums.into_iter().enumerate() {
+        if place >= sum {
+            place -= sum;
+            continue;
+        }
+        let first = block * BLOCK;
+        let part = &logits[first..logits.len().min(first + BLOCK)];
+        let mut token = first as u32;
+        weights(part, how, |_, weights| {
+            let mut before = 0;
+            let below = |weight: &&u64| {
+                before += **weight;
+                before <= place
+            };
+            token += weights.iter().take_while(below).count() as u32;
+        });
+        return token;
     }
     unreachable!("a place below the sum of all weights lies in one of them")
 }
@@ -239,6 +345,18 @@ impl Seen {
             self.words.resize(word + 1, 0);
         }
         self.words[word] |= 1 << (token % 64);
+    }
+
+    /// Its tokens, ascending.
+    fn tokens(&self) -> impl Iterator<Item = u32> {
+        (0..).zip(&self.words).flat_map(|(index, &word)| {
+            let mut left = word;
+            std::iter::from_fn(move || {
+                let bit = (left != 0).then(|| left.trailing_zeros())?;
+                left &= left - 1;
+                Some(index * 64 + bit)
+            })
+        })
     }
 
     /// Whether the token is in the set.

@@ -310,7 +310,91 @@ fn finite(row: &[f32]) -> Vec<f32> {
     row.iter().map(|&logit| if logit.is_nan() { f32::NEG_INFINITY } else { logit }).collect()
 }
 
+/// The candidates by the definition: all tokens sorted, then the filters one after the other.
+fn kept_by_sorting(sampling: &Sampling, adjusted: &[f32], best: u32) -> Vec<(u32, u64)> {
+    let fixed = sampling.fixed();
+    let weigh = |logit: &f32| weight((logit - adjusted[best as usize]) * fixed.scale);
+    let mut kept: Vec<(u32, u64)> =
+        (0..).zip(adjusted.iter().map(weigh)).filter(|(_, weight)| *weight > 0).collect();
+    kept.sort_by(|a, b| {
+        let [a_logit, b_logit] = [a, b].map(|(token, _)| adjusted[*token as usize]);
+        b_logit.partial_cmp(&a_logit).unwrap().then(a.0.cmp(&b.0))
+    });
+    if sampling.top_k > 0 {
+        kept.truncate(sampling.top_k as usize);
+    }
+    if sampling.top_p < 1.0 {
+        let total: u128 = kept.iter().map(|(_, weight)| u128::from(*weight)).sum();
+        let (needed, mut sum) = ((total * u128::from(fixed.share)).div_ceil(1 << 32), 0);
+        let enough = kept.iter().position(|(_, weight)| {
+            sum += u128::from(*weight);
+            sum >= needed
+        });
+        kept.truncate(enough.map_or(kept.len(), |last| last + 1));
+    }
+    kept.retain(|(_, weight)| *weight >= fixed.least);
+    kept.sort_unstable();
+    kept
+}
+
+/// A row of several blocks with ties, from a seed: flat, or with few likely tokens.
+fn wide(seed: u32, len: u32, steep: f32) -> Vec<f32> {
+    let mut state = u64::from(seed) << 1 | 1;
+    let mut next = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 56) as f32 / 256.0
+    };
+    (0..len).map(|_| 12.0 - steep * next() - (1.0 / (next() + 0.01)).min(steep)).collect()
+}
+
 proptest! {
+    #[test]
+    fn what_is_left_out_before_sorting_would_not_have_been_kept(
+        seed: u32, len in 1..3000_u32, steep in 0.0..40.0_f32, base in settings(), top_k in prop_oneof![Just(0_u32), 0..600_u32]
+    ) {
+        let row = wide(seed, len, steep);
+        for (top_k, top_p, min_p) in [(top_k, base.top_p, 0.0), (top_k, 1.0, base.min_p), (0, base.top_p, 0.0), (0, 1.0, 0.0)] {
+            let sampling = Sampling { top_k, top_p, min_p, ..base.clone() };
+            let best = super::highest(&row).unwrap();
+            let kept = kept_by_sorting(&sampling, &row, best);
+            prop_assert_eq!(&sampling.kept(&row, best), &kept);
+            let bits = super::philox::bits(sampling.seed, 7);
+            prop_assert_eq!(sampling.choose(&row, &Seen::default(), 7), Some(super::pick(&kept, bits)));
+        }
+    }
+
+    #[test]
+    fn a_choice_among_some_is_that_of_a_row_without_the_others(
+        seed: u32, len in 1..700_u32, base in settings(), step in 1..90_usize, position: u32
+    ) {
+        let base = Sampling { bias: BTreeMap::from([(0, 3.0), (5, f32::NEG_INFINITY)]), ..base };
+        let before = seen(&[0, 3, 5, 64, 200, 100_000]);
+        let mut row = wide(seed, len, 9.0);
+        row[len as usize / 2] = f32::NAN;
+        let some: Vec<(u32, f32)> = (0..).zip(row.iter().copied()).step_by(step).collect();
+        (0..row.len()).filter(|at| at % step != 0).for_each(|at| row[at] = f32::NEG_INFINITY);
+        for sampling in [base.clone(), Sampling { temperature: 0.0, ..base.clone() }, Sampling { top_k: 0, top_p: 1.0, min_p: 0.0, ..base }] {
+            let all = sampling.choose(&row, &before, position);
+            prop_assert_eq!(sampling.choose_among(&some, &before, position), all);
+        }
+    }
+
+    /// With fused multiply-adds as instructions or as calls.
+    #[test]
+    fn weights_are_the_same_by_vectors(seed: u32, len in 1..600_u32, steep in 0.0..60.0_f32, scale in 0.1..9.0_f32) {
+        let mut row = wide(seed, len, steep);
+        row[0] = f32::NEG_INFINITY;
+        let greatest = super::greatest(&row);
+        let each: Vec<u64> = row.iter().map(|logit| weight((logit - greatest) * scale)).collect();
+        let mut all = Vec::new();
+        super::weights(&row, (greatest, scale), |first, weights| {
+            assert_eq!(first, all.len());
+            all.extend_from_slice(weights);
+        });
+        prop_assert_eq!(all, each);
+    }
+
     #[test]
     fn one_candidate_or_no_temperature_is_greedy(row in rows(), base in settings(), position: u32) {
         let before = seen(&[0, 3, 5]);

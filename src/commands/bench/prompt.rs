@@ -58,9 +58,9 @@ pub(super) fn measure(row: &Row<'_>, tokens: u32) -> Result<Measured, Failure> {
         false => None,
     };
     // The first token launches the kernel, which is not part of the prompt's time.
-    device.feed(handle, 0, 0, &prompt[..1], true)?;
+    device.feed(handle, (0, 0), &prompt[..1], (true, &mut || {}))?;
     let began = Instant::now();
-    let steps = device.feed(handle, 0, 0, &prompt, true)?;
+    let steps = device.feed(handle, (0, 0), &prompt, (true, &mut || {}))?;
     let steps_us = began.elapsed().as_secs_f64() * 1e6;
     let (expected, actual) = match &on_routes {
         Some(judged) => (&judged.expected, &judged.actual),

@@ -9,6 +9,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use crate::cli::{BenchArgs, LoadArgs};
+use crate::csv::{Column, Csv};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::spinner::Spinner;
 use crate::{files, report};
@@ -24,6 +25,48 @@ use load::{Load, Plan};
 const FIRST: Duration = Duration::from_secs(10);
 /// The most different failures that the document has.
 const FAILURES_MAX: usize = 16;
+
+/// The columns of `--csv`.
+const COLUMNS: [Column; 38] = [
+    ("url", "/url"),
+    ("model", "/model"),
+    ("load", "/load"),
+    ("clients", "/clients"),
+    ("rate", "/rate"),
+    ("seed", "/seed"),
+    ("prompt_tokens", "/prompt_tokens"),
+    ("shared_tokens", "/shared_tokens"),
+    ("answer_tokens", "/answer_tokens"),
+    ("temperature", "/temperature"),
+    ("completed", "/requests/completed"),
+    ("failed", "/requests/failed"),
+    ("dropped", "/requests/dropped"),
+    ("duration_s", "/duration_s"),
+    ("requests_per_s", "/requests_per_s"),
+    ("tokens_per_s", "/tokens_per_s"),
+    ("first_token_mean_ms", "/first_token_ms/mean"),
+    ("first_token_p50_ms", "/first_token_ms/p50"),
+    ("first_token_p95_ms", "/first_token_ms/p95"),
+    ("first_token_p99_ms", "/first_token_ms/p99"),
+    ("first_token_max_ms", "/first_token_ms/max"),
+    ("between_events_mean_ms", "/between_events_ms/mean"),
+    ("between_events_p50_ms", "/between_events_ms/p50"),
+    ("between_events_p95_ms", "/between_events_ms/p95"),
+    ("between_events_p99_ms", "/between_events_ms/p99"),
+    ("between_events_max_ms", "/between_events_ms/max"),
+    ("per_token_mean_ms", "/per_token_ms/mean"),
+    ("per_token_p50_ms", "/per_token_ms/p50"),
+    ("per_token_p95_ms", "/per_token_ms/p95"),
+    ("per_token_p99_ms", "/per_token_ms/p99"),
+    ("per_token_max_ms", "/per_token_ms/max"),
+    ("end_to_end_mean_ms", "/end_to_end_ms/mean"),
+    ("end_to_end_p50_ms", "/end_to_end_ms/p50"),
+    ("end_to_end_p95_ms", "/end_to_end_ms/p95"),
+    ("end_to_end_p99_ms", "/end_to_end_ms/p99"),
+    ("end_to_end_max_ms", "/end_to_end_ms/max"),
+    ("prompt_tokens_total", "/tokens/prompt"),
+    ("generated_tokens_total", "/tokens/generated"),
+];
 
 /// A distribution, in milliseconds. A quantile is the least value that is not below that part of all (nearest rank).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -134,6 +177,7 @@ impl Kinds {
 
 pub(super) fn run(args: &BenchArgs, url: &str) -> Outcome {
     let address = Address::read(url)?;
+    let csv = args.csv.as_deref().map(|path| Csv::open(path, &COLUMNS)).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Failure::missing(format!("no runtime: {error}")))?;
     let local = tokio::task::LocalSet::new();
@@ -144,6 +188,11 @@ pub(super) fn run(args: &BenchArgs, url: &str) -> Outcome {
     if let Some(path) = &args.load.plot {
         files::write_whole(path, plot::svg(&kinds).map_err(Failure::refused)?.as_bytes())?;
         report::say(&format!("plot: {}", path.display()));
+    }
+    if let Some(csv) = csv {
+        csv.append(
+            &serde_json::to_value(&figures).map_err(|error| Failure::bug(error.to_string()))?,
+        )?;
     }
     report::document(&figures)?;
     let all_well = figures.requests.failed == 0 && figures.requests.dropped == 0;

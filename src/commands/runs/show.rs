@@ -1,29 +1,36 @@
 //! `amk runs show`: one run in full.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use corpus::manifest::State;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::recorded::{Recorded, state_name};
 use crate::cli::RunArgs;
 use crate::commands::search_loop::{self, Card, Kept};
-use crate::failure::{Exit, Outcome};
+use crate::failure::{Exit, Failure, Outcome};
 use crate::report;
 
 pub(crate) fn run(args: &RunArgs) -> Outcome {
     let found = Recorded::open(&args.path)?;
-    let mut outcomes: BTreeMap<&str, u64> = BTreeMap::new();
-    for trial in &found.trials {
-        *outcomes.entry(trial.outcome.name()).or_default() += 1;
-    }
-    say(&found, &outcomes);
+    say(&found);
+    report::document(&shown(&found))?;
+    Ok(Exit::Yes)
+}
+
+/// The document of a run.
+pub(crate) fn document(path: &Path) -> Result<Value, Failure> {
+    Recorded::open(path).map(|found| shown(&found))
+}
+
+fn shown(found: &Recorded) -> Value {
     let manifest = match &found.state {
         State::Sealed(manifest, _) | State::Collected(manifest, _) => Some(manifest),
         State::Open => None,
     };
     let kept = found.trials.iter().filter(|trial| trial.outcome.leads()).map(Kept::from);
-    report::document(&json!({
+    json!({
         "schema": "amk.run.v1",
         "run": found.run,
         "ledger": found.ledger,
@@ -31,17 +38,25 @@ pub(crate) fn run(args: &RunArgs) -> Outcome {
         "manifest": manifest,
         "terms": found.header,
         "rows": found.rows,
-        "outcomes": outcomes,
+        "outcomes": outcomes(found),
         // Of the card that measured the baseline.
         "noise_floor": found.noise_floor(found.trials.first().and_then(|trial| trial.card)),
-        "cards": cards(&found),
+        "cards": cards(found),
         "champion": found.champion().map(|trial| {
             json!({"trial": trial.trial, "config": trial.config, "verdict": trial.verdict})
         }),
         "kept": kept.collect::<Vec<Kept>>(),
         "confirmation": found.confirmation,
-    }))?;
-    Ok(Exit::Yes)
+    })
+}
+
+/// The number of trials of each outcome.
+fn outcomes(found: &Recorded) -> BTreeMap<&'static str, u64> {
+    let mut outcomes = BTreeMap::new();
+    for trial in &found.trials {
+        *outcomes.entry(trial.outcome.name()).or_default() += 1;
+    }
+    outcomes
 }
 
 /// The cards by their numbers; empty for a search with one.
@@ -50,9 +65,10 @@ fn cards(found: &Recorded) -> Vec<Card> {
     if several { search_loop::cards_of(&found.cards(), &found.trials) } else { Vec::new() }
 }
 
-fn say(found: &Recorded, outcomes: &BTreeMap<&'static str, u64>) {
+fn say(found: &Recorded) {
     let word = |key: &str| found.word(key).unwrap_or("?");
-    let counts: Vec<String> = outcomes.iter().map(|(name, n)| format!("{n} {name}")).collect();
+    let counts: Vec<String> =
+        outcomes(found).iter().map(|(name, n)| format!("{n} {name}")).collect();
     let us = found.champion().and_then(|trial| trial.verdict.latency_us);
     let mut rows = vec![
         ("run".to_owned(), format!("{}, {}", found.run, state_name(&found.state))),

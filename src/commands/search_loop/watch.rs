@@ -1,6 +1,7 @@
 //! Observers of a running search, which may also end it.
 
 use std::path::PathBuf;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use schemars::JsonSchema;
@@ -8,6 +9,7 @@ use search::{Budget, Trial};
 use serde::Serialize;
 
 use crate::failure::Exit;
+use crate::observe::{Observer, enter_at};
 use crate::{interrupt, report};
 
 /// The progress of a search; empty before it begins.
@@ -55,10 +57,28 @@ pub(crate) trait Watch {
 /// Set when there is a trial to wait for.
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
-/// The command line, where Ctrl-C ends a search.
-pub(super) struct Interrupts;
+/// The command line, where Ctrl-C ends a search. Without a GPU it also has the search's page for `amk top`: with one, the
+/// process that drives the GPU has it.
+#[derive(Default)]
+pub(super) struct CommandLine {
+    page: OnceLock<Option<Observer>>,
+}
 
-impl Watch for Interrupts {
+impl CommandLine {
+    /// Puts the progress on the page, if there is one.
+    fn show(&self, progress: &Progress) {
+        let Some(page) = self.page.get().and_then(Option::as_ref) else { return };
+        let count = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
+        page.publisher().edit(|edit| {
+            let head = edit.head();
+            head.search_trials = count(progress.trials);
+            head.search_best = count(progress.best_trial.unwrap_or(0));
+            head.search_best_ns = (progress.best_us.unwrap_or(0.0) * 1e3).round() as u32;
+        });
+    }
+}
+
+impl Watch for CommandLine {
     fn stopped(&self) -> bool {
         interrupt::came()
     }
@@ -77,10 +97,20 @@ impl Watch for Interrupts {
         });
     }
 
-    fn begins(&self, _: &Progress) {
+    fn begins(&self, progress: &Progress) {
         BEGUN.store(true, Ordering::SeqCst);
+        self.page.get_or_init(|| {
+            let (model, device) = (progress.model.as_deref()?, progress.device.as_deref()?);
+            let page = (device == "cpu").then(|| Observer::of_search(model, device))??;
+            let now = telemetry::now_ns();
+            page.publisher().edit(|edit| enter_at(edit.head(), abi::Activity::Running, now));
+            Some(page)
+        });
+        self.show(progress);
     }
 
     // The session itself prints the progress bar and the lines of the trials.
-    fn trial(&self, _: &Progress, _: &Trial) {}
+    fn trial(&self, progress: &Progress, _: &Trial) {
+        self.show(progress);
+    }
 }

@@ -6,7 +6,7 @@
 //! stream brings both.
 //! This file has the only packer.
 
-use abi::{CodeBlock, Scalar, UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
+use abi::{CodeBlock, Scalar, Scales, UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -17,9 +17,6 @@ pub const TILE_ROWS: usize = UNIT_ROWS as usize;
 const ROWS: usize = TILE_ROWS;
 const ROW: usize = UNIT_ROW_BYTES as usize;
 const UNIT: usize = UNIT_BYTES as usize;
-
-/// Columns of a group of a vector that is multiplied as integers ([`Format::has_digits`]).
-pub const DIGIT_GROUP: u32 = 128;
 
 macro_rules! formats {
     ($($(#[doc = $doc:literal])+ $variant:ident $name:literal stored $stored:ident operand $operand:ident unpack $unpack:ident;)+) => {
@@ -54,12 +51,6 @@ macro_rules! formats {
             #[must_use]
             pub const fn operand(self) -> DType {
                 match self { $(Self::$variant => DType::$operand),+ }
-            }
-
-            /// Whether vectors of one sequence are multiplied with it as integers (vm-device/cuda/digits.cuh).
-            #[must_use]
-            pub const fn has_digits(self) -> bool {
-                matches!(self, Self::Int4G128 | Self::Int4G128Zero)
             }
 
             /// What the kernel does to its elements before it multiplies them.
@@ -129,6 +120,21 @@ impl Format {
     #[must_use]
     pub const fn is_scaled(self) -> bool {
         self.stored().is_scaled()
+    }
+
+    /// Whether vectors of one sequence are multiplied with it as integers (vm-device/cuda/digits.cuh): codes in groups that
+    /// are integers. Their scale is of the elements that go with a unit.
+    #[must_use]
+    pub const fn has_digits(self) -> bool {
+        matches!(self.stored().scalar(), Scalar::Int8 | Scalar::Int4) && self.stored().block().is_some()
+    }
+
+    /// Staged bytes of the elements of a vector that go with a unit, as integers: two digits of a byte each, a factor, and
+    /// for offsets the sums of the groups (vm-device/cuda/digits.cuh: `digit_bytes`).
+    #[must_use]
+    pub(crate) fn digit_bytes(self) -> u32 {
+        let offsets = self.stored().block().is_some_and(|block| block.scales == Scales::Factors);
+        2 * self.unit_cols() + if offsets { 32 } else { 16 }
     }
 
     /// Bytes of one row of a unit's scales.

@@ -22,7 +22,7 @@ mod weights;
 
 pub use abi::{CodeBlock, EXPERTS_MAX, GROUP_MAX, SLOTS_MAX, Scalar, Scales, UNIT_ROWS};
 pub use block::{Attention, Block, Clamped, Experts, FeedForward, Gated, Layer, Shared};
-pub use format::{DIGIT_GROUP, Format, TILE_ROWS};
+pub use format::{Format, TILE_ROWS};
 pub use graph::{Activation, DType, Graph, Linear, Tensor};
 pub use id::{BufferId, CounterId, MatrixId, TensorId, WorkerId};
 pub use kv::KvDtype;

@@ -41,6 +41,13 @@ __device__ __forceinline__ float half_value(uint32_t bits) {
   return v;
 }
 
+// The same of the upper half.
+__device__ __forceinline__ float upper_half_value(uint32_t bits) {
+  float v;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(v) : "r"(bits));
+  return v;
+}
+
 // Four e4m3 as two pairs of f16.
 __device__ __forceinline__ uint2 e4m3_halves(uint32_t v) {
   uint2 r;

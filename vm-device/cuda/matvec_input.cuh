@@ -13,7 +13,8 @@ struct VectorUnits {
   uint32_t log2; // units of operands in a unit of the matrix: base-two logarithm
   uint32_t elements; // staged: whole units
   uint32_t first; // the lane's first element; each turn is TURN_COLS further on
-  bool digits; // staged as integers: a warp's turn is a group then
+  bool digits; // staged as integers
+  DigitForm form;
 };
 constexpr uint32_t TURN_UNITS = 32 / UNIT_VEC4S; // units that a warp loads at once
 constexpr uint32_t TURN_COLS = TURN_UNITS * UNIT_COLS * AMK_WARPS;
@@ -21,15 +22,35 @@ constexpr uint32_t TURN_COLS = TURN_UNITS * UNIT_COLS * AMK_WARPS;
 __device__ __forceinline__ VectorUnits vector_units(Worker const& w, uint32_t units, uint32_t unpack) {
   uint32_t const log2 = unpacked_log2(unpack), lane = w.thread % 32, mine = lane / UNIT_VEC4S;
   uint32_t const unit = ((w.thread / 32 + (mine >> log2) * AMK_WARPS) << log2) + (mine & ((1u << log2) - 1));
-  return VectorUnits{log2, (units << log2) * UNIT_COLS, unit * UNIT_COLS + lane % UNIT_VEC4S * 4, has_digits(unpack)};
+  return VectorUnits{log2, (units << log2) * UNIT_COLS, unit * UNIT_COLS + lane % UNIT_VEC4S * 4, has_digits(unpack), digit_form(unpack)};
 }
-// Stages 4 elements; with digits all lanes of the warp do.
-__device__ __forceinline__ void stage_units(Worker const& w, VectorUnits const& u, uint32_t e, float4 v) {
-  if (SOME_DIGITS && u.digits) {
-    stage_digits(w.x + e / DIGIT_GROUP * DIGIT_BYTES, w.thread % 32, v);
+// Stages 4 elements from element `e` on, if they are of whole units. In a kernel of integers `stage_turns` does, for all turns together.
+__device__ __forceinline__ void stage_turn(Worker const& w, VectorUnits const& u, uint32_t e, float4 v) {
+  if (!SOME_DIGITS && e < u.elements) {
+    stage_x4(w, e, v);
+  }
+}
+// All lanes of a warp: each stages 4 elements in each of N turns.
+template <uint32_t N> __device__ __forceinline__ void stage_turns(Worker const& w, VectorUnits const& u, uint32_t e, float4 const (&v)[N]) {
+  if (!SOME_DIGITS) {
     return;
   }
-  stage_x4(w, e, v);
+  if (u.digits) {
+    uint32_t const unit = e / UNIT_COLS >> (u.form.bytes ? 1 : 2), units = u.form.bytes ? TURN_COLS / 64 : TURN_COLS / 128; // the lane's, and of a turn
+    stage_digits<N>(w.x + unit * u.form.size, units * u.form.size, w.thread % 32, u.form, e, TURN_COLS, u.elements, v);
+    return;
+  }
+#pragma unroll
+  for (uint32_t n = 0; n < N; ++n) {
+    if (e + n * TURN_COLS < u.elements) {
+      stage_x4(w, e + n * TURN_COLS, v[n]);
+    }
+  }
+}
+__device__ __forceinline__ void stage_units(Worker const& w, VectorUnits const& u, uint32_t e, float4 v) {
+  float4 const one[1] = {v};
+  stage_turn(w, u, e, v);
+  stage_turns<1>(w, u, e, one);
 }
 
 // Turns in which a warp stages a vector of `elements` elements; and how many of them at once if that may be `most`: an equal part.
@@ -46,9 +67,7 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
   for (uint32_t first = 0; first < end; first += TURN_COLS) { // all lanes take every turn
     uint32_t const e = first + u.first;
     float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
-    if (e < u.elements) {
-      stage_units(w, u, e, x);
-    }
+    stage_units(w, u, e, x);
   }
 }
 
@@ -56,7 +75,7 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
 __device__ __forceinline__ float stage_embedding(Worker const& w, ResolvedBuffer const& in, float const* norm, amk_matvec_params const& p, VectorUnits const& u) {
   float square = 0.f;
 #pragma unroll 1
-  for (uint32_t e = u.first; e < u.elements; e += TURN_COLS) { // padding is zero in the matrix
+  for (uint32_t e = u.first; (SOME_DIGITS ? e - u.first : e) < u.elements; e += TURN_COLS) { // padding is zero in the matrix
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f), n = x;
     if (!MIXED || e < p.k_len) { // the units of the embedding are shorter
       x = embedding_read4(w, in, e), n = __ldg((float4 const*)(norm + e));
@@ -102,15 +121,14 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
       if (NORM) {
         square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, fmaf(x.w, x.w, square))));
       }
-      if ((ALL && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
-        float4 const product = make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w);
-        if (SPARE_REGISTERS) {
-          x4_store(place + (first / TURN_COLS + i) * TURN_BYTES, product);
-        } else {
-          stage_units(w, u, e, product);
-        }
+      n[i] = make_float4(x.x * n[i].x, x.y * n[i].y, x.z * n[i].z, x.w * n[i].w);
+      if (!SPARE_REGISTERS) {
+        stage_turn(w, u, e, n[i]);
+      } else if ((ALL && (i + 1) * TURN_COLS <= WIDTH) || e < whole) {
+        x4_store(place + (first / TURN_COLS + i) * TURN_BYTES, n[i]);
       }
     }
+    stage_turns<N>(w, u, first + u.first, n);
     if (ALL) {
       break;
     }
@@ -251,10 +269,10 @@ __device__ __forceinline__ float stage_post_norm(Worker const& w, ResolvedBuffer
       float4 const x = post_normed(vec4_value(sums, v[i]), n[i], factor, vec4_value(residual.words, r[i]));
       square = vec4_squares(x, square);
       part.store(at[i], x);
-      if (at[i] < u.elements) { // beyond the vector they are zero
-        stage_units(w, u, at[i], make_float4(x.x * m[i].x, x.y * m[i].y, x.z * m[i].z, x.w * m[i].w));
-      }
+      m[i] = make_float4(x.x * m[i].x, x.y * m[i].y, x.z * m[i].z, x.w * m[i].w); // beyond the vector they are zero
+      stage_turn(w, u, at[i], m[i]);
     }
+    stage_turns<N>(w, u, at[0], m);
   }
   return square;
 }

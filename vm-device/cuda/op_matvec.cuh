@@ -210,6 +210,7 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
     }
   }
   if constexpr (has_scales(UNPACK)) {
+    OwnScales<UNPACK> const own(w, unit);
 #pragma unroll
     for (uint32_t i = 0; i < LOADS; ++i) {
       uint32_t const tile = i / F::EACH, j = i % F::EACH;
@@ -219,10 +220,10 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
         scales[word] = 0;
       }
       if (j < EACH && share_has<UNITS>(w, units, FIRST + j)) {
-        scales_load<UNPACK>(w, unit + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
+        own.load((tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
       }
       if (RAGGED || (i + 2 >= LAST && i < LAST)) {
-        read |= has_factors(UNPACK) ? scales[0] | scales[1] | scales[2] : scales[0];
+        read |= has_factors(UNPACK) ? scales[0] | scales[1] : scales[0];
       }
     }
   }
@@ -283,7 +284,7 @@ template <typename F> __device__ __forceinline__ void with_units(uint32_t unpack
 // two registers for one of weights, and is read from the activation buffer where it is multiplied.
 template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
   using F = Fragment<UNPACK, UNITS>;
-  static constexpr bool HELD = UNPACK == AMK_UNPACK_NONE || (FRAGMENT < SHARE && !(has_excess(UNPACK) && unit_groups(UNPACK) == 4));
+  static constexpr bool HELD = UNPACK == AMK_UNPACK_NONE || FRAGMENT < SHARE;
   static constexpr uint32_t STEP = AMK_WARPS * group_bytes(UNPACK);
   VectorGroup<UNPACK> x[HELD ? F::EACH : 1]; // or where it is, and the units of the chunk
   char const* place;

@@ -92,38 +92,19 @@ struct Share {
 template <uint32_t UNPACK, bool = has_digits(UNPACK)> struct VectorGroup {
   static constexpr uint32_t OPERANDS = 1 << unpacked_log2(UNPACK), GROUPS = has_scales(UNPACK) ? unit_groups(UNPACK) : 1;
   Vector x[OPERANDS];
-  float sum[has_excess(UNPACK) ? GROUPS : 1]; // of each group's elements that meet codes in lower halves, or in upper ones (see unit_multiply)
 };
-template <uint32_t UNPACK> struct VectorGroup<UNPACK, true> : DigitGroup {};
+template <uint32_t UNPACK> struct VectorGroup<UNPACK, true> : DigitGroup<UNPACK> {};
 template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> halves_load(Worker const& w, char const* x) {
   VectorGroup<UNPACK> v = {};
 #pragma unroll
   for (uint32_t i = 0; i < v.OPERANDS; ++i) {
     v.x[i] = x_load(w, x + i * X_BYTES);
-    // Of groups of 16 columns the first pair of a row's threads has the one and the second the other: columns 0 to 3 of the right operand are of the
-    // first group, and columns 4 to 7 of the second.
-    if (has_pair_groups(UNPACK) && (w.thread >> 4 & 1) != (w.thread >> 1 & 1)) {
-      v.x[i] = Vector{};
-    }
-  }
-  if constexpr (has_excess(UNPACK)) {
-    constexpr uint32_t EACH = v.OPERANDS / v.GROUPS;
-    uint4 const ones = make_uint4(0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u);
-#pragma unroll
-    for (uint32_t g = 0; g < v.GROUPS; ++g) {
-      float c[4] = {};
-#pragma unroll
-      for (uint32_t i = 0; i < EACH; ++i) {
-        mma(c, c, ones, v.x[g * EACH + i].x, v.x[g * EACH + i].y);
-      }
-      v.sum[g] = excess_unit(UNPACK) * halves_sum(c[0], c[1]);
-    }
   }
   return v;
 }
 
 // Bytes of the staged vector for a unit.
-__device__ __forceinline__ constexpr uint32_t group_bytes(uint32_t unpack) { return has_digits(unpack) ? DIGIT_BYTES : X_BYTES << unpacked_log2(unpack); }
+__device__ __forceinline__ constexpr uint32_t group_bytes(uint32_t unpack) { return has_digits(unpack) ? digit_bytes(unpack) : X_BYTES << unpacked_log2(unpack); }
 
 template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_load(Worker const& w, char const* x) {
   if constexpr (has_digits(UNPACK)) {
@@ -134,13 +115,12 @@ template <uint32_t UNPACK> __device__ __forceinline__ VectorGroup<UNPACK> group_
 }
 
 // Multiplies N units by their parts of the vector, unit n into a chain of tile n / EACH. Where groups of columns have scales, the sums
-// of each are scaled before they are added: those of rows are c[0][0] and c[0][2], and c[0][1] is what codes of 4 bits are more than they mean.
+// of each are scaled before they are added: those of rows are c[0][0] and c[0][2].
 // The products of the units alternate, so that one need not wait for the one before.
 template <uint32_t UNPACK, uint32_t EACH, uint32_t N, uint32_t TILES, uint32_t CHAINS>
 __device__ __forceinline__ void halves_multiply(Sums<CHAINS> (&sums)[TILES], VectorGroup<UNPACK> const (&vector)[EACH], uint4 const* weights, uint32_t const* scales) {
   using V = VectorGroup<UNPACK>;
   constexpr uint32_t STEP = V::OPERANDS / V::GROUPS, WORDS = scale_words(UNPACK);
-  float inner[N][3] = {}; // of units with factors: their sums before they are scaled
 #pragma unroll
   for (uint32_t g = 0; g < V::GROUPS; ++g) {
     Sums<1> group[N] = {};
@@ -160,26 +140,9 @@ __device__ __forceinline__ void halves_multiply(Sums<CHAINS> (&sums)[TILES], Vec
 #pragma unroll
       for (uint32_t n = 0; n < N; ++n) {
         float(&sum)[4] = sums[n / EACH].c[0], (&c)[4] = group[n].c[0];
-        if constexpr (has_factors(UNPACK)) {
-          uint32_t const* const own = scales + n * WORDS;
-          uint32_t const place = factor_group<UNPACK>(g);
-          float const factor = scale_factor(own, place);
-          inner[n][0] = fmaf(factor, halves_sum(c[0], c[1]), inner[n][0]);
-          inner[n][1] = fmaf(factor, halves_sum(c[2], c[3]), inner[n][1]);
-          inner[n][2] = fmaf(offset_factor(own, place), vector[n % EACH].sum[g], inner[n][2]);
-          if (g + 1 == V::GROUPS) {
-            float const scale = half_value(own[0]);
-            sum[0] = fmaf(scale, inner[n][0], sum[0]), sum[2] = fmaf(scale, inner[n][1], sum[2]);
-            sum[1] = fmaf(half_value(own[0] >> 16), inner[n][2], sum[1]);
-          }
-          continue;
-        }
         float const scale = group_scale<UNPACK>(scales + n * WORDS, g);
         sum[0] = fmaf(scale, halves_sum(c[0], c[1]), sum[0]);
         sum[2] = fmaf(scale, halves_sum(c[2], c[3]), sum[2]);
-        if constexpr (has_excess(UNPACK)) {
-          sum[1] = fmaf(scaled_excess<UNPACK>(scales + n * WORDS, scale, g), vector[n % EACH].sum[g], sum[1]);
-        }
       }
     }
   }
@@ -219,11 +182,12 @@ template <uint32_t UNPACK> __device__ __forceinline__ void chunk_multiply(Worker
       unit_multiply(s, 0, x_load(w, x + j * AMK_WARPS * X_BYTES), stage_load(weights + j * AMK_WARPS * AMK_UNIT_BYTES));
     }
   } else {
+    OwnScales<UNPACK> const own(w, unit);
 #pragma unroll(SCALED_UNITS ? 1 : 2)
     for (; j < mine; ++j) {
       constexpr uint32_t STEP = AMK_WARPS * unit_bytes(UNPACK), X_STEP = AMK_WARPS * group_bytes(UNPACK);
       uint32_t scales[SCALE_WORDS == 0 ? 1 : SCALE_WORDS];
-      scales_load<UNPACK>(w, unit + j * STEP, scales);
+      own.load(j * STEP, scales);
       uint4 const operand = stage_load(weights + j * STEP);
       VectorGroup<UNPACK> const v[1] = {group_load<UNPACK>(w, x + j * X_STEP)};
       groups_multiply<UNPACK, 1, 1, 1, 4>(w, (Sums<4>(&)[1])s, v, &operand, scales);
@@ -253,10 +217,8 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
     } else if constexpr (has_scales(UNPACK)) {
       float const(&c)[4] = s[n].c[0];
       first[n] = c[0], second[n] = c[2];
-      if (has_excess(UNPACK)) {
-        first[n] = fmaf(c[0], low_code(UNPACK), -c[1]), second[n] = fmaf(c[2], high_code(UNPACK), -c[1]);
-      } else if (is_half(UNPACK)) {
-        first[n] *= low_code(UNPACK), second[n] *= high_code(UNPACK);
+      if (is_half(UNPACK)) {
+        first[n] *= E2M1_CODE, second[n] *= E2M1_CODE;
       }
     } else {
       first[n] = halves_sum(s[n].c[0][0], s[n].c[0][1]), second[n] = halves_sum(s[n].c[0][2], s[n].c[0][3]);
@@ -269,15 +231,11 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
 #pragma unroll
   for (uint32_t n = 0; n < N; ++n) {
     if (ALL) {
-      first[n] += second[n];
+      first[n] = has_digits(UNPACK) ? first[n] : first[n] + second[n];
       first[n] += __shfl_xor_sync(~0u, first[n], 1);
       first[n] += __shfl_xor_sync(~0u, first[n], 2);
     } else {
       second[n] = __shfl_down_sync(~0u, second[n], 1);
-    }
-    if (has_pair_groups(UNPACK)) {
-      first[n] += second[n];
-      second[n] = __shfl_down_sync(~0u, first[n], 2);
     }
   }
   if ((lane & 3) == 0) {

@@ -16,6 +16,9 @@ __device__ constexpr bool has_excess(uint32_t unpack) { return (is_half(unpack) 
 __device__ constexpr bool has_pair_groups(uint32_t unpack) { return unpack == AMK_UNPACK_INT8_K; }
 __device__ constexpr bool is_e4m3(uint32_t unpack) { return unpack == AMK_UNPACK_E4M3 || unpack == AMK_UNPACK_E4M3_G64 || unpack == AMK_UNPACK_E4M3_G64_ROW; }
 __device__ constexpr bool has_zeros(uint32_t unpack) { return unpack == AMK_UNPACK_INT4_G128_ZERO; }
+// Whether a format is multiplied as integers (digits.cuh): codes in groups that are integers. A step of several sequences has vectors in registers.
+constexpr uint32_t INTEGERS = 1u << AMK_UNPACK_INT8_G32 | 1u << AMK_UNPACK_INT4_G128 | 1u << AMK_UNPACK_INT4_G128_ZERO | 1u << AMK_UNPACK_INT4_G32 | 1u << AMK_UNPACK_INT4_K | 1u << AMK_UNPACK_INT8_K;
+__device__ constexpr bool has_digits(uint32_t unpack) { return AMK_DTYPE == AMK_DTYPE_F16 && AMK_SEQS == 1 && (INTEGERS >> unpack & 1) != 0; }
 
 // Groups of a row of a unit that a thread multiplies.
 __device__ constexpr uint32_t unit_groups(uint32_t unpack) {
@@ -27,36 +30,44 @@ __device__ constexpr uint32_t scale_stride(uint32_t unpack) { return unpack == A
 __device__ constexpr uint32_t unit_bytes(uint32_t unpack) {
   return AMK_UNIT_BYTES + (!has_scales(unpack) ? 0 : scale_stride(unpack) == 0 ? 16 : AMK_UNIT_ROWS * scale_stride(unpack));
 }
-// Words that hold a row's scales of a unit.
-__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : has_factors(unpack) ? 3 : unpack == AMK_UNPACK_MXFP4 ? 1 : (unit_groups(unpack) + 1) / 2; }
-constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_K) || has_unpack(AMK_UNPACK_INT8_K) ? 3 : has_unpack(AMK_UNPACK_INT4_G32) ? 2 : 1; // at most, in this kernel
+// Words that hold a thread's scales of a unit: of its row, or where groups are multiplied as integers, of its group (digits.cuh).
+__device__ constexpr uint32_t scale_words(uint32_t unpack) { return !has_scales(unpack) ? 0 : has_factors(unpack) ? 2 : 1; }
+constexpr uint32_t SCALE_WORDS = !SCALED_UNITS ? 0 : has_unpack(AMK_UNPACK_INT4_K) || has_unpack(AMK_UNPACK_INT8_K) ? 2 : 1; // at most, in this kernel
 
 // Base-two logarithm of the units of operands that a unit of a matrix makes.
 __device__ __forceinline__ constexpr uint32_t unpacked_log2(uint32_t unpack) { return !MIXED || unpack == AMK_UNPACK_NONE ? 0 : SCALED_UNITS && is_half(unpack) ? 2 : 1; }
 
-// Loads the scales of a lane's row from behind a unit.
-template <uint32_t UNPACK> __device__ __forceinline__ void scales_load(Worker const& w, char const* unit, uint32_t* scales) {
-  char const* at = unit + AMK_UNIT_BYTES + w.thread % 32 / 4 * scale_stride(UNPACK);
-  if constexpr (UNPACK == AMK_UNPACK_INT4_G32) {
-    uint2 const both = stage_load8(at);
-    scales[0] = both.x, scales[1] = both.y;
-  } else if constexpr (has_factors(UNPACK)) {
-    uint32_t const mine = has_pair_groups(UNPACK) ? (w.thread & 2) * 8 : 0; // of the second pair of threads the second group of a word
-    scales[0] = stage_load4(at), scales[1] = stage_load4(at + 4) >> mine, scales[2] = stage_load4(at + 8) >> mine;
-  } else if constexpr (UNPACK == AMK_UNPACK_INT4_G128 || UNPACK == AMK_UNPACK_E4M3_G64_ROW) {
-    scales[0] = stage_load2(at);
-  } else if constexpr (has_scales(UNPACK)) {
-    scales[0] = stage_load4(at);
-  }
+// Number of the group whose sums a thread has (digits.cuh). Of units with one group or two, the threads beyond have the same again.
+template <uint32_t UNPACK> __device__ __forceinline__ uint32_t own_group(Worker const& w) {
+  uint32_t const t = w.thread % 4;
+  return has_pair_groups(UNPACK) ? t % 2 * 2 + t / 2 : t % unit_groups(UNPACK);
 }
+
+// Where a thread's scales lie behind a unit: those of its row, and of its group.
+template <uint32_t UNPACK> struct OwnScales {
+  char const* row;
+  char const* group;
+  __device__ __forceinline__ OwnScales(Worker const& w, char const* unit) {
+    row = unit + AMK_UNIT_BYTES + w.thread % 32 / 4 * scale_stride(UNPACK);
+    group = row + (has_factors(UNPACK) ? 4 : 0) + (UNPACK == AMK_UNPACK_INT8_G32 || UNPACK == AMK_UNPACK_INT4_G32 || has_factors(UNPACK) ? own_group<UNPACK>(w) * 2 : 0);
+  }
+  // Of the unit so many bytes further on.
+  __device__ __forceinline__ void load(uint32_t bytes, uint32_t* scales) const {
+    if constexpr (has_factors(UNPACK)) {
+      scales[0] = stage_load4(row + bytes), scales[1] = stage_load2(group + bytes);
+    } else if constexpr (has_scales(UNPACK) && (scale_stride(UNPACK) == 0 || has_zeros(UNPACK) || UNPACK == AMK_UNPACK_MXFP4)) {
+      scales[0] = stage_load4(row + bytes);
+    } else if constexpr (has_scales(UNPACK)) {
+      scales[0] = stage_load2(group + bytes);
+    }
+  }
+};
 
 // What a byte is more than `base`.
 __device__ __forceinline__ float byte_value(uint32_t word, uint32_t at, float base) { return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + at)) - (8388608.f + base); }
-// Factors of a group of 32 columns, or of the first of two groups of 16 whose words `scales_load` has shifted: of the scale, and of the offset.
+// Factors of a group: of the scale, and of the offset.
 __device__ __forceinline__ float scale_factor(uint32_t const* scales, uint32_t group) { return byte_value(scales[1 + group / 2], group % 2 * 2, 128.f); }
 __device__ __forceinline__ float offset_factor(uint32_t const* scales, uint32_t group) { return byte_value(scales[1 + group / 2], group % 2 * 2 + 1, 0.f); }
-// Number of a group that a thread multiplies among those of a unit, for these.
-template <uint32_t UNPACK> __device__ __forceinline__ constexpr uint32_t factor_group(uint32_t group) { return has_pair_groups(UNPACK) ? 2 * group : group; }
 
 // The scale of a group.
 template <uint32_t UNPACK> __device__ __forceinline__ float group_scale(uint32_t const* scales, uint32_t group) {
@@ -103,13 +114,12 @@ constexpr float LOW_CODE = 16777216.f, HIGH_CODE = 1048576.f;
 constexpr float E2M1_CODE = 16384.f;
 // What sums of a format's codes are multiplied with: of those in lower and in upper halves of bytes, where these differ.
 __device__ constexpr float low_code(uint32_t unpack) { return !is_half(unpack) ? 1.f : unpack == AMK_UNPACK_MXFP4 ? E2M1_CODE : LOW_CODE; }
-__device__ constexpr float high_code(uint32_t unpack) { return !is_half(unpack) ? 1.f : unpack == AMK_UNPACK_MXFP4 ? E2M1_CODE : HIGH_CODE; }
 // The offset of a group, or what its codes are more than they mean, times their scale: an eighth of it where that is 8 for all.
 template <uint32_t UNPACK> __device__ __forceinline__ float scaled_excess(uint32_t const* scales, float scale, uint32_t group) {
   if constexpr (has_factors(UNPACK)) {
-    return half_value(scales[0] >> 16) * offset_factor(scales, group);
+    return upper_half_value(scales[0]) * offset_factor(scales, group);
   } else if constexpr (has_zeros(UNPACK)) {
-    return scale * half_value(scales[0] >> 16);
+    return scale * upper_half_value(scales[0]);
   } else {
     return scale;
   }

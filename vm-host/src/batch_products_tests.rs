@@ -158,7 +158,7 @@ fn codes_times_a_vector_are_the_products_of_their_values() {
         .copied()
         .filter(|format| format.is_scaled() && !format.has_digits())
         .collect();
-    for formats in [&[Format::Int8K][..], &[Format::Int4K], &all] {
+    for formats in [&[Format::E4m3G64Row][..], &[Format::Mxfp4], &all] {
         if let Some(what) = wrong_alone(&compiler, formats, None) {
             panic!("{formats:?}: {what}");
         }
@@ -168,16 +168,15 @@ fn codes_times_a_vector_are_the_products_of_their_values() {
 #[test]
 fn mutations_of_the_products_of_one_sequence_are_noticed() {
     let Some(compiler) = compiler() else { return };
-    let formats = [Format::Int8G32, Format::Int4G32, Format::Int4K, Format::Int8K];
+    let formats = [Format::Int8, Format::E4m3G64, Format::E4m3G64Row, Format::Mxfp4];
     for (from, to) in [
-        ("(w.thread >> 4 & 1) != (w.thread >> 1 & 1)", "false"),
-        ("(w.thread & 2) * 8 : 0", "0 : 0"),
-        ("__shfl_down_sync(~0u, first[n], 2)", "0.f"),
-        ("low_code(UNPACK), -c[1])", "low_code(UNPACK), 0.f)"),
-        ("group % 2 * 2 + 1, 0.f", "group % 2 * 2, 0.f"),
-        ("group % 2 * 2, 128.f", "0, 128.f"),
-        ("fmaf(half_value(own[0] >> 16), inner", "fmaf(half_value(own[0]), inner"),
-        ("excess_unit(UNPACK) * halves_sum", "8.f * halves_sum"),
+        ("group < 3 ? scales[0]", "group < 4 ? scales[0]"),
+        ("0x8e008e00u, rest", "0x0e000e00u, rest"),
+        ("sum[2] = fmaf(scale, halves_sum(c[2], c[3]), sum[2])", "sum[2] = sum[0]"),
+        ("second[n] *= E2M1_CODE", "second[n] *= 1.f"),
+        ("__shfl_down_sync(~0u, second[n], 1)", "0.f"),
+        ("scale_stride(unpack) == 0 ? 16", "scale_stride(unpack) == 0 ? 0"),
+        ("high + low; }", "low; }"),
     ] {
         assert!(
             wrong_alone(&compiler, &formats, Some((from, to))).is_some(),

@@ -2,37 +2,36 @@
 
 use abi::{ATTENTION_GROUP, BATCH_TILES, CONSUMER_WARPS, FIXED_BYTES, UNIT_BYTES};
 
-use crate::format::{DIGIT_GROUP, Format};
+use crate::format::Format;
 use crate::program::Dims;
 
-/// Staged bytes of a group of a vector that is multiplied as integers: two digits of a byte for each element, a factor and a
-/// sum (vm-device/cuda/digits.cuh).
-const DIGIT_BYTES: u32 = 2 * DIGIT_GROUP + 16;
-
-/// The longest vectors that a worker stages, in elements, by their form.
+/// The longest vectors that a worker stages, by their form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vectors {
-    /// As operands of the tensor cores: an f32, or the high and the low 16-bit half; with `one_half` the high one alone.
+    /// Elements, as operands of the tensor cores: an f32, or the high and the low 16-bit half; with `one_half` the high one alone.
     pub plain: u32,
     /// [`Dims::one_half`].
     pub one_half: bool,
-    /// As integers ([`Format::has_digits`]).
-    pub digits: u32,
+    /// Bytes of the longest that is staged as integers ([`Format::has_digits`]).
+    pub digit_bytes: u32,
 }
 
 impl Vectors {
     /// Those of matrices with these columns and formats, of which some are `experts`.
     pub fn new(dims: &Dims, experts: bool, matrices: impl Iterator<Item = (u32, Format)>) -> Self {
-        let (mut plain, mut digits, mut codes) = (0, 0, false);
+        let (mut plain, mut digit_bytes, mut codes) = (0, 0, false);
         for (cols, format) in matrices {
-            let longest = if format.has_digits() { &mut digits } else { &mut plain };
-            *longest = cols.max(*longest);
+            if format.has_digits() {
+                digit_bytes = digit_bytes.max(format.units_per_tile(cols) * format.digit_bytes());
+            } else {
+                plain = plain.max(cols);
+            }
             codes |= format.is_scaled();
         }
-        if digits == 0 || experts {
+        if digit_bytes == 0 || experts {
             plain = dims.longest_vector();
         }
-        Self { plain, one_half: dims.one_half(codes, experts), digits }
+        Self { plain, one_half: dims.one_half(codes, experts), digit_bytes }
     }
 }
 
@@ -45,8 +44,7 @@ pub fn activation_bytes(dims: &Dims, vectors: Vectors) -> u32 {
         Format::ALL.iter().filter(operand).map(|format| format.unit_cols()).max().unwrap_or(1);
     let element = if vectors.one_half { 2 } else { 4 };
     let plain = element * vectors.plain.next_multiple_of(unit_cols);
-    let digits = DIGIT_BYTES * vectors.digits.div_ceil(DIGIT_GROUP);
-    plain.max(digits).max(scratch_bytes(dims)).next_multiple_of(128)
+    plain.max(vectors.digit_bytes).max(scratch_bytes(dims)).next_multiple_of(128)
 }
 
 /// Bytes of the activation buffer that attention and its merge need.

@@ -56,19 +56,20 @@ const QUEUE: &[(f64, f64)] = &[
 /// Bytes in flight up to which a wait sees the delay for as long as it lasts.
 const QUEUE_KNEE: f64 = 32.0 * KIB;
 
-/// Time that unpacking adds to the products of 1 KiB of codes: instructions between the ring and the tensor cores, per unit
-/// and warp. From traces of an H200 (docs/lab/2026-11-26-cost-model-again.md), as time of products without a wait for a
-/// stage beyond what as many bytes of operands take. Not measured, and taken from the format that has most of the same code:
-/// integers of 8 bits, zero points, and groups of 32 columns of integers. Those with factors are by count of instructions.
+/// Time that codes add to the products of 1 KiB of them: instructions between the ring and the tensor cores, per unit and warp.
+/// From traces of an H200, as time of products without a wait for a stage beyond what as many bytes of operands take: floats
+/// docs/lab/2026-11-26-cost-model-again.md, integers in groups docs/lab/2026-11-28-integers-for-all-codes.md. Not measured,
+/// and taken from the format that has most of the same code: integers of 8 bits with a scale per row, and zero points.
 const fn unpack_kib_us(unpack: Unpack) -> f64 {
     match unpack {
         Unpack::None => 0.0,
         Unpack::E4m3 | Unpack::Int8 => 0.004,
-        Unpack::E4m3G64 | Unpack::Int8G32 | Unpack::E4m3G64Row => 0.011,
-        Unpack::Int4G128 | Unpack::Int4G128Zero => 0.019,
-        Unpack::Int4G32 | Unpack::Mxfp4 => 0.042,
-        Unpack::Int8K => 0.033,
-        Unpack::Int4K => 0.055,
+        Unpack::E4m3G64 | Unpack::E4m3G64Row => 0.011,
+        Unpack::Mxfp4 => 0.042,
+        Unpack::Int8G32 => 0.007,
+        Unpack::Int8K => 0.010,
+        Unpack::Int4G128 | Unpack::Int4G128Zero | Unpack::Int4K => 0.013,
+        Unpack::Int4G32 => 0.015,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Where an evaluator rounds, as executors do.
 
 use half::bf16;
-use ir::{DIGIT_GROUP, DType, Format, Graph, KvDtype};
+use ir::{DType, Format, Graph, KvDtype};
 use rayon::prelude::*;
 
 use crate::codes::{as_f16, to_e4m3};
@@ -47,10 +47,11 @@ impl Rounding {
             Self::Chunk { .. } => (DType::F16, true, false),
             Self::None | Self::Handoffs => return,
         };
-        if digits && Format::of(matrix.dtype(), operand).has_digits() {
-            let groups = words.par_chunks_mut(matrix.cols());
-            return groups
-                .for_each(|row| row.chunks_mut(DIGIT_GROUP as usize).for_each(as_integers));
+        let format = Format::of(matrix.dtype(), operand);
+        if digits && format.has_digits() {
+            let unit = format.unit_cols() as usize;
+            let rows = words.par_chunks_mut(matrix.cols());
+            return rows.for_each(|row| row.chunks_mut(unit).for_each(as_integers));
         }
         let halves = |round: fn(f32) -> f32| {
             move |word: &mut f32| {
@@ -101,7 +102,7 @@ fn moved(word: f32, draw: u32) -> f32 {
     word * (1.0 + share / (1 << 11) as f32)
 }
 
-/// To integers of 15 bits and back: of a group, 1.984375 times a power of two is the factor, so that the largest fits.
+/// To integers of 15 bits and back: of the elements that go with a unit, 1.984375 times a power of two is the factor, so that the largest fits.
 fn as_integers(group: &mut [f32]) {
     let most = group.iter().fold(f32::MIN_POSITIVE, |most, word| most.max(word.abs()));
     let power = f32::from_bits(most.to_bits() & 0x7f80_0000).recip();

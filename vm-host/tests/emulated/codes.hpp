@@ -31,6 +31,7 @@ inline float half_value(uint32_t bits) {
   return (bits & 0x8000) != 0 ? -v : v;
 }
 inline uint32_t element_pair(float low, float high) { return half_of(low) | half_of(high) << 16; }
+inline float upper_half_value(uint32_t bits) { return half_value(bits >> 16); }
 inline float2 pair_values(uint32_t v) { return float2{half_value(v & 0xffff), half_value(v >> 16)}; }
 inline uint32_t halves_minus(uint32_t a, uint32_t b) {
   float2 const x = pair_values(a), y = pair_values(b);

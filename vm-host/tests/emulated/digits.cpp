@@ -1,6 +1,7 @@
 // Integer products of codes (digits.cuh) as host C++: the threads of a worker are fibers, each warp stages its groups of the vector, and a product of
 // the tensor cores is computed from the registers of all lanes of a warp. Prints the 8 rows of each case. Compiled by vm-host/src/digits_tests.rs.
 #define WORKERS 1
+#include <algorithm>
 #include "simt.hpp"
 #include "codes.hpp"
 #undef AMK_WARPS
@@ -13,16 +14,16 @@ struct Operands {
 };
 static Operands operands[THREADS_OF_WORKER / 32];
 inline int byte_at(uint32_t word, uint32_t k) { return (int8_t)(word >> k % 4 * 8 & 255); }
-inline void mma_bytes(uint32_t (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+template <bool SIGNED> void mma_bytes(uint32_t (&c)[4], uint4 a, uint2 b) {
   uint32_t const warp = fibers.running / 32, lane = fibers.running % 32;
   Operands& o = operands[warp];
-  o.a[lane] = a, o.b[lane][0] = b0, o.b[lane][1] = b1;
+  o.a[lane] = a, o.b[lane][0] = b.x, o.b[lane][1] = b.y;
   meet(warp);
   for (uint32_t i = 0; i < 4; ++i) {
     for (uint32_t k = 0; k < 32; ++k) {
       uint4 const row = o.a[lane / 4 * 4 + k % 16 / 4];
       uint32_t const column = lane % 4 * 2 + i % 2, left = i < 2 ? (k < 16 ? row.x : row.z) : (k < 16 ? row.y : row.w);
-      c[i] += (uint32_t)(byte_at(left, k) * byte_at(o.b[column * 4 + k % 16 / 4][k / 16], k));
+      c[i] += (uint32_t)((SIGNED ? byte_at(left, k) : byte_at(left, k) & 255) * byte_at(o.b[column * 4 + k % 16 / 4][k / 16], k));
     }
   }
   meet(warp);
@@ -32,24 +33,31 @@ inline void mma_bytes(uint32_t (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
 
 static Case const* asked;
 static float sums[8][8];
-alignas(16) static char staged[64 * DIGIT_BYTES];
+alignas(16) static char staged[96 * 288];
+static uint32_t staged_bytes;
 struct TileSums {
   float c[1][4];
 };
 
 template <uint32_t UNPACK> void run_thread(Worker const& w) {
+  constexpr uint32_t COLS = is_half(UNPACK) ? 128 : 64, ONCE = 128 / COLS; // units that a warp stages in a turn
   uint32_t const lane = w.thread % 32;
+  for (uint32_t turn = 0; turn * ONCE * 8 < asked->units; ++turn) {
+    uint32_t const unit = w.thread / 32 + (turn * ONCE + lane * 4 / COLS) * 8, e = unit * COLS + lane * 4 % COLS;
+    float const* v = asked->vectors.data() + e;
+    float4 const four = e < asked->columns ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(0, 0, 0, 0);
+    float4 const once[1] = {four};
+    stage_digits(staged + unit * digit_bytes(UNPACK), 0, lane, digit_form(UNPACK), e, 0, asked->units * COLS, once);
+  }
+  meet(w.thread / 32);
+  staged_bytes = asked->units * digit_bytes(UNPACK);
   TileSums s[1] = {};
   for (uint32_t unit = w.thread / 32; unit < asked->units; unit += 8) {
-    uint32_t const e = unit * DIGIT_GROUP + lane * 4;
-    float const* v = asked->vectors.data() + e;
-    stage_digits(staged + unit * DIGIT_BYTES, lane, e < asked->columns ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(0, 0, 0, 0));
-    meet(w.thread / 32);
     char const* const place = (char const*)asked->tile.data() + unit * unit_bytes(UNPACK);
     uint4 const weights = stage_load(place + lane * 16);
     uint32_t scales[2];
-    scales_load<UNPACK>(w, place, scales);
-    DigitGroup const group[1] = {digits_load<UNPACK>(w, staged + unit * DIGIT_BYTES)};
+    OwnScales<UNPACK>(w, place).load(0, scales);
+    DigitGroup<UNPACK> const group[1] = {digits_load<UNPACK>(w, staged + unit * digit_bytes(UNPACK))};
     digits_multiply<UNPACK, 1, 1>(w, s, group, &weights, scales);
   }
   float sum = digits_sum<UNPACK>(w, s[0].c[0]);
@@ -57,11 +65,14 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
   sum += __shfl_xor_sync(~0u, sum, 2);
   sums[w.thread / 32][lane / 4] = sum;
 }
-template <uint32_t UNPACK> void run_format(Worker const& w) {
-  if constexpr (has_unpack(UNPACK)) {
-    if (asked->unpack == UNPACK) {
-      run_thread<UNPACK>(w);
+template <uint32_t UNPACK = 0> void run_format(Worker const& w) {
+  if constexpr (UNPACK <= AMK_UNPACK_INT8_K) {
+    if constexpr (has_unpack(UNPACK) && has_digits(UNPACK)) {
+      if (asked->unpack == UNPACK) {
+        return run_thread<UNPACK>(w);
+      }
     }
+    run_format<UNPACK + 1>(w);
   }
 }
 
@@ -70,10 +81,11 @@ int main(int, char** arguments) {
   for (uint32_t left = file.number(); left > 0; --left) {
     Case const one(file, 1);
     asked = &one;
-    run_workers([](uint32_t, uint32_t thread) {
-      run_format<AMK_UNPACK_INT4_G128>(Worker{thread});
-      run_format<AMK_UNPACK_INT4_G128_ZERO>(Worker{thread});
-    });
+    std::fill(std::begin(staged), std::end(staged), 'x');
+    run_workers([](uint32_t, uint32_t thread) { run_format(Worker{thread}); });
+    if (!std::all_of(staged + staged_bytes, std::end(staged), [](char c) { return c == 'x'; })) {
+      std::printf("beyond the vector");
+    }
     for (uint32_t row = 0; row < 8; ++row) {
       float sum = 0.f;
       for (uint32_t warp = 0; warp < 8; ++warp) {

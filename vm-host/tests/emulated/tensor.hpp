@@ -22,6 +22,7 @@ inline uint32_t stage_load2(void const* p) { return *(uint16_t const*)p; }
 inline uint2 stage_load8(void const* p) { return *(uint2 const*)p; }
 
 inline float half_value(uint16_t bits) { return (float)bits_as<_Float16>(bits); }
+inline float upper_half_value(uint32_t bits) { return half_value((uint16_t)(bits >> 16)); }
 inline uint16_t half_bits(float v) { return bits_as<uint16_t>((_Float16)v); }
 inline uint32_t half_pair(float low, float high) { return half_bits(low) | (uint32_t)half_bits(high) << 16; }
 inline float2 half_values(uint32_t v) { return float2{half_value((uint16_t)v), half_value((uint16_t)(v >> 16))}; }

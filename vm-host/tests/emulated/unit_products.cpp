@@ -14,6 +14,7 @@ constexpr float VECTOR_FACTOR = 1.f / 16;
 constexpr uint32_t unit_column(uint32_t column) { return (column % UNIT_COLS & ~12u) | (column & 4) << 1 | (column & 8) >> 1; }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 #include "halves_mma.hpp"
+template <bool SIGNED> void mma_bytes(uint32_t (&)[4], uint4, uint2); // of integers, which have a program of their own (digits.cpp)
 
 #include "device.hpp"
 

@@ -11,6 +11,7 @@ use super::*;
 /// Numbers of this repository without evidence: the file that is not there yet, or the reason in the page.
 const WITHOUT: &[(&str, &str)] = &[
     ("docs/results/engines.json: a list, without samples", "engines by hand, on other days"),
+    ("amk bench on a card", "no schedule of the preset is shipped, so no bundle"),
     ("amk trace on a card", "without the gate, so there is no bundle"),
     ("vm-host/tests/prefill.rs on a card", "a test prints it; no document has it"),
     ("vm-host/tests/sampling.rs on a card", "a test prints it; no document has it"),

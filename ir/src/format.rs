@@ -126,7 +126,8 @@ impl Format {
     /// are integers. Their scale is of the elements that go with a unit.
     #[must_use]
     pub const fn has_digits(self) -> bool {
-        matches!(self.stored().scalar(), Scalar::Int8 | Scalar::Int4) && self.stored().block().is_some()
+        matches!(self.stored().scalar(), Scalar::Int8 | Scalar::Int4)
+            && self.stored().block().is_some()
     }
 
     /// Staged bytes of the elements of a vector that go with a unit, as integers: two digits of a byte each, a factor, and

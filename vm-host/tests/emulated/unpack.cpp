@@ -36,7 +36,7 @@ uint2 stage_load8(char const*);
 uint32_t stage_load4(char const*);
 uint32_t stage_load2(char const*);
 uint32_t __byte_perm(uint32_t, uint32_t, uint32_t);
-float half_value(uint32_t);
+float half_value(uint32_t), upper_half_value(uint32_t);
 uint2 e4m3_halves(uint32_t);
 uint32_t halves_minus(uint32_t, uint32_t);
 uint4 stage_load(char const*);

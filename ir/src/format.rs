@@ -133,7 +133,7 @@ impl Format {
     /// Staged bytes of the elements of a vector that go with a unit, as integers: two digits of a byte each, a factor, and
     /// for offsets the sums of the groups (vm-device/cuda/digits.cuh: `digit_bytes`).
     #[must_use]
-    pub(crate) fn digit_bytes(self) -> u32 {
+    pub fn digit_bytes(self) -> u32 {
         let offsets = self.stored().block().is_some_and(|block| block.scales == Scales::Factors);
         2 * self.unit_cols() + if offsets { 32 } else { 16 }
     }

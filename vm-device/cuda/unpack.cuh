@@ -51,7 +51,7 @@ template <uint32_t UNPACK> struct OwnScales {
     row = unit + AMK_UNIT_BYTES + w.thread % 32 / 4 * scale_stride(UNPACK);
     group = row + (has_factors(UNPACK) ? 4 : 0) + (UNPACK == AMK_UNPACK_INT8_G32 || UNPACK == AMK_UNPACK_INT4_G32 || has_factors(UNPACK) ? own_group<UNPACK>(w) * 2 : 0);
   }
-  // Of the unit so many bytes further on.
+  // Loads them for the unit that lies `bytes` behind the one that this was made for.
   __device__ __forceinline__ void load(uint32_t bytes, uint32_t* scales) const {
     if constexpr (has_factors(UNPACK)) {
       scales[0] = stage_load4(row + bytes), scales[1] = stage_load2(group + bytes);

@@ -70,6 +70,16 @@ pub(crate) struct Multiplier {
     pub(crate) bits: i32,
 }
 
+/// What the host reserves for a unit's part of a vector that is staged as integers, by the number of what unpacks it.
+fn staged_bytes() -> String {
+    let of = |number: u32| {
+        let mut all = Format::ALL.iter().filter(|format| format.has_digits());
+        all.find(|format| format.unpack() as u32 == number).map_or(0, |format| format.digit_bytes())
+    };
+    let last = Format::ALL.iter().map(|format| format.unpack() as u32).max().unwrap_or(0);
+    (0..=last).map(|number| of(number).to_string()).collect::<Vec<_>>().join(",")
+}
+
 impl Multiplier {
     /// What it gets wrong of products with `seqs` vectors, in a kernel that has all of these formats.
     pub(crate) fn wrong(
@@ -92,6 +102,7 @@ impl Multiplier {
         let mut asked = format!("{} ", cases.len());
         cases.iter().for_each(|(.., (text, _))| asked += text);
         let defines = [
+            format!("-DHOST_DIGIT_BYTES={}", staged_bytes()),
             format!("-DAMK_UNPACK={mask}"),
             format!("-DAMK_DTYPE={}", DType::F16 as u32),
             format!("-DAMK_SEQS={seqs}"),

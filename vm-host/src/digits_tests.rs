@@ -55,6 +55,7 @@ fn mutations_of_digits_are_noticed() {
         ("t % 2 * 2 + t / 2", "t"),
         ("GROUPS < 4 && t >= 2", "t >= 2"),
         ("e + n * turn < end", "true"),
+        ("has_factors(unpack) ? 32 : 16", "has_factors(unpack) ? 64 : 16"),
     ] {
         let wrong = MULTIPLIER.wrong(&compiler, &all, 1, Some((from, to)));
         assert!(wrong.is_some(), "nobody notices {to} for {from}");

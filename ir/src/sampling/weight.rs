@@ -27,7 +27,7 @@ const POLYNOMIAL: [f32; 6] = [
 #[must_use]
 pub(super) fn weight(t: f32) -> u64 {
     let none = t.is_nan() || t <= -(PLACES as f32 + 1.0);
-    let t = if none { 0.0 } else { t };
+    let t = if none { 0.0 } else { t.min(0.0) };
     let whole = t.trunc();
     let fraction = t - whole; // exact: in (-1, 0], on the grid of t
     let power = POLYNOMIAL.iter().rev().fold(0.0, |sum: f32, c| sum.mul_add(fraction, *c));

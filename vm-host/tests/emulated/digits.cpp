@@ -34,7 +34,8 @@ template <bool SIGNED> void mma_bytes(uint32_t (&c)[4], uint4 a, uint2 b) {
 static Case const* asked;
 static float sums[8][8];
 alignas(16) static char staged[96 * 288];
-static uint32_t staged_bytes;
+constexpr uint32_t HOST_BYTES[] = {HOST_DIGIT_BYTES};
+static uint32_t staged_bytes; // that the host reserves: what the device stages may not go beyond
 struct TileSums {
   float c[1][4];
 };
@@ -50,7 +51,7 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
     stage_digits(staged + unit * digit_bytes(UNPACK), 0, lane, digit_form(UNPACK), e, 0, asked->units * COLS, once);
   }
   meet(w.thread / 32);
-  staged_bytes = asked->units * digit_bytes(UNPACK);
+  staged_bytes = asked->units * HOST_BYTES[UNPACK];
   TileSums s[1] = {};
   for (uint32_t unit = w.thread / 32; unit < asked->units; unit += 8) {
     char const* const place = (char const*)asked->tile.data() + unit * unit_bytes(UNPACK);

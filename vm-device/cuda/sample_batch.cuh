@@ -100,9 +100,10 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
   word_publish(&next_step->go, s.go + 1);
 }
 
-#if AMK_DEVICES > 1
 // Whether the token after this step of a sequence is sampled: the session's settings ask for it, and it is not one of a prompt. All devices agree.
 __device__ __forceinline__ bool is_sampled(Worker const& w) { return (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= seq_forced(w); }
+
+#if AMK_DEVICES > 1
 __device__ __forceinline__ bool any_sampled(Worker const& w) {
   bool any = false;
 #pragma unroll 1
@@ -164,8 +165,7 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
 #endif
 #pragma unroll 1
   for (w.seq = 0; w.seq < seqs; ++w.seq) {
-    bool const sampled = (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= seq_forced(w); // a function here makes other machine code
-    if (sampled && !left(w) && device_of(w.shared) == 0) {
+    if (is_sampled(w) && !left(w) && device_of(w.shared) == 0) {
       consumers_sync(); // the words of the sequence before are reused next
       uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.seq), __shfl_sync(~0u, chosen.row, w.seq)});
       if (w.thread == w.seq) {

@@ -207,6 +207,15 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
         own.load(at, scales);
         read |= has_factors(UNPACK) ? scales[0] | scales[1] : scales[0];
       }
+#if AMK_SHARES & 3 // a warp may have no unit of a chunk, and what lies in its place may be no number
+      if (!share_has<UNITS>(w, units, FIRST + j)) {
+        v.weights[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (uint32_t word = 0; word < scale_words(UNPACK); ++word) {
+          v.scales[i * scale_words(UNPACK) + word] = 0;
+        }
+      }
+#endif
     }
   }
   if (last) {

@@ -262,10 +262,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let (tenants, keys) = access(args)?;
     let access = (keys, args.cors.clone());
     let figures = Figures::new(&names(&context, args)[0], tenants);
-    let figures = match &tuner {
-        Some(tuner) => figures.with_tuning(tuner.figures()),
-        None => figures,
-    };
+    let figures = figures.with_tuning(tuner.as_ref().map(tune::Tuner::figures));
     let with = (jobs, observer.publisher().reader(), loading, figures);
     let served = Arc::new(serving(&context, args, of, (table.clone(), admission), with)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));

@@ -608,6 +608,9 @@ mod tools;
 mod tune;
 
 /// Prompts that begin alike.
+#[path = "serve_otlp_tests.rs"]
+mod otlp;
+
 #[path = "serve_prefix_tests.rs"]
 mod prefix;
 

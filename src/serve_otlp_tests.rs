@@ -77,12 +77,14 @@ fn server(endpoint: &str, more: &[(&str, &str)]) -> Server {
 }
 
 fn attributes(all: &[KeyValue]) -> BTreeMap<&str, String> {
-    let text = |value: &Any| match value {
-        Any::StringValue(text) => text.clone(),
-        Any::IntValue(number) => number.to_string(),
-        other => panic!("{other:?}"),
+    let text = |value: &Any| {
+        if let Any::StringValue(text) = value {
+            return text.clone();
+        }
+        let Any::IntValue(number) = value else { panic!("{value:?}") };
+        number.to_string()
     };
-    let of = |a: &'_ KeyValue| text(a.value.as_ref().unwrap().value.as_ref().unwrap());
+    let of = |a: &KeyValue| text(a.value.as_ref().unwrap().value.as_ref().unwrap());
     all.iter().map(|attribute| (attribute.key.as_str(), of(attribute))).collect()
 }
 

@@ -130,7 +130,6 @@ impl Context {
     /// The same for steps of several sequences at once, if the model's weights can be shared by them.
     pub(crate) fn for_steps_of(self, batch: u32) -> Result<Self, Failure> {
         if batch > 1 {
-            self.one_gpu("a step of several sequences")?;
             self.check_batch(&self.default_config(), batch)?;
         }
         Ok(Self { batch, ..self })

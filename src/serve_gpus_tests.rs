@@ -114,11 +114,13 @@ fn a_server_of_two_gpus_is_left_and_ended() {
 fn what_a_server_of_several_gpus_does_not_do_is_refused_with_what_to_do() {
     let serve = ["serve", "--model", "toy", "--device", "cpu", "--addr", "127.0.0.1:0"];
     for (flags, what) in [
-        (&["--gpus", "2", "--batch", "4"][..], "--batch 4 works on one GPU so far, not on h200x2"),
-        (&["--emulate", "2", "--batch", "2"], "--batch 2 works on one GPU so far, not on h200/2"),
-        (&["--gpus", "2", "--stream-weights"], "--stream-weights works on one GPU so far"),
+        (&["--gpus", "2"][..], "--stream-weights works on one GPU so far, not on h200x2"),
+        (&["--emulate", "2"], "--stream-weights works on one GPU so far, not on h200/2"),
     ] {
-        let refused = amk(&[&serve[..], flags].concat());
+        let refused = amk(&[&serve[..], flags, &["--stream-weights"]].concat());
         refused.fails(3, &[what, "leave it out", "without --gpus"]);
     }
+    // A batch needs GPUs, one or several.
+    let batch = ["--gpus", "2", "--batch", "4"];
+    amk(&[&serve[..], &batch].concat()).fails(2, &["--batch is for --device cuda"]);
 }

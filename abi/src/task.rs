@@ -590,20 +590,20 @@ wire_struct! {
         /// `amk_launch[devices]` in device memory, for a program of several devices; else zero. `step` is at the same distance from every
         /// other word that devices have a copy of.
         pub launches: u64,
-        /// `amk_exchange` in device memory, for a program of several devices; else zero.
+        /// `amk_exchange[SEQS_MAX]` in device memory, for a program of several devices; else zero.
         pub exchange: u64,
     }
 }
 
 wire_struct! {
-    /// What the other devices of a program store for this one, besides replicated words.
+    /// What the other devices of a program store for this one, besides replicated words. One for each sequence of a step.
     amk_exchange align(16) size(544)
     pub struct Exchange {
         /// The best candidate of each device at the end of a step: `EXCHANGE_WORDS` each, `EXCHANGE_STEPS` times `DEVICES_MAX`. Two pairs of a
         /// word and a tag: the value, and the row with the device's decision to preempt in the lowest bit of its tag. In the slot of this device's
         /// own number the first device stores the token of a sampled step, and the number of actions then.
         pub slots: [u32; EXCHANGE_SLOTS],
-        /// Nonzero: the kernel of the device of this number is running.
+        /// Nonzero: the kernel of the device of this number is running. That of the first sequence is used.
         pub here: [u32; DEVICES_MAX],
     }
 }

@@ -248,8 +248,8 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) stream: StreamArgs,
     /// Sequences that one command decodes at once on cuda, sharing a pass over the weights: 1, 2, 4 or 8. Default: 8
-    /// where sequences can share the weights (16 bits, or codes), but no more than --sessions; while there is one sequence alone, the kernel for one
-    /// runs, which is faster with one. With a number, its kernel always runs.
+    /// on one GPU with weights of 16 bits, but no more than --sessions; while there is one sequence alone, the kernel for one runs, which is
+    /// faster with one. With a number, its kernel always runs.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::width)]
     pub(crate) seqs: Option<u32>,
     #[command(flatten)]

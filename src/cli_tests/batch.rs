@@ -39,6 +39,9 @@ fn sequences_that_cannot_be_timed_are_refused() {
     for codes in ["ct-fp8-dynamic-llama", "ct-w4a16-g32-qwen3"].map(quantised) {
         bench(&codes, &["8", "--context", "16"]).fails(3, &["--batch", "no GPU here"]);
     }
-    bench("smollm2-135m", &["8"]).fails(3, &["--batch", "no GPU here"]);
+    for place in [&[][..], &["--gpus", "2"], &["--emulate", "2"]] {
+        let refused = bench("smollm2-135m", &[&["8"], place].concat());
+        refused.fails(3, &["--batch", "no GPU here"]);
+    }
     unread(&bench("toy", &["2", "--prefill", "8"]), &["cannot be used with"]);
 }

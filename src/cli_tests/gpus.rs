@@ -60,6 +60,23 @@ fn the_sampled_tokens_are_those_of_one_gpu() {
     }
 }
 
+/// Steps of several positions, which check guesses, have the logits of one GPU's steps of one.
+#[test]
+fn guesses_on_several_gpus_change_no_logit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("logits");
+    let logits = |more: &[&str]| {
+        let what = ["generate", "--model", MODEL, "--device", "cpu", "--tokens", "3,5,8,3,5,8,3,5"];
+        let keep = ["--max-new-tokens", "40", "--logits", path.to_str().unwrap()];
+        let document = amk(&[&what[..], &keep, more].concat()).succeeds("amk.generate.v1");
+        (document["tokens"].clone(), std::fs::read(&path).unwrap())
+    };
+    let one = logits(&[]);
+    for place in [["--gpus", "2"], ["--gpus", "4"], ["--emulate", "2"]] {
+        assert!(logits(&[&place[..], &["--speculate", "5"]].concat()) == one, "{place:?}");
+    }
+}
+
 /// A conversation on two GPUs is the one on one.
 #[test]
 fn a_conversation_is_that_of_one_gpu() {

@@ -53,12 +53,14 @@ fn a_prediction_is_no_result_and_the_row_says_so() {
 #[test]
 fn a_manifest_that_cannot_be_measured_is_refused() {
     let batch = json!({"name": "a", "model": "smollm2-135m", "format": "bf16", "batch": 8, "schedule": "default"});
-    bench(&json!([batch])).fails(3, &["row \"a\", process 1", "--batch", "no GPU here"]);
+    bench(&json!([batch.clone()])).fails(3, &["row \"a\", process 1", "--batch", "no GPU here"]);
     let model = json!({"name": "a", "model": "no-such-model", "format": "bf16"});
     bench(&json!([model])).fails(2, &["row \"a\", process 1", "no-such-model"]);
     let two = json!({"name": "a b", "model": "toy", "format": "bf16", "gpus": 2, "batch": 3});
-    bench(&json!([two]))
-        .fails(2, &["several GPUs decode one", "batch is 3", "a name is of letters"]);
+    bench(&json!([two])).fails(2, &["batch is 3", "a name is of letters"]);
+    let mut both = batch;
+    both["gpus"] = json!(2);
+    bench(&json!([both])).fails(3, &["row \"a\", process 1", "--batch", "no GPU here"]);
     let alone = super::amk(&["bench", "--manifest", "x.json", "--model", "toy"]);
     assert_eq!(alone.code, 2, "{}", alone.stderr);
     super::amk(&["bench", "--manifest", "x.json"]).fails(2, &["x.json"]);

@@ -215,7 +215,6 @@ impl<'a> Row<'a> {
         if let Work::Windows(guesses) = work
             && context.has_device()?
         {
-            context.one_gpu("--speculate")?;
             context.check_batch(&chosen.config, crate::speculate::kernel_seqs(guesses))?;
         }
         Ok(Self { args, work, context, chosen })

@@ -37,7 +37,6 @@ impl Windows {
         if guesses == 0 {
             return Ok(None);
         }
-        context.one_gpu("--speculate")?;
         let seqs = kernel_seqs(guesses);
         let config = spread(*alone, context.graph(), &context.target, seqs);
         let program = Arc::new(context.lowered(&config)?);

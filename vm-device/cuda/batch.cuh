@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t seqs_before(Worker const& w) { return w.shar
 __device__ __forceinline__ uint32_t seq_run(Worker const& w) { return w.shared->seqs.runs >> 2 * w.seq & 3; }
 // Address of a buffer. Each sequence has its own activations.
 __device__ __forceinline__ uint64_t buffer_address(Worker const& w, ResolvedBuffer const& s) {
-  bool const own = s.kind == AMK_BUFFER_FLAG_IN_DATA || s.kind == AMK_BUFFER_PLAIN;
+  bool const own = is_flag_in_data(s) || (AMK_DEVICES > 1 ? s.kind & ~REPLICATED : s.kind) == AMK_BUFFER_PLAIN;
   return s.address + (own ? (uint64_t)w.seq * w.shared->program.seq_bytes : 0);
 }
 // The split that a task of `split` works on in a sequence. If a program verifies, so does every rotation (ir/src/program/verify/together.rs).

@@ -94,17 +94,6 @@ __device__ __forceinline__ int group_sum(DigitForm form, int sum) {
   return form.bytes ? sum : sum + other;
 }
 
-// Stores a word in shared memory if `wanted`, without a branch: turns of a warp would wait for each other at one.
-__device__ __forceinline__ void store_if(bool wanted, void* at, uint32_t v) {
-#ifdef __CUDA_ARCH__
-  asm volatile("{ .reg .pred q; setp.ne.u32 q, %2, 0; @q st.shared.u32 [%0], %1; }" ::"r"(shared_address(at)), "r"(v), "r"((uint32_t)wanted) : "memory");
-#else
-  if (wanted) {
-    *(uint32_t*)at = v;
-  }
-#endif
-}
-
 // All lanes of a warp stage 4 consecutive elements of the vector in each of N turns, if they are before `end`; the turns side by side, so that their
 // exchanges overlap. `unit`: the lane's first; `stride`: bytes to that of the next turn; `e`: the lane's first element; `turn`: elements of a turn.
 // Of codes of 4 bits, lanes of a pair, 2 apart, hold the first and the second four of the elements that go with a word. Lower halves are elements 0 and 1
@@ -266,11 +255,13 @@ __device__ __forceinline__ void digits_multiply(Worker const& w, TileSums& sums,
   }
 }
 
-// A thread's part of a row's sum, whose four threads' parts are to be added.
+// Threads of a row whose parts are added: where a unit has one group or two, the other two threads have the same again.
+__device__ constexpr uint32_t digit_threads(uint32_t unpack) { return digit_groups(unpack) < 4 ? 2 : 4; }
+// A thread's part of a row's sum.
 template <uint32_t UNPACK> __device__ __forceinline__ float digits_sum(Worker const& w, float const (&c)[4]) {
   constexpr float ONE = (is_half(UNPACK) ? HALF_CODE : 1.f) * VECTOR_FACTOR; // as if the vector had been multiplied by that
   constexpr uint32_t GROUPS = digit_groups(UNPACK);
-  uint32_t const t = w.thread & 3;
-  float const sum = GROUPS < 4 && t >= 2 ? 0.f : fmaf(c[0], 256.f, c[1]) * ONE; // those say nothing new
-  return has_digit_sums(UNPACK) && t < GROUPS ? fmaf(c[2], -VECTOR_FACTOR, sum) : sum;
+  float const sum = fmaf(c[0], 256.f, c[1]) * ONE;
+  float const excess = (w.thread & digit_threads(UNPACK) - 1) < GROUPS ? -VECTOR_FACTOR : 0.f;
+  return has_digit_sums(UNPACK) ? fmaf(c[2], excess, sum) : sum;
 }

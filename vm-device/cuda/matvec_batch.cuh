@@ -429,7 +429,7 @@ __device__ __forceinline__ void batch_epilogue(Worker const& w, StagedTask const
       continue;
     }
     if (p.epilogue == AMK_EPILOGUE_RESIDUAL) {
-      v += residual_value(w, st, row, add[turn].residual, st.buffer[3].kind == AMK_BUFFER_FLAG_IN_DATA);
+      v += residual_value(w, st, row, add[turn].residual, is_flag_in_data(st.buffer[3]));
     }
     word_write(out, row, v);
   }

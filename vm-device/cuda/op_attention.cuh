@@ -683,10 +683,11 @@ __device__ __forceinline__ void attend_split(Worker const& w, StagedTask const& 
 // For a split without keys, at the beginning of a command: writes words that belong to no step, as poisoned ones. Splits gain keys while a
 // command runs and never lose any, so the command's later steps need not write.
 __device__ __forceinline__ void write_never(Worker const& w, StagedTask const& st, amk_attention_params const& p) {
-  uint32_t* const out = buffer_words(w, st.buffer[AMK_READS_STAGED]).at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + first_head(p));
+  Words const words = buffer_words(w, st.buffer[AMK_READS_STAGED]);
+  uint32_t* const out = words.at + partial_word(task_split(w, p), p.kv_heads * p.group, p.kv_head * p.group + first_head(p));
 #pragma unroll 1
   for (uint32_t i = w.thread; i < heads_of(p) * PARTIAL_WORDS; i += CONSUMERS) {
-    store_u32(out + i, AMK_NONE);
+    word_store(words, out + i, AMK_NONE);
   }
 }
 

@@ -169,11 +169,7 @@ __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_par
 }
 
 // Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
-__device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) {
-  if (w.thread == 0 && left <= enough) {
-    flag_store(&w.shared->near, 1);
-  }
-}
+__device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) { store_if(w.thread == 0 && left <= enough, &w.shared->near, 1); }
 
 // Units of chunk `chunk` of a tile.
 __device__ __forceinline__ uint32_t chunk_units(Tiles const& k, uint32_t chunk) { return RAGGED && chunk + 1 == k.chunks ? k.last : k.chunk; }
@@ -184,45 +180,31 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 }
 
 // Loads this warp's fragment number PART of the current stage, which has arrived and holds chunk `chunk` of a tile; steps to the next stage after
-// the `last` one. Returns the word that stage_read waits for before the stage is freed. Tiles may be missing at the end of a task: what is read
-// then is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
+// the `last` one. Returns the word that stage_read waits for before the stage is freed: it depends on all loads, whose order the compiler chooses. In
+// place of a unit that is missing, whose part of the vector is zero, it loads the first. Tiles may be missing at the end of a task: what is read then
+// is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
 template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART>
 __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v, bool wanted = true) {
   using F = Fragment<UNPACK, UNITS>;
-  constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH, LOADS = F::TILES * F::EACH, LAST = (F::TILES - 1) * F::EACH + EACH;
+  constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH;
   uint32_t const units = chunk_units(k, chunk);
   char const* unit = cursor_place(w, c) + (w.thread / 32 + FIRST * AMK_WARPS) * unit_bytes(UNPACK);
   if (!F::HALVES && PART != 0 && k.parts == 2) {
     unit += F::TILES * k.chunk * unit_bytes(UNPACK);
   }
   char const* const mine = wanted ? unit + w.thread % 32 * 16 : (char const*)w.shared;
+  OwnScales<UNPACK> const own(w, unit);
+  uint32_t read = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < LOADS; ++i) {
+  for (uint32_t i = 0; i < F::TILES * F::EACH; ++i) {
     uint32_t const tile = i / F::EACH, j = i % F::EACH;
-    char const* at = mine + (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK);
-    v.weights[i] = j < EACH && share_has<UNITS>(w, units, FIRST + j) ? stage_load(at) : make_uint4(0, 0, 0, 0);
-  }
-  uint32_t read = v.weights[LAST - 1].x | v.weights[LAST > 1 ? LAST - 2 : 0].x; // the last may be absent
-  if (RAGGED) { // and so may any of the others
-#pragma unroll
-    for (uint32_t i = 0; i + 2 < LAST; ++i) {
+    if (j < EACH) {
+      uint32_t const at = share_has<UNITS>(w, units, FIRST + j) ? (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) : 0;
+      v.weights[i] = stage_load(mine + at);
       read |= v.weights[i].x;
-    }
-  }
-  if constexpr (has_scales(UNPACK)) {
-    OwnScales<UNPACK> const own(w, unit);
-#pragma unroll
-    for (uint32_t i = 0; i < LOADS; ++i) {
-      uint32_t const tile = i / F::EACH, j = i % F::EACH;
-      uint32_t* scales = v.scales + i * scale_words(UNPACK);
-#pragma unroll
-      for (uint32_t word = 0; word < scale_words(UNPACK); ++word) {
-        scales[word] = 0;
-      }
-      if (j < EACH && share_has<UNITS>(w, units, FIRST + j)) {
-        own.load((tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK), scales);
-      }
-      if (RAGGED || (i + 2 >= LAST && i < LAST)) {
+      if constexpr (has_scales(UNPACK)) {
+        uint32_t* const scales = v.scales + i * scale_words(UNPACK);
+        own.load(at, scales);
         read |= has_factors(UNPACK) ? scales[0] | scales[1] : scales[0];
       }
     }
@@ -232,13 +214,11 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
   }
   return read;
 }
-// The same, and frees the stage after its last fragment.
-template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v) {
-  uint32_t const stage = c.stage, read = share_load<UNPACK, UNITS, PART>(w, c, k, chunk, last, v);
-  if (last) {
-    stage_read(read, &w.shared->sink);
-    cursor_free(w, stage);
-  }
+// The same of a whole stage, and frees it.
+template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void share_take(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, Share& v) {
+  uint32_t const stage = c.stage, read = share_load<UNPACK, UNITS, 0>(w, c, k, chunk, true, v);
+  stage_read(read, &w.shared->sink);
+  cursor_free(w, stage);
 }
 // Calls f<UNITS>() for the task's fragment size, which is one of those compiled in.
 template <uint32_t UNITS = 1, typename F> __device__ __forceinline__ void with_share(Tiles const& k, F const& f) {
@@ -303,9 +283,10 @@ template <uint32_t UNPACK, uint32_t UNITS> struct VectorPart {
       place = from + FIRST * STEP, first = FIRST, there = units;
     }
   }
-  __device__ __forceinline__ void multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
+  template <uint32_t PART = 0> __device__ __forceinline__ void multiply(Worker const& w, Sums<F::CHAINS> (&s)[F::TILES], Share const& share) const {
     if constexpr (HELD) {
-      groups_multiply<UNPACK, F::EACH, F::TILES * F::EACH, F::TILES, F::CHAINS>(w, s, x, share.weights, share.scales);
+      constexpr uint32_t EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH;
+      groups_multiply<UNPACK, EACH, F::TILES * EACH, F::TILES, F::CHAINS>(w, s, (VectorGroup<UNPACK> const(&)[EACH])x, share.weights, share.scales);
     } else {
       constexpr uint32_t ONCE = !has_scales(UNPACK) && F::TILES == 1 && F::EACH > 1 ? 2 : 1; // units of a tile
 #pragma unroll
@@ -365,53 +346,116 @@ template <uint32_t UNPACK, uint32_t TILES, uint32_t CHAINS> __device__ __forcein
     }
   }
 }
-// Multiplies tiles `tile0`.. of a task that is taken in fragments: this warp's products of each. `v` holds the next two fragments, also on
-// return if the task has that many left. With the first tiles it also sums `square` over the lanes, while loads and products are on their way.
+// Multiplies tiles `tile0`.. of a task that is taken in fragments, which are stages: this warp's products of each. `v` holds the next two fragments,
+// also on return if the task has that many left.
 template <uint32_t UNPACK, uint32_t UNITS>
-__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part, float& square) {
+__device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
   using F = Fragment<UNPACK, UNITS>;
-  uint32_t const parts = F::HALVES ? 2 * k.chunks : k.chunks; // fragments of a tile
-  uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * parts; // of the vector; fragments
-  uint32_t next = k.chunks * k.parts > TAKE ? TAKE / k.parts : 0; // the chunk that is loaded next
+  uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * k.chunks; // of the vector; fragments
+  uint32_t next = k.chunks > TAKE ? TAKE : 0; // the chunk that is loaded next
   VectorPart<UNPACK, UNITS> x;
   x.template load<0>(w, k, 0);
-  if (FRAGMENT < SHARE && tile0 == 0) {
-    square = warp_sum(square);
-  }
   Sums<F::CHAINS> s[F::TILES] = {};
-  auto stage = [&](Share& weights, auto which) {
-    constexpr uint32_t PART = decltype(which)::value;
-    note_near(w, left, 4 * k.parts);
-    bool const here = ASKS_EARLY && cursor_here(w, c); // the products take longer than the answer
+  auto stage = [&](Share& weights) {
+    note_near(w, left, 4);
+    bool const here = cursor_here(w, c); // the products take longer than the answer
     x.multiply(w, s, weights);
     if (left > TAKE) {
-      bool const first = PART == 0 || k.parts == 1, last = PART != 0 || k.parts == 1 || left == TAKE + 1; // of a stage
-      if (first && !here) {
+      if (!here) {
         cursor_land(w, c);
       }
-      share_take<UNPACK, UNITS, PART>(w, c, k, next, last, weights);
-      if (RAGGED && last) {
+      share_take<UNPACK, UNITS>(w, c, k, next, weights);
+      if (RAGGED) {
         next = next + 1 == k.chunks ? 0 : next + 1;
       }
     }
     --left;
-    bool const whole = !F::HALVES || PART != 0; // a chunk is complete
-    if (whole && ++chunk == k.chunks) {
+    if (++chunk == k.chunks) {
       sums_finish<UNPACK>(w, s, part);
       part += F::TILES * TILE_PARTS;
       chunk = 0;
     }
-    if (F::HALVES || (FRAGMENT == SHARE && k.chunks > 1)) {
-      x.template load<1 - PART>(w, k, chunk);
+    if (k.chunks > 1) {
+      x.template load<0>(w, k, chunk);
     }
   };
 #pragma unroll 1
-  for (uint32_t n = (tiles + F::TILES - 1) / F::TILES * parts; n > 0; n -= 2) {
-    stage(v[0], Number<0>());
+  for (uint32_t n = (tiles + F::TILES - 1) / F::TILES * k.chunks; n > 0; n -= 2) {
+    stage(v[0]);
     if (n == 1) {
       break;
     }
-    stage(v[TAKE - 1], Number<1>());
+    stage(v[TAKE - 1]);
+  }
+}
+// The same where a stage is two fragments, or one if it is short: both in a straight line, so that one asks for the stage, frees it and adds up rows, and
+// loads, products and exchanges of both overlap. With the first tiles it also sums `square` over the lanes.
+template <uint32_t UNPACK, uint32_t UNITS>
+__device__ __forceinline__ void multiply_pairs(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part, float& square) {
+  using F = Fragment<UNPACK, UNITS>;
+  static_assert(TILES_BUF % (2 * F::TILES) == 0, "a fragment that is missing at the end has a place for its sums");
+  constexpr uint32_t SETS = F::HALVES ? 1 : 2; // of sums: halves of a chunk have the same
+  uint32_t const parts = F::HALVES ? 2 * k.chunks : 1; // fragments of a tile
+  uint32_t chunk = 0, left = k.shares - tile0 / F::TILES * parts; // of the vector; fragments
+  uint32_t next = F::HALVES && k.chunks > 1 ? 1 : 0; // the chunk that is loaded next
+  bool const one = UNITS <= 2 && k.parts == 1; // longer ones have two
+  VectorPart<UNPACK, UNITS> x;
+  x.template load<0>(w, k, 0);
+  if (tile0 == 0) {
+    square = warp_sum(square);
+  }
+  Sums<F::CHAINS> s[SETS][F::TILES] = {};
+  auto const free = [&](uint32_t read) {
+    stage_read(read, &w.shared->sink);
+    cursor_next(w, c);
+  };
+#pragma unroll 1
+  for (uint32_t n = (tiles + F::TILES - 1) / F::TILES * parts;; n -= 2) {
+    note_near(w, left, one ? 4 : 8);
+    bool const here = ASKS_EARLY && cursor_here(w, c); // the products take longer than the answer
+    x.multiply(w, s[0], v[0]);
+    if (F::HALVES) {
+      x.template load<1>(w, k, chunk);
+    }
+    if (left > TAKE && !here) {
+      cursor_land(w, c);
+    }
+    // What is loaded beyond the task's end is not used; a branch around it would keep it apart from the products.
+    uint32_t read = share_load<UNPACK, UNITS, 0>(w, c, k, next, false, v[0]);
+    if (one && left > TAKE) {
+      free(read);
+      if (left > TAKE + 1) {
+        cursor_land(w, c);
+      }
+      read = 0;
+    }
+    x.template multiply<1>(w, s[SETS - 1], v[TAKE - 1]);
+    read |= share_load<UNPACK, UNITS, 1>(w, c, k, next, false, v[TAKE - 1]);
+    if (!F::HALVES) {
+      tiles_finish<UNPACK>(w, (Sums<F::CHAINS> const (&)[SETS * F::TILES])s, part);
+      part += SETS * F::TILES * TILE_PARTS;
+#pragma unroll
+      for (uint32_t i = 0; i < SETS * F::TILES; ++i) {
+        s[i / F::TILES][i % F::TILES] = Sums<F::CHAINS>{};
+      }
+    } else {
+      if (++chunk == k.chunks) {
+        sums_finish<UNPACK>(w, s[0], part);
+        part += F::TILES * TILE_PARTS;
+        chunk = 0;
+      }
+      x.template load<0>(w, k, chunk);
+    }
+    if (left > TAKE + (one ? 1 : 0)) {
+      free(read);
+      if (RAGGED && F::HALVES) {
+        next = next + 1 == k.chunks ? 0 : next + 1;
+      }
+    }
+    if (n <= 2) {
+      return;
+    }
+    left -= 2;
   }
 }
 
@@ -435,7 +479,7 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
   if (k.shares > 1) {
     if (k.shares > TAKE) {
       cursor_land(w, c);
-      share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
+      share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
     }
     next(1);
     x.multiply(w, s, v[TAKE - 1]);
@@ -475,7 +519,7 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void multi
   });
   if (k.shares > TAKE) {
     cursor_land(w, c);
-    share_take<UNPACK, UNITS, 0>(w, c, k, k.chunks == 1 ? 0 : 2, true, v[0]); // the third of one tile, or the next tile
+    share_take<UNPACK, UNITS>(w, c, k, k.chunks == 1 ? 0 : 2, v[0]); // the third of one tile, or the next tile
   }
   if (TILES == 1 && k.chunks > 1) { // of one tile
     x.template load<0>(w, k, 1);
@@ -708,7 +752,13 @@ __device__ __forceinline__ void op_matvec(Worker& w, StagedTask const& st, Curso
     with_unpack(st.task.unpack, [&](auto unpack) {
       constexpr uint32_t UNPACK = decltype(unpack)::value;
       if (k.shares > 0) {
-        with_share(k, [&](auto units) { multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part, square); });
+        with_share(k, [&](auto units) {
+          if constexpr (SPLIT) {
+            multiply_pairs<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part, square);
+          } else {
+            multiply_shares<UNPACK, decltype(units)::value>(w, c, k, done, nt, v, part);
+          }
+        });
       } else {
         multiply_chunks<UNPACK>(w, c, k, done, nt, part);
       }

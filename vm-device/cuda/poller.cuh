@@ -142,32 +142,32 @@ __device__ __forceinline__ void begin_runs(Poller& p, amk_seqs* to, uint32_t seq
     uint32_t const run = runs >> 2 * seq & 3;
     runs += run == 2 ? 0u - (2u << 2 * seq) : 1u << 2 * seq;
   }
-  store_relaxed(&to->runs, runs);
+  step_store(p, &to->runs, runs);
   store_relaxed(&program->seq_runs, runs);
   store_relaxed(&program->last_seqs, seqs);
 }
 
-// Writes the sequences of a decode command after the step. Returns false if they are invalid. A plain decode is a batch of one that starts
+// Writes the sequences of a decode command after the step of every device. Returns false if they are invalid. A plain decode is a batch of one that starts
 // at `position` with `token`.
 __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, uint32_t seqs, uint32_t session, uint32_t position, uint32_t steps, uint32_t capacity, uint32_t flags, uint32_t token) {
   amk_launch const& l = *p.worker->shared->launch;
   amk_seqs* to = (amk_seqs*)((amk_step*)l.step + 1);
   uint32_t const vocab = load_relaxed(&((amk_program const*)p.program)->vocab);
-  store_relaxed(&to->seqs, seqs <= 1 ? 1 : seqs);
+  step_store(p, &to->seqs, seqs <= 1 ? 1 : seqs);
   if (seqs <= 1) {
-    store_relaxed(&to->token[0], token);
-    store_relaxed(&to->position[0], position);
-    store_relaxed(&to->session[0], session);
-    store_relaxed(&to->forced[0], host_load(&s->forced));
-    store_relaxed(&to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
-    store_relaxed(&to->windows, 0);
+    step_store(p, &to->token[0], token);
+    step_store(p, &to->position[0], position);
+    step_store(p, &to->session[0], session);
+    step_store(p, &to->forced[0], host_load(&s->forced));
+    step_store(p, &to->sample, (flags & AMK_FLAG_SAMPLE) != 0);
+    step_store(p, &to->windows, 0);
     begin_runs(p, to, 1);
     return token < vocab;
   }
   uint64_t taken = 0; // one bit per session
   bool bad = false;
   uint32_t windows = 0, before = 0, last_session = AMK_NONE, last_position = 0;
-  store_relaxed(&to->sample, host_load(&s->seq_sample));
+  step_store(p, &to->sample, host_load(&s->seq_sample));
 #pragma unroll 1
   for (uint32_t i = 0; i < seqs; i += 2) { // a load of host memory takes about 1 us: two sequences at once
     uint32_t const sessions = host_load(&s->seq_session[i / 4]) >> i % 4 * 8, forced = host_load(&s->seq_forced[i / 4]) >> i % 4 * 8;
@@ -187,13 +187,13 @@ __device__ __forceinline__ bool begin_seqs(Poller& p, amk_submission const* s, u
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) { // values of sequences that do not run are never read
       bad |= word[j] >= vocab;
-      store_relaxed(&to->token[i + j], word[j]);
-      store_relaxed(&to->position[i + j], position[j]);
-      store_relaxed(&to->session[i + j], sessions >> j * 8 & 0xff);
-      store_relaxed(&to->forced[i + j], position[j] + 1 + (forced >> j * 8 & 0xff));
+      step_store(p, &to->token[i + j], word[j]);
+      step_store(p, &to->position[i + j], position[j]);
+      step_store(p, &to->session[i + j], sessions >> j * 8 & 0xff);
+      step_store(p, &to->forced[i + j], position[j] + 1 + (forced >> j * 8 & 0xff));
     }
   }
-  store_relaxed(&to->windows, windows);
+  step_store(p, &to->windows, windows);
   bad |= windows != 0 && seqs > FRESH_ROWS;
   if (!bad) {
     begin_runs(p, to, seqs);

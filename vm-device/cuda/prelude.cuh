@@ -51,7 +51,6 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #define AMK_TRACE 0
 #endif
 
-static_assert(AMK_DEVICES == 1 || AMK_SEQS == 1, "a step of several devices runs one sequence");
 static_assert(AMK_DEVICES >= 1 && AMK_DEVICES <= AMK_DEVICES_MAX, "a device has a number below");
 
 // A number as a type, for code that is instantiated per value.

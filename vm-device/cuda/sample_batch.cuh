@@ -1,5 +1,6 @@
 // sample for several sequences: picks the token of each and ends the step for all. For greedy sequences, one warp does what op_sample does
-// with all threads; each sequence with random sampling takes all threads, one sequence after the other.
+// with all threads; each sequence with random sampling takes all threads, one sequence after the other. Of several devices the first one samples,
+// and each device finishes its step with the tokens of all sequences (exchange.cuh).
 #pragma once
 
 #if AMK_SEQS > 1
@@ -29,12 +30,15 @@ __device__ __forceinline__ Best seq_best(Worker const& w, StagedTask const& st, 
 struct SeqEnd {
   uint32_t ending, token;
 };
-// One thread per sequence: writes its tokens to the host and picks the next step's. Those of a prompt come from the host.
+// One thread per sequence: writes its tokens to the host, on the first device, and picks the next step's. Those of a prompt come from the host.
 __device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
   amk_step const& s = w.shared->step;
   uint32_t const position = seq_position(w), next = position + 1;
   uint32_t* tokens = session_tokens(*w.shared->launch, seq_session(w));
-  host_store(tokens + w.shared->launch->token_stride + position, chosen);
+  bool const reports = device_of(w.shared) == 0;
+  if (reports) {
+    host_store(tokens + w.shared->launch->token_stride + position, chosen);
+  }
   bool const forced = next < seq_forced(w);
   uint32_t const token = forced ? host_load(tokens + next) : chosen;
   uint32_t ending = AMK_ENDING_LENGTH;
@@ -44,7 +48,9 @@ __device__ __forceinline__ SeqEnd seq_finish(Worker const& w, uint32_t chosen) {
     for (uint32_t i = 0; i < s.stop_len && i < AMK_STOP_TOKENS_MAX; ++i) {
       ending = s.stop[i] == token ? AMK_ENDING_STOP : ending;
     }
-    host_store(tokens + next, token);
+    if (reports) {
+      host_store(tokens + next, token);
+    }
   }
   return SeqEnd{ending, token};
 }
@@ -58,7 +64,9 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
   SeqEnd end = {AMK_ENDING_LENGTH, 0};
   if (seq < seqs) {
     end = seq_finish(in_seq(w, seq), chosen);
+#if AMK_DEVICES == 1
     store_relaxed(&((amk_seqs*)(next_step + 1))->token[seq], end.token);
+#endif
     if (end.ending == AMK_ENDING_LENGTH && preempted && ran < s.steps) {
       end.ending = AMK_ENDING_YIELD;
     }
@@ -68,6 +76,11 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
   if (over) {
     host_fence(); // the tokens must be on their way to the host before the poller reports the end
   }
+#if AMK_DEVICES > 1
+  if (seq < seqs && !over) { // else the first device may have ended the command, and its poller be writing the next one's tokens
+    store_relaxed(&((amk_seqs*)(next_step + 1))->token[seq], end.token);
+  }
+#endif
   __syncwarp();
   if (seq != 0) {
     return;
@@ -87,6 +100,45 @@ __device__ __forceinline__ void finish_seqs(Worker const& w, uint32_t chosen, bo
   word_publish(&next_step->go, s.go + 1);
 }
 
+// Whether the token after this step of a sequence is sampled: the session's settings ask for it, and it is not one of a prompt. All devices agree.
+__device__ __forceinline__ bool is_sampled(Worker const& w) { return (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= seq_forced(w); }
+
+#if AMK_DEVICES > 1
+__device__ __forceinline__ bool any_sampled(Worker const& w) {
+  bool any = false;
+#pragma unroll 1
+  for (uint32_t seq = 0; seq < seqs_running(w); ++seq) {
+    any |= is_sampled(in_seq(w, seq));
+  }
+  return any;
+}
+
+// All threads, in a step where some sequence samples: exchange_gather for each sequence. Thread `seq` of a warp has the candidate of sequence `seq`.
+__device__ __forceinline__ void gather_seqs(Worker const& w, Best& best) {
+  Shared* sh = w.shared;
+  uint32_t const own = w.thread % 32, seq = own < seqs_running(w) ? own : 0;
+  consumers_sync(); // best_value and best_row have been read
+  if (w.thread < seqs_running(w)) {
+    exchange_collect(in_seq(w, w.thread), best);
+    sh->best_value[w.thread] = best.value;
+    sh->best_row[w.thread] = best.row;
+  }
+  consumers_sync();
+  best = Best{sh->best_value[seq], sh->best_row[seq]};
+}
+
+// The first warp, at the end of a step that began with the count `go`: thread l exchanges the token of sequence l with the other devices. Returns
+// false when the device is leaving.
+__device__ __forceinline__ bool exchange_seqs(Worker const& w, bool sampled, uint32_t go, Best& chosen, bool& preempted) {
+  bool met = true;
+  if (w.thread < seqs_running(w)) {
+    Worker const of = in_seq(w, w.thread);
+    met = sampled ? exchange_token(of, go, chosen.row, preempted) : exchange_best(of, chosen, preempted);
+  }
+  return __all_sync(~0u, met);
+}
+#endif
+
 __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st) {
   amk_sample_params const p = *(amk_sample_params const*)st.task.params;
   uint32_t const warp = w.thread / 32, seqs = seqs_running(w);
@@ -104,10 +156,16 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
   task_barrier(w);
   // Kept in thread `seq` for each sequence, since sampling with all threads reuses those words.
   Best chosen = {w.shared->best_value[w.thread % 32 % AMK_WARPS], w.shared->best_row[w.thread % 32 % AMK_WARPS]};
+#if AMK_DEVICES > 1
+  uint32_t const go = w.shared->step.go; // sampling adds to it
+  bool const any = any_sampled(w);
+  if (any && !left(w)) {
+    gather_seqs(w, chosen);
+  }
+#endif
 #pragma unroll 1
   for (w.seq = 0; w.seq < seqs; ++w.seq) {
-    bool const sampled = (w.shared->seqs.sample >> w.seq & 1) != 0 && seq_position(w) + 1 >= seq_forced(w);
-    if (sampled && !left(w)) {
+    if (is_sampled(w) && !left(w) && device_of(w.shared) == 0) {
       consumers_sync(); // the words of the sequence before are reused next
       uint32_t const row = sampled_token(w, Best{__shfl_sync(~0u, chosen.value, w.seq), __shfl_sync(~0u, chosen.row, w.seq)});
       if (w.thread == w.seq) {
@@ -117,7 +175,13 @@ __device__ __forceinline__ void op_sample_batch(Worker& w, StagedTask const& st)
   }
   w.seq = 0;
   if (warp == 0 && !__any_sync(~0u, is_dead(w.shared))) {
-    finish_seqs(w, chosen.row, __shfl_sync(~0u, preempted, 0) == w.shared->step.command);
+    bool yields = __shfl_sync(~0u, preempted, 0) == w.shared->step.command;
+#if AMK_DEVICES > 1
+    if (!exchange_seqs(w, any, go, chosen, yields)) {
+      return;
+    }
+#endif
+    finish_seqs(w, chosen.row, yields);
   }
 }
 #endif

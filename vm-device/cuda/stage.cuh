@@ -85,15 +85,20 @@ __device__ __forceinline__ uint2 stage_load8(void const* p) {
   return v;
 }
 
-// Waits until a stage's loads are in registers: this instruction depends on `last`, a word of the last load, and a warp's loads from shared
-// memory return in order. They can queue behind loads of vectors for longer than refilling a freed stage takes, and nothing else waits for
-// them: not the arrival on a barrier, nor the compiler before it. It may write `sink`, which nobody reads.
-__device__ __forceinline__ void stage_read(uint32_t last, uint32_t* sink) {
-  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0x7fedcba9; @q st.shared.u32 [%1], %0; }" ::"r"(last), "r"(shared_address(sink)) : "memory");
+// Waits until a stage's loads are in registers: this instruction depends on `read`, all of their words joined, since the compiler chooses the order of
+// loads. They can queue behind loads of vectors for longer than refilling a freed stage takes, and nothing else waits for them: not the arrival on a
+// barrier, nor the compiler before it. It may write `sink`, which nobody reads.
+__device__ __forceinline__ void stage_read(uint32_t read, uint32_t* sink) {
+  asm volatile("{ .reg .pred q; setp.eq.u32 q, %0, 0x7fedcba9; @q st.shared.u32 [%1], %0; }" ::"r"(read), "r"(shared_address(sink)) : "memory");
 }
 
 __device__ __forceinline__ void stage_store(void* p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Stores a word in shared memory if `wanted`, without a branch: what stands before and behind it then overlaps.
+__device__ __forceinline__ void store_if(bool wanted, void* at, uint32_t v) {
+  asm volatile("{ .reg .pred q; setp.ne.u32 q, %2, 0; @q st.shared.u32 [%0], %1; }" ::"r"(shared_address(at)), "r"(v), "r"((uint32_t)wanted) : "memory");
 }
 
 // Orders global stores that threads have made, and this one has observed, before the bulk copies that follow. Takes about a microsecond.

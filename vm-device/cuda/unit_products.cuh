@@ -233,7 +233,9 @@ template <uint32_t UNPACK, uint32_t N, uint32_t CHAINS> __device__ __forceinline
     if (ALL) {
       first[n] = has_digits(UNPACK) ? first[n] : first[n] + second[n];
       first[n] += __shfl_xor_sync(~0u, first[n], 1);
-      first[n] += __shfl_xor_sync(~0u, first[n], 2);
+      if (!has_digits(UNPACK) || digit_threads(UNPACK) == 4) {
+        first[n] += __shfl_xor_sync(~0u, first[n], 2);
+      }
     } else {
       second[n] = __shfl_down_sync(~0u, second[n], 1);
     }

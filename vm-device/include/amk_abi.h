@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x7e3d0b831060e5f0ull
+#define AMK_ABI_HASH 0x558e2ac855a69648ull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -335,13 +335,13 @@ struct alignas(16) amk_launch {
   uint32_t page_stride; // Words of a session's pages, a multiple of 8.
   uint32_t page_count; // Pages of the key/value cache. Page zero belongs to no session and holds zeros.
   uint64_t launches; // `amk_launch[devices]` in device memory, for a program of several devices; else zero. `step` is at the same distance from every
-  uint64_t exchange; // `amk_exchange` in device memory, for a program of several devices; else zero.
+  uint64_t exchange; // `amk_exchange[SEQS_MAX]` in device memory, for a program of several devices; else zero.
 };
 static_assert(sizeof(amk_launch) == 160 && alignof(amk_launch) == 16, "layout of amk_launch");
 
 struct alignas(16) amk_exchange {
   uint32_t slots[128]; // The best candidate of each device at the end of a step: `EXCHANGE_WORDS` each, `EXCHANGE_STEPS` times `DEVICES_MAX`. Two pairs of a
-  uint32_t here[8]; // Nonzero: the kernel of the device of this number is running.
+  uint32_t here[8]; // Nonzero: the kernel of the device of this number is running. That of the first sequence is used.
 };
 static_assert(sizeof(amk_exchange) == 544 && alignof(amk_exchange) == 16, "layout of amk_exchange");
 

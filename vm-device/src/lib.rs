@@ -101,7 +101,7 @@ pub struct Variant {
     pub evict_first: bool,
     /// Sessions that a step may run at once: 1, 2, 4 or 8. More than one requires weights of 16 bits or codes, without experts.
     pub seqs: u32,
-    /// Devices that run a step together. More than one requires one session.
+    /// Devices that run a step together.
     pub devices: u32,
     /// What tasks record. Nothing in a build that is timed.
     pub trace: Trace,

@@ -123,12 +123,10 @@ pub(crate) fn check_devices(
             variant.devices
         )));
     }
-    let refused =
-        [("batches run", variant.seqs > 1), ("weights are streamed", options.streaming.is_some())];
-    match refused.iter().find(|(_, wanted)| *wanted && devices > 1) {
-        Some((what, _)) => Err(HostError::Request(format!("{what} on one GPU only so far"))),
-        None => Ok(()),
+    if devices > 1 && options.streaming.is_some() {
+        return Err(HostError::Request("weights are streamed on one GPU only so far".into()));
     }
+    Ok(())
 }
 
 /// Refuses shapes and options that no kernel supports.

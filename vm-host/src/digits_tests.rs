@@ -53,7 +53,8 @@ fn mutations_of_digits_are_noticed() {
         ("lane % 16 / 4 : lane / 8", "0 : lane / 8"),
         ("return form.bytes ? sum : sum + other", "return sum"),
         ("t % 2 * 2 + t / 2", "t"),
-        ("GROUPS < 4 && t >= 2", "t >= 2"),
+        ("digit_groups(unpack) < 4 ? 2 : 4", "2"),
+        ("(w.thread & digit_threads(UNPACK) - 1) < GROUPS", "true"),
         ("e + n * turn < end", "true"),
         ("has_factors(unpack) ? 32 : 16", "has_factors(unpack) ? 64 : 16"),
     ] {

@@ -93,8 +93,8 @@ fn the_task_prefetcher_never_overruns_its_consumers_where_the_numbers_wrap() {
 fn devices_end_each_step_with_one_token() {
     let Some(compiler) = compiler() else { return };
     let says = |devices: u32, spoil| {
-        let define = format!("-DAMK_DEVICES={devices}");
-        run(&compiler, "exchange", (&["exchange.cuh"], &[define]), spoil, "")
+        let defines = ["-DAMK_SEQS=1".to_owned(), format!("-DAMK_DEVICES={devices}")];
+        run(&compiler, "exchange", (&["exchange.cuh"], &defines), spoil, "")
     };
     for devices in [2, 3, 4, 8] {
         assert_eq!(says(devices, None), "right\n", "{devices} devices");
@@ -102,10 +102,10 @@ fn devices_end_each_step_with_one_token() {
     for (from, to) in [
         ("go % AMK_EXCHANGE_STEPS", "0 * go"),
         ("first.y == go << 1 && ", ""),
-        ("exchange_take(w, go, best, preempted);\n      devices_fence", "devices_fence"),
+        ("exchange_take(w, go, best, preempted);\n    devices_fence", "devices_fence"),
         ("sh->step.go = e.second, ", ""),
         (", preempted = e.control", ""),
-        ("exchange_slot(sh, go, i + 1), sh->peers[i]", "exchange_slot(sh, go, 0), sh->peers[i]"),
+        ("exchange_slot(w, go, i + 1), sh->peers[i]", "exchange_slot(w, go, 0), sh->peers[i]"),
         ("if (is_dead(w.shared)) {\n      return false;", "if (false) {\n      return false;"),
     ] {
         let spoiled = says(4, Some((from, to)));
@@ -119,13 +119,16 @@ type Known = (u32, u32, Vec<u32>);
 const VOCAB: u32 = 50;
 
 /// What a batch leaves, by a model that shares nothing with the device: it picks the same tokens from what a sequence has been fed.
-fn batch_says(steps: u32, stop: u32, seqs: &[Known]) -> String {
+/// `sample`: the sequences that sample, a bit each.
+fn batch_says((steps, stop, sample): (u32, u32, u32), seqs: &[Known]) -> String {
     let mut all: Vec<Vec<u32>> = seqs.iter().map(|(.., known)| known.clone()).collect();
     let (mut ran, mut stopped) = (0, vec![false; seqs.len()]);
     while ran < steps as usize && !stopped.contains(&true) {
-        for ((known, stopped), (_, first, _)) in all.iter_mut().zip(&mut stopped).zip(seqs) {
+        let runs = all.iter_mut().zip(&mut stopped).zip(seqs).zip(0..);
+        for (((known, stopped), (_, first, _)), seq) in runs {
             let mut sum = first + ran as u32;
             known[..=ran].iter().for_each(|token| sum = sum.wrapping_mul(5).wrapping_add(*token));
+            sum = sum % VOCAB + (sample >> seq & 1);
             if known.len() == ran + 1 {
                 known.push(sum % VOCAB);
                 *stopped = sum % VOCAB == stop;
@@ -149,9 +152,21 @@ fn batch_says(steps: u32, stop: u32, seqs: &[Known]) -> String {
 
 /// Commands of a kernel of 8 sequences with heads of this width.
 fn batches(compiler: &str, head_dim: u32, spoil: Option<(&str, &str)>, asked: &str) -> String {
-    let defines = ["-DAMK_SEQS=8", "-DAMK_BATCH_TILES=1", "-DAMK_DEVICES=1"].map(str::to_owned);
-    let defines = [&defines[..], &[format!("-DAMK_HEAD_DIM={head_dim}")]].concat();
-    let sources = ["batch.cuh", "sample_batch.cuh", "poller.cuh"];
+    batches_on(compiler, (8, 1, head_dim), spoil, asked)
+}
+
+/// Commands of a kernel of so many sequences and devices with heads of this width.
+fn batches_on(
+    compiler: &str,
+    (seqs, devices, head_dim): (u32, u32, u32),
+    spoil: Option<(&str, &str)>,
+    asked: &str,
+) -> String {
+    let of = [("SEQS", seqs), ("WARPS", seqs), ("DEVICES", devices), ("HEAD_DIM", head_dim)];
+    let mut defines: Vec<String> =
+        of.iter().map(|(name, value)| format!("-DAMK_{name}={value}")).collect();
+    defines.push("-DAMK_BATCH_TILES=1".to_owned());
+    let sources = ["devices.cuh", "batch.cuh", "exchange.cuh", "sample_batch.cuh", "poller.cuh"];
     run(compiler, "batches", (&sources, &defines), spoil, asked)
 }
 
@@ -175,7 +190,7 @@ fn neighbours_of_one_session_in_a_command_of_one_step_are_a_window() {
     let token = |seq: usize, position: u32| (position * 3 + seq as u32) % VOCAB;
     let (mut asked, mut expected) = (String::new(), String::new());
     for (steps, seqs, windows) in CASES {
-        asked += &format!("{VOCAB} {} {steps} 99\n", seqs.len());
+        asked += &format!("{VOCAB} {} {steps} 99 0\n", seqs.len());
         for (seq, (session, position)) in seqs.iter().enumerate() {
             asked += &format!("{session} {position} 1 {}\n", token(seq, *position));
         }
@@ -208,7 +223,7 @@ fn neighbours_of_one_session_in_a_command_of_one_step_are_a_window() {
         ("of == last_session &&", ""),
         ("== last_position + 1 ?", ">= 0 ?"),
         ("? before + 1 : 0", "? 1 : 0"),
-        ("store_relaxed(&to->windows, windows);", ""),
+        ("step_store(p, &to->windows, windows);", ""),
     ] {
         assert!(!good(&says(64, Some((from, to)))), "nobody notices {to} for {from}");
     }
@@ -217,10 +232,9 @@ fn neighbours_of_one_session_in_a_command_of_one_step_are_a_window() {
     assert_eq!(says(256, Some(("bad |= windows != 0 && seqs > FRESH_ROWS;", ""))), said);
 }
 
-/// Batches of every size, whose sequences decode, are in their prompts, or stay there.
-#[test]
-fn a_sequence_of_a_batch_is_fed_its_prompt_and_then_what_it_says() {
-    let Some(compiler) = compiler() else { return };
+/// Random batches of every size, whose sequences decode, are in their prompts, or stay there; with `samples` some of them sample. What
+/// they ask, what they must leave, the number of those that stop, and the tokens of prompts.
+fn random_batches(cases: u32, most: u32, samples: bool) -> (String, String, usize, usize) {
     let (mut asked, mut expected) = (String::new(), String::new());
     let mut random = 7_u32;
     let mut below = |most: u32| {
@@ -228,23 +242,31 @@ fn a_sequence_of_a_batch_is_fed_its_prompt_and_then_what_it_says() {
         (random >> 16) % most
     };
     let (mut stops, mut forced) = (0, 0);
-    for case in 0..200 {
-        let (count, steps, stop) = (1 + case % 8, 1 + below(12), below(VOCAB));
+    for case in 0..cases {
+        let (count, steps, stop) = (1 + case % most, 1 + below(12), below(VOCAB));
+        let sample = if samples { below(1 << count) * below(2) } else { 0 };
         let mut seq = |index: u32| {
             let known = (0..1 + below(steps + 1)).map(|_| below(VOCAB)).collect();
             ((index * 5 + 3) % 16, below(100), known)
         };
         let seqs: Vec<Known> = (0..count).map(&mut seq).collect();
-        asked += &format!("{VOCAB} {count} {steps} {stop}\n");
+        asked += &format!("{VOCAB} {count} {steps} {stop} {sample}\n");
         for (session, position, known) in &seqs {
             let known: Vec<String> = known.iter().map(u32::to_string).collect();
             asked += &format!("{session} {position} {} {}\n", known.len(), known.join(" "));
             forced += known.len() - 1;
         }
-        let says = batch_says(steps, stop, &seqs);
+        let says = batch_says((steps, stop, sample), &seqs);
         stops += usize::from(says.lines().next().is_some_and(|head| !head.ends_with(" 0 0 0")));
         expected += &says;
     }
+    (asked, expected, stops, forced)
+}
+
+#[test]
+fn a_sequence_of_a_batch_is_fed_its_prompt_and_then_what_it_says() {
+    let Some(compiler) = compiler() else { return };
+    let (asked, expected, stops, forced) = random_batches(200, 8, false);
     assert!(stops > 10 && forced > 1000, "{stops} stops, {forced} tokens of prompts");
     let says = |spoil| batches(&compiler, 64, spoil, &asked);
     assert_eq!(says(None), expected);
@@ -255,5 +277,35 @@ fn a_sequence_of_a_batch_is_fed_its_prompt_and_then_what_it_says() {
         ("seq_forced[i / 4]) >> i % 4 * 8", "seq_forced[i / 4])"),
     ] {
         assert_ne!(says(Some((from, to))), expected, "nobody notices {to}");
+    }
+}
+
+/// The same on several devices, which exchange the tokens of all sequences: greedy ones and sampled ones, with delays, and a second command
+/// that a device may be late for.
+#[test]
+fn a_batch_on_several_devices_is_fed_on_all_what_it_says() {
+    let Some(compiler) = compiler() else { return };
+    let (asked, expected, stops, _) = random_batches(16, 4, true);
+    assert!(stops > 1, "{stops} stops");
+    let says = |devices, spoil| batches_on(&compiler, (4, devices, 64), spoil, &asked);
+    for devices in [2, 4] {
+        assert_eq!(says(devices, None), expected, "{devices} devices");
+    }
+    for (from, to) in [
+        // What the poller tells its own device only.
+        ("step_store(p, &to->token[i + j]", "store_relaxed(&to->token[i + j]"),
+        ("step_store(p, &to->seqs", "store_relaxed(&to->seqs"),
+        ("step_store(p, &to->sample, host_load", "store_relaxed(&to->sample, host_load"),
+        // A late device writes into the next command.
+        ("if (seq < seqs && !over)", "if (seq < seqs)"),
+        // One slot, or one candidate, for all sequences; all devices sample; the first one does before it has all logits; a greedy sequence has
+        // a hop less than the others.
+        ("[seq_of(w)].slots", "[0].slots"),
+        ("seq = own < seqs_running(w) ? own : 0", "seq = 0"),
+        ("sampled && !left(w) && device_of(w.shared) == 0", "sampled && !left(w)"),
+        ("exchange_collect(in_seq(w, w.thread), best);", ""),
+        ("sampled ? exchange_token(of", "is_sampled(of) ? exchange_token(of"),
+    ] {
+        assert_ne!(says(2, Some((from, to))), expected, "nobody notices {to} for {from}");
     }
 }

@@ -9,7 +9,9 @@ const STEP: u64 = 0;
 const DONE: u64 = (STEP + STEP_BYTES).next_multiple_of(128);
 const WEIGHT_STREAM: u64 = (DONE + size_of::<abi::Done>() as u64).next_multiple_of(128);
 const EXCHANGE: u64 = (WEIGHT_STREAM + size_of::<abi::WeightStream>() as u64).next_multiple_of(128);
-const LAUNCHES: u64 = (EXCHANGE + size_of::<abi::Exchange>() as u64).next_multiple_of(128);
+const LAUNCHES: u64 = (EXCHANGE + EXCHANGE_BYTES).next_multiple_of(128);
+/// An exchange for each sequence.
+const EXCHANGE_BYTES: u64 = (abi::SEQS_MAX * size_of::<abi::Exchange>()) as u64;
 const LAUNCHES_BYTES: u64 = (abi::DEVICES_MAX * size_of::<abi::Launch>()) as u64;
 const PROGRAMS: u64 = (LAUNCHES + LAUNCHES_BYTES).next_multiple_of(4096);
 
@@ -42,6 +44,7 @@ impl Region {
         self.memory.address + WEIGHT_STREAM
     }
 
+    /// The exchanges of all sequences.
     pub(crate) fn exchange(&self) -> u64 {
         self.memory.address + EXCHANGE
     }
@@ -63,8 +66,7 @@ impl Region {
 
     /// What a launch begins with at zero: addresses and bytes.
     pub(crate) fn zeroed_at_launch(&self) -> [(u64, u64); 3] {
-        let exchange = size_of::<abi::Exchange>() as u64;
         let done = size_of::<abi::Done>() as u64;
-        [(self.step(), STEP_BYTES), (self.done(), done), (self.exchange(), exchange)]
+        [(self.step(), STEP_BYTES), (self.done(), done), (self.exchange(), EXCHANGE_BYTES)]
     }
 }

@@ -15,6 +15,8 @@ use model::Model;
 use vm_device::Variant;
 use vm_host::{BootOptions, Card, Idle, PrefillOptions};
 
+#[path = "devices/batches.rs"]
+mod batches;
 mod device;
 use device::device;
 
@@ -47,6 +49,8 @@ const SCHEDULES: [&str; 4] = [
 const DEADLINE: Duration = Duration::from_millis(500);
 const POSITIONS: usize = 40;
 const SESSIONS: u32 = 5;
+/// Sequences of kernels for batches.
+const SEQS: u32 = 8;
 
 fn corpus() -> PathBuf {
     let here = PathBuf::from("corpus");
@@ -57,9 +61,14 @@ fn corpus() -> PathBuf {
 }
 
 fn models() -> Vec<String> {
+    named(&MODELS)
+}
+
+/// The models that `AMK_TEST_MODELS` names, or these.
+fn named(usual: &[&str]) -> Vec<String> {
     match std::env::var("AMK_TEST_MODELS") {
         Ok(names) => names.split(',').map(str::to_owned).collect(),
-        Err(_) => MODELS.map(str::to_owned).to_vec(),
+        Err(_) => usual.iter().map(|&name| name.to_owned()).collect(),
     }
 }
 
@@ -89,16 +98,19 @@ fn lowered(
 }
 
 /// A machine that is booted for a target, and what it runs.
-fn booted(
-    text: &str,
-    model: &Model,
-    target: &Target,
-) -> Option<(Idle, Variant, Verified<Program>)> {
+type Booted = (Idle, Variant, Verified<Program>);
+
+fn booted(text: &str, model: &Model, target: &Target) -> Option<Booted> {
+    booted_for(text, model, target, 1)
+}
+
+/// The same with a kernel of so many sequences.
+fn booted_for(text: &str, model: &Model, target: &Target, seqs: u32) -> Option<Booted> {
     let (config, program) = lowered(text, model, target)?;
-    let variant =
-        Variant { devices: target.devices, ..vm_host::variant(&config.kernel, &model.graph) };
+    let variant = vm_host::variant(&config.kernel, &model.graph);
+    let variant = Variant { devices: target.devices, seqs, ..variant };
     let cards = (0..target.cards()).map(Card::new).collect();
-    let of = BootOptions { cards, sessions: SESSIONS, ..BootOptions::default() };
+    let of = BootOptions { cards, sessions: SESSIONS.max(seqs), ..BootOptions::default() };
     let options = BootOptions { logits_rows: 80, deadline: DEADLINE, ..of };
     let idle = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
     Some((idle.unwrap_or_else(|error| panic!("{}: boot: {error}", target.name)), variant, program))
@@ -315,8 +327,9 @@ fn a_fault_of_one_device_ends_all_and_the_next_launch_works() {
     let model = model::import(&corpus().join(MODELS[0])).expect("a golden model");
     let faults =
         [Fault::MissingSignal, Fault::WrongThreshold, Fault::StuckLoader, Fault::CyclicWait];
-    for target in &targets[1..] {
-        let (mut idle, variant, program) = booted("{}", &model, target).expect("it is legal");
+    for (target, seqs) in targets[1..].iter().flat_map(|target| [(target, 1), (target, SEQS)]) {
+        let booted = booted_for("{}", &model, target, seqs);
+        let (mut idle, variant, program) = booted.expect("it is legal");
         let (mut expected, mut ended) = (None, vec![0; target.devices as usize]);
         for (round, fault) in faults.iter().cycle().take(16).enumerate() {
             let launched = idle.launch(variant, &program);

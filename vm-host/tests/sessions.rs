@@ -1,48 +1,26 @@
 //! Sampling and yielding on the resident kernel, on a real device.
 //!
-//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. They run on the first GPU, or on
-//! several devices that `AMK_TEST_TARGET` names: `h200/2` for two parts of it, `h200x2` for two GPUs.
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. They run on the first GPU, or
+//! where `AMK_TEST_TARGET` says (device/target.rs).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use abi::Ending;
 use ir::sampling::{Sampling, Seen};
-use ir::{Graph, ScheduleConfig, Target};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{RngExt, SeedableRng};
-use vm_device::Variant;
-use vm_host::{BootOptions, Card, DeviceInfo, HostError, Idle, Request, Resident, Watch};
+use vm_host::{BootOptions, HostError, Idle, Request, Resident, Watch};
 
 mod device;
 #[path = "sessions/paged.rs"]
 mod paged;
+#[path = "device/target.rs"]
+mod target;
 use device::device;
+use target::{base, built, target};
 
 const CAPACITY: u32 = 512;
-
-/// What the tests run on.
-fn target(info: &DeviceInfo) -> Target {
-    let named = std::env::var("AMK_TEST_TARGET").unwrap_or_else(|_| "h200".to_owned());
-    let named = Target::by_name(&named).unwrap_or_else(|error| panic!("{named}: {error}"));
-    let h200 = Target::by_name("h200").expect("a known target");
-    Target { sms: info.sms, ..h200 }.like(&named)
-}
-
-/// The neutral schedule; on several devices, which hand words over by flags only, the default one.
-fn base(graph: &Graph, target: &Target) -> ScheduleConfig {
-    match target.devices {
-        1 => ir::schedule::neutral_config(graph, target),
-        _ => ir::schedule::default_config(graph, target),
-    }
-}
-
-/// The kernel and the GPUs of a schedule.
-fn built(config: &ScheduleConfig, graph: &Graph, target: &Target) -> (Variant, Vec<Card>) {
-    let variant = vm_host::variant(&config.kernel, graph);
-    let cards = (0..target.cards()).map(Card::new).collect();
-    (Variant { devices: target.devices, ..variant }, cards)
-}
 
 /// A running machine for a preset, or `None` if there is no device.
 fn machine(preset: &str, sessions: u32, logits_rows: u32) -> Option<(Resident, u32)> {

@@ -1,14 +1,15 @@
 //! Batches on a real device: each session of a batch gets what it gets alone.
 //!
-//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure.
+//! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. They run on the first GPU, or
+//! where `AMK_TEST_TARGET` says (device/target.rs).
 
 use std::path::PathBuf;
 
 use abi::Ending;
-use ir::Target;
 use ir::program::Together;
 use ir::sampling::Sampling;
-use ir::schedule::{neutral_config, read_config_over};
+use ir::schedule::read_config_over;
+use ir::{ScheduleConfig, Target, Valid};
 use model::Model;
 use vm_device::Variant;
 use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Resident, Sequence};
@@ -16,10 +17,13 @@ use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Reside
 mod device;
 #[path = "device/heads.rs"]
 mod heads;
+#[path = "device/target.rs"]
+mod target;
 #[path = "together/windows.rs"]
 mod windows;
 use device::device;
 use heads::{compile, odd_heads};
+use target::{base, built, target};
 
 /// Folders of the corpus: models of every family and 16-bit type, and of codes of every layout.
 const GOLDEN: [&str; 11] = [
@@ -69,6 +73,35 @@ fn golden(name: &str) -> Model {
     model::import(&root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
+/// The schedule and the program of a model, which this many sequences may share.
+fn lowered(
+    model: &Model,
+    target: &Target,
+    schedule: &str,
+    (capacity, seqs): (u32, u32),
+) -> (Valid<ScheduleConfig>, Together) {
+    let (graph, name) = (&model.graph, &model.graph.name);
+    let config = read_config_over(base(graph, target), schedule, graph, target);
+    let config = config.unwrap_or_else(|e| panic!("{name}: {schedule}: {e}"));
+    let options = lower::Options { kv_capacity: capacity };
+    let program = lower::lower(&config, graph, target, options).expect("it lowers");
+    (config, Together::new(program, seqs).unwrap_or_else(|e| panic!("{name}: {e}")))
+}
+
+/// Needs no card: what is refused here would fail the tests of several devices, each after some 20 s of compiling.
+#[test]
+fn every_schedule_is_legal_on_one_device_and_on_two() {
+    for name in GOLDEN {
+        let model = golden(name);
+        for target in ["h200", "h200/2", "h200x2"] {
+            let target = Target::by_name(target).expect("a known target");
+            for (_, schedule) in SCHEDULES {
+                lowered(&model, &target, schedule, (160, 8));
+            }
+        }
+    }
+}
+
 /// A machine that runs this many sequences of a model.
 fn machine(
     model: &Model,
@@ -77,19 +110,17 @@ fn machine(
     capacity: u32,
     seqs: u32,
 ) -> Resident {
-    let (graph, name) = (&model.graph, &model.graph.name);
-    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = read_config_over(neutral_config(graph, &target), schedule, graph, &target);
-    let config = config.unwrap_or_else(|e| panic!("{schedule}: {e}"));
-    let options = lower::Options { kv_capacity: capacity };
-    let program = lower::lower(&config, graph, &target, options).expect("it lowers");
-    let together = Together::new(program.clone(), seqs).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let variant = Variant { seqs, ..vm_host::variant(&config.kernel, graph) };
-    let options = BootOptions { sessions: SESSIONS, logits_rows: ROWS, ..BootOptions::default() };
-    let idle = Idle::boot(graph, &*model.weights, &program, &variant, options);
+    let (graph, name, target) = (&model.graph, &model.graph.name, target(info));
+    let (config, together) = lowered(model, &target, schedule, (capacity, seqs));
+    let program = together.program();
+    let (variant, cards) = built(&config, graph, &target);
+    let variant = Variant { seqs, ..variant };
+    let of = BootOptions { cards, sessions: SESSIONS, ..BootOptions::default() };
+    let options = BootOptions { logits_rows: ROWS, ..of };
+    let idle = Idle::boot(graph, &*model.weights, program, &variant, options);
     let idle = idle.unwrap_or_else(|error| panic!("{name}: boot: {error}"));
     let mut machine =
-        idle.launch(variant, &program).unwrap_or_else(|e| panic!("{name}: launch: {}", e.1));
+        idle.launch(variant, program).unwrap_or_else(|e| panic!("{name}: launch: {}", e.1));
     assert_eq!(machine.seqs(), 1, "what is launched with is proven for one session");
     let loaded = machine.load_together(&together).expect("it loads");
     machine.switch(loaded).expect("it switches");
@@ -243,8 +274,12 @@ fn sessions_with_heads_of_multiples_of_16_get_what_they_get_alone() {
     let models: Vec<(u32, Model)> =
         odd_heads().into_iter().filter(|(head_dim, _)| [80, 96].contains(head_dim)).collect();
     let kernel = ir::ScheduleConfig::default().kernel;
-    let variant =
-        |(_, model): &(u32, Model)| Variant { seqs: 8, ..vm_host::variant(&kernel, &model.graph) };
+    let devices = device().map_or(1, |info| target(&info).devices);
+    let variant = |(_, model): &(u32, Model)| Variant {
+        seqs: 8,
+        devices,
+        ..vm_host::variant(&kernel, &model.graph)
+    };
     compile(&models.iter().map(variant).collect::<Vec<_>>());
     for (_, model) in models {
         for schedule in [SCHEDULES[1], SCHEDULES[2]] {
@@ -341,25 +376,22 @@ fn prepared() -> Option<(Resident, Vec<Session>, u32)> {
 fn a_machine_for_batches_runs_the_kernel_for_one_and_goes_back() {
     let Some(info) = device() else { return };
     let model = golden("golden/llama3-rope-bf16");
-    let (graph, vocab) = (&model.graph, model.graph.vocab);
-    let target = Target { sms: info.sms, ..Target::by_name("h200").expect("a known target") };
-    let config = read_config_over(neutral_config(graph, &target), SCHEDULES[1].1, graph, &target);
-    let config = config.expect("a schedule");
-    let options = lower::Options { kv_capacity: 256 };
-    let program = lower::lower(&config, graph, &target, options).expect("it lowers");
-    let shared = Together::new(program.clone(), 8).expect("it is proven");
-    let [one, eight] =
-        [1, 8].map(|seqs| Variant { seqs, ..vm_host::variant(&config.kernel, graph) });
-    let options = BootOptions { sessions: SESSIONS, logits_rows: ROWS, ..BootOptions::default() };
+    let (graph, vocab, target) = (&model.graph, model.graph.vocab, target(&info));
+    let (config, shared) = lowered(&model, &target, SCHEDULES[1].1, (256, 8));
+    let program = shared.program();
+    let (variant, cards) = built(&config, graph, &target);
+    let [one, eight] = [1, 8].map(|seqs| Variant { seqs, ..variant });
+    let of = BootOptions { cards, sessions: SESSIONS, ..BootOptions::default() };
+    let options = BootOptions { logits_rows: ROWS, ..of };
     let boot = |variant: &Variant| {
-        Idle::boot(graph, &*model.weights, &program, variant, options.clone()).expect("it boots")
+        Idle::boot(graph, &*model.weights, program, variant, options.clone()).expect("it boots")
     };
     let launch =
-        |idle: Idle, variant| idle.launch(variant, &program).unwrap_or_else(|e| panic!("{}", e.1));
+        |idle: Idle, variant| idle.launch(variant, program).unwrap_or_else(|e| panic!("{}", e.1));
     let lengths = [1, 17, 33, 96, 2, 64, 5, 40];
     let mut machine = launch(boot(&one), one);
     let wanted = alone(&mut machine, &lengths, vocab);
-    let refused = machine.stop().expect("it stops").launch(eight, &program);
+    let refused = machine.stop().expect("it stops").launch(eight, program);
     assert!(refused.is_err(), "its memory is for one");
     let mut machine = launch(boot(&eight), eight);
     for round in 0..3 {

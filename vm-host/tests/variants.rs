@@ -169,12 +169,12 @@ fn spills_allowed(variant: &Variant) -> u32 {
     if variant.trace != Trace::Off {
         return TRACE_SPILLS + of_route; // its times serve to analyse a step, and no build that is timed has them
     }
-    if variant.devices > 2 {
-        return DEVICES_SPILLS;
-    }
     if variant.seqs > 1 {
         let codes = variant.unpack != 1 << Unpack::None as u32;
         return if codes { BATCH_CODES_SPILLS } else { BATCH_SPILLS };
+    }
+    if variant.devices > 2 {
+        return DEVICES_SPILLS;
     }
     if variant.unpack != 1 << Unpack::None as u32 {
         let of_codes = if routed { ROUTED_CODES_SPILLS } else { 0 };
@@ -291,7 +291,7 @@ fn every_shape_of_heads_compiles() {
     check(&variants);
 }
 
-/// Kernels of several devices: the shapes of the dense presets, and weights of f32.
+/// Kernels of several devices: shapes of the dense presets, a batch, and weights of f32.
 #[test]
 fn kernels_of_several_devices_compile_and_nothing_spills() {
     if !nvrtc() {
@@ -302,8 +302,9 @@ fn kernels_of_several_devices_compile_and_nothing_spills() {
         let (head_dim, group, qk_norm, _) = HEADS[heads];
         Variant { head_dim, group, qk_norm, widths, shares, devices: 2, ..plain }
     };
-    let mut variants: Vec<Variant> = MATRICES.map(shaped).to_vec();
-    variants.push(Variant { devices: 4, ..variants[1] });
+    let [small, middle, _, large] = MATRICES.map(shaped);
+    let mut variants = vec![small, Variant { seqs: 8, ..middle }, large];
+    variants.push(Variant { devices: 4, ..middle });
     let f32s = vm_host::variant(&ScheduleConfig::default().kernel, &graph("llama-tied-f32"));
     variants.push(Variant { devices: 2, ..f32s });
     variants.push(Variant { trace: Trace::Tasks, ..variants[0] });

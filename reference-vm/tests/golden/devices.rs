@@ -1,7 +1,7 @@
 //! Schedules with one `numeric_id` give the same bits on any number of workers and devices.
 
 use abi::{BufferKind, Opcode, SampleParams};
-use ir::program::{Program, verify};
+use ir::program::{Program, Together, Verified, check, verify};
 use ir::schedule::{MergeGrouping, default_config, numeric_id, validate};
 use ir::{BufferId, Knob, Rule, ScheduleConfig, Target};
 use lower::{Options, lower};
@@ -44,6 +44,55 @@ fn bits(golden: &Golden, config: ScheduleConfig, target: &Target, order: Order) 
         caches: layers.flat_map(|n| [of(machine.keys(n)), of(machine.values(n))]).collect(),
         tokens: [fed.tokens, greedy.tokens].concat(),
     }
+}
+
+/// Every sequence of a batch runs the program with its splits on other workers of the same device, and windows are batches of one session: the
+/// bits are those of one device, position by position.
+#[test]
+fn batches_and_windows_have_the_bits_of_one_device_on_two_and_four() {
+    each(|name, golden| {
+        let (graph, tokens) = (&golden.model.graph, &golden.tokens);
+        let tokens = &tokens[..tokens.len().min(12)];
+        for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
+            let config = split(golden, merge);
+            let lowered = |devices| {
+                let target = target(7, devices);
+                let config = validate(config, graph, &target).unwrap_or_else(|v| panic!("{v}"));
+                lower(&config, graph, &target, Options { kv_capacity: 96 }).unwrap()
+            };
+            let Ok(alone) = Together::new(lowered(1), 8) else {
+                assert_eq!(name, "llama-tied-f32", "the products of a batch are of 16 bits");
+                return;
+            };
+            let logits = |program: &Verified<Program>, widths: &[usize], order| {
+                let weights = &*golden.model.weights;
+                let mut machine = Machine::new(program, graph, weights).unwrap();
+                let (mut rest, mut rows) = (tokens, Vec::new());
+                for &width in widths.iter().cycle() {
+                    let (window, after) = rest.split_at(width.min(rest.len()));
+                    if window.is_empty() {
+                        break;
+                    }
+                    let run = machine.window(window, order).unwrap();
+                    rows.extend(run.finished().expect("it finishes").logits);
+                    rest = after;
+                }
+                rows
+            };
+            let one = logits(alone.program(), &[1], Order::Waves);
+            for (devices, order) in [(2, Order::Reverse), (4, Order::Seeded(5))] {
+                let together = Together::new(lowered(devices), 8).unwrap();
+                for seq in [1, 2, 7] {
+                    let rotated = together.seq(seq).unwrap();
+                    check(&rotated).unwrap_or_else(|v| panic!("{name}, sequence {seq}: {v}"));
+                    let bits = logits(&rotated, &[1], order);
+                    assert!(bits == one, "{name} on {devices}, sequence {seq}");
+                }
+                let windows = logits(together.program(), &[5, 1, 3], order);
+                assert!(windows == one, "{name} on {devices}, windows");
+            }
+        }
+    });
 }
 
 /// Every device has the workers of one GPU, and tasks for them.

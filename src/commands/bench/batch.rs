@@ -56,7 +56,7 @@ pub(super) fn measure(row: &Row<'_>, sequences: u32) -> Result<Measured, Failure
     }
     let one = json!({"config": alone, "program_id": alone_id, "kernel_id": context.kernel_id(&alone.kernel)});
     let (samples, tokens) = at_once(row, &mut gpu, handle, &prompts, &mut measured)?;
-    let bandwidth = info.bandwidth.unwrap_or(context.target.bandwidth as f64);
+    let bandwidth = info.bandwidth.unwrap_or(context.target.total_bandwidth() as f64);
     let bytes = step_bytes(&program, args.context, sequences);
     measured.verdict.device.clone_from(&info.name);
     measured.info = Some(search::DeviceInfo { other_processes: others, ..info });

@@ -133,9 +133,6 @@ impl RowSpec {
         if !(1..=DEVICES_MAX).contains(&self.gpus) {
             problems.push(format!("gpus is {}; legal: 1 to {DEVICES_MAX}", self.gpus));
         }
-        if self.gpus > 1 && (self.batch != 1 || self.prompt.is_some()) {
-            problems.push("several GPUs decode one sequence, step by step".to_owned());
-        }
         if !WIDTHS.contains(&self.batch) {
             problems.push(format!("batch is {}; legal: {WIDTHS:?}", self.batch));
         }

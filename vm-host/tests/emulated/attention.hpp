@@ -47,7 +47,9 @@ struct Words {
 #if AMK_SEQS > 1
 inline void flag_store(uint32_t* p, uint32_t v) { *p = v; }
 inline uint32_t flag_load(uint32_t const* p) { return *p; }
-inline void store_u32(uint32_t* p, uint32_t v) { *p = v; }
+inline void word_store(Words const&, uint32_t* p, uint32_t v) { *p = v; }
+constexpr uint32_t REPLICATED = 0; // of several devices
+inline bool is_flag_in_data(ResolvedBuffer const& s) { return s.kind == AMK_BUFFER_FLAG_IN_DATA; }
 inline uint64_t buffer_address(Worker const& w, ResolvedBuffer const& s);
 inline Words buffer_words(Worker const& w, ResolvedBuffer const& s) { return Words{(uint32_t*)buffer_address(w, s)}; }
 #else

@@ -13,6 +13,11 @@ struct Worker {
 };
 inline uint4 stage_load(void const* p) { return *(uint4 const*)p; }
 inline uint2 stage_load8(void const* p) { return *(uint2 const*)p; }
+inline void store_if(bool wanted, void* at, uint32_t v) {
+  if (wanted) {
+    *(uint32_t*)at = v;
+  }
+}
 inline uint32_t stage_load4(void const* p) { return *(uint32_t const*)p; }
 inline uint32_t stage_load2(void const* p) { return *(uint16_t const*)p; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {

@@ -63,7 +63,7 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
   }
   float sum = digits_sum<UNPACK>(w, s[0].c[0]);
   sum += __shfl_xor_sync(~0u, sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
+  sum += digit_threads(UNPACK) == 4 ? __shfl_xor_sync(~0u, sum, 2) : 0.f;
   sums[w.thread / 32][lane / 4] = sum;
 }
 template <uint32_t UNPACK = 0> void run_format(Worker const& w) {

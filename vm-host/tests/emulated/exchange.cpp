@@ -34,6 +34,7 @@ struct Worker {
   Shared* shared;
   uint32_t thread;
 };
+static uint32_t seq_of(Worker const&) { return 0; }
 
 // The fibers, one per device.
 static ucontext_t home, fiber[AMK_DEVICES];

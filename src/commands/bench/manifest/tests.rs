@@ -41,7 +41,6 @@ fn everything_that_is_wrong_with_a_manifest_is_said_at_once() {
         "processes is 1",
         "timeout_s",
         "gpus is 9",
-        "several GPUs decode one sequence",
         "its own",
         "batch is 3",
         "no batch and no context",

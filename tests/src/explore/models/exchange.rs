@@ -7,6 +7,9 @@
 //!
 //! A sampled step (`exchange_gather`, `exchange_token`) ends by way of device 0: a helper of its sampler reads the logits
 //! of device 1, which starts its next step when it has the token.
+//!
+//! In a batch each sequence is exchanged by a thread of its own, between two meetings of the worker's threads: one after the
+//! first thread has waited for the counters, one before it starts the next step.
 
 use super::super::{Model, Op, Order, Until};
 use super::payload::{Steps, wait, word};
@@ -48,6 +51,57 @@ fn sample(bug: Bug, steps: &Steps, [theirs, mine]: [usize; 2]) -> Vec<Op> {
         ops.push(go);
     }
     ops
+}
+
+/// `sample` of a device for another sequence than the first: the first thread, and the one that exchanges. `meet`: the
+/// words by which they meet.
+fn of_batch(bug: Bug, steps: &Steps, [theirs, mine]: [usize; 2], meet: [usize; 2]) -> [Vec<Op>; 2] {
+    let (mut first, mut other) = (Vec::new(), Vec::new());
+    for epoch in 1..=STEPS {
+        let [counters, fence, go] = steps.sample(epoch);
+        let met = |at| Op::Poll(at, Order::Acquire, Until::AtLeast(epoch));
+        first.extend([counters, fence, Op::Write(meet[0], Order::Release, epoch)]);
+        first.extend([met(meet[1]), go]);
+        other.push(met(meet[0]));
+        let release = if bug == Bug::NarrowRelease { Op::Fence } else { Op::SystemFence };
+        other.unless(bug == Bug::NoRelease, release);
+        other.push(Op::Write(theirs, Order::Relaxed, epoch));
+        let taken = Op::Poll(mine, Order::Relaxed, Until::AtLeast(epoch));
+        other.unless(bug == Bug::DoesNotWait, taken);
+        let acquire = if bug == Bug::NarrowAcquire { Op::Fence } else { Op::SystemFence };
+        other.unless(bug == Bug::NoAcquire, acquire);
+        other.push(Op::Write(meet[1], Order::Release, epoch));
+    }
+    [first, other]
+}
+
+/// A batch: the steps of [`model`], in which threads of their own exchange.
+fn batch(bug: Bug) -> Model {
+    let mut m = Model::default();
+    let (replica, logits) = (m.word("replica"), m.word("logits"));
+    let (slot0, slot1) = (m.word("slot of 0"), m.word("slot of 1"));
+    let [steps0, steps1] = [Steps::new(&mut m, 1), Steps::new(&mut m, 1)];
+    let [meet0, meet1] = [0, 1].map(|_| [m.word("meet"), m.word("met")]);
+    let (mut reader, mut writer) = (Vec::new(), Vec::new());
+    for epoch in 1..=STEPS {
+        reader.push(wait(replica, epoch));
+        writer.push(Op::Write(replica, Order::Relaxed, word(epoch)));
+        writer.unless(epoch < STEPS, Op::Write(logits, Order::Relaxed, 5));
+        reader.extend(steps0.done(epoch));
+        writer.extend(steps1.done(epoch));
+    }
+    reader.push(Op::Read(logits, Order::Relaxed, 5));
+    m.thread_on(0, "worker of 0, then the host", reader);
+    m.thread_on(1, "worker of 1", writer);
+    for (device, ops) in [
+        (0, of_batch(bug, &steps0, [slot0, slot1], meet0)),
+        (1, of_batch(bug, &steps1, [slot1, slot0], meet1)),
+    ] {
+        let [first, other] = ops;
+        m.thread_on(device, "first thread of sample", first);
+        m.thread_on(device, "thread of a sequence", other);
+    }
+    m
 }
 
 fn model(bug: Bug) -> Model {
@@ -151,6 +205,12 @@ pub fn cases() -> Vec<Case> {
         Case::fails("exchange: released to its own GPU", model(Bug::NarrowRelease), lost),
         Case::fails("exchange: no acquire", model(Bug::NoAcquire), lost),
         Case::fails("exchange: acquired from its own GPU", model(Bug::NarrowAcquire), lost),
+        Case::holds("batch: as designed, two steps", batch(Bug::None)),
+        Case::fails("batch: a device does not wait", batch(Bug::DoesNotWait), "replica"),
+        Case::fails("batch: no release", batch(Bug::NoRelease), lost),
+        Case::fails("batch: released to its own GPU", batch(Bug::NarrowRelease), lost),
+        Case::fails("batch: no acquire", batch(Bug::NoAcquire), lost),
+        Case::fails("batch: acquired from its own GPU", batch(Bug::NarrowAcquire), lost),
         Case::holds("sampling: as designed, two steps", sampling(Bug::None)),
         Case::fails("sampling: no candidate of another", sampling(Bug::DoesNotGather), "logits"),
         Case::fails("sampling: a device does not wait", sampling(Bug::DoesNotWait), "logits"),

@@ -11,7 +11,7 @@ use vm_host::Watch;
 use crate::constraint::Constraint;
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
-use crate::speculate::{Guesser, Plan};
+use crate::speculate::{Guesser, Plan, Tally};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
 /// 0.2 ms, so that long ones are better. Clients do not wait for the end: tokens are sent while it runs, and it ends early
@@ -240,6 +240,11 @@ impl Sequence {
             false => None,
         };
         Ok((tokens.len(), finish))
+    }
+
+    /// What its windows gave since this was last called.
+    pub(crate) fn unpublished(&mut self) -> Tally {
+        self.guesser.as_mut().map_or_else(Tally::default, Guesser::unpublished)
     }
 
     /// A turn of a sequence that is past its prompt and may run in windows: one of these, or some steps.

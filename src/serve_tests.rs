@@ -344,13 +344,15 @@ fn the_server_gives_the_tokens_of_generate() {
     }
 }
 
-/// A lone request that is guessed, by the server's default or its own field, has the text of one that is not.
+/// A lone request that is guessed, by the server's default or its own field, has the text of one that is not. The model is one
+/// whose texts repeat: others are never guessed.
 #[test]
 fn a_guessed_answer_is_the_same() {
-    let server = Server::start(&["--model", GOLDEN, "--device", "cpu", "--speculate", "5"]);
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/qwen3-qknorm-bf16");
+    let server = Server::start(&["--model", model, "--device", "cpu", "--speculate", "5"]);
     let fields = |most: u32| {
         let prompt = [3, 5, 8, 3, 5, 8, 3, 5];
-        json!({"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": true, "speculative.n_max": most})
+        json!({"model": "qwen3-qknorm-bf16", "prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": true, "speculative.n_max": most})
     };
     let mut default = fields(0);
     default.as_object_mut().unwrap().remove("speculative.n_max");
@@ -359,6 +361,19 @@ fn a_guessed_answer_is_the_same() {
     for guessed in [default, fields(1), fields(7)] {
         assert_eq!(server.complete(guessed.clone()).text(), plain.text(), "{guessed}");
     }
+    let metrics = server.get("/metrics").body;
+    let count = |name: &str| {
+        let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
+        value
+            .and_then(|(_, value)| value.parse::<f64>().ok())
+            .unwrap_or_else(|| panic!("{metrics}"))
+    };
+    let [windows, guessed, accepted] = ["windows", "guessed_tokens", "accepted_tokens"]
+        .map(|name| count(&format!("amk_{name}_total")));
+    assert!(windows > 0.0 && guessed >= accepted && accepted > 0.0, "{metrics}");
+    let drafts = ["drafts", "draft_tokens", "accepted_tokens"]
+        .map(|name| count(&format!("vllm:spec_decode_num_{name}_total")));
+    assert_eq!(drafts, [windows, guessed, accepted]);
     let message = server.complete(fields(8)).refuses(400, Some("speculative.n_max"));
     assert!(message.contains("0 to 7"), "{message}");
 }
@@ -593,6 +608,9 @@ mod tools;
 mod tune;
 
 /// Prompts that begin alike.
+#[path = "serve_otlp_tests.rs"]
+mod otlp;
+
 #[path = "serve_prefix_tests.rs"]
 mod prefix;
 

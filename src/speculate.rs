@@ -152,6 +152,8 @@ pub(crate) struct Guesser {
     plain: Times,
     times: Vec<Times>,
     pub(crate) tally: Tally,
+    /// The part of it that is on the telemetry page.
+    published: Tally,
 }
 
 impl Guesser {
@@ -167,6 +169,19 @@ impl Guesser {
             plain: Times::default(),
             times: vec![Times::default(); most + 2],
             tally: Tally::default(),
+            published: Tally::default(),
+        }
+    }
+
+    /// What windows gave since this was last called.
+    pub(crate) fn unpublished(&mut self) -> Tally {
+        let before = std::mem::replace(&mut self.published, self.tally);
+        Tally {
+            windows: self.tally.windows - before.windows,
+            guessed: self.tally.guessed - before.guessed,
+            accepted: self.tally.accepted - before.accepted,
+            rejected: self.tally.rejected - before.rejected,
+            tokens: self.tally.tokens - before.tokens,
         }
     }
 

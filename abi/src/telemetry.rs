@@ -93,7 +93,7 @@ wire_enum! {
 
 wire_struct! {
     /// Head of the page: its process, what it has done, and how long it took.
-    amk_telemetry align(64) size(1856)
+    amk_telemetry align(64) size(1920)
     pub struct Telemetry {
         /// `AMKTELEM`, the file's magic.
         pub magic: [u8; 8],
@@ -208,6 +208,12 @@ wire_struct! {
         pub batches: u64,
         /// Turns of sequences in these commands.
         pub batched: u64,
+        /// Windows: steps of one sequence that checked guessed tokens.
+        pub windows: u64,
+        /// Tokens that were guessed for them.
+        pub guessed: u64,
+        /// Of these, tokens that were right, and behind right ones only.
+        pub accepted: u64,
         /// Events of the trace ring, since the start; the last `TELEMETRY_EVENTS` of them are in it.
         pub events: u64,
         /// How each family of figures is known, an `Evidence` by `EvidenceFamily`.
@@ -239,6 +245,8 @@ wire_struct! {
         pub search_best: u32,
         /// Its latency in nanoseconds per token; zero while nothing is correct.
         pub search_best_ns: u32,
+        /// Zero.
+        pub reserved_words: [u64; 5],
     }
 }
 
@@ -395,7 +403,7 @@ wire_struct! {
 /// First bytes of a page.
 pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
-pub const TELEMETRY_VERSION: u32 = 4;
+pub const TELEMETRY_VERSION: u32 = 5;
 /// Programs of the page: the one for batches, and the one for a lone sequence.
 pub const TELEMETRY_PROGRAMS: usize = 2;
 /// Opcodes that the page counts.

@@ -2,7 +2,7 @@
 (BLESS=1 cargo test -p tests docs). Each field's comment begins with its offset. */
 #include <stdint.h>
 
-/* 1856 bytes. */
+/* 1920 bytes. */
 struct amk_telemetry {
   uint8_t magic[8];                    /* 0: `AMKTELEM`, the file's magic. */
   uint32_t version;                    /* 8: Version of the layout. */
@@ -60,21 +60,25 @@ struct amk_telemetry {
   uint32_t reserved;                   /* 1756: Zero. */
   uint64_t batches;                    /* 1760: Commands that ran several sequences at once. */
   uint64_t batched;                    /* 1768: Turns of sequences in these commands. */
-  uint64_t events;                     /* 1776: Events of the trace ring, since the start; the last `TELEMETRY_EVENTS` of them are in it. */
-  uint32_t evidence[4];                /* 1784: How each family of figures is known, an `Evidence` by `EvidenceFamily`. */
-  uint64_t device_used_bytes;          /* 1800: Memory of the card that this process uses, as the driver's library reports it; zero if it does not. */
-  uint32_t gpu_sm_mhz;                 /* 1808: The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones */
-  uint32_t gpu_memory_mhz;             /* 1812: Clock of its memory in megahertz. */
-  uint32_t gpu_power_mw;               /* 1816: Power that it draws, in milliwatts. */
-  uint32_t gpu_power_limit_mw;         /* 1820: Power that it may draw, in milliwatts. */
-  uint32_t gpu_temperature_c;          /* 1824: Temperature of the chip in degrees Celsius. */
-  uint32_t gpu_busy_percent;           /* 1828: Percent of the driver's last sampling period in which a kernel ran; a resident kernel that waits counts. */
-  uint32_t gpu_ecc_errors;             /* 1832: Memory errors since the driver was loaded that were not corrected. */
-  uint32_t gpu_links;                  /* 1836: NVLinks that are up. */
-  uint32_t gpu_throttled;              /* 1840: Why the clocks are held down: a bit for each `ThrottleReason`. */
-  uint32_t search_trials;              /* 1844: Trials of a search so far. */
-  uint32_t search_best;                /* 1848: The trial that leads. */
-  uint32_t search_best_ns;             /* 1852: Its latency in nanoseconds per token; zero while nothing is correct. */
+  uint64_t windows;                    /* 1776: Windows: steps of one sequence that checked guessed tokens. */
+  uint64_t guessed;                    /* 1784: Tokens that were guessed for them. */
+  uint64_t accepted;                   /* 1792: Of these, tokens that were right, and behind right ones only. */
+  uint64_t events;                     /* 1800: Events of the trace ring, since the start; the last `TELEMETRY_EVENTS` of them are in it. */
+  uint32_t evidence[4];                /* 1808: How each family of figures is known, an `Evidence` by `EvidenceFamily`. */
+  uint64_t device_used_bytes;          /* 1824: Memory of the card that this process uses, as the driver's library reports it; zero if it does not. */
+  uint32_t gpu_sm_mhz;                 /* 1832: The GPU's clock of multiprocessors in megahertz, read once a second; zero while nothing was read. Of the next words, all ones */
+  uint32_t gpu_memory_mhz;             /* 1836: Clock of its memory in megahertz. */
+  uint32_t gpu_power_mw;               /* 1840: Power that it draws, in milliwatts. */
+  uint32_t gpu_power_limit_mw;         /* 1844: Power that it may draw, in milliwatts. */
+  uint32_t gpu_temperature_c;          /* 1848: Temperature of the chip in degrees Celsius. */
+  uint32_t gpu_busy_percent;           /* 1852: Percent of the driver's last sampling period in which a kernel ran; a resident kernel that waits counts. */
+  uint32_t gpu_ecc_errors;             /* 1856: Memory errors since the driver was loaded that were not corrected. */
+  uint32_t gpu_links;                  /* 1860: NVLinks that are up. */
+  uint32_t gpu_throttled;              /* 1864: Why the clocks are held down: a bit for each `ThrottleReason`. */
+  uint32_t search_trials;              /* 1868: Trials of a search so far. */
+  uint32_t search_best;                /* 1872: The trial that leads. */
+  uint32_t search_best_ns;             /* 1876: Its latency in nanoseconds per token; zero while nothing is correct. */
+  uint64_t reserved_words[5];          /* 1880: Zero. */
 };
 
 /* 64 bytes. */

@@ -483,7 +483,8 @@ fn continued(
         let (took, tokens) = (began.elapsed(), sequence.chosen.len() - before);
         let command = Command { place: 0, first, sequences: 1, positions: ran, tokens, took };
         said.ran(&command, &machine.account());
-        said.chosen(&TurnEnd { place: 0, first, positions: ran, tokens });
+        let guesses = sequence.unpublished();
+        said.chosen(&TurnEnd { place: 0, first, positions: ran, tokens, guesses });
         finish = ended;
     }
     Ok(Generated {

@@ -12,6 +12,7 @@ use telemetry::{Edit, Publisher, bucket, now_ns};
 
 use super::enter_at;
 use crate::engine::Account;
+use crate::speculate::Tally;
 
 /// A command that has completed.
 #[derive(Clone, Copy, Debug)]
@@ -27,12 +28,14 @@ pub(crate) struct Command {
 }
 
 /// A turn that has ended: what a sequence ran and sampled in it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TurnEnd {
     pub(crate) place: usize,
     pub(crate) first: usize,
     pub(crate) positions: usize,
     pub(crate) tokens: usize,
+    /// What its windows gave.
+    pub(crate) guesses: Tally,
 }
 
 /// Publishes the state of sequences on a page. Without a page it does nothing.
@@ -218,6 +221,9 @@ fn add(edit: &mut Edit<'_>, turn: &TurnEnd) {
     let SessionWords { serial, turn_ns, priority, .. } = *session;
     let head = edit.head();
     head.tokens += turn.tokens as u64;
+    head.windows += turn.guesses.windows;
+    head.guessed += turn.guesses.guessed;
+    head.accepted += turn.guesses.accepted;
     if let Some(sum) = head.priority_positions.get_mut(priority as usize) {
         *sum += turn.positions as u64;
     }

@@ -54,7 +54,8 @@ fn served() -> Served {
         taking: Taking { loaded, leaving: AtomicBool::new(false) },
         page: page.reader(),
         command_log: None,
-        figures: Figures::new("m", Arc::default()),
+        figures: Arc::new(Figures::new("m", Arc::default())),
+        spans: None,
     }
 }
 
@@ -72,7 +73,7 @@ fn answering() -> (UnboundedSender<Event>, Answering) {
     };
     let asked = Asked { work, least: 0, echo: None, tools: None, first: true };
     let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::empty());
-    let record = Arc::new(Record::new(&request.unwrap()));
+    let record = Arc::new(Record::new(&request.unwrap(), None));
     let mut answering = Answering::new(Arc::new(served()), record, Default::default(), 1);
     let (to, events) = unbounded_channel();
     answering.add(events, &asked, &[]);

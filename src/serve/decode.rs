@@ -324,12 +324,15 @@ impl<'e> EngineLoop<'e> {
         done: Result<Option<Finish>, Broken>,
     ) {
         let session = turn.session();
-        let fed = self.running.get(&session).map_or(0, |running| running.sequence.fed);
+        let sequence = self.running.get_mut(&session).map(|running| &mut running.sequence);
+        let (fed, guesses) =
+            sequence.map_or_else(Default::default, |of| (of.fed, of.unpublished()));
         let end = TurnEnd {
             place: session.place(),
             first: fed.saturating_sub(ran),
             positions: ran,
             tokens: chosen,
+            guesses,
         };
         let (all, finish) = match done {
             Ok(finish) => (false, finish),

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use prometheus_client::encoding::text::encode;
@@ -47,6 +47,9 @@ pub(super) struct Figures {
     prefix_queries: Counter,
     prefix_hits: Counter,
     generated: Counter,
+    drafts: Counter,
+    drafted: Counter,
+    accepted: Counter,
     success: Family<[(&'static str, &'static str); 1], Counter>,
     tenants: Arc<Tenants>,
 }
@@ -72,6 +75,9 @@ impl Figures {
             prefix_queries: Counter::default(),
             prefix_hits: Counter::default(),
             generated: Counter::default(),
+            drafts: Counter::default(),
+            drafted: Counter::default(),
+            accepted: Counter::default(),
             success: Family::default(),
             tenants,
         };
@@ -80,9 +86,9 @@ impl Figures {
         figures
     }
 
-    /// The same with those of a search that tunes the server.
-    pub(super) fn with_tuning(mut self, tuning: &TuneFigures) -> Self {
-        tuning.register(&mut self.registry);
+    /// The same with those of a search that tunes the server, if there is one.
+    pub(super) fn with_tuning(mut self, tuning: Option<&TuneFigures>) -> Self {
+        tuning.into_iter().for_each(|tuning| tuning.register(&mut self.registry));
         self
     }
 
@@ -120,6 +126,12 @@ impl Figures {
         let hits = Box::new(self.prefix_hits.clone());
         add("prefix_cache_hits", "Those of them that were there", hits);
         add("generation_tokens", "Generated tokens", Box::new(self.generated.clone()));
+        let drafts = Box::new(self.drafts.clone());
+        add("spec_decode_num_drafts", "Steps of a sequence that checked guessed tokens", drafts);
+        let drafted = Box::new(self.drafted.clone());
+        add("spec_decode_num_draft_tokens", "Tokens guessed for them", drafted);
+        let accepted = Box::new(self.accepted.clone());
+        add("spec_decode_num_accepted_tokens", "Guessed tokens that were right", accepted);
         add("request_success", "Sequences ended, by reason", Box::new(self.success.clone()));
     }
 
@@ -165,6 +177,14 @@ impl Figures {
         self.waiting.set(page.head.waiting.into());
         self.running.set(page.open().count() as i64);
         self.cache.set(used(&page));
+        let head = &page.head;
+        for (counter, counted) in [
+            (&self.drafts, head.windows),
+            (&self.drafted, head.guessed),
+            (&self.accepted, head.accepted),
+        ] {
+            counter.inner().store(counted, Ordering::Relaxed);
+        }
         self.tenants.update();
         let own = telemetry::openmetrics(page);
         let mut text = own.trim_end().trim_end_matches("# EOF").to_owned();
@@ -235,6 +255,7 @@ mod tests {
         figures.ended("abort", Duration::from_millis(200));
         let mut page = Page::boxed();
         (page.head.places, page.head.capacity, page.head.waiting) = (2, 50, 7);
+        (page.head.windows, page.head.guessed, page.head.accepted) = (3, 12, 8);
         (page.sessions[1].serial, page.sessions[1].positions) = (9, 25);
         let text = figures.text(page.clone(), true);
         assert!(text.ends_with("# EOF\n") && text.matches("# EOF").count() == 1, "{text}");
@@ -252,6 +273,9 @@ mod tests {
             "prefix_cache_queries_total{model_name=\"a model\"} 300",
             "prefix_cache_hits_total{model_name=\"a model\"} 256",
             "generation_tokens_total{model_name=\"a model\"} 1",
+            "spec_decode_num_drafts_total{model_name=\"a model\"} 3",
+            "spec_decode_num_draft_tokens_total{model_name=\"a model\"} 12",
+            "spec_decode_num_accepted_tokens_total{model_name=\"a model\"} 8",
             "request_success_total{model_name=\"a model\",finished_reason=\"stop\"} 1",
             "request_success_total{model_name=\"a model\",finished_reason=\"abort\"} 1",
         ] {

@@ -65,7 +65,7 @@ pub(super) fn router(served: Arc<Served>, allowed: Allowed, keys: Keys) -> Route
         .layer(from_fn_with_state(keys, access::keyed))
         .layer(from_fn_with_state(Arc::new(allowed), access::shared))
         .layer(from_fn(body::read_to_its_end))
-        .layer(from_fn(record::recorded))
+        .layer(from_fn_with_state(served.clone(), record::recorded))
         .with_state(served)
 }
 

@@ -14,6 +14,7 @@ mod messages;
 mod messages_answer;
 mod metrics;
 mod origin;
+mod otlp;
 mod page;
 mod prompt;
 mod record;
@@ -52,7 +53,7 @@ use crate::device::Gpu;
 use crate::engine::{self, Built, Engine, KernelTable, Kernels, Opening, Preempt};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
-use crate::observe::{MetricsFile, Observer, Sequences};
+use crate::observe::{MetricsFile, Observer, Sequences, snapshot};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, for_batch};
 
@@ -62,6 +63,7 @@ use decode::{Admission, EngineLoop, Job};
 use figures::Figures;
 use grammar::{Grammars, Wanted};
 use origin::Allowed;
+use otlp::{Exporter, Spans};
 use refusal::Refusal;
 use request::{Api, Request};
 use tenants::{Caller, Tenants};
@@ -121,7 +123,9 @@ pub(crate) struct Served {
     answers: AtomicU64,
     taking: Taking,
     page: Reader,
-    figures: Figures,
+    figures: Arc<Figures>,
+    /// Where the spans of requests go, if there is a collector.
+    spans: Option<Spans>,
     /// The file of the log of commands.
     command_log: Option<PathBuf>,
 }
@@ -262,11 +266,9 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let (tenants, keys) = access(args)?;
     let access = (keys, args.cors.clone());
     let figures = Figures::new(&names(&context, args)[0], tenants);
-    let figures = match &tuner {
-        Some(tuner) => figures.with_tuning(tuner.figures()),
-        None => figures,
-    };
-    let with = (jobs, observer.publisher().reader(), loading, figures);
+    let figures = Arc::new(figures.with_tuning(tuner.as_ref().map(tune::Tuner::figures)));
+    let (exporter, spans) = exporter(&figures, observer.publisher().reader())?;
+    let with = (jobs, observer.publisher().reader(), loading, (figures, spans));
     let served = Arc::new(serving(&context, args, of, (table.clone(), admission), with)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
     let log = args.log.begin(|| head(&context, args, (device, places), lowered.as_ref()))?;
@@ -292,6 +294,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         log.iter().for_each(|log| drop(log.close()));
         drop(alive);
         let listened = http.join().unwrap_or_else(|_| Err(Failure::bug(crate::bug::last_panic())));
+        exporter.into_iter().for_each(Exporter::finish);
         worked.and(listened)
     })
 }
@@ -479,12 +482,29 @@ fn names(context: &Context, args: &ServeArgs) -> Vec<String> {
     names
 }
 
+/// What the routes reach: the decode thread, the telemetry page, whether the model is loaded, metrics and spans.
+type With = (mpsc::Sender<Job>, Reader, watch::Receiver<bool>, (Arc<Figures>, Option<Spans>));
+
+/// Sends metrics and spans to a collector, if the environment names one.
+fn exporter(
+    figures: &Arc<Figures>,
+    page: Reader,
+) -> Result<(Option<Exporter>, Option<Spans>), Failure> {
+    let figures = figures.clone();
+    let text = move || {
+        let page = snapshot(&page)?;
+        let began_ns = page.head.started_ns;
+        Some((figures.text(page, true), began_ns))
+    };
+    Ok(Exporter::start(Box::new(text))?.unzip())
+}
+
 fn serving(
     context: &Context,
     args: &ServeArgs,
     (device, lowered): (&'static str, Option<&Lowered>),
     (kernels, admission): (Arc<KernelTable>, Admission),
-    (jobs, page, loaded, figures): (mpsc::Sender<Job>, Reader, watch::Receiver<bool>, Figures),
+    (jobs, page, loaded, (figures, spans)): With,
 ) -> Result<Served, Failure> {
     let graph = context.graph();
     Ok(Served {
@@ -509,6 +529,7 @@ fn serving(
         taking: Taking { loaded, leaving: AtomicBool::new(false) },
         page,
         figures,
+        spans,
         command_log: args.log.command_log.clone(),
     })
 }

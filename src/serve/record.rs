@@ -1,15 +1,19 @@
-//! What is known of each HTTP request: its id, which every answer names, and the line that is logged when it ends.
+//! What is known of each HTTP request: its id, which every answer names, and the line and the span that say how it ended.
 
 use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::Response;
+use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value};
+use opentelemetry_proto::tonic::trace::v1::{Span, Status, span, status};
 
+use super::otlp::{Spans, attribute};
 use super::refusal::Why;
+use super::{Served, fresh_seed};
 use crate::report;
 
 /// The header of the id, as proxies and OpenAI's clients name it.
@@ -24,9 +28,44 @@ const REASON_MAX: usize = 240;
 /// A duration that is not known yet.
 const UNKNOWN: u64 = u64::MAX;
 
+/// The place of a request in a trace: that of the client's header `traceparent`, or a new one.
+#[derive(Debug)]
+struct Trace {
+    id: [u8; 16],
+    parent: Vec<u8>,
+    spans: Spans,
+}
+
+impl Trace {
+    /// None if the client does not want its trace recorded.
+    fn new(headers: &HeaderMap, spans: &Spans) -> Option<Self> {
+        let spans = spans.clone();
+        let given = headers.get("traceparent").and_then(|value| value.to_str().ok());
+        let Some((id, parent, sampled)) = given.and_then(parent_of) else {
+            let id = (u128::from(fresh_seed()) << 64 | u128::from(fresh_seed())).to_be_bytes();
+            return Some(Self { id, parent: Vec::new(), spans });
+        };
+        sampled.then(|| Self { id: id.to_be_bytes(), parent: parent.to_be_bytes().to_vec(), spans })
+    }
+}
+
+/// Trace, span and whether it is recorded, of `00-TRACE-SPAN-FLAGS`.
+fn parent_of(header: &str) -> Option<(u128, u64, bool)> {
+    let mut parts = header.split('-');
+    let mut part = |digits: usize| {
+        let hex = |part: &&str| part.len() == digits && part.bytes().all(|b| b.is_ascii_hexdigit());
+        parts.next().filter(hex)
+    };
+    let (version, id, parent, flags) = (part(2)?, part(32)?, part(16)?, part(2)?);
+    let id = u128::from_str_radix(id, 16).ok().filter(|id| *id != 0 && version != "ff")?;
+    let parent = u64::from_str_radix(parent, 16).ok().filter(|parent| *parent != 0)?;
+    Some((id, parent, u8::from_str_radix(flags, 16).ok()? & 1 == 1))
+}
+
 /// A request. Its line is logged when the last reference is dropped: after the answer, or when the client has gone.
 #[derive(Debug)]
 pub(super) struct Record {
+    trace: Option<Trace>,
     id: String,
     method: Method,
     path: String,
@@ -41,11 +80,11 @@ pub(super) struct Record {
 }
 
 impl Record {
-    pub(super) fn new(request: &Request) -> Self {
+    pub(super) fn new(request: &Request, spans: Option<&Spans>) -> Self {
         let path = request.uri().path();
         Self {
-            id: given(request.headers())
-                .unwrap_or_else(|| format!("req_{:016x}", super::fresh_seed())),
+            trace: spans.and_then(|spans| Trace::new(request.headers(), spans)),
+            id: given(request.headers()).unwrap_or_else(|| format!("req_{:016x}", fresh_seed())),
             method: request.method().clone(),
             path: path.chars().take(PATH_MAX).collect(),
             began: Instant::now(),
@@ -112,6 +151,53 @@ impl Record {
         )
     }
 
+    /// The request as a span, with the names of OpenTelemetry's conventions.
+    fn span(&self, trace: &Trace) -> Span {
+        let status = self.status.load(Ordering::Relaxed);
+        let text = |key, text: &str| attribute(key, Value::StringValue(text.to_owned()));
+        let number = |key, number: usize| attribute(key, Value::IntValue(number as i64));
+        let counted = |key, counter: &AtomicUsize| number(key, counter.load(Ordering::Relaxed));
+        let mut attributes: Vec<KeyValue> = vec![
+            text("http.request.method", self.method.as_str()),
+            text("url.path", &self.path),
+            text("http.request.header.x-request-id", &self.id),
+            counted("gen_ai.usage.input_tokens", &self.prompt),
+            counted("gen_ai.usage.cache_read.input_tokens", &self.cached),
+            counted("gen_ai.usage.output_tokens", &self.tokens),
+        ];
+        // Without a status the client left before there was an answer.
+        attributes.extend((status > 0).then(|| number("http.response.status_code", status.into())));
+        let first = self.first_us.load(Ordering::Relaxed);
+        let first = (first != UNKNOWN).then(|| span::Event {
+            time_unix_nano: self.arrived_ns.saturating_add(first.saturating_mul(1000)),
+            name: "first token".to_owned(),
+            ..span::Event::default()
+        });
+        let took = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(UNKNOWN);
+        let code =
+            if status >= 500 { status::StatusCode::Error } else { status::StatusCode::Unset };
+        let message = self.refused.get().cloned().unwrap_or_default();
+        // A path that there is not may be any text, and names are to be few.
+        let name = match status {
+            404 => self.method.to_string(),
+            _ => format!("{} {}", self.method, self.path),
+        };
+        Span {
+            trace_id: trace.id.to_vec(),
+            span_id: (fresh_seed() | 1).to_be_bytes().to_vec(),
+            parent_span_id: trace.parent.clone(),
+            flags: 1,
+            name,
+            kind: span::SpanKind::Server as i32,
+            start_time_unix_nano: self.arrived_ns,
+            end_time_unix_nano: self.arrived_ns.saturating_add(took),
+            attributes,
+            events: first.into_iter().collect(),
+            status: Some(Status { message, code: code as i32 }),
+            ..Span::default()
+        }
+    }
+
     /// Whether the request is a probe of a monitor that succeeded: those are not logged.
     fn is_probe(&self) -> bool {
         let probes = ["/", "/health", "/ready", "/metrics"];
@@ -123,6 +209,7 @@ impl Drop for Record {
     fn drop(&mut self) {
         if !self.is_probe() {
             report::say(&self.line());
+            self.trace.iter().for_each(|trace| trace.spans.send(self.span(trace)));
         }
     }
 }
@@ -135,8 +222,12 @@ fn given(headers: &HeaderMap) -> Option<String> {
 }
 
 /// Records a request and names its id in the answer.
-pub(super) async fn recorded(mut request: Request, next: Next) -> Response {
-    let record = Arc::new(Record::new(&request));
+pub(super) async fn recorded(
+    State(served): State<Arc<Served>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let record = Arc::new(Record::new(&request, served.spans.as_ref()));
     request.extensions_mut().insert(record.clone());
     let mut response = next.run(request).await;
     record.status.store(response.status().as_u16(), Ordering::Relaxed);
@@ -160,7 +251,27 @@ mod tests {
 
     fn record(id: &str) -> Record {
         let request = axum::http::Request::post("/v1/completions?key=secret");
-        Record::new(&request.header(ID, id).body(Body::empty()).unwrap())
+        Record::new(&request.header(ID, id).body(Body::empty()).unwrap(), None)
+    }
+
+    #[test]
+    fn the_parent_is_that_of_a_well_formed_header() {
+        let (id, parent) = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331");
+        let of = |flags: &str| parent_of(&format!("00-{id}-{parent}-{flags}"));
+        let known = (0x0af7_6519_16cd_43dd_8448_eb21_1c80_319c, 0xb7ad_6b71_6920_3331);
+        assert_eq!(of("01"), Some((known.0, known.1, true)));
+        assert_eq!(of("02"), Some((known.0, known.1, false)));
+        assert_eq!(parent_of(&format!("cc-{id}-{parent}-01-more")), of("01"), "a later version");
+        for wrong in [
+            String::new(),
+            format!("ff-{id}-{parent}-01"),
+            format!("00-{}-{parent}-01", "0".repeat(32)),
+            format!("00-{id}-{}-01", "0".repeat(16)),
+            format!("00-+{}-{parent}-01", &id[1..]),
+            format!("00-{id}-{parent}"),
+        ] {
+            assert_eq!(parent_of(&wrong), None, "{wrong}");
+        }
     }
 
     #[test]

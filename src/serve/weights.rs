@@ -13,7 +13,7 @@ impl EngineLoop<'_> {
         let place = turn.session().place();
         let waiting = self.scheduler.give_back(turn, 0, Outcome::WaitIo);
         debug_assert!(waiting.is_ok(), "the turn is the scheduler's: {waiting:?}");
-        let end = TurnEnd { place, first: 0, positions: 0, tokens: 0 };
+        let end = TurnEnd { place, ..TurnEnd::default() };
         self.said.turn(&end, self.scheduler.ring());
         self.said.enter(Activity::Loading);
     }

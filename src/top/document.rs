@@ -96,6 +96,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "requeues": entered(EntryState::Requeue), "io_waits": entered(EntryState::WaitIo),
             "faults": entered(EntryState::Fault), "positions": head.positions, "tokens": head.tokens,
             "launches": head.launches, "loads": head.loads, "suspicions": head.suspicions, "batches": head.batches, "batched": head.batched,
+            "windows": head.windows, "guessed": head.guessed, "accepted": head.accepted,
             "steps": view.now.page.step_count(),
         },
         "endings": by_name(SequenceEnd::ALL.iter().map(|ending| ending.name()), &head.endings),

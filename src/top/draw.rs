@@ -1,6 +1,6 @@
 //! Draws a view: readable at 80 by 24, on any terminal, also without colour.
 
-use abi::{Activity, EntryState, SequenceEnd, Trap, WorkerWords};
+use abi::{Activity, EntryState, SequenceEnd, Telemetry, Trap, WorkerWords};
 use ratatui::Frame;
 
 use ratatui::layout::Rect;
@@ -271,6 +271,7 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
         let (all, held, promised) = (head.kv_pages, head.kv_held, head.kv_promised);
         sheet.row("kv pages", format!("{held} held, {promised} promised of {all}{batches}"));
     }
+    guesses(sheet, head);
     tasks(sheet, view);
     let per_write = head.write_ns.checked_div(head.writes.saturating_sub(1));
     sheet.row(
@@ -282,6 +283,15 @@ fn ring(sheet: &mut Sheet, view: &View<'_>) {
             view.rates.telemetry * 100.0
         ),
     );
+}
+
+/// Guessed tokens, if there were any.
+fn guesses(sheet: &mut Sheet, head: &Telemetry) {
+    let [guessed, accepted, windows] =
+        [head.guessed, head.accepted, head.windows].map(|count| short(count as f64));
+    if head.windows > 0 {
+        sheet.row("guesses", format!("{guessed} tokens in {windows} windows, {accepted} right"));
+    }
 }
 
 /// Tasks by op, if a program is known.

@@ -42,6 +42,7 @@ fn served(at_ns: u64, tokens: u64) -> Look {
         (2_470_000_000, 2_470_000_000, 2_470_000_000);
     (head.kv_pages, head.kv_held, head.kv_promised) = (255, 9, 24);
     (head.batches, head.batched) = (tokens / 4, tokens);
+    (head.windows, head.guessed, head.accepted) = (tokens / 10, tokens / 2, tokens / 5);
     head.set_gpu(&abi::GpuState {
         sm_mhz: 1755,
         memory_mhz: 3201,

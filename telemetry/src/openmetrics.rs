@@ -76,6 +76,9 @@ plain! {
     Gauge "kv_pages_promised" None, "Pages that sequences hold or were promised.", |h| f64::from(h.kv_promised);
     Counter "batches" None, "Commands that ran several sequences at once.", |h| h.batches as f64;
     Counter "batched_turns" None, "Turns of sequences in these commands.", |h| h.batched as f64;
+    Counter "windows" None, "Steps of one sequence that checked guessed tokens.", |h| h.windows as f64;
+    Counter "guessed_tokens" None, "Tokens guessed for these steps.", |h| h.guessed as f64;
+    Counter "accepted_tokens" None, "Guessed tokens that were right.", |h| h.accepted as f64;
     Counter "launches" None, "Times that a kernel was launched.", |h| h.launches as f64;
     Counter "program_loads" None, "Programs loaded.", |h| h.loads as f64;
     Gauge "suspected_workers" None, "Workers with no progress for longer than the limit while a step is under way.", |h| f64::from(h.suspected);

@@ -2,6 +2,7 @@
 //! rates are for.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use ir::Target;
 use ir::schedule::neutral_config;
@@ -29,7 +30,9 @@ const REGRET_MAX: f64 = 0.01;
 /// 0.3 us of each other (docs/lab/2026-11-28-grids-of-today.md).
 const RACED: usize = 5;
 
-/// Cases of all models.
+/// Cases of all models, which are lowered once for all tests.
+static CASES: LazyLock<Vec<Case>> = LazyLock::new(cases);
+
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for name in ["llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"] {
@@ -46,14 +49,28 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// By model and context.
-fn judged(cases: &[Case], point: impl Fn(&Case) -> Point) -> BTreeMap<String, Calibration> {
-    let mut groups: BTreeMap<String, Vec<Point>> = BTreeMap::new();
-    for case in cases {
+/// Points by model and context. A point is a prediction, which takes most of the time of these tests.
+type Groups = BTreeMap<String, Vec<Point>>;
+
+fn points(point: impl Fn(&Case) -> Point) -> Groups {
+    let mut groups = Groups::new();
+    for case in CASES.iter() {
         let group = format!("{} at {}", case.model, case.context);
         groups.entry(group).or_default().push(point(case));
     }
-    groups.into_iter().map(|(name, points)| (name, Calibration::of(&points))).collect()
+    groups
+}
+
+fn judged(groups: &Groups) -> BTreeMap<&str, Calibration> {
+    groups.iter().map(|(name, points)| (name.as_str(), Calibration::of(points))).collect()
+}
+
+/// The same points with another prediction of each.
+fn predicted(groups: &Groups, us: impl Fn(&Point) -> f64) -> Groups {
+    let other = |points: &Vec<Point>| {
+        points.iter().map(|point| Point { predicted_us: us(point), ..*point }).collect()
+    };
+    groups.iter().map(|(name, points)| (name.clone(), other(points))).collect()
 }
 
 /// How much slower than the fastest point the fastest of those is that are predicted to be the fastest.
@@ -81,8 +98,8 @@ fn left_out(case: &Case) -> Point {
 
 #[test]
 fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
-    let cases = cases();
-    let shipped = judged(&cases, |case| case.point(Rates::shipped()));
+    let with_shipped = points(|case| case.point(Rates::shipped()));
+    let shipped = judged(&with_shipped);
     println!("{shipped:#?}");
     assert!(shipped.values().all(|of| of.rows == POINTS) && shipped.len() == 3, "{shipped:?}");
     for (name, calibration) in &shipped {
@@ -92,8 +109,8 @@ fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
         );
     }
     // A model that uses only the bytes.
-    let bound = |point: Point| Point { predicted_us: point.bound_us, ..point };
-    let spoilt = judged(&cases, |case| bound(case.point(Rates::shipped())));
+    let bound = predicted(&with_shipped, |point| point.bound_us);
+    let spoilt = judged(&bound);
     assert!(!spoilt.values().any(|calibration| calibration.rank_correlation >= RANK_MIN));
     assert!(!spoilt.values().any(good), "bytes alone pass: {spoilt:?}");
     // Every rate at the far end of its range: the order may survive that, the error may not.
@@ -101,22 +118,21 @@ fn predictions_rank_measured_schedules_and_a_spoilt_model_does_not() {
         rates.with(index, if rates.get(index) > f64::midpoint(low, high) { low } else { high })
     };
     let far = Rates::TABLE.iter().enumerate().fold(*Rates::shipped(), far);
-    let spoilt = judged(&cases, |case| case.point(&far));
+    let far = points(|case| case.point(&far));
+    let spoilt = judged(&far);
     assert!(!spoilt.values().all(good), "a spoilt model passes: {spoilt:?}");
 }
 
 #[test]
 fn rates_that_have_not_seen_a_model_predict_it() {
-    let grids = cases();
-    for (name, calibration) in judged(&grids, left_out) {
+    let unseen = points(left_out);
+    for (name, calibration) in judged(&unseen) {
         assert!(good(&calibration), "{name}: {calibration:?}");
     }
-    for model in grids.chunk_by(|a, b| a.model == b.model) {
-        let points: Vec<Point> = model.iter().map(left_out).collect();
-        assert!(regret(&points) <= REGRET_MAX, "{}: {}", model[0].model, regret(&points));
-        // The slowest predicted are not the fastest.
-        let turned = |of: &Point| Point { predicted_us: -of.predicted_us, ..*of };
-        let turned: Vec<Point> = points.iter().map(turned).collect();
-        assert!(regret(&turned) > REGRET_MAX, "{}: {}", model[0].model, regret(&turned));
+    // The slowest predicted are not the fastest.
+    let turned = predicted(&unseen, |point| -point.predicted_us);
+    for (name, points) in &unseen {
+        assert!(regret(points) <= REGRET_MAX, "{name}: {}", regret(points));
+        assert!(regret(&turned[name]) > REGRET_MAX, "{name}: {}", regret(&turned[name]));
     }
 }

@@ -15,6 +15,14 @@ pub(crate) fn compiler() -> Option<String> {
     None
 }
 
+/// Whether the CPU converts f16, which the compiler otherwise does by calls that take most of a program's time.
+fn converts_f16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("f16c");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// Output of `tests/emulated/<program>.cpp`, compiled after these device sources, given `input` as a file. `spoil` replaces a text of the
 /// sources by another: a mutation that the test must detect.
 pub(crate) fn run(
@@ -38,7 +46,9 @@ pub(crate) fn run(
     let main = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/emulated/{program}.cpp"));
     let (built, file) = (folder.path().join(program), folder.path().join("input"));
     let output = Command::new(compiler)
-        .args(["-std=c++17", "-O1", "-w", "-I"])
+        .args(["-std=c++17", "-O1", "-w"])
+        .args(converts_f16().then_some("-mf16c"))
+        .arg("-I")
         .arg(folder.path())
         .args(["-I", concat!(env!("CARGO_MANIFEST_DIR"), "/../vm-device/include")])
         .args(defines)

@@ -2,6 +2,7 @@
 // It covers the part of CUDA that sampling.cuh and cooperative_sampler.cuh use; they are compiled unchanged. Memory order is not tested: a
 // fiber sees what those before it have stored.
 #pragma once
+#undef _FORTIFY_SOURCE // its longjmp takes another stack for an error
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <vector>
 
@@ -56,16 +58,34 @@ using std::fmaxf;
 
 // The fibers.
 struct Fibers {
-  ucontext_t home, of[ALL_THREADS];
+  ucontext_t first[ALL_THREADS]; // where a fiber begins
+  jmp_buf home, of[ALL_THREADS];
   std::unique_ptr<char[]> stacks{new char[(size_t)ALL_THREADS * STACK]};
-  bool done[ALL_THREADS];
+  bool begun[ALL_THREADS], done[ALL_THREADS];
   uint32_t group[ALL_THREADS], since[ALL_THREADS]; // what a fiber waits for: a group, plus one, to leave this round
   uint32_t running, waiting[GROUPS], round[GROUPS], size[GROUPS];
   uint64_t word[ALL_THREADS];
   void (*body)(uint32_t worker, uint32_t thread);
 };
 inline Fibers fibers;
-inline void next_fiber() { swapcontext(&fibers.of[fibers.running], &fibers.home); }
+// Switches with _setjmp, since swapcontext makes a system call each time, which was most of the time of these programs.
+__attribute__((noinline)) inline void next_fiber() {
+  if (_setjmp(fibers.of[fibers.running]) == 0) {
+    _longjmp(fibers.home, 1);
+  }
+}
+// Runs a fiber until it leaves.
+__attribute__((noinline)) inline void enter_fiber(uint32_t t) {
+  fibers.running = t;
+  if (_setjmp(fibers.home) != 0) {
+    return;
+  }
+  if (fibers.begun[t]) {
+    _longjmp(fibers.of[t], 1);
+  }
+  fibers.begun[t] = true;
+  setcontext(&fibers.first[t]);
+}
 // Waits until all threads of a group have arrived.
 inline void meet(uint32_t group) {
   uint32_t const round = fibers.round[group];
@@ -94,13 +114,13 @@ inline void run_workers(void (*body)(uint32_t, uint32_t)) {
     fibers.size[g] = g < WARPS ? 32 : THREADS_OF_WORKER;
   }
   for (uint32_t t = 0; t < ALL_THREADS; ++t) {
-    fibers.done[t] = false;
+    fibers.begun[t] = fibers.done[t] = false;
     fibers.group[t] = 0;
-    getcontext(&fibers.of[t]);
-    fibers.of[t].uc_stack.ss_sp = fibers.stacks.get() + (size_t)t * STACK;
-    fibers.of[t].uc_stack.ss_size = STACK;
-    fibers.of[t].uc_link = &fibers.home;
-    makecontext(&fibers.of[t], fiber_main, 0);
+    getcontext(&fibers.first[t]);
+    fibers.first[t].uc_stack.ss_sp = fibers.stacks.get() + (size_t)t * STACK;
+    fibers.first[t].uc_stack.ss_size = STACK;
+    fibers.first[t].uc_link = nullptr; // a fiber that is done leaves for good
+    makecontext(&fibers.first[t], fiber_main, 0);
   }
   for (uint32_t left = ALL_THREADS, idle = 0; left > 0;) {
     for (uint32_t t = 0; t < ALL_THREADS; ++t) {
@@ -108,8 +128,7 @@ inline void run_workers(void (*body)(uint32_t, uint32_t)) {
       if (fibers.done[t] || (group != 0 && fibers.round[group - 1] == fibers.since[t])) {
         continue;
       }
-      fibers.running = t;
-      swapcontext(&fibers.home, &fibers.of[t]);
+      enter_fiber(t);
       if (fibers.done[t]) {
         --left;
         idle = 0;

@@ -167,12 +167,15 @@ fn share_mask(graph: &Graph, packed: &PackedModel) -> u32 {
     product_tiles(graph, packed)
         .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX, scaled)))
         .filter(|(_, staging)| staging.warp_units > 0)
-        .fold(0, |mask, (tile, staging)| {
-            let full = staging.warp_units == WARP_UNITS_MAX;
-            let short = full && staging.stage_units < abi::STAGE_UNITS_MAX;
-            let short_last = tile > staging.stage_units && tile % staging.stage_units != 0;
-            mask | 1 << staging.warp_units | u32::from(short || short_last)
-        })
+        .fold(0, |mask, (tile, staging)| mask | share_bits(tile, &staging))
+}
+
+/// The bits of [`share_mask`] for tiles of `tile` units.
+pub(crate) fn share_bits(tile: u32, staging: &Staging) -> u32 {
+    let full = staging.warp_units == WARP_UNITS_MAX;
+    let short = full && staging.stage_units < abi::STAGE_UNITS_MAX;
+    let short_last = tile > staging.stage_units && !tile.is_multiple_of(staging.stage_units);
+    1 << staging.warp_units | u32::from(short || short_last)
 }
 
 /// Compiler options of a variant for an architecture such as `sm_90a`.

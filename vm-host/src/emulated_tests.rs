@@ -32,11 +32,27 @@ pub(crate) fn run(
     spoil: Option<(&str, &str)>,
     input: &str,
 ) -> String {
-    let folder = tempfile::tempdir().expect("a folder");
+    run_text(compiler, program, (&source_text(sources), defines), spoil, input)
+}
+
+/// These device sources, one behind the other.
+pub(crate) fn source_text(sources: &[&str]) -> String {
     let all = vm_device::SOURCES.iter().chain(vm_device::PREFILL_SOURCES);
     let found = all
         .filter(|source| sources.iter().any(|name| source.name.rsplit('/').next() == Some(name)));
-    let mut text: String = found.map(|source| source.text).collect();
+    found.map(|source| source.text).collect()
+}
+
+/// The same of a text of device sources.
+pub(crate) fn run_text(
+    compiler: &str,
+    program: &str,
+    (text, defines): (&str, &[String]),
+    spoil: Option<(&str, &str)>,
+    input: &str,
+) -> String {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut text = text.to_owned();
     if let Some((from, to)) = spoil {
         assert!(text.contains(from), "there is no {from}");
         text = text.replace(from, to);

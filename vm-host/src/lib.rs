@@ -26,6 +26,8 @@ mod driver;
 #[path = "emulated_tests.rs"]
 mod emulated;
 mod error;
+#[cfg(test)]
+mod fragments_tests;
 mod kernel_id;
 mod links;
 mod load;

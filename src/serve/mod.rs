@@ -436,7 +436,7 @@ fn lowered(
     match args.seqs {
         Some(seqs) => return lower(seqs),
         None if !on_gpu => return lower(1),
-        // Steps of several sequences on several GPUs have not run on a card, so they are opt-in.
+        // Steps of several sequences on several GPUs are right on two cards and have not been timed, so they are opt-in.
         None if context.target.devices > 1 => {
             report::say(
                 "note: sequences take turns: no batch on several GPUs has been measured; --batch 8 asks for one",

@@ -39,7 +39,7 @@ constexpr unsigned AMK_WARPS = AMK_CONSUMER_WARPS;
 #define AMK_FFN 8192
 #endif
 #ifndef AMK_SHARES // bit n: some matrix of the model is taken in warp fragments of n units
-#define AMK_SHARES 0x100
+#define AMK_SHARES 256
 #endif
 #ifndef AMK_SEQS // sessions that a step may run at once: 1, or 2, 4 or 8
 #define AMK_SEQS 1

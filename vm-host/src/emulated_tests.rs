@@ -318,7 +318,7 @@ fn a_batch_on_several_devices_is_fed_on_all_what_it_says() {
         // a hop less than the others.
         ("[seq_of(w)].slots", "[0].slots"),
         ("seq = own < seqs_running(w) ? own : 0", "seq = 0"),
-        ("sampled && !left(w) && device_of(w.shared) == 0", "sampled && !left(w)"),
+        ("is_sampled(w) && !left(w) && device_of(w.shared) == 0", "is_sampled(w) && !left(w)"),
         ("exchange_collect(in_seq(w, w.thread), best);", ""),
         ("sampled ? exchange_token(of", "is_sampled(of) ? exchange_token(of"),
     ] {

@@ -199,6 +199,23 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
   for (uint32_t i = 0; i < F::TILES * F::EACH; ++i) {
     uint32_t const tile = i / F::EACH, j = i % F::EACH;
     if (j < EACH) {
+#if AMK_SHARES & 3 // a warp may have no unit of a chunk, and what lies in its place may be no number
+      bool const there = share_has<UNITS>(w, units, FIRST + j);
+      uint32_t const at = (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK);
+      v.weights[i] = there ? stage_load(mine + at) : make_uint4(0, 0, 0, 0);
+      read |= v.weights[i].x;
+      if constexpr (has_scales(UNPACK)) {
+        uint32_t* const scales = v.scales + i * scale_words(UNPACK);
+#pragma unroll
+        for (uint32_t word = 0; word < scale_words(UNPACK); ++word) {
+          scales[word] = 0;
+        }
+        if (there) {
+          own.load(at, scales);
+        }
+        read |= has_factors(UNPACK) ? scales[0] | scales[1] : scales[0];
+      }
+#else
       uint32_t const at = share_has<UNITS>(w, units, FIRST + j) ? (tile * k.chunk + j * AMK_WARPS) * unit_bytes(UNPACK) : 0;
       v.weights[i] = stage_load(mine + at);
       read |= v.weights[i].x;
@@ -206,14 +223,6 @@ __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles
         uint32_t* const scales = v.scales + i * scale_words(UNPACK);
         own.load(at, scales);
         read |= has_factors(UNPACK) ? scales[0] | scales[1] : scales[0];
-      }
-#if AMK_SHARES & 3 // a warp may have no unit of a chunk, and what lies in its place may be no number
-      if (!share_has<UNITS>(w, units, FIRST + j)) {
-        v.weights[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (uint32_t word = 0; word < scale_words(UNPACK); ++word) {
-          v.scales[i * scale_words(UNPACK) + word] = 0;
-        }
       }
 #endif
     }

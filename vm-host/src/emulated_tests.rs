@@ -171,7 +171,7 @@ fn batches(compiler: &str, head_dim: u32, spoil: Option<(&str, &str)>, asked: &s
     batches_on(compiler, (8, 1, head_dim), spoil, asked)
 }
 
-/// Commands of a kernel of so many sequences and devices with heads of this width.
+/// What commands of batches print in a kernel for this number of sequences and of devices, with heads of this width.
 fn batches_on(
     compiler: &str,
     (seqs, devices, head_dim): (u32, u32, u32),

@@ -104,7 +104,7 @@ fn booted(text: &str, model: &Model, target: &Target) -> Option<Booted> {
     booted_for(text, model, target, 1)
 }
 
-/// The same with a kernel of so many sequences.
+/// The same, in a kernel for this number of sequences.
 fn booted_for(text: &str, model: &Model, target: &Target, seqs: u32) -> Option<Booted> {
     let (config, program) = lowered(text, model, target)?;
     let variant = vm_host::variant(&config.kernel, &model.graph);

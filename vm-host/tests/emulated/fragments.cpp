@@ -171,7 +171,11 @@ template <uint32_t UNPACK> void run_thread(Worker const& w) {
           multiply_pairs<UNPACK, UNITS>(w, c, k, done, nt, v, part, square);
         }
       } else if (k.held) {
-        held_in_turn<UNPACK, UNITS>(w, c, k, v, part, square);
+        if constexpr (SPARE_REGISTERS) {
+          multiply_held<UNPACK, UNITS>(w, c, k, v, part, square);
+        } else {
+          held_in_turn<UNPACK, UNITS>(w, c, k, v, part, square);
+        }
       } else {
         multiply_shares<UNPACK, UNITS>(w, c, k, done, nt, v, part);
       }

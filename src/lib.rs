@@ -25,6 +25,7 @@ mod context;
 mod csv;
 mod device;
 mod dispatch;
+mod distribution;
 mod engine;
 mod failure;
 mod files;

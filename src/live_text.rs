@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use model::{ModelError, TextStream, Tokenizer};
 
+use crate::distribution::{Distribution, Times};
 use crate::report;
 use crate::spinner::Spinner;
 
@@ -17,7 +18,8 @@ pub(crate) struct LiveText<'a> {
     began: Instant,
     first: Option<Duration>,
     last: Duration,
-    tokens: usize,
+    /// Between tokens.
+    gaps: Vec<Duration>,
     failed: Option<ModelError>,
 }
 
@@ -31,16 +33,19 @@ impl<'a> LiveText<'a> {
             began: Instant::now(),
             first: None,
             last: Duration::ZERO,
-            tokens: 0,
+            gaps: Vec::new(),
             failed: None,
         }
     }
 
     /// Shows what a token completes.
     pub(crate) fn push(&mut self, token: u32) {
-        self.last = self.began.elapsed();
-        self.first.get_or_insert(self.last);
-        self.tokens += 1;
+        let now = self.began.elapsed();
+        match self.first {
+            None => self.first = Some(now),
+            Some(_) => self.gaps.push(now - self.last),
+        }
+        self.last = now;
         match self.stream.as_mut().map(|stream| stream.push(token)) {
             Some(Ok(Some(piece))) => self.show(&piece),
             Some(Err(error)) => {
@@ -58,11 +63,11 @@ impl<'a> LiveText<'a> {
         report::say_piece(piece);
     }
 
-    /// Ends the line, says how fast it was, and returns the text.
+    /// Ends the line, says how fast it was, and returns the text and the times between tokens.
     ///
     /// # Errors
     /// If the tokenizer failed on a token.
-    pub(crate) fn finish(mut self) -> Result<String, ModelError> {
+    pub(crate) fn finish(mut self) -> Result<(String, Option<Distribution>), ModelError> {
         let rest = self.stream.take().map(TextStream::finish).transpose()?.unwrap_or_default();
         self.show(&rest);
         if let Some(error) = self.failed {
@@ -71,24 +76,23 @@ impl<'a> LiveText<'a> {
         if !self.text.is_empty() && !self.text.ends_with('\n') {
             report::say_piece("\n");
         }
-        if let Some(speed) = speed(self.tokens, self.first, self.last) {
-            report::say(&speed);
+        if let Some(first) = self.first {
+            report::say(&speed(first, &self.gaps));
         }
-        Ok(self.text)
+        Ok((self.text, Times::of(self.gaps.into_iter()).distribution()))
     }
 }
 
 /// The rate of the tokens after the first one, which waits for the prompt, and how long that took.
-fn speed(tokens: usize, first: Option<Duration>, last: Duration) -> Option<String> {
-    let first = first?;
-    let after = last.saturating_sub(first).as_secs_f64();
-    let rate = if tokens > 1 && after > 0.0 {
-        format!(", {:.1} tokens/s", (tokens - 1) as f64 / after)
+fn speed(first: Duration, gaps: &[Duration]) -> String {
+    let (tokens, after) = (gaps.len() + 1, gaps.iter().sum::<Duration>().as_secs_f64());
+    let rate = if after > 0.0 {
+        format!(", {:.1} tokens/s", gaps.len() as f64 / after)
     } else {
         String::new()
     };
     let plural = if tokens == 1 { "" } else { "s" };
-    Some(format!("[{tokens} token{plural}{rate}, first after {:.3} s]", first.as_secs_f64()))
+    format!("[{tokens} token{plural}{rate}, first after {:.3} s]", first.as_secs_f64())
 }
 
 #[cfg(test)]
@@ -98,11 +102,8 @@ mod tests {
     #[test]
     fn the_rate_leaves_out_the_first_token() {
         let s = Duration::from_secs;
-        assert_eq!(speed(0, None, s(0)), None);
-        assert_eq!(speed(1, Some(s(2)), s(2)).unwrap(), "[1 token, first after 2.000 s]");
-        assert_eq!(
-            speed(11, Some(s(2)), s(4)).unwrap(),
-            "[11 tokens, 5.0 tokens/s, first after 2.000 s]"
-        );
+        assert_eq!(speed(s(2), &[]), "[1 token, first after 2.000 s]");
+        let ten = [Duration::from_millis(200); 10];
+        assert_eq!(speed(s(2), &ten), "[11 tokens, 5.0 tokens/s, first after 2.000 s]");
     }
 }

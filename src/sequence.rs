@@ -14,9 +14,9 @@ use crate::host_rules::HostRules;
 use crate::speculate::{Guesser, Plan, Tally};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
-/// 0.2 ms, so that long ones are better. Clients do not wait for the end: tokens are sent while it runs, and it ends early
-/// when a request arrives or a client leaves.
-pub(crate) const SLICE: usize = 128;
+/// 0.2 ms: with so many steps it is in less than one gap of a thousand. Clients do not wait for the end: tokens are sent
+/// while it runs, and it ends early when a request arrives or a client leaves.
+pub(crate) const SLICE: usize = 2048;
 
 /// The same while other sequences wait for a turn.
 pub(crate) const SHARED_SLICE: usize = 16;

@@ -208,7 +208,7 @@ fn answer(
     }
     engine.end(0);
     ANSWERING.store(false, Ordering::SeqCst);
-    let text = live.finish()?;
+    let (text, _) = live.finish()?;
     if finish.is_none() {
         report::say("(stopped)");
     }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use model::Message;
 use safetensors::tensor::{Dtype, TensorView};
+use serde_json::json;
 
 use crate::cli::GenerateArgs;
 use crate::config_source::ConfigSource;
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         live.push(token);
         ControlFlow::Continue(())
     })?;
-    live.finish()?;
+    let (_, gaps) = live.finish()?;
     if let Some(path) = &args.logits {
         write_logits(path, &generated.logits, graph.vocab as usize)?;
         report::say(&format!("{} rows of logits in {}", generated.logits.len(), path.display()));
@@ -49,7 +50,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     if generated.text.is_none() {
         report::say(&listed(&generated.tokens));
     }
-    report::document(&generated.to_json())?;
+    let mut document = generated.to_json();
+    document["between_tokens_ms"] = json!(gaps);
+    report::document(&document)?;
     Ok(Exit::Yes)
 }
 

@@ -95,21 +95,21 @@ fn sizes(commands: &[Vec<usize>]) -> Vec<usize> {
     commands.iter().map(Vec::len).collect()
 }
 
-/// The machine samples 128 tokens per command if nobody waits, and 16 if somebody does.
+/// The machine samples `SLICE` tokens per command if nobody waits, and 16 if somebody does.
 #[test]
 fn commands_are_long_while_nobody_waits() {
     let engine = Scripted { chooses: true, ..Scripted::default() };
     let fed = engine.fed.clone();
-    awaited(engine, &[(vec![1], 40), (vec![2; 20], 300)]);
+    awaited(engine, &[(vec![1], 40), (vec![2; 20], 2 * SLICE as u32 + 44)]);
     let fed = fed.lock().unwrap();
     let ran = |of| fed.iter().filter(move |(place, ran)| *place == of && *ran != BEGUN);
     let ran = |of| ran(of).map(|(_, ran)| *ran).collect::<Vec<usize>>();
     assert_eq!(ran(0), [16, 16, 8], "{fed:?}");
     // A piece of the prompt, and its rest with new tokens beside the other; then alone.
-    assert_eq!(ran(1), [16, 16, 128, 128, 31], "{fed:?}");
+    assert_eq!(ran(1), [16, 16, SLICE, SLICE, 31], "{fed:?}");
 
     let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
-    let asked: Vec<_> = (0..4).map(|i| (vec![i], 257)).collect();
+    let asked: Vec<_> = (0..4).map(|i| (vec![i], 2 * SLICE as u32 + 1)).collect();
     assert_eq!(sizes(&awaited(engine, &asked).1), [4; 3]);
     let engine = Scripted { chooses: true, width: 2, ..Scripted::default() };
     assert_eq!(sizes(&awaited(engine, &asked[..3]).1)[..6], [2; 6]);
@@ -119,8 +119,8 @@ fn commands_are_long_while_nobody_waits() {
 #[test]
 fn a_prompt_is_read_beside_others() {
     let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
-    let asked: Vec<_> = (0..4).map(|i| (vec![i; 3], 382)).collect();
-    // A token each with the prompts, then 381 in three commands of up to 128.
+    let asked: Vec<_> = (0..4).map(|i| (vec![i; 3], 3 * SLICE as u32 - 2)).collect();
+    // A token each with the prompts, then the others in three commands.
     assert_eq!(sizes(&awaited(engine, &asked).1), [4; 4]);
 
     // One reads 40 tokens in a command, while two say 40; then all say another 40.

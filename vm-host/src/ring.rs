@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{
-    Completion, RING_ENTRIES, RingIndices, Status, Submission, WORKERS_MAX, WorkerHeartbeat,
+    Completion, DEVICES_MAX, RING_ENTRIES, RingIndices, Status, Submission, WORKERS_MAX,
+    WorkerHeartbeat,
 };
 
 use crate::error::HostError;
@@ -29,8 +30,11 @@ pub(crate) const BYTES: usize = (WORKER_HEARTBEATS
     + WORKERS_MAX as usize * size_of::<WorkerHeartbeat>())
 .next_multiple_of(4096);
 
-/// Interval at which a wait queries the driver for the kernel's state: the query is far cheaper than a step.
-const ASK_EVERY: Duration = Duration::from_millis(1);
+/// Interval at which a wait looks whether all devices are alive. The poller writes its heartbeat more often.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// Polls of a completion between two looks at tokens.
+const POLLS_PER_LOOK: u32 = 16;
 
 /// The words of a ring, by byte offset. The protocol is written against this trait, so that a model checker can run it (`ring_tests.rs`).
 pub(crate) trait Words {
@@ -159,8 +163,9 @@ impl<W: Words> RingHost<W> {
         Some(completion)
     }
 
-    /// Waits for the next completion, at most until `limit`. Now and then it calls `gone`, whether the kernel has exited (one that died posts
-    /// nothing more), and `preempt`, until that returns true, whether the command must yield.
+    /// Waits for the next completion, at most until `limit`. If a device's heartbeat stops, it calls `gone`, whether the kernel has exited (one
+    /// that died posts nothing more): a query of the driver, during which no token would be seen. Now and then it calls `preempt`, until that
+    /// returns true, whether the command must yield.
     ///
     /// # Errors
     /// The status block's reason if the device stopped, the driver's if the kernel died, else a time-out.
@@ -172,15 +177,16 @@ impl<W: Words> RingHost<W> {
     ) -> Result<Completion, HostError> {
         let start = Instant::now();
         let heartbeat = self.heartbeat();
+        let mut beats = self.heartbeats();
         let mut spins = 0_u32;
-        let mut ask_at = ASK_EVERY;
+        let mut look_at = LOOK_EVERY;
         let mut asked = false;
         loop {
             if let Some(completion) = self.poll_completion() {
                 return Ok(completion);
             }
             spins = spins.wrapping_add(1);
-            if spins.is_multiple_of(256) && !asked && preempt() {
+            if spins.is_multiple_of(POLLS_PER_LOOK) && !asked && preempt() {
                 self.preempt(self.seen.wrapping_add(1));
                 asked = true;
             }
@@ -195,13 +201,16 @@ impl<W: Words> RingHost<W> {
                         alive: self.heartbeat() != heartbeat,
                     });
                 }
-                if waited > ask_at {
+                if waited > look_at {
+                    let before = std::mem::replace(&mut beats, self.heartbeats());
+                    let mut pairs = before.iter().zip(&beats).take(self.devices as usize);
+                    let silent = pairs.any(|(before, now)| before == now);
                     // An exception of the kernel, which every later call reports too.
                     let died = |error: HostError| HostError::Died(error.to_string());
-                    if gone().map_err(died)? {
+                    if silent && gone().map_err(died)? {
                         return self.last_words();
                     }
-                    ask_at = waited + ASK_EVERY;
+                    look_at = waited + LOOK_EVERY;
                 }
             }
             std::hint::spin_loop();
@@ -219,7 +228,17 @@ impl<W: Words> RingHost<W> {
 
     /// The poller's clock: it changes while the poller lives.
     pub(crate) fn heartbeat(&self) -> u32 {
-        self.load(INDICES + core::mem::offset_of!(RingIndices, heartbeat), Ordering::Relaxed)
+        self.heartbeats()[0]
+    }
+
+    /// The clocks of all devices.
+    fn heartbeats(&self) -> [u32; DEVICES_MAX] {
+        let word = INDICES + core::mem::offset_of!(RingIndices, heartbeat);
+        let mut beats = [0; DEVICES_MAX];
+        for (beat, block) in beats.iter_mut().zip(self.blocks()) {
+            *beat = self.load(block + word, Ordering::Relaxed);
+        }
+        beats
     }
 
     /// Sequence of the current command if it waits for weights, else zero.

@@ -121,6 +121,30 @@ fn a_dead_kernel_is_reported_at_once() {
     ));
 }
 
+/// A query of the driver takes longer than a token may be late.
+#[test]
+fn the_driver_is_asked_only_when_a_heartbeat_stops() {
+    let (_block, mut ring) = ring();
+    let twin = twin(&ring);
+    let heartbeat = INDICES + core::mem::offset_of!(RingIndices, heartbeat);
+    let limit = Duration::from_millis(30);
+    let asked = std::cell::Cell::new(0);
+    let gone = || {
+        asked.set(asked.get() + 1);
+        Ok(false)
+    };
+    let mut beats = || {
+        twin.store(heartbeat, twin.load(heartbeat, Ordering::Relaxed) + 1, Ordering::Relaxed);
+        false
+    };
+    let slow = ring.wait_completion(limit, gone, &mut beats);
+    assert!(matches!(slow, Err(HostError::TimedOut { alive: true, .. })));
+    assert_eq!(asked.get(), 0);
+    let silent = ring.wait_completion(limit, gone, &mut || false);
+    assert!(matches!(silent, Err(HostError::TimedOut { alive: false, .. })));
+    assert!(asked.get() > 0);
+}
+
 #[test]
 fn what_a_kernel_said_before_it_left_counts() {
     let (_block, mut ring) = ring();

@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use crate::cli::{BenchArgs, LoadArgs};
 use crate::csv::{Column, Csv};
+use crate::distribution::{Distribution, Times};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::spinner::Spinner;
 use crate::{files, report};
@@ -68,18 +69,6 @@ const COLUMNS: [Column; 38] = [
     ("generated_tokens_total", "/tokens/generated"),
 ];
 
-/// A distribution, in milliseconds. A quantile is the least value that is not below that part of all (nearest rank).
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-struct Distribution {
-    count: usize,
-    mean: f64,
-    p50: f64,
-    p95: f64,
-    p99: f64,
-    p99_9: f64,
-    max: f64,
-}
-
 /// The figures of a load.
 #[derive(Debug, Serialize)]
 struct Figures {
@@ -124,36 +113,6 @@ struct Counts {
 struct Tokens {
     prompt: u64,
     generated: u64,
-}
-
-/// Milliseconds in ascending order.
-#[derive(Debug)]
-struct Times(Vec<f64>);
-
-impl Times {
-    fn of(times: impl Iterator<Item = Duration>) -> Self {
-        let mut sorted: Vec<f64> = times.map(|time| time.as_secs_f64() * 1e3).collect();
-        sorted.sort_by(f64::total_cmp);
-        Self(sorted)
-    }
-
-    fn quantile(&self, part: f64) -> Option<f64> {
-        let rank = (part * self.0.len() as f64).ceil() as usize;
-        self.0.get(rank.max(1) - 1).copied()
-    }
-
-    fn distribution(&self) -> Option<Distribution> {
-        let count = self.0.len();
-        Some(Distribution {
-            count,
-            mean: self.0.iter().sum::<f64>() / count.max(1) as f64,
-            p50: self.quantile(0.5)?,
-            p95: self.quantile(0.95)?,
-            p99: self.quantile(0.99)?,
-            p99_9: self.quantile(0.999)?,
-            max: self.quantile(1.0)?,
-        })
-    }
 }
 
 /// The times of a load, by kind.

@@ -5,22 +5,6 @@ use std::thread;
 
 use super::*;
 
-fn ms(times: &[u64]) -> Times {
-    Times::of(times.iter().map(|ms| Duration::from_millis(*ms)))
-}
-
-#[test]
-fn quantiles_are_values_that_occurred() {
-    let thousand: Vec<u64> = (1..=1000).rev().collect();
-    let found = ms(&thousand).distribution().unwrap();
-    assert_eq!((found.p50, found.p95, found.p99), (500.0, 950.0, 990.0));
-    assert_eq!((found.p99_9, found.max), (999.0, 1000.0));
-    assert!((found.mean - 500.5).abs() < 1e-9);
-    let one = ms(&[7]).distribution().unwrap();
-    assert_eq!((one.p50, one.p99, one.max), (7.0, 7.0, 7.0));
-    assert_eq!(ms(&[]).distribution(), None);
-}
-
 #[test]
 fn time_per_token_leaves_out_the_first() {
     let (first, whole) = (Some(Duration::from_millis(10)), Duration::from_millis(40));

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{ConfigArgs, ModelArgs};
+use super::{ConfigArgs, ModelArgs, gpu};
 
 /// The subcommands of `inspect`.
 #[derive(Debug, Subcommand)]
@@ -41,6 +41,9 @@ pub(crate) struct InspectKernelArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
+    /// The kernel of batches of N sequences.
+    #[arg(long, value_name = "N", value_parser = gpu::several)]
+    pub(crate) batch: Option<u32>,
     /// Write the machine code as text, with source lines; needs nvdisasm.
     #[arg(long, value_name = "FILE")]
     pub(crate) sass: Option<PathBuf>,

@@ -27,7 +27,10 @@ pub(crate) fn kernel(args: &InspectKernelArgs) -> Outcome {
     let context = Context::of_shape(&args.model)?;
     let tokens = context.predicted_at();
     let Chosen { config, source } = choose(&context, &args.config, tokens, Auto::Reproducible)?;
-    let variant = context.variant(&config.kernel, 1);
+    if let Some(sequences) = args.batch {
+        context.check_batch(&config, sequences)?;
+    }
+    let variant = context.variant(&config.kernel, args.batch.unwrap_or(1));
     let arch = &context.target.arch;
     let working = Spinner::on(format!("compiling the kernel of {}", context.graph().name));
     let cache = vm_host::default_cache();

@@ -30,7 +30,7 @@ struct Scripted {
     commands: Arc<Mutex<Vec<Vec<usize>>>>,
     /// The most positions of a step with windows; 0 counts as 1. The places of each such step, and the positions of each.
     window: usize,
-    windows: Arc<Mutex<Vec<Vec<(usize, usize)>>>>,
+    windows: Arc<Mutex<Vec<Windows>>>,
     /// Whether it runs prompts in chunks, without their last token.
     chunks: bool,
     /// Whether sequences share pages of their prompts: the tokens of each place, and those of the pages that were run.
@@ -52,6 +52,9 @@ struct Scripted {
     /// Where its weights are.
     weights_at: Arc<Mutex<WeightsAt>>,
 }
+
+/// The places of a step with windows, and the positions of each.
+type Windows = Vec<(usize, usize)>;
 
 /// A call in which the machine fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -299,7 +299,7 @@ fn a_change_of_the_kernel_is_told_before_its_tokens() {
 
 /// Requests with at most so many guesses each, on an engine with windows. Returns the positions of each place in each step of
 /// windows.
-fn guessing(engine: Scripted, asked: &[(Vec<u32>, u32, u32)]) -> Vec<Vec<(usize, usize)>> {
+fn guessing(engine: Scripted, asked: &[(Vec<u32>, u32, u32)]) -> Vec<Windows> {
     let (windows, admission) = (engine.windows.clone(), Admission::new(asked.len()));
     let (jobs, inbox) = channel();
     let send = |(prompt, limit, guesses): &(Vec<u32>, u32, u32)| {

@@ -155,8 +155,8 @@ pub(crate) trait Engine {
         Err(Broken::Sequence(format!("the machine does not choose for place {place}")))
     }
 
-    /// Most positions of a window, one step that runs consecutive positions of one sequence: the next token and guesses. 1:
-    /// the machine has none.
+    /// Most positions of a step with windows, which run consecutive positions of one sequence each: its next token and guesses.
+    /// 1: the machine has none.
     fn window(&self) -> usize {
         1
     }
@@ -166,16 +166,15 @@ pub(crate) trait Engine {
         false
     }
 
-    /// Runs the next token of a sequence for which the machine samples, and guesses behind it, in a window. Gives the tokens
-    /// that [`advance`](Self::advance) would have sampled, as many as the guesses were right and one more.
+    /// Runs the next token of each of these sequences, for which the machine samples, and guesses behind it, in one step of
+    /// windows. Gives each the tokens that [`advance`](Self::advance) would have sampled, as many as its guesses were right and
+    /// one more. A sequence that cannot continue returns an error; the others are unaffected.
     fn speculate(
         &mut self,
-        place: usize,
-        _token: u32,
-        _guesses: &[u32],
+        _seqs: &[(usize, &[u32])],
         _observer: &mut dyn Observer,
-    ) -> Result<Advanced, Broken> {
-        Err(Broken::Sequence(format!("the machine has no windows for place {place}")))
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        Err(Broken::All("the machine has no windows".into()))
     }
 
     /// Runs tokens at the next positions in a window, and returns the logits of each. The sequence goes on where it was until
@@ -675,12 +674,10 @@ impl Engine for Megakernel<'_> {
 
     fn speculate(
         &mut self,
-        place: usize,
-        token: u32,
-        guesses: &[u32],
+        seqs: &[(usize, &[u32])],
         observer: &mut dyn Observer,
-    ) -> Result<Advanced, Broken> {
-        self.window_of(place, token, guesses, observer)
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        self.windows(seqs, observer)
     }
 
     fn window_rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {

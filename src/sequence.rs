@@ -11,7 +11,7 @@ use vm_host::Watch;
 use crate::constraint::Constraint;
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
-use crate::speculate::{Guesser, Plan, Tally};
+use crate::speculate::{Guesser, Offer, Plan, Tally};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
 /// 0.2 ms: with so many steps it is in less than one gap of a thousand. Clients do not wait for the end: tokens are sent
@@ -247,6 +247,30 @@ impl Sequence {
         self.guesser.as_mut().map_or_else(Tally::default, Guesser::unpublished)
     }
 
+    /// Its guesser, with all tokens so far.
+    fn informed(&mut self) -> Option<&mut Guesser> {
+        let guesser = self.guesser.as_mut()?;
+        let known = guesser.len() - self.work.prompt.len();
+        guesser.stepped(&self.chosen[known..], None);
+        Some(guesser)
+    }
+
+    /// What it could have in a step beside other sequences, of at most `most` positions: nothing before its first token.
+    pub(crate) fn offer(&mut self, most: usize) -> Offer {
+        let left = self.work.limit as usize - self.chosen.len();
+        let room = left.min(most).saturating_sub(1);
+        let begun = !self.chosen.is_empty();
+        let guesser = if begun { self.informed() } else { None };
+        guesser.map_or_else(Offer::default, |guesser| guesser.offer(room))
+    }
+
+    /// Notes what a window with these guesses gave beside other sequences: the tokens from number `before` on.
+    pub(crate) fn guessed(&mut self, guesses: &[u32], before: usize) {
+        if let Some(guesser) = self.guesser.as_mut().filter(|_| !guesses.is_empty()) {
+            guesser.ran(guesses, &self.chosen[before..], None);
+        }
+    }
+
     /// A turn of a sequence that is past its prompt and may run in windows: one of these, or some steps.
     fn guessing_turn(
         &mut self,
@@ -255,18 +279,18 @@ impl Sequence {
         tell: Tell<'_>,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
-        let Some(guesser) = &mut self.guesser else { return Ok((0, None)) };
-        let known = guesser.len() - self.work.prompt.len();
-        guesser.stepped(&self.chosen[known..], None);
         let left = self.work.limit as usize - self.chosen.len();
         let room = left.min(most as usize).saturating_sub(1);
+        let Some(guesser) = self.informed() else { return Ok((0, None)) };
         let (plan, before, began) = (guesser.next(room), self.chosen.len(), Instant::now());
         let (ran, finish) = match &plan {
             Plan::Plain => self.plain_turn(engine, (place, most.min(LOOKED)), tell, preempt)?,
             Plan::Window(guesses) if self.chosen_there => {
-                let (token, told) = (self.chosen[before - 1], 0);
+                let (tokens, told) = ([&self.chosen[before - 1..], guesses].concat(), 0);
                 let mut teller = Teller { kernel: &mut self.kernel, told, tell, preempt };
-                let done = engine.speculate(place, token, guesses, &mut teller)?;
+                let done = engine.speculate(&[(place, &tokens)], &mut teller)?.pop();
+                let done = done.unwrap_or_else(|| Err("no answer".to_owned()));
+                let done = done.map_err(Broken::Sequence)?;
                 (done.ran, self.took(done, told, tell))
             }
             Plan::Window(guesses) => self.window_turn(engine, (place, guesses), tell)?,

@@ -69,11 +69,10 @@ impl Engine for Sampler {
 
     fn speculate(
         &mut self,
-        _: usize,
-        token: u32,
-        guesses: &[u32],
+        seqs: &[(usize, &[u32])],
         _: &mut dyn Observer,
-    ) -> Result<Advanced, Broken> {
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        let &[(_, &[token, ref guesses @ ..])] = seqs else { panic!("{seqs:?}") };
         assert!(guesses.len() < 8 && !self.penalty);
         self.windows += 1;
         let before = self.ran.len();
@@ -88,7 +87,7 @@ impl Engine for Sampler {
             chosen.extend(more);
             stopped = ends;
         }
-        Ok(Advanced { chosen, ran: self.ran.len() - before, stopped })
+        Ok(vec![Ok(Advanced { chosen, ran: self.ran.len() - before, stopped })])
     }
 }
 

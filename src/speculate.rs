@@ -7,6 +7,10 @@ use std::collections::HashMap;
 
 use serde_json::{Value, json};
 
+mod share;
+
+pub(crate) use share::{Offer, Sharing};
+
 /// Most guesses of a window, beside the next token.
 pub(crate) const GUESSES_MAX: u32 = abi::SEQS_MAX as u32 - 1;
 
@@ -188,6 +192,12 @@ impl Guesser {
     /// Tokens of the text that it knows.
     pub(crate) fn len(&self) -> usize {
         self.lookup.len()
+    }
+
+    /// What it could have in a step beside other sequences, with no more than `room` guesses.
+    pub(crate) fn offer(&self, room: usize) -> Offer {
+        let (acceptance, most) = (self.acceptance, self.most.min(room));
+        Offer { acceptance, guesses: self.lookup.guess(most) }
     }
 
     /// How the next step is run, with no more than `room` guesses.

@@ -294,37 +294,45 @@ impl<'a> Machine<'a> {
         }
         let Program { dims, kv_capacity, .. } = self.program;
         InputError::check(tokens, dims.vocab, self.positions, *kv_capacity as usize)?;
-        self.steps(tokens.chunks(1), order)
+        self.steps(0, tokens.chunks(1), order)
     }
 
     /// Feeds tokens at the next positions in one step: a window, in which each position has a sequence's scratch, and
     /// attends to the keys and values that those before it write in the same step. The tokens and logits are those of
-    /// [`run`](Self::run), bit for bit.
+    /// [`run`](Self::run), bit for bit. The sequences before `first` are those of other sessions in the same step: they share
+    /// nothing with the window that is written, so that only its place among them matters.
     ///
     /// # Errors
     /// As [`run`](Self::run).
-    pub fn window(&mut self, tokens: &[u32], order: Order) -> Result<Run, MachineError> {
+    pub fn window(
+        &mut self,
+        first: u32,
+        tokens: &[u32],
+        order: Order,
+    ) -> Result<Run, MachineError> {
         if self.halted {
             return Err(MachineError::Halted);
         }
         let Program { dims, kv_capacity, .. } = self.program;
         InputError::check(tokens, dims.vocab, self.positions, *kv_capacity as usize)?;
-        self.steps([tokens].into_iter().filter(|tokens| !tokens.is_empty()), order)
+        self.steps(first, [tokens].into_iter().filter(|tokens| !tokens.is_empty()), order)
     }
 
-    /// Runs steps of one position or several. The tokens have been checked.
+    /// Runs steps of one position or several, from sequence `first` on. The tokens have been checked.
     fn steps<'t>(
         &mut self,
+        first: u32,
         steps: impl Iterator<Item = &'t [u32]>,
         order: Order,
     ) -> Result<Run, MachineError> {
         let mut outputs = Outputs::default();
         for tokens in steps {
-            match self.step(tokens, order) {
+            match self.step(first, tokens, order) {
                 Ok(chosen) => {
                     self.chosen = chosen.last().copied();
                     outputs.tokens.extend(chosen);
-                    outputs.logits.extend((0..tokens.len()).map(|seq| self.memory.logits(seq)));
+                    let seqs = (first as usize..).take(tokens.len());
+                    outputs.logits.extend(seqs.map(|seq| self.memory.logits(seq)));
                 }
                 Err(stopped) => {
                     self.halted = true;
@@ -352,7 +360,7 @@ impl<'a> Machine<'a> {
     /// # Errors The trap of the task.
     pub fn again(&self, fired: &Fired, token: u32) -> Result<Fired, Trap> {
         let position = self.positions.saturating_sub(1) as u32;
-        let step = Step { token, position, epoch: self.epoch, device: 0, seq: 0 };
+        let step = Step { token, position, epoch: self.epoch, device: 0, seq: 0, before: 0 };
         let (worker, task) = (fired.worker.index(), fired.task as usize);
         let progress = Progress { task, ..Progress::default() };
         let effects = ops::fire(self.context(worker, &progress, step));
@@ -413,11 +421,11 @@ impl<'a> Machine<'a> {
     }
 
     /// Runs tokens through the program, a sequence of a window each, and returns the token chosen after each.
-    fn step(&mut self, tokens: &[u32], order: Order) -> Result<Vec<u32>, Run> {
+    fn step(&mut self, first: u32, tokens: &[u32], order: Order) -> Result<Vec<u32>, Run> {
         self.epoch = self.epoch.wrapping_add(1);
-        let of = |(seq, &token): (u32, &u32)| {
-            let position = self.positions as u32 + seq;
-            Step { token, position, epoch: self.epoch, device: 0, seq }
+        let of = |(before, &token): (u32, &u32)| {
+            let (position, seq) = (self.positions as u32 + before, first + before);
+            Step { token, position, epoch: self.epoch, device: 0, seq, before }
         };
         let steps: Vec<Step> = (0..).zip(tokens).map(of).collect();
         self.memory.begin(steps[0], steps.len());

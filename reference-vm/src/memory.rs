@@ -26,8 +26,10 @@ pub(crate) struct Step {
     pub(crate) epoch: u32,
     /// The device whose memory is accessed.
     pub(crate) device: u32,
-    /// The sequence of the window whose scratch is accessed; those before it run the positions before this one.
+    /// The sequence whose scratch is accessed, and how many of those directly before it run the positions before this one,
+    /// in the same window.
     pub(crate) seq: u32,
+    pub(crate) before: u32,
 }
 
 /// Words `start..start + len` of a buffer, of a sequence's copy of it.
@@ -174,9 +176,9 @@ impl<'a> Memory<'a> {
         true
     }
 
-    /// Makes room for the keys and values of a step of `seqs` positions, and poisons the words of earlier steps.
+    /// Makes room for the keys and values of a step of `seqs` positions from `step` on, and poisons the words of earlier steps.
     pub(crate) fn begin(&mut self, step: Step, seqs: usize) {
-        self.make_room(seqs);
+        self.make_room(step.seq as usize + seqs);
         for (buffer, place) in self.program.buffers.iter().zip(&self.places) {
             if let Place::Plain(first) = *place {
                 let words = first..first + buffer.words as usize;

@@ -105,8 +105,9 @@ pub(crate) fn fire(context: Context<'_>) -> Result<Effects, Fault> {
 impl<'m> Context<'m> {
     /// The same task in another sequence of the window, at that one's position.
     fn in_seq(self, seq: u32) -> Self {
-        let position = self.step.position + seq - self.step.seq;
-        Self { step: Step { seq, position, ..self.step }, ..self }
+        let at = |of: u32| of + seq - self.step.seq;
+        let (position, before) = (at(self.step.position), at(self.step.before));
+        Self { step: Step { seq, position, before, ..self.step }, ..self }
     }
 
     fn reads(self, index: usize) -> Result<BufferId, Fault> {

@@ -6,7 +6,7 @@ use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
 use vm_host::{
     Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident, Watch, Window,
-    WindowDecoded,
+    WindowsDecoded,
 };
 
 use super::{Gpu, Machine, device_error};
@@ -23,7 +23,7 @@ impl Gpu<'_> {
         self.seqs
     }
 
-    /// The most positions of a window of kernels from the next program on.
+    /// The most positions of a step's windows of kernels from the next program on.
     pub(crate) fn window_seqs(&self) -> u32 {
         let graph = self.context.graph();
         let fits = ir::program::smem::fresh_rows(graph.head_dim);
@@ -61,14 +61,15 @@ impl Gpu<'_> {
         Ok(done)
     }
 
-    /// Runs a window.
-    pub(crate) fn window(
+    /// Runs a step of windows.
+    pub(crate) fn windows(
         &mut self,
         handle: Handle,
-        window: &Window<'_>,
-    ) -> Result<WindowDecoded, Broken> {
+        windows: &[Window<'_>],
+        keep_logits: bool,
+    ) -> Result<WindowsDecoded, Broken> {
         self.sequences.fill(None); // those of searches
-        let done = self.undone(handle, |running| running.run_window(window))?;
+        let done = self.undone(handle, |running| running.run_windows(windows, keep_logits))?;
         self.passes += 1;
         self.arrival.tokens();
         Ok(done)

@@ -64,7 +64,7 @@ impl Cached for Machine<'_> {
     const WINDOW: usize = abi::SEQS_MAX;
 
     fn window(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>, String> {
-        match Self::window(self, tokens, Order::Waves).map_err(|error| error.to_string())? {
+        match Self::window(self, 0, tokens, Order::Waves).map_err(|error| error.to_string())? {
             Run::Finished(outputs) => Ok(outputs.logits),
             halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
                 Err(search::Rejection::Halted(halted).to_string())

@@ -1,4 +1,4 @@
-//! Windows: steps of consecutive positions of one sequence, of which those behind a wrong guess are dropped.
+//! Windows: steps of consecutive positions of sequences, of which those behind a wrong guess are dropped.
 
 use std::sync::Arc;
 
@@ -91,35 +91,45 @@ where
 }
 
 impl Megakernel<'_> {
-    /// The window of a command, on the kernel of several sequences.
-    fn window(&mut self, place: usize) -> Result<Window<'static>, Broken> {
+    /// The window of a place's next tokens, on the kernel of several sequences.
+    fn window<'t>(&self, place: usize, tokens: &'t [u32]) -> Result<Window<'t>, Broken> {
         let held = self.places.get(place).ok_or_else(|| unknown(place))?;
         let (session, position, sampled) = (place as u32, held.position, held.sampled);
-        self.ran_on = Kernel::Batch;
-        Ok(Window { session, position, sampled, ..Window::default() })
+        Ok(Window { session, position, tokens, sampled })
     }
 
-    pub(super) fn window_of(
+    pub(super) fn windows(
         &mut self,
-        place: usize,
-        token: u32,
-        guesses: &[u32],
+        seqs: &[(usize, &[u32])],
         observer: &mut dyn Observer,
-    ) -> Result<Advanced, Broken> {
-        let window = self.window(place)?;
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        let windows = seqs.iter().map(|&(place, tokens)| self.window(place, tokens));
+        let windows = windows.collect::<Result<Vec<_>, Broken>>()?;
+        self.ran_on = Kernel::Batch;
         observer.kernel(self.numbers[Kernel::Batch as usize]);
-        let tokens = [&[token], guesses].concat();
-        let done = self.gpu.window(self.program, &Window { tokens: &tokens, ..window })?;
-        let mut chosen = done.accepted(guesses);
+        let done = self.gpu.windows(self.program, &windows, false)?;
+        let accepted = done.windows.iter().zip(seqs);
+        let accepted = accepted.map(|(of, (_, tokens))| of.accepted(&tokens[1..]));
+        let accepted: Vec<Vec<u32>> = accepted.collect();
+        self.passed(accepted.iter().map(Vec::len).max().unwrap_or(0) as u32);
+        let advanced = accepted.into_iter().zip(seqs);
+        Ok(advanced.map(|(chosen, of)| self.kept(of, chosen)).collect())
+    }
+
+    /// Keeps what a window's choices say of its tokens, up to a stop token.
+    fn kept(
+        &mut self,
+        (place, tokens): &(usize, &[u32]),
+        mut chosen: Vec<u32>,
+    ) -> Result<Advanced, String> {
         if chosen.is_empty() {
-            return Err(Broken::Sequence("every token is banned or not a number".to_owned()));
+            return Err("every token is banned or not a number".to_owned());
         }
-        let stop = &self.places[place].stop;
+        let stop = &self.places[*place].stop;
         let stopped = chosen.iter().position(|token| stop.contains(token));
         chosen.truncate(stopped.map_or(chosen.len(), |at| at + 1));
         let ran = chosen.len();
-        self.passed(ran as u32);
-        self.ran(place, tokens.into_iter(), ran as u32);
+        self.ran(*place, tokens.iter().copied(), ran as u32);
         Ok(Advanced { chosen, ran, stopped: stopped.is_some() })
     }
 
@@ -128,8 +138,9 @@ impl Megakernel<'_> {
         place: usize,
         tokens: &[u32],
     ) -> Result<Vec<Vec<f32>>, Broken> {
-        let window = Window { tokens, keep_logits: true, sampled: false, ..self.window(place)? };
-        self.gpu.window(self.program, &window)?;
+        let window = Window { sampled: false, ..self.window(place, tokens)? };
+        self.ran_on = Kernel::Batch;
+        self.gpu.windows(self.program, &[window], true)?;
         let rows = self.gpu.batch_logits(self.program, tokens.len() as u32, 1)?;
         self.passed(1);
         Ok(rows.into_iter().flatten().collect())

@@ -15,6 +15,7 @@ use crate::engine::{Broken, Engine};
 use crate::observe::{Command, Sequences, TurnEnd};
 pub(super) use crate::sequence::{Finish, Work};
 use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
+use crate::speculate::Sharing;
 
 /// A request on its way to the decode thread. Dropping it frees its place in the queue.
 #[derive(Debug)]
@@ -150,13 +151,16 @@ pub(super) struct EngineLoop<'e> {
     streams: bool,
     /// The search that has the machine between requests.
     between: Option<BetweenRequests>,
+    /// Who of a batch may guess.
+    sharing: Sharing,
 }
 
 impl<'e> EngineLoop<'e> {
     pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
         let (running, waiting) = (BTreeMap::new(), Fair::default());
-        Self { engine, scheduler, running, waiting, said, streams: true, between: None }
+        let sharing = Sharing::default();
+        Self { engine, scheduler, running, waiting, said, streams: true, between: None, sharing }
     }
 
     /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].

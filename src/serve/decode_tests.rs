@@ -28,6 +28,9 @@ struct Scripted {
     width: usize,
     /// The places of each command in which it sampled.
     commands: Arc<Mutex<Vec<Vec<usize>>>>,
+    /// The most positions of a step with windows; 0 counts as 1. The places of each such step, and the positions of each.
+    window: usize,
+    windows: Arc<Mutex<Vec<Windows>>>,
     /// Whether it runs prompts in chunks, without their last token.
     chunks: bool,
     /// Whether sequences share pages of their prompts: the tokens of each place, and those of the pages that were run.
@@ -49,6 +52,9 @@ struct Scripted {
     /// Where its weights are.
     weights_at: Arc<Mutex<WeightsAt>>,
 }
+
+/// The places of a step with windows, and the positions of each.
+type Windows = Vec<(usize, usize)>;
 
 /// A call in which the machine fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,6 +204,34 @@ impl Engine for Scripted {
 
     fn seqs(&self) -> usize {
         self.width.max(1)
+    }
+
+    fn window(&self) -> usize {
+        self.window.max(1)
+    }
+
+    fn speculate(
+        &mut self,
+        seqs: &[(usize, &[u32])],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<Result<Advanced, String>>, Broken> {
+        observer.kernel(0);
+        let of = seqs.iter().map(|(place, tokens)| (*place, tokens.len())).collect();
+        self.windows.lock().unwrap().push(of);
+        let mut run = |&(place, tokens): &(usize, &[u32])| {
+            let mut chosen = Vec::new();
+            for (at, token) in tokens.iter().enumerate() {
+                if at > 0 && chosen.last() != Some(token) {
+                    break;
+                }
+                let row = self.feed(place, &[*token], true)?;
+                self.fed.lock().unwrap().pop();
+                chosen.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32);
+            }
+            let ran = chosen.len();
+            Ok(Ok(Advanced { chosen, ran, stopped: false }))
+        };
+        seqs.iter().map(&mut run).collect()
     }
 
     fn reads_in_batch(&self, tokens: usize) -> bool {

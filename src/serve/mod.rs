@@ -111,7 +111,7 @@ pub(crate) struct Served {
     seqs: u32,
     /// Whether sequences with equal beginnings share pages of the cache.
     shares: bool,
-    /// The most guesses of a step of a lone sequence, for requests that do not say.
+    /// The most guesses of a step of a sequence, for requests that do not say.
     speculate: u32,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,

@@ -1,7 +1,8 @@
-//! Batched turns: sessions that decode or have little left to read, if the machine samples and runs several at once.
+//! Batched turns: sessions that decode or have little left to read, if the machine samples and runs several at once. Where a
+//! batch has fewer sessions than the kernel has sequences, the rest may run guesses of some of them, a step at a time.
 
 use std::sync::mpsc::Receiver;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sessions::{SessionId, Turn};
 use vm_host::Watch;
@@ -11,6 +12,7 @@ use super::{Broken, EngineLoop, Job, Running, say, takes};
 use crate::engine::{Advanced, Observer};
 use crate::observe::Command;
 use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
+use crate::speculate::Offer;
 
 impl Running {
     /// The tokens that are known and not run yet, if the machine samples those that follow.
@@ -61,6 +63,14 @@ impl Observer for Teller<'_> {
     }
 }
 
+/// What a batch gave, and what was reported of it while it ran: tokens of each sequence, and the kernel.
+struct Batched {
+    done: Result<Vec<Result<Advanced, String>>, Broken>,
+    told: Vec<usize>,
+    kernel: Option<usize>,
+    took: Duration,
+}
+
 impl EngineLoop<'_> {
     /// The turn, and the turns that can be batched with it, in the scheduler's order: those of sessions that decode, or
     /// have little of their prompt left.
@@ -94,6 +104,9 @@ impl EngineLoop<'_> {
         if turns.len() < 2 {
             return turns.pop().into_iter().for_each(|turn| self.turn(turn, inbox));
         }
+        if let Some(guesses) = self.guesses(&turns) {
+            return self.windows(turns, &guesses);
+        }
         let held = |turn: &Turn| {
             let running = self.running.get(&turn.session())?;
             Some((turn.session().place(), running.unfed()?, running))
@@ -109,6 +122,9 @@ impl EngineLoop<'_> {
             return self.together(turns, inbox);
         };
         let slice = if self.running.len() > turns.len() { SHARED_SLICE } else { SLICE };
+        // Who may guess looks sooner whether that is worth it.
+        let guesses = seqs.iter().any(|(.., running)| running.sequence.guesser.is_some());
+        let slice = if guesses { slice.min(self.sharing.slice()) } else { slice };
         let steps = seqs.iter().zip(&turns);
         let steps = steps.map(|((.., running), turn)| running.steps(turn.tokens(), slice));
         let steps = steps.min().unwrap_or(1).max(1);
@@ -127,10 +143,76 @@ impl EngineLoop<'_> {
         let fed: Vec<(usize, &[u32])> = fed.collect();
         let began = Instant::now();
         let done = self.engine.together(&fed, steps as u32, &mut teller);
-        let Teller { told, kernel: known, .. } = teller;
-        let mut told = told.into_iter();
-        let (took, kernel) = (began.elapsed(), self.engine.kernel());
-        let (place, first) = firsts[0];
+        let Teller { told, kernel, .. } = teller;
+        let ran = Batched { done, told, kernel, took: began.elapsed() };
+        let positions = self.batched(turns, (firsts[0], &[]), ran);
+        if self.engine.timed() && positions > 0 {
+            let each = began.elapsed().as_secs_f64() * 1e6 / positions as f64;
+            self.sharing.stepped(firsts.len(), each);
+        }
+    }
+
+    /// The guesses of each session in a step beside the others; `None` if they run without. A session that still reads its
+    /// prompt has its steps first.
+    fn guesses(&mut self, turns: &[Turn]) -> Option<Vec<Vec<u32>>> {
+        let most = self.engine.window();
+        if turns.len() >= most {
+            return None;
+        }
+        let mut offers: Vec<Offer> = Vec::with_capacity(turns.len());
+        for turn in turns {
+            let running = self.running.get_mut(&turn.session())?;
+            if running.unfed()?.len() > 1 {
+                return None;
+            }
+            let room = (most - turns.len() + 1).min(usize::try_from(turn.tokens()).unwrap_or(most));
+            offers.push(running.sequence.offer(room));
+        }
+        let counts = self.sharing.next(&offers, most)?;
+        let shared = offers.into_iter().zip(counts);
+        Some(shared.map(|(offer, count)| offer.guesses[..count].to_vec()).collect())
+    }
+
+    /// Runs the next token of each turn, and guesses behind some of them, in one step.
+    fn windows(&mut self, turns: Vec<Turn>, guesses: &[Vec<u32>]) {
+        let held = |(turn, guesses): (&Turn, &Vec<u32>)| {
+            let running = self.running.get(&turn.session())?;
+            let tokens = [running.sequence.unfed(), guesses].concat();
+            Some((turn.session().place(), tokens, running))
+        };
+        let seqs = turns.iter().zip(guesses).map(held);
+        let Some(seqs) = seqs.collect::<Option<Vec<(usize, Vec<u32>, &Running)>>>() else {
+            unreachable!("every open session has its request")
+        };
+        let firsts: Vec<(usize, usize)> =
+            seqs.iter().map(|(place, _, running)| (*place, running.sequence.fed)).collect();
+        self.said.begin(&firsts, 1);
+        let listeners: Vec<&Running> = seqs.iter().map(|(.., running)| *running).collect();
+        let told = vec![0; listeners.len()];
+        let yields = &mut || false;
+        let mut teller = Teller { listeners: &listeners, told, kernel: None, yields };
+        let fed: Vec<(usize, &[u32])> =
+            seqs.iter().map(|(place, tokens, _)| (*place, &tokens[..])).collect();
+        let began = Instant::now();
+        let done = self.engine.speculate(&fed, &mut teller);
+        let Teller { told, kernel, .. } = teller;
+        let took = began.elapsed();
+        let positions = fed.iter().map(|(_, tokens)| tokens.len()).sum();
+        let ran = Batched { done, told, kernel, took };
+        if self.batched(turns, (firsts[0], guesses), ran) > 0 && self.engine.timed() {
+            self.sharing.ran(positions, took.as_secs_f64() * 1e6);
+        }
+    }
+
+    /// Ends the turns of a batch, of which some sessions had guesses. Returns the most positions that one of them ran.
+    fn batched(
+        &mut self,
+        turns: Vec<Turn>,
+        ((place, first), guesses): ((usize, usize), &[Vec<u32>]),
+        Batched { done, told, kernel: known, took }: Batched,
+    ) -> usize {
+        let kernel = self.engine.kernel();
+        let (mut told, mut guesses) = (told.into_iter(), guesses.iter());
         let ran = || done.iter().flatten().flatten();
         let positions = ran().map(|seq| seq.ran).max().unwrap_or(0);
         let tokens = ran().map(|seq| seq.chosen.len()).sum();
@@ -143,21 +225,26 @@ impl EngineLoop<'_> {
                 unreachable!("every open session has its request")
             };
             let outcome = outcomes.next().unwrap_or_else(|| Err(Broken::All("no answer".into())));
+            let guesses = guesses.next().map_or(&[][..], Vec::as_slice);
             let (ran, chosen, finish) = match outcome {
                 Ok(seq) => {
                     let (ran, chosen) = (seq.ran, seq.chosen.len());
+                    let before = running.sequence.chosen.len();
                     let mut tell = |told| say(&running.to, told);
                     match known {
                         Some(known) => running.sequence.ran_on(known, &mut |_| {}),
                         None => running.sequence.ran_on(kernel, &mut tell),
                     }
                     let told = told.next().unwrap_or(0);
-                    (ran, chosen, Ok(running.sequence.took(seq, told, &mut tell)))
+                    let finish = running.sequence.took(seq, told, &mut tell);
+                    running.sequence.guessed(guesses, before);
+                    (ran, chosen, Ok(finish))
                 }
                 Err(broken) => (0, 0, Err(broken)),
             };
             self.settle(turn, ran, chosen, finish);
         }
+        positions
     }
 }
 

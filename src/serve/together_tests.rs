@@ -296,3 +296,68 @@ fn a_change_of_the_kernel_is_told_before_its_tokens() {
         assert!(!rest.contains(&Event::Kernel(0)) && !rest.contains(&Event::Kernel(1)), "{rest:?}");
     });
 }
+
+/// Requests with at most so many guesses each, on an engine with windows. Returns the positions of each place in each step of
+/// windows.
+fn guessing(engine: Scripted, asked: &[(Vec<u32>, u32, u32)]) -> Vec<Windows> {
+    let (windows, admission) = (engine.windows.clone(), Admission::new(asked.len()));
+    let (jobs, inbox) = channel();
+    let send = |(prompt, limit, guesses): &(Vec<u32>, u32, u32)| {
+        let (mut job, events) = job(prompt, *limit, &admission);
+        job.work.speculate = *guesses;
+        jobs.send(job).unwrap();
+        events
+    };
+    let answers: Vec<_> = asked.iter().map(send).collect();
+    std::thread::scope(|scope| {
+        let (engine, places) = (Box::new(engine), asked.len());
+        let all =
+            scope.spawn(move || EngineLoop::new(engine, places, Sequences::default()).run(&inbox));
+        for ((prompt, limit, _), events) in asked.iter().zip(answers) {
+            assert_eq!(heard(events), (expected(prompt, *limit), Some(Finish::Length)));
+        }
+        drop(jobs);
+        assert_eq!(all.join().unwrap(), Ok(()));
+    });
+    std::mem::take(&mut *windows.lock().unwrap())
+}
+
+/// Their texts have a period of 20 tokens, so that most guesses are right.
+#[test]
+fn sequences_guess_beside_others_and_say_what_they_say_alone() {
+    let asked = [(vec![1], 300, 7), (vec![3; 5], 300, 7), (vec![2; 9], 300, 0)];
+    let engine = Scripted { chooses: true, width: 8, window: 8, ..Scripted::default() };
+    let steps = guessing(engine, &asked);
+    let beside: Vec<_> = steps.iter().filter(|of| of.len() > 1).collect();
+    assert!(beside.len() > 20, "{steps:?}");
+    let guesses = |place: usize| {
+        let of = beside.iter().flat_map(|of| of.iter()).filter(|(at, _)| *at == place);
+        of.map(|(_, positions)| positions - 1).sum::<usize>()
+    };
+    assert!(guesses(0) > 50 && guesses(1) > 50, "both guess: {beside:?}");
+    assert_eq!(guesses(2), 0, "it asked for none");
+    for of in beside {
+        let positions: usize = of.iter().map(|(_, positions)| positions).sum();
+        assert!((of.len() + 1..=8).contains(&positions), "{of:?}");
+        let places: Vec<usize> = of.iter().map(|(place, _)| *place).collect();
+        assert!(places.is_sorted_by(|a, b| a != b), "nobody is there twice: {places:?}");
+    }
+}
+
+/// A batch that is full, machines without windows, and prompts that are read leave nothing to guesses.
+#[test]
+fn plain_sequences_come_first() {
+    let asked: Vec<_> = (1..5).map(|i| (vec![i], 100 + 60 * i, 7)).collect();
+    for window in [0, 4] {
+        let engine = Scripted { chooses: true, width: 4, window, ..Scripted::default() };
+        let steps = guessing(engine, &asked);
+        assert!(steps.iter().all(|of| of.len() < 4), "{window}: {steps:?}");
+        assert_eq!(steps.is_empty(), window == 0, "{window}: {steps:?}");
+    }
+    let mut asked = vec![(vec![1], 400, 7), (vec![3], 400, 7)];
+    let engine = || Scripted { chooses: true, width: 8, window: 8, ..Scripted::default() };
+    let of_two = guessing(engine(), &asked).len();
+    asked.push((vec![2; 390], 1, 7));
+    let steps = guessing(engine(), &asked);
+    assert!(steps.iter().all(|of| of.len() < 3) && steps.len() < of_two / 2, "{steps:?}");
+}

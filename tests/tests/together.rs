@@ -56,11 +56,11 @@ fn every_sequence_gives_the_bits_of_a_session_alone() {
     assert!(others >= 30, "{others} of {seqs}");
 }
 
-/// A machine's logits of three tokens one by one, then of windows.
+/// A machine's logits of three tokens one by one, then of windows, each behind so many sequences of other sessions.
 fn windowed(
     machine: &mut Machine<'_>,
     tokens: &[u32],
-    widths: &[usize],
+    (widths, others): (&[usize], u32),
     order: Order,
 ) -> Vec<Vec<f32>> {
     let logits = |run| match run {
@@ -71,14 +71,14 @@ fn windowed(
     let mut all = logits(machine.run(head, order));
     for &width in widths {
         let (window, after) = rest.split_at(width.min(rest.len()));
-        all.extend(logits(machine.window(window, order)));
+        all.extend(logits(machine.window(others, window, order)));
         rest = after;
     }
     all
 }
 
-/// Windows of schedules drawn at random give the bits of the same positions one by one, in any order of the tasks; and
-/// every mistake of a window is noticed.
+/// Windows of schedules drawn at random give the bits of the same positions one by one, in any order of the tasks and behind
+/// any number of other sessions' sequences; and every mistake of a window is noticed.
 #[test]
 fn every_window_gives_the_bits_of_its_positions_one_by_one() {
     let mut noticed = [0; WindowDefect::ALL.len()];
@@ -90,15 +90,17 @@ fn every_window_gives_the_bits_of_its_positions_one_by_one() {
         let machine = || Machine::new(&program, &graph, &weights).expect("it fits");
         let n = 17.min(program.kv_capacity);
         let tokens: Vec<u32> = (0..n).map(|i| (i * 7 + 3) % graph.vocab).collect();
-        let alone = windowed(&mut machine(), &tokens, &[1; 14], Order::Queue);
+        let alone = windowed(&mut machine(), &tokens, (&[1; 14], 0), Order::Queue);
         let orders = [Order::Waves, Order::Reverse, Order::Seeded(seed)];
-        for (widths, order) in [&[2; 7][..], &[8, 6], &[4, 1, 5, 4]].into_iter().zip(orders) {
+        let windows = [(&[2; 7][..], 5), (&[8, 6], 0), (&[4, 1, 5, 4], 3)];
+        for (widths, order) in windows.into_iter().zip(orders) {
             let got = windowed(&mut machine(), &tokens, widths, order);
             assert_eq!(got, alone, "seed {seed}, {widths:?}, {order:?}");
         }
         for (defect, noticed) in WindowDefect::ALL.into_iter().zip(&mut noticed) {
             let mut wrong = machine().with_window_defect(defect);
-            *noticed += u32::from(windowed(&mut wrong, &tokens, &[8, 6], Order::Waves) != alone);
+            *noticed +=
+                u32::from(windowed(&mut wrong, &tokens, (&[4, 5, 5], 3), Order::Waves) != alone);
         }
     }
     assert_eq!(noticed, [40; WindowDefect::ALL.len()]);

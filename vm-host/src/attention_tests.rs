@@ -156,6 +156,7 @@ fn a_window_attends_as_its_positions_one_by_one() {
     for (from, to) in [
         // No row of another sequence, or that of the wrong one.
         ("position - seqs_before(w) - walk.start", "position - walk.start"),
+        ("position - seqs_before(w) - walk.start", "position - w.seq - walk.start"),
         ("w.seq + walk.start + key - position", "w.seq"),
         ("seq % FRESH_ROWS", "0 * seq"),
         // Keys, values, or the task's part of both is missing.

@@ -193,10 +193,15 @@ fn neighbours_of_one_session_in_a_command_of_one_step_are_a_window() {
     let Some(compiler) = compiler() else { return };
     // Steps, sequences (session, position), and the windows' word; `None`: the command is refused.
     type Case = (u32, &'static [(u32, u32)], Option<&'static str>);
-    const CASES: [Case; 8] = [
+    const CASES: [Case; 9] = [
         (1, &[(3, 9), (3, 10), (3, 11), (3, 12)], Some("3210")),
         (1, &[(3, 0), (3, 1), (3, 2), (3, 3), (3, 4), (3, 5), (3, 6), (3, 7)], Some("76543210")),
         (1, &[(1, 4), (3, 9), (3, 10), (2, 0), (5, 1), (5, 2)], Some("100100")),
+        (
+            1,
+            &[(6, 9), (6, 10), (6, 11), (6, 12), (2, 13), (2, 14), (2, 15), (5, 16)],
+            Some("2103210"),
+        ),
         (1, &[(1, 4), (3, 4), (2, 5)], Some("0")),
         (2, &[(3, 9), (3, 10)], None),
         (1, &[(3, 9), (3, 11)], None),

@@ -44,7 +44,7 @@ mod watch;
 use places::Places;
 use watch::Watched;
 
-pub use batch::{Batch, BatchDecoded, SeqDecoded, Sequence, Window, WindowDecoded};
+pub use batch::{Batch, BatchDecoded, SeqDecoded, Sequence, Window, WindowDecoded, WindowsDecoded};
 pub use run::{Decoded, Request};
 pub use watch::Watch;
 

@@ -376,8 +376,14 @@ fn tasks_touch_what_verification_orders() {
             let program = plan::program(&model.graph, plan);
             let mut machine = Machine::bind(&program, &model.graph, &*model.weights).unwrap();
             for position in 0..9 {
-                let step =
-                    Step { token: position, position, epoch: position + 1, device: 0, seq: 0 };
+                let step = Step {
+                    token: position,
+                    position,
+                    epoch: position + 1,
+                    device: 0,
+                    seq: 0,
+                    before: 0,
+                };
                 machine.epoch = step.epoch;
                 machine.memory.begin(step, 1);
                 fire_all(&mut machine, step, &|task, inputs, effects| {

@@ -9,7 +9,7 @@ use super::{Context, Effects, Splits, bits, product, reserved};
 use crate::codes::to_e4m3;
 use crate::defect::{Defect, Rotated, WindowDefect};
 use crate::math::{capped, dot, rms_norm, softmax_parts};
-use crate::memory::{Append, Span};
+use crate::memory::{Append, Span, Step};
 use crate::trap::Fault;
 
 /// Offsets of this task's rows in qkv.
@@ -61,7 +61,8 @@ fn fresh<'m>(
 ) -> impl Iterator<Item = Context<'m>> {
     let first = context.step.position + 1 - splits.keys;
     let range = split_range(splits.keys, p.kv_block, splits.active, p.split);
-    let seqs = (0..=context.step.seq).map(move |seq| context.in_seq(seq));
+    let Step { seq, before, .. } = context.step;
+    let seqs = (seq - before..=seq).map(move |seq| context.in_seq(seq));
     seqs.filter(move |of| {
         of.step.position.checked_sub(first).is_some_and(|key| range.contains(&key))
     })

@@ -73,7 +73,7 @@ fn batches_and_windows_have_the_bits_of_one_device_on_two_and_four() {
                     if window.is_empty() {
                         break;
                     }
-                    let run = machine.window(window, order).unwrap();
+                    let run = machine.window(1, window, order).unwrap();
                     rows.extend(run.finished().expect("it finishes").logits);
                     rest = after;
                 }

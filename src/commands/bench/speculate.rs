@@ -55,7 +55,10 @@ impl Text for OnGpu<'_, '_> {
     }
 
     fn window(&mut self, position: u32, tokens: &[u32]) -> Result<WindowDecoded, Failure> {
-        Ok(self.gpu.window(self.handle, &Window { position, tokens, ..Window::default() })?)
+        let window = Window { position, tokens, ..Window::default() };
+        let done = self.gpu.windows(self.handle, &[window], false)?;
+        let only = done.windows.into_iter().next();
+        only.ok_or_else(|| Failure::bug("a step of one window has no window"))
     }
 }
 
@@ -84,10 +87,10 @@ impl Text for OnReference<'_> {
 
     fn window(&mut self, position: u32, tokens: &[u32]) -> Result<WindowDecoded, Failure> {
         self.machine.truncate(position as usize);
-        let run = self.machine.window(tokens, Order::Waves);
+        let run = self.machine.window(0, tokens, Order::Waves);
         let run = run.map_err(|error| Failure::refused(error.to_string()))?;
         let chosen = Self::tokens(run)?.into_iter().map(Some).collect();
-        Ok(WindowDecoded { chosen, host_us: 0.0, device_us: 0.0 })
+        Ok(WindowDecoded { chosen })
     }
 }
 
@@ -325,7 +328,7 @@ mod tests {
             self.windows.push(tokens.len());
             let wrong = u32::from(self.wrong && self.windows.len() == 3);
             let chosen = (0..tokens.len() as u32).map(|i| Some(next(position + i) + wrong));
-            Ok(WindowDecoded { chosen: chosen.collect(), host_us: 0.0, device_us: 0.0 })
+            Ok(WindowDecoded { chosen: chosen.collect() })
         }
     }
 

@@ -23,7 +23,7 @@ pub struct Sequence<'a> {
 }
 
 /// Consecutive positions of one session that one step runs, a sequence each: the next token, and guesses of those behind it.
-/// Each position has the bits that it has in a plain decode by the same kernel.
+/// Each position has the bits that it has in a plain decode by the same kernel. A step may have windows of several sessions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Window<'a> {
     /// The session whose caches are used.
@@ -35,20 +35,25 @@ pub struct Window<'a> {
     /// Sample by the session's settings ([`Resident::set_sampling`]), not greedily. They must have no repetition penalty: the
     /// set of tokens that it is about would have the guesses.
     pub sampled: bool,
-    /// Keep the logits of every position, one row per sequence.
-    pub keep_logits: bool,
 }
 
-/// The result of a window.
+/// The result of a step of windows.
 #[derive(Clone, Debug, PartialEq)]
-pub struct WindowDecoded {
-    /// The device's choice after each position: what follows if the tokens up to there are right. `None` where every token
-    /// is banned or not a number.
-    pub chosen: Vec<Option<u32>>,
+pub struct WindowsDecoded {
+    /// Of each window, in order.
+    pub windows: Vec<WindowDecoded>,
     /// Microseconds from publishing the command to seeing its completion, by the host's clock.
     pub host_us: f64,
     /// Microseconds from start to completion of the command, by the device's clock; for diagnosis only.
     pub device_us: f64,
+}
+
+/// The result of a window.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WindowDecoded {
+    /// The device's choice after each position: what follows if the tokens up to there are right. `None` where every token
+    /// is banned or not a number.
+    pub chosen: Vec<Option<u32>>,
 }
 
 impl WindowDecoded {
@@ -157,49 +162,55 @@ impl Resident {
         })
     }
 
-    /// The most positions of a window now: of the kernel, the current program's proof, and what fits in shared memory.
+    /// The most positions of a step's windows together now: of the kernel, the current program's proof, and what fits in shared memory.
     #[must_use]
     pub fn window_seqs(&mut self) -> u32 {
         self.seqs().min(ir::program::smem::fresh_rows(self.variant.head_dim))
     }
 
-    /// Runs a window. The session continues behind as many positions as were right: what the others left in the cache is stored
-    /// over, and read by nothing.
+    /// Runs a step of windows, each of another session; one of a single token is an ordinary step of its session. With
+    /// `keep_logits` those of every position are kept, one row per sequence, in the order of the windows. A session continues
+    /// behind as many positions as were right: what the others left in the cache is stored over, and read by nothing.
     ///
     /// # Errors
-    /// If the window is outside what was booted, or the device stopped.
-    pub fn run_window(&mut self, window: &Window<'_>) -> Result<WindowDecoded, HostError> {
-        let &Window { session, position, tokens, sampled, keep_logits } = window;
+    /// If the windows are outside what was booted, or the device stopped.
+    pub fn run_windows(
+        &mut self,
+        windows: &[Window<'_>],
+        keep_logits: bool,
+    ) -> Result<WindowsDecoded, HostError> {
         let seqs = self.window_seqs();
         let bounds = Bounds { seqs, ..self.idle().bounds() };
-        bounds.check_window(window).map_err(HostError::Request)?;
-        if sampled && self.idle().memory.sampling.penalised(session) {
-            let why = format!(
-                "session {session} has a repetition penalty, and a window has tokens that are guessed: run it one position at a time"
-            );
-            return Err(HostError::Request(why));
+        bounds.check_windows(windows).map_err(HostError::Request)?;
+        for &Window { session, tokens, sampled, .. } in windows {
+            // Of an ordinary step the set of tokens that the penalty is about is right.
+            if sampled && tokens.len() > 1 && self.idle().memory.sampling.penalised(session) {
+                let why = format!(
+                    "session {session} has a repetition penalty, and a window has tokens that are guessed: run it one position at a time"
+                );
+                return Err(HostError::Request(why));
+            }
         }
-        let count = tokens.len() as u32;
-        self.begin(session, position..position + count, tokens, sampled)?;
-        let at = |index: usize| &tokens[index..=index];
-        let of = |index: u32| Sequence {
-            session,
-            position: position + index,
-            tokens: at(index as usize),
-            sampled,
-        };
-        let seqs: Vec<Sequence<'_>> = (0..count).map(of).collect();
+        for &Window { session, position, tokens, sampled } in windows {
+            self.begin(session, position..position + tokens.len() as u32, tokens, sampled)?;
+        }
+        let seqs: Vec<Sequence<'_>> = windows.iter().flat_map(sequences).collect();
         let batch = Batch { seqs: &seqs, steps: 1, stop: &[], keep_logits };
         let (done, host_us, device_us) = self.timed(&submission(&batch), Watched::default())?;
         let memory = &self.idle().memory;
-        let at = memory.tokens_at(session, position) + memory.token_stride as usize * 4;
-        let words = memory.tokens.read_words(at, count as usize);
-        let chosen = words
-            .into_iter()
-            .zip(0..)
-            .map(|(word, index)| Ok((ending(&done, index)? != Ending::NoToken).then_some(word)));
-        let chosen = chosen.collect::<Result<_, HostError>>()?;
-        Ok(WindowDecoded { chosen, host_us, device_us })
+        let mut seq = 0..;
+        let decoded = windows.iter().map(|window| {
+            let at = memory.tokens_at(window.session, window.position);
+            let at = at + memory.token_stride as usize * 4;
+            let words = memory.tokens.read_words(at, window.tokens.len());
+            let chosen = words
+                .into_iter()
+                .zip(&mut seq)
+                .map(|(word, seq)| Ok((ending(&done, seq)? != Ending::NoToken).then_some(word)));
+            Ok(WindowDecoded { chosen: chosen.collect::<Result<_, HostError>>()? })
+        });
+        let windows = decoded.collect::<Result<_, HostError>>()?;
+        Ok(WindowsDecoded { windows, host_us, device_us })
     }
 
     /// Logits of the first `rows` positions of a sequence of the last batch that kept them.
@@ -311,15 +322,24 @@ impl Bounds {
         Ok(())
     }
 
-    fn check_window(&self, window: &Window<'_>) -> Result<(), String> {
-        let &Window { session, position, tokens, .. } = window;
-        if tokens.is_empty() || tokens.len() > self.seqs as usize {
-            let (asked, most) = (tokens.len(), self.seqs);
+    fn check_windows(&self, windows: &[Window<'_>]) -> Result<(), String> {
+        let asked: usize = windows.iter().map(|window| window.tokens.len()).sum();
+        if asked == 0 || asked > self.seqs as usize {
+            let (count, most) = (windows.len(), self.seqs);
             return Err(format!(
-                "a window of {asked} positions; 1 to {most} are possible with this kernel and this program's proof"
+                "{count} windows with {asked} positions; 1 to {most} are possible with this kernel and this program's proof"
             ));
         }
-        self.check_run(session, position, tokens, tokens.len() as u64)
+        for (index, &Window { session, position, tokens, .. }) in windows.iter().enumerate() {
+            self.check_run(session, position, tokens, tokens.len() as u64)
+                .map_err(|why| format!("window {index}: {why}"))?;
+            if let Some(other) = windows[..index].iter().position(|of| of.session == session) {
+                return Err(format!(
+                    "window {index}: session {session} is that of window {other} too"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Refuses a run of `steps` positions from `position` that starts with these tokens, if it is out of bounds.
@@ -366,6 +386,13 @@ fn check_stop(stop: &[u32]) -> Result<(), String> {
         return Err(format!("{asked} stop tokens; at most {most} are possible"));
     }
     Ok(())
+}
+
+/// The sequences of a window, a position each.
+fn sequences<'a>(window: &Window<'a>) -> impl Iterator<Item = Sequence<'a>> + use<'a> {
+    let &Window { session, position, tokens, sampled } = window;
+    let of = move |(tokens, position)| Sequence { session, position, tokens, sampled };
+    tokens.chunks(1).zip(position..).map(of)
 }
 
 /// A batch as a command. One sequence alone is a plain decode.

@@ -179,26 +179,49 @@ fn the_device_refuses_what_it_cannot_run() {
 }
 
 #[test]
-fn a_window_beyond_its_bounds_is_refused_by_name() {
+fn windows_beyond_their_bounds_are_refused_by_name() {
     let good = Window { session: 5, position: 60, tokens: &[7, 8, 9, 1], ..Window::default() };
-    assert_eq!(BOUNDS.check_window(&good), Ok(()));
+    let other = Window { session: 2, position: 9, tokens: &[3], ..Window::default() };
+    let two = Window { tokens: &[7, 8], ..good };
+    for good in
+        [&[good][..], &[other], &[other, two], &[two, other, Window { session: 1, ..other }]]
+    {
+        assert_eq!(BOUNDS.check_windows(good), Ok(()));
+    }
     for (bad, says) in [
-        (Window { tokens: &[], ..good }, "a window of 0 positions; 1 to 4"),
-        (Window { tokens: &[1; 5], position: 0, ..good }, "a window of 5 positions; 1 to 4"),
-        (Window { position: 61, ..good }, "4 positions from 61 exceed"),
-        (Window { session: 6, ..good }, "session 6 of 6"),
-        (Window { tokens: &[7, 100], ..good }, "token 100"),
+        (&[][..], "0 windows with 0 positions; 1 to 4"),
+        (&[Window { tokens: &[1; 5], position: 0, ..good }], "1 windows with 5 positions; 1 to 4"),
+        (&[good, other], "2 windows with 5 positions; 1 to 4"),
+        (&[Window { tokens: &[], ..good }, other], "window 0: an empty prompt"),
+        (&[Window { position: 61, ..good }], "window 0: 4 positions from 61 exceed"),
+        (&[Window { session: 6, ..good }], "session 6 of 6"),
+        (&[other, Window { tokens: &[7, 100], ..good }], "window 1: token 100"),
+        (&[two, Window { session: 5, ..other }], "window 1: session 5 is that of window 0 too"),
     ] {
-        let why = BOUNDS.check_window(&bad).expect_err(says);
+        let why = BOUNDS.check_windows(bad).expect_err(says);
         assert!(why.contains(says), "{why} does not say {says:?}");
     }
+}
+
+/// Each position is a sequence of its own, at the place that the device finds it by.
+#[test]
+fn windows_are_a_command_of_one_step() {
+    let three = Window { session: 3, position: 9, tokens: &[4, 5, 6], sampled: true };
+    let windows = [Window { session: 7, position: 2, tokens: &[1], sampled: false }, three];
+    let seqs: Vec<Sequence<'_>> = windows.iter().flat_map(super::sequences).collect();
+    let batch = Batch { seqs: &seqs, steps: 1, ..Batch::default() };
+    let command = submission(&batch);
+    assert_eq!((command.seqs, command.steps, command.seq_sample), (4, 1, 0b1110));
+    assert_eq!(command.seq_position[..4], [2, 9, 10, 11]);
+    assert_eq!(command.seq_session[0].to_le_bytes(), [7, 3, 3, 3]);
+    assert_eq!(command.seq_forced, [0; 2], "the token behind each is chosen");
 }
 
 #[test]
 fn a_window_gives_its_right_guesses_and_the_choice_behind_them() {
     let of = |chosen: &[Option<u32>], guesses: &[u32]| {
         let chosen = chosen.to_vec();
-        WindowDecoded { chosen, host_us: 0.0, device_us: 0.0 }.accepted(guesses)
+        WindowDecoded { chosen }.accepted(guesses)
     };
     let all = [Some(4), Some(5), Some(6)];
     assert_eq!(of(&all, &[4, 5]), [4, 5, 6]);

@@ -89,9 +89,16 @@ fn outputs(text: &str, model: &Model, target: &Target) -> Option<Outputs> {
     let guesses = [said[0], said[1], (said[2] + 1) % vocab, said[3]];
     let tokens = [&last[last.len() - 1..], &guesses].concat();
     let window = Window { session, position, tokens: &tokens, ..Window::default() };
-    let window = Window { keep_logits: true, ..window };
-    let done = machine.run_window(&window).expect("a window");
-    assert_eq!(done.accepted(&guesses), said[..3], "{}", target.name);
+    // And the one before it beside, with one position.
+    let of_other = &prompts[SEQS as usize - 2];
+    let (head, tokens) = of_other.split_at(of_other.len() - 1);
+    let position_of_other = head.len() as u32;
+    let beside =
+        Window { session: SEQS - 2, position: position_of_other, tokens, ..Window::default() };
+    let done = machine.run_windows(&[window, beside], true).expect("windows");
+    assert_eq!(done.windows[0].accepted(&guesses), said[..3], "{}", target.name);
+    let next = greedy[greedy.len() - 2 * STEPS as usize];
+    assert_eq!(done.windows[1].accepted(&[]), [next], "{}: beside a window", target.name);
     let rows = (0..3).flat_map(|seq| bits(&machine.seq_logits(seq, 1).expect("logits")));
     found.push(("logits of a window", rows.collect()));
     let of = Request { session, position, tokens: &last[last.len() - 1..], ..Request::default() };

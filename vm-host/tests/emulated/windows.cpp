@@ -1,5 +1,5 @@
 // Attention of windows (op_attention.cuh) as host C++: consecutive positions of one session in one step, at places around the borders of tiles,
-// splits and pages, on a cache whose rows from the first of them on are stale. Prints the greatest error against the definition in f64, then
+// splits and pages, on a cache whose rows from the first of them on are stale; alone, behind a sequence that is in no window, and behind a window. Prints the greatest error against the definition in f64, then
 // how many words of partial results and bytes of the cache differ from those of the same positions one by one.
 // Compiled by vm-host/src/attention_tests.rs.
 #define WORKERS 1
@@ -12,7 +12,7 @@
 #include "device.hpp"
 #include "attention_cache.hpp"
 
-constexpr uint32_t OTHER = 5; // position of a sequence that is in no window: its row is stored again as it is
+constexpr uint32_t OTHER = 5; // first position of the sequences of another session: their rows are stored again as they are
 constexpr uint32_t OF_SEQ = SPLITS * HEADS * PARTIAL_WORDS;
 static char alone_cache[sizeof cache];
 static uint32_t alone[SEQS][OF_SEQ];
@@ -63,7 +63,7 @@ static void step(uint32_t window) {
   }
 }
 
-// Positions from `first` on, one by one or in one window, behind another session's sequence if `behind`. Returns the greatest error.
+// Positions from `first` on, one by one or in one window, behind so many sequences of another session, a window too. Returns the greatest error.
 static double both_ways(uint32_t first, uint32_t count, uint32_t window, uint32_t behind) {
   for (uint32_t position = first; position < first + count; ++position) {
     char* const row = cache; // those of the step are stale
@@ -82,16 +82,16 @@ static double both_ways(uint32_t first, uint32_t count, uint32_t window, uint32_
   shared.seqs = amk_seqs{};
   shared.seqs.seqs = behind + count;
   for (uint32_t seq = 0; seq < behind + count; ++seq) {
-    uint32_t const i = seq < behind ? 0 : seq - behind;
-    shared.seqs.position[seq] = seq < behind ? OTHER : first + i;
+    uint32_t const i = seq < behind ? seq : seq - behind;
+    shared.seqs.position[seq] = (seq < behind ? OTHER : first) + i;
     shared.seqs.windows |= i << 4 * seq;
     step_words(seq, shared.seqs.position[seq]);
   }
   std::memset(partials, 0xff, sizeof partials);
   step(window);
   double worst = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    double const error = error_of(behind + i, first + i, window);
+  for (uint32_t seq = 0; seq < behind + count; ++seq) {
+    double const error = error_of(seq, shared.seqs.position[seq], window);
     worst = error <= worst ? worst : error;
   }
   return worst;
@@ -107,11 +107,13 @@ int main() {
     cached(position);
   }
   worker.stage_bytes = 8192;
-  one(OTHER, 0);
+  for (uint32_t i = 0; i < SEQS; ++i) {
+    one(OTHER + i, 0);
+  }
   double worst = 0;
   uint32_t words_off = 0, bytes_off = 0;
   // First position, positions, window of the attention, sequences of others before.
-  uint32_t const cases[][4] = {{0, SEQS, 0, 0}, {1, 2, 0, 0}, {13, 4, 0, 0}, {30, 3, 0, 0}, {61, SEQS, 0, 0}, {62, 4, 50, 0}, {124, SEQS, 0, 0}, {126, 3, 50, 1}, {221, SEQS - 1, 0, 1}, {254, 4, 0, 0}, {POSITIONS - SEQS, SEQS, 0, 0}};
+  uint32_t const cases[][4] = {{0, SEQS, 0, 0}, {1, 2, 0, 0}, {13, 4, 0, 0}, {30, 3, 0, 0}, {61, SEQS, 0, 0}, {62, 4, 50, 0}, {124, SEQS, 0, 0}, {126, 3, 50, 1}, {221, SEQS - 1, 0, 1}, {61, 5, 0, 3}, {125, 2, 50, 2}, {254, 4, 0, 0}, {POSITIONS - SEQS, SEQS, 0, 0}};
   uint32_t number = 0;
   for (auto const& of : cases) {
     worker.stage_bytes = 8192u << number++ % 3;

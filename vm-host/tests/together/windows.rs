@@ -1,7 +1,8 @@
-//! Windows: consecutive positions of one session in one step give the bits of the same positions one by one.
+//! Windows: consecutive positions of a session in one step, alone or beside other sessions, give the bits of the same positions
+//! one by one.
 
 use super::*;
-use vm_host::Window;
+use vm_host::{Window, WindowDecoded};
 
 /// Tokens behind the prompt.
 const NEW: usize = 40;
@@ -13,20 +14,59 @@ struct Plain {
     logits: Vec<Vec<f32>>,
 }
 
-fn plain(machine: &mut Resident, length: u32, vocab: u32) -> Plain {
+fn plain(machine: &mut Resident, session: u32, length: u32, vocab: u32) -> Plain {
     let prompt = prompt(length, length, vocab);
-    fill(machine, 0, &prompt);
+    fill(machine, session, &prompt);
     let (mut tokens, mut logits) = (Vec::new(), Vec::new());
     let mut last = prompt[prompt.len() - 1];
     // As many as there are rows of logits.
     while tokens.len() < NEW {
         let position = length - 1 + tokens.len() as u32;
-        let done = machine.decode(0, position, &[last], ROWS / 2, &[], true).expect("it runs");
+        let done =
+            machine.decode(session, position, &[last], ROWS / 2, &[], true).expect("it runs");
         logits.extend(machine.logits(done.steps).expect("logits"));
         tokens.extend(done.tokens);
         last = tokens[tokens.len() - 1];
     }
     Plain { prompt, tokens, logits }
+}
+
+impl Plain {
+    /// The next token behind `done` of the new ones and guesses behind it, of which the first `right` are right; and the
+    /// position of the first.
+    fn window(&self, done: usize, (right, count): Guess, vocab: u32) -> (Vec<u32>, u32) {
+        let last = if done == 0 { self.prompt.last() } else { self.tokens.get(done - 1) };
+        let behind = self.tokens[done..done + count].iter().enumerate();
+        let guess = |(i, &t): (usize, &u32)| if i < right { t } else { (t + 1 + i as u32) % vocab };
+        let tokens = last.copied().into_iter().chain(behind.map(guess)).collect();
+        (tokens, (self.prompt.len() - 1 + done) as u32)
+    }
+
+    /// Compares what a window behind `done` of the new tokens gave, in these sequences on. Returns the number of its tokens.
+    fn compare(
+        &self,
+        machine: &mut Resident,
+        (done, got, guesses): (usize, &WindowDecoded, &[u32]),
+        (first, right): (u32, usize),
+        what: &str,
+    ) -> usize {
+        let accepted = got.accepted(guesses);
+        assert_eq!(accepted.len(), right.min(guesses.len()) + 1, "{what}: {guesses:?}");
+        assert_eq!(accepted, self.tokens[done..done + accepted.len()], "{what}");
+        for (seq, wanted) in (first..).zip(&self.logits[done..done + accepted.len()]) {
+            let logits = machine.seq_logits(seq, 1).expect("logits").remove(0);
+            let same = wanted.iter().map(|x| x.to_bits()).eq(logits.iter().map(|x| x.to_bits()));
+            let worst = worst(wanted, &logits);
+            assert!(same, "{what}: sequence {seq} from {first} is off by {worst:.2e}");
+        }
+        accepted.len()
+    }
+}
+
+/// Runs a window alone.
+fn window(machine: &mut Resident, of: &Window<'_>) -> Result<(WindowDecoded, f64), HostError> {
+    let mut done = machine.run_windows(&[*of], false)?;
+    Ok((done.windows.remove(0), done.device_us))
 }
 
 /// How many guesses of a window are right, and how many there are.
@@ -40,28 +80,61 @@ fn check(machine: &mut Resident, of: &Plain, guesses: &[Guess], vocab: u32, what
     while done + most < NEW {
         let (right, count) = guesses[turn % guesses.len()];
         turn += 1;
-        let count = count.min(most - 1);
-        let behind = of.tokens[done..done + count].iter().enumerate();
-        let guessed: Vec<u32> =
-            behind.map(|(i, &t)| if i < right { t } else { (t + 1 + i as u32) % vocab }).collect();
-        let last = if done == 0 { of.prompt[of.prompt.len() - 1] } else { of.tokens[done - 1] };
-        let tokens = [&[last], &guessed[..]].concat();
-        let position = (of.prompt.len() - 1 + done) as u32;
+        let (tokens, position) = of.window(done, (right, count.min(most - 1)), vocab);
         for seq in 0..tokens.len() as u32 {
             machine.poison_seq_logits(seq, 1).expect("poison");
         }
-        let window = Window { position, tokens: &tokens, keep_logits: true, ..Window::default() };
-        let got = machine.run_window(&window).unwrap_or_else(|e| panic!("{what}: {e}"));
-        let accepted = got.accepted(&guessed);
-        assert_eq!(accepted.len(), right.min(count) + 1, "{what} at {position}: {guessed:?}");
-        assert_eq!(accepted, of.tokens[done..done + accepted.len()], "{what} at {position}");
-        for (seq, wanted) in (0..).zip(&of.logits[done..done + accepted.len()]) {
-            let logits = machine.seq_logits(seq, 1).expect("logits").remove(0);
-            let same = wanted.iter().map(|x| x.to_bits()).eq(logits.iter().map(|x| x.to_bits()));
-            let worst = worst(wanted, &logits);
-            assert!(same, "{what}: position {position} + {seq} is off by {worst:.2e}");
+        let window = Window { position, tokens: &tokens, ..Window::default() };
+        let got = machine.run_windows(&[window], true).unwrap_or_else(|e| panic!("{what}: {e}"));
+        let got = (done, &got.windows[0], &tokens[1..]);
+        done += of.compare(machine, got, (0, right), &format!("{what} at {position}"));
+    }
+}
+
+/// Guesses of each session in a step, of which there are three: at most eight positions.
+const BESIDE: [[Guess; 3]; 6] = [
+    [(3, 3), (1, 2), (0, 0)],
+    [(0, 0), (0, 0), (5, 5)],
+    [(1, 3), (0, 0), (2, 2)],
+    [(0, 0), (0, 0), (0, 0)],
+    [(0, 1), (3, 3), (0, 1)],
+    [(0, 2), (0, 1), (2, 2)],
+];
+
+/// Runs steps with windows of several sessions, far apart, until one has all its new tokens, and compares each token and logit.
+fn check_beside(machine: &mut Resident, of: &[Plain; 3], vocab: u32, what: &str) {
+    const SESSIONS: [u32; 3] = [4, 0, 7];
+    for (of, session) in of.iter().zip(SESSIONS) {
+        fill(machine, session, &of.prompt);
+    }
+    let (mut done, mut turn) = ([0; 3], 0);
+    let most = machine.window_seqs() as usize;
+    while done.iter().all(|done| done + most < NEW) {
+        // Of a kernel of four there is one position beside those of the sessions.
+        let left = |guess: Guess| if most < 8 { (guess.0.min(1), guess.1.min(1)) } else { guess };
+        let mut guesses = BESIDE[turn % BESIDE.len()].map(left);
+        if most < 8 {
+            let one = turn % 3;
+            (0..3).filter(|at| *at != one).for_each(|at| guesses[at] = (0, 0));
         }
-        done += accepted.len();
+        turn += 1;
+        let parts: [_; 3] = std::array::from_fn(|i| of[i].window(done[i], guesses[i], vocab));
+        let window = |i: usize| {
+            let (tokens, position) = &parts[i];
+            let (session, position) = (SESSIONS[i], *position);
+            Window { session, position, tokens, sampled: false }
+        };
+        let windows = [0, 1, 2].map(window);
+        let positions: usize = windows.iter().map(|window| window.tokens.len()).sum();
+        (0..positions as u32).for_each(|seq| machine.poison_seq_logits(seq, 1).expect("poison"));
+        let got = machine.run_windows(&windows, true).unwrap_or_else(|e| panic!("{what}: {e}"));
+        let mut first = 0;
+        for (i, got) in got.windows.iter().enumerate() {
+            let what = format!("{what}, session {i} of {guesses:?} at {}", windows[i].position);
+            let got = (done[i], got, &windows[i].tokens[1..]);
+            done[i] += of[i].compare(machine, got, (first, guesses[i].0), &what);
+            first += windows[i].tokens.len() as u32;
+        }
     }
 }
 
@@ -78,7 +151,7 @@ fn check_windows(model: &Model, schedule: (&str, &str), seqs: u32, lengths: &[u3
     let mut machine = machine(model, &info, schedule.1, capacity.next_multiple_of(128), seqs);
     let vocab = model.graph.vocab;
     for &length in lengths {
-        let of = plain(&mut machine, length, vocab);
+        let of = plain(&mut machine, 0, length, vocab);
         for (guesses, name) in [(&RIGHT[..], "right"), (&WRONG[..], "wrong"), (&MIXED[..], "mixed")]
         {
             let what = format!(
@@ -87,6 +160,12 @@ fn check_windows(model: &Model, schedule: (&str, &str), seqs: u32, lengths: &[u3
             );
             check(&mut machine, &of, guesses, vocab, &what);
         }
+    }
+    if machine.window_seqs() > 3 {
+        let lengths = [0, 1, 2].map(|i| lengths[lengths.len() - 1 - i * (lengths.len() - 1) / 2]);
+        let of = lengths.map(|length| plain(&mut machine, 0, length, vocab));
+        let what = format!("{}, {}, kernel of {seqs}, beside", model.graph.name, schedule.0);
+        check_beside(&mut machine, &of, vocab, &what);
     }
     machine.stop().expect("it stops");
 }
@@ -164,8 +243,8 @@ fn windows_that_sample_give_the_tokens_of_plain_decoding() {
                 behind.map(|(i, &t)| if i < right { t } else { (t + 1) % vocab }).collect();
             let tokens = [&[*got.last().unwrap_or(&last[0])], &guessed[..]].concat();
             let position = 59 + at as u32;
-            let window = Window { position, tokens: &tokens, sampled: true, ..Window::default() };
-            got.extend(machine.run_window(&window).expect("a window").accepted(&guessed));
+            let of = Window { position, tokens: &tokens, sampled: true, ..Window::default() };
+            got.extend(window(&mut machine, &of).expect("a window").0.accepted(&guessed));
         }
         assert_eq!(got, wanted[..got.len()], "seed {seed}");
     }
@@ -180,19 +259,19 @@ fn a_window_that_cannot_be_is_refused_and_the_next_one_runs() {
     let tokens = [1; 9];
     let good = Window { session: 2, position: 32, tokens: &tokens[..4], ..Window::default() };
     for (bad, says) in [
-        (Window { tokens: &tokens, ..good }, "a window of 9 positions; 1 to 8"),
-        (Window { tokens: &[], ..good }, "a window of 0 positions"),
+        (Window { tokens: &tokens, ..good }, "1 windows with 9 positions; 1 to 8"),
+        (Window { tokens: &[], ..good }, "1 windows with 0 positions"),
         (Window { position: 253, ..good }, "4 positions from 253 exceed"),
         (Window { tokens: &[vocab], ..good }, "outside the vocabulary"),
         (Window { session: 3, sampled: true, ..good }, "repetition penalty"),
     ] {
-        let refused = machine.run_window(&bad).expect_err(says);
+        let refused = window(&mut machine, &bad).expect_err(says);
         let why = refused.to_string();
         assert!(matches!(refused, HostError::Request(_)) && why.contains(says), "{why}");
     }
     let of = &sessions[2];
     let tokens = [&of.prompt[32..], &of.tokens[..5]].concat();
-    let done = machine.run_window(&Window { tokens: &tokens, ..good }).expect("it runs");
+    let (done, _) = window(&mut machine, &Window { tokens: &tokens, ..good }).expect("it runs");
     assert_eq!(done.accepted(&of.tokens[..5]), of.tokens[..6]);
     machine.stop().expect("it stops");
 }
@@ -204,23 +283,25 @@ fn a_window_of_eight_takes_at_most_half_as_long_again_as_a_step() {
     let model = model::preset("llama-3.2-1b").expect("a known preset");
     let mut machine = machine(&model, &info, &shipped(8), 512, 8);
     let tokens = [11; 8];
-    let mut us = |count: usize| {
-        let mut all: Vec<f64> = (0..40)
-            .map(|_| {
-                let window =
-                    Window { position: 128, tokens: &tokens[..count], ..Window::default() };
-                machine.run_window(&window).expect("it runs").device_us
-            })
-            .skip(8)
-            .collect();
+    let mut us = |counts: &[usize]| {
+        let of = |(session, &count): (u32, &usize)| {
+            let tokens = &tokens[..count];
+            Window { session, position: 128, tokens, sampled: false }
+        };
+        let windows: Vec<Window<'_>> = (0..).zip(counts).map(of).collect();
+        let timed = (0..40).map(|_| machine.run_windows(&windows, false).expect("it runs"));
+        let mut all: Vec<f64> = timed.map(|done| done.device_us).skip(8).collect();
         all.sort_by(f64::total_cmp);
         all[all.len() / 2]
     };
     let steps = [1, 2, 4, 6, 8].map(|count| {
-        let us = us(count);
+        let us = us(&[count]);
         eprintln!("a window of {count}: {us:.1} us");
         us
     });
+    for counts in [&[1, 1, 1][..], &[4, 3, 1], &[6, 1, 1], &[2, 2, 2, 2], &[1; 8]] {
+        eprintln!("windows of {counts:?} positions: {:.1} us", us(counts));
+    }
     machine.stop().expect("it stops");
     assert!(steps[4] <= 1.5 * steps[0], "{steps:?}");
 }

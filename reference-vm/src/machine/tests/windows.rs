@@ -32,15 +32,20 @@ fn caches(machine: &Machine<'_>, model: &Model) -> Vec<Vec<f32>> {
     layers.flat_map(|l| [machine.keys(l).to_vec(), machine.values(l).to_vec()]).collect()
 }
 
-/// Three positions one by one, then windows.
-fn windowed(machine: &mut Machine<'_>, model: &Model, widths: &[usize], order: Order) -> All {
+/// Three positions one by one, then windows, each behind so many sequences of other sessions.
+fn windowed(
+    machine: &mut Machine<'_>,
+    model: &Model,
+    (widths, others): (&[usize], u32),
+    order: Order,
+) -> All {
     let n: usize = widths.iter().sum();
     let all = tokens(3 + n as u32);
     let mut got = outputs(machine.run(&all[..3], order).unwrap());
     let mut rest = &all[3..];
     for &width in widths {
         let (window, after) = rest.split_at(width);
-        let Outputs { logits, tokens } = outputs(machine.window(window, order).unwrap());
+        let Outputs { logits, tokens } = outputs(machine.window(others, window, order).unwrap());
         assert_eq!((logits.len(), tokens.len()), (width, width));
         got.logits.extend(logits);
         got.tokens.extend(tokens);
@@ -60,12 +65,12 @@ fn a_window_gives_the_bits_of_its_positions_one_by_one_in_any_order() {
     for model in models() {
         for plan in plans() {
             let program = verify(plan::program(&model.graph, plan)).unwrap();
-            for (widths, order) in WIDTHS.into_iter().zip(ORDERS) {
+            for ((widths, others), order) in WIDTHS.into_iter().zip([0, 3, 0, 2]).zip(ORDERS) {
                 let machine = || Machine::new(&program, &model.graph, &*model.weights).unwrap();
                 let n = 3 + widths.iter().sum::<usize>();
                 let expected = one_by_one(&mut machine(), &model, n);
-                let got = windowed(&mut machine(), &model, widths, order);
-                assert_eq!(got, expected, "{plan:?} {widths:?} {order:?}");
+                let got = windowed(&mut machine(), &model, (widths, others), order);
+                assert_eq!(got, expected, "{plan:?} {widths:?} behind {others} {order:?}");
             }
         }
     }
@@ -84,7 +89,7 @@ fn rejected_positions_leave_no_trace() {
     let mut got = outputs(machine.run(&all[..2], Order::Waves).unwrap());
     for (at, &token) in all.iter().enumerate().skip(2) {
         let window = [token, 130, 129, 128];
-        let right = outputs(machine.window(&window, Order::Seeded(at as u64)).unwrap());
+        let right = outputs(machine.window(0, &window, Order::Seeded(at as u64)).unwrap());
         machine.truncate(at + 1);
         got.logits.push(right.logits[0].clone());
         got.tokens.push(right.tokens[0]);
@@ -103,9 +108,9 @@ fn every_mistake_in_a_window_changes_a_logit() {
                 let mut wrong = machine().with_window_defect(defect);
                 let (got, _) = one_by_one(&mut wrong, &model, 17);
                 assert_eq!(got, expected, "{defect:?} has no effect without a window");
-                for widths in [WIDTHS[0], WIDTHS[2]] {
+                for (widths, others) in [(WIDTHS[0], 0), (WIDTHS[2], 0), (WIDTHS[1], 3)] {
                     let mut wrong = machine().with_window_defect(defect);
-                    let (got, _) = windowed(&mut wrong, &model, widths, Order::Waves);
+                    let (got, _) = windowed(&mut wrong, &model, (widths, others), Order::Waves);
                     assert_ne!(got.logits, expected.logits, "{defect:?} {plan:?} {widths:?}");
                 }
             }
@@ -121,11 +126,11 @@ fn a_window_beyond_the_cache_or_the_vocabulary_is_refused_and_nothing_runs() {
     let capacity = program.kv_capacity;
     let beyond =
         InputError::Capacity { positions: capacity as usize + 1, capacity: capacity as usize };
-    let refused = machine.window(&vec![1; capacity as usize + 1], Order::Waves);
+    let refused = machine.window(0, &vec![1; capacity as usize + 1], Order::Waves);
     assert_eq!(refused, Err(beyond.into()));
     let vocab = model.graph.vocab;
-    let refused = machine.window(&[1, vocab], Order::Waves);
+    let refused = machine.window(0, &[1, vocab], Order::Waves);
     assert_eq!(refused, Err(InputError::Token { token: vocab, vocab }.into()));
-    assert_eq!(machine.window(&[], Order::Waves), Ok(Run::Finished(Outputs::default())));
+    assert_eq!(machine.window(0, &[], Order::Waves), Ok(Run::Finished(Outputs::default())));
     assert_eq!(machine.positions(), 0);
 }

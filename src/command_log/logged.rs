@@ -160,6 +160,14 @@ where
         self.engine.prompt_slice()
     }
 
+    fn beside_streams(&mut self, streams: bool) {
+        self.engine.beside_streams(streams);
+    }
+
+    fn interrupted(&self) -> Option<usize> {
+        self.engine.interrupted()
+    }
+
     fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {
         let (began, Held { session, .. }) = (now_ns(), self.held(place));
         let answer = self.engine.choose_by(place, how);
@@ -178,6 +186,9 @@ where
     ) -> Result<Advanced, Broken> {
         let (began, Held { session, position, .. }) = (now_ns(), self.held(place));
         let answer = self.engine.advance(place, tokens, generate, observer);
+        if answer.is_ok() && self.engine.interrupted() == Some(place) {
+            return answer; // it goes on, and is logged whole at its end
+        }
         let (said, kernel, tokens) = (said(&answer, done), self.engine.kernel(), tokens.to_vec());
         self.moved(place, answer.as_ref().map_or(0, |done| done.ran));
         let entry = Entry::Advance { session, place, position, kernel, tokens, generate, said };

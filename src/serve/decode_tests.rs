@@ -9,8 +9,9 @@ use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::engine::{Advanced, How, Observer, PROMPT_SLICE, WeightsAt};
+use crate::engine::{Advanced, How, Observer, PROMPT_SLICE, WeightsAt, pieces};
 use crate::host_rules::HostRules;
+use crate::sequence::SLICE;
 
 /// Tokens of the scripted model.
 const VOCAB: usize = 64;
@@ -48,6 +49,8 @@ struct Scripted {
     lost: Option<String>,
     /// Where its weights are.
     weights_at: Arc<Mutex<WeightsAt>>,
+    /// Its clock, if it has one: then its chunks run layer by layer.
+    clock: Option<slices::Clock>,
 }
 
 /// A call in which the machine fails.
@@ -145,6 +148,7 @@ impl Engine for Scripted {
     }
 
     fn end(&mut self, place: usize) {
+        self.clock.iter_mut().for_each(|clock| clock.end(place));
         self.sums.remove(&place);
         self.promised.remove(&place);
     }
@@ -162,6 +166,11 @@ impl Engine for Scripted {
         observer: &mut dyn Observer,
     ) -> Result<Advanced, Broken> {
         let chunked = self.chunks && tokens.len() >= CHUNK;
+        if let Some(clock) = self.clock.as_mut().filter(|_| chunked)
+            && !clock.chunk(place, tokens.len())
+        {
+            return Ok(Advanced { chosen: Vec::new(), ran: 0, stopped: false });
+        }
         let steps = match chunked {
             true => tokens.len() - usize::from(generate > 0),
             false => tokens.len() + (generate as usize).saturating_sub(1),
@@ -173,6 +182,7 @@ impl Engine for Scripted {
             let row = self.feed(place, &all[ran..=ran], true)?;
             self.fed.lock().unwrap().pop();
             ran += 1;
+            self.clock.iter_mut().filter(|_| !chunked).for_each(|clock| clock.step(&[place]));
             if ran >= tokens.len() && generate > 0 {
                 all.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32);
                 // As on a device: all but the last ones are seen before the completion.
@@ -198,6 +208,18 @@ impl Engine for Scripted {
 
     fn seqs(&self) -> usize {
         self.width.max(1)
+    }
+
+    fn prompt_slice(&self) -> u64 {
+        self.clock.as_ref().map_or(PROMPT_SLICE, |_| pieces::SLICE)
+    }
+
+    fn beside_streams(&mut self, streams: bool) {
+        self.clock.iter_mut().for_each(|clock| clock.pieces.streams = streams);
+    }
+
+    fn interrupted(&self) -> Option<usize> {
+        self.clock.as_ref()?.begun.map(|(place, _)| place)
     }
 
     fn reads_in_batch(&self, tokens: usize) -> bool {
@@ -240,6 +262,7 @@ impl Engine for Scripted {
                 }
             }
             ran += 1;
+            self.clock.iter_mut().for_each(|clock| clock.step(&places));
             if ran.is_multiple_of(2) && ran < steps as usize && broken.iter().all(Option::is_none) {
                 for (index, (text, told)) in texts.iter().zip(&mut told).enumerate() {
                     text.iter().skip(*told).for_each(|token| observer.token(index, *token));
@@ -261,6 +284,8 @@ impl Engine for Scripted {
     }
 }
 
+#[path = "slices_tests.rs"]
+mod slices;
 #[path = "together_tests.rs"]
 mod together;
 #[path = "weights_tests.rs"]

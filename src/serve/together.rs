@@ -10,7 +10,7 @@ use super::alike::PAGE;
 use super::{Broken, EngineLoop, Job, Running, say, takes};
 use crate::engine::{Advanced, Observer};
 use crate::observe::Command;
-use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
+use crate::sequence::{Sequence, Told};
 
 impl Running {
     /// The tokens that are known and not run yet, if the machine samples those that follow.
@@ -108,7 +108,8 @@ impl EngineLoop<'_> {
             gone.into_iter().for_each(|turn| self.gone(turn));
             return self.together(turns, inbox);
         };
-        let slice = if self.running.len() > turns.len() { SHARED_SLICE } else { SLICE };
+        let slice = self.steps_at_once(turns.len());
+        self.piece_ran = false;
         let steps = seqs.iter().zip(&turns);
         let steps = steps.map(|((.., running), turn)| running.steps(turn.tokens(), slice));
         let steps = steps.min().unwrap_or(1).max(1);

@@ -57,7 +57,10 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
 }
 
 /// Runs requests that all wait before the loop begins. Returns their tokens, and the places of each command.
-fn awaited(engine: Scripted, asked: &[(Vec<u32>, u32)]) -> (Vec<Heard>, Vec<Vec<usize>>) {
+pub(super) fn awaited(
+    engine: Scripted,
+    asked: &[(Vec<u32>, u32)],
+) -> (Vec<Heard>, Vec<Vec<usize>>) {
     awaited_on(engine, Sequences::default(), asked)
 }
 

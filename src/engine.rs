@@ -250,6 +250,8 @@ pub(crate) trait Engine {
 
 pub(crate) struct How<'a> {
     pub(crate) sampling: &'a Sampling,
+    /// Whether each token has a mask, which the machine gets from the command's observer ([`Watch::mask`]).
+    pub(crate) masked: bool,
     /// Generation ends after any of these tokens.
     pub(crate) stop: &'a [u32],
 }
@@ -302,6 +304,10 @@ struct Place {
     fed: Vec<u32>,
     /// Whether tokens are sampled with settings stored on the device.
     sampled: bool,
+    /// Whether each has a mask.
+    masked: bool,
+    /// The last position, if its step had no token because the mask came too late.
+    late: Option<u32>,
     stop: Vec<u32>,
 }
 
@@ -392,6 +398,29 @@ impl<'a> Megakernel<'a> {
         }
     }
 
+    /// Notes how a command ended for a place that was fed tokens and sampled more. Returns its positions, and whether it
+    /// ended with a stop token. A step without its mask is as if it had not run: the next command runs it again.
+    fn ended(
+        &mut self,
+        place: usize,
+        (fed, sampled): (&[u32], &[u32]),
+        (steps, ending): (u32, Ending),
+    ) -> Result<(usize, bool), String> {
+        let held = &mut self.places[place];
+        let late = held.masked && ending == Ending::NoToken;
+        let ran = if late { steps - 1 } else { steps };
+        let last = held.position + ran;
+        let before = std::mem::replace(&mut held.late, late.then_some(last));
+        self.ran(place, fed.iter().chain(sampled).copied(), ran);
+        match (late, before == Some(last)) {
+            (false, _) => Ok((ran as usize, has_stopped(ending)?)),
+            (true, false) => Ok((ran as usize, false)),
+            (true, true) => Err(format!(
+                "no token after position {last}, twice: its row is not a number, or its mask came too late"
+            )),
+        }
+    }
+
     pub(crate) fn gpu(&mut self) -> &mut Gpu<'a> {
         &mut self.gpu
     }
@@ -457,10 +486,15 @@ impl Engine for Megakernel<'_> {
         {
             return Ok(false);
         }
+        // The device has one bias for all tokens of a mask.
+        if how.masked && !(self.gpu.masks() && how.sampling.bias.is_empty()) {
+            return Ok(false);
+        }
         held.stop = how.stop.to_vec();
-        held.sampled = !how.sampling.is_plain_greedy();
+        held.masked = how.masked;
+        held.sampled = how.masked || !how.sampling.is_plain_greedy();
         if held.sampled {
-            self.gpu.choose_by(self.program, place as u32, how.sampling)?;
+            self.gpu.choose_by(self.program, place as u32, how)?;
         }
         Ok(true)
     }
@@ -494,10 +528,9 @@ impl Engine for Megakernel<'_> {
         let done = self.gpu.command(program, &request, self.pieces.limit(), observer)?;
         self.pieces.ran(done.steps, done.device_us);
         self.passed(done.steps);
-        let ran = tokens.iter().chain(&done.tokens).copied();
-        self.ran(place, ran, done.steps);
-        let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
-        Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+        let ended = self.ended(place, (tokens, &done.tokens), (done.steps, done.ending));
+        let (ran, stopped) = ended.map_err(Broken::Sequence)?;
+        Ok(Advanced { chosen: done.tokens, ran, stopped })
     }
 
     fn window(&self) -> usize {
@@ -597,16 +630,15 @@ impl Engine for Megakernel<'_> {
         let done = self.gpu.batch(self.program, &batch, observer)?;
         self.pieces.ran(done.steps, done.device_us);
         self.passed(done.steps);
-        let ran = done.steps as usize;
         Ok(done
             .seqs
             .into_iter()
             .zip(seqs)
             .map(|(seq, &(place, tokens))| {
-                self.ran(place, tokens.iter().chain(&seq.tokens).copied(), done.steps);
-                let held = &self.places[place];
-                let stopped = seq.tokens.last().is_some_and(|last| held.stop.contains(last));
-                has_stopped(seq.ending)?;
+                let of = (tokens, &seq.tokens[..]);
+                let (ran, _) = self.ended(place, of, (done.steps, seq.ending))?;
+                let stop = &self.places[place].stop;
+                let stopped = seq.tokens.last().is_some_and(|last| stop.contains(last));
                 Ok(Advanced { chosen: seq.tokens, ran, stopped })
             })
             .collect())

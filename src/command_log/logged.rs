@@ -169,6 +169,9 @@ where
     }
 
     fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {
+        if how.masked {
+            return Ok(false); // a log has no masks, but the tokens that the host samples
+        }
         let (began, Held { session, .. }) = (now_ns(), self.held(place));
         let answer = self.engine.choose_by(place, how);
         let (sampling, stop) = (Settings::from(how.sampling), how.stop.to_vec());

@@ -117,9 +117,11 @@ impl Gpu<'_> {
             report::say("prompt: values exceed the range of f16; its tokens run one by one");
             return Ok(Chunked::Not);
         }
-        let part = if ran.done { "" } else { ", some layers" };
-        report::say(&format!("prompt: {} tokens{part}, {:.1} ms", tokens.len(), ran.us / 1e3));
-        Ok(if ran.done { Chunked::All } else { Chunked::Layers })
+        if !ran.done {
+            return Ok(Chunked::Layers);
+        }
+        report::say(&format!("prompt: {} tokens in chunks, {:.1} ms", tokens.len(), ran.us / 1e3));
+        Ok(Chunked::All)
     }
 
     /// Runs some layers of a chunk.

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use abi::Ending;
 use ir::program::{Program, Together, Verified};
-use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
 use vm_host::{
     Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident, Watch, Window,
@@ -13,7 +12,7 @@ use vm_host::{
 
 use super::chunks::Chunked;
 use super::{Gpu, Machine, device_error};
-use crate::engine::{Bench as _, Broken, WeightsAt};
+use crate::engine::{Bench as _, Broken, How, WeightsAt};
 use crate::report;
 
 impl Gpu<'_> {
@@ -24,6 +23,16 @@ impl Gpu<'_> {
 
     pub(crate) fn seqs(&self) -> u32 {
         self.seqs
+    }
+
+    /// Compiles kernels with masks from the next program on.
+    pub(crate) fn set_masks(&mut self, masks: bool) {
+        self.masks = masks;
+    }
+
+    /// Whether kernels have masks.
+    pub(crate) fn masks(&self) -> bool {
+        self.masks
     }
 
     /// The most positions of a window of kernels from the next program on.
@@ -186,19 +195,25 @@ impl Gpu<'_> {
         &mut self,
         handle: Handle,
         session: u32,
-        sampling: &Sampling,
+        how: &How<'_>,
     ) -> Result<(), Broken> {
+        let How { sampling, masked, .. } = *how;
+        let of_running = |running: &mut Resident| match masked {
+            true => running.set_masked_sampling(session, sampling),
+            false => running.set_sampling(session, sampling),
+        };
         match &mut self.machine {
-            Machine::Absent => {
-                self.undone(handle, |running| running.set_sampling(session, sampling))
-            }
+            Machine::Absent => self.undone(handle, of_running),
             // No launch, nor a switch of kernels, before the next command.
             Machine::Idle(idle) => {
-                let set = idle.set_sampling(session, sampling);
+                let set = match masked {
+                    true => idle.set_masked_sampling(session, sampling),
+                    false => idle.set_sampling(session, sampling),
+                };
                 self.outcome(set)
             }
             Machine::Running(running) => {
-                let set = running.set_sampling(session, sampling);
+                let set = of_running(running);
                 self.outcome(set)
             }
         }

@@ -1,10 +1,10 @@
 //! How long a piece of a prompt in chunks keeps other sequences from their next tokens.
 //!
-//! Chunks run while no kernel is resident. So a sequence that decodes waits for a stop, the piece and a launch, and then
-//! has its step. A piece is a chunk of [`SLICE`] tokens, or beside sequences that decode as many layers of it as take
-//! three quarters of their step: with 2 ms for stop and launch beside steps of 4.3 ms they wait for 2.3 steps. Where
-//! steps are short, pieces take as long as the stop and the launch around them all the same, or most of the time would
-//! go there. The tokens of a chunk, and so its bits, do not depend on this.
+//! Chunks run while no kernel is resident. So a sequence that decodes waits for a stop, the piece and a launch, and
+//! then has its step. A piece is a chunk of [`SLICE`] tokens, or beside sequences that decode as many layers of it as
+//! take three quarters of their step: with 2 ms for stop and launch beside steps of 4.3 ms they wait for 2.3 steps.
+//! Where steps are short, pieces take as long as the stop and the launch around them all the same, or most of the time
+//! would go there. The tokens of a chunk, and so its bits, do not depend on this.
 
 use std::time::Duration;
 

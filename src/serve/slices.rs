@@ -41,8 +41,8 @@ impl EngineLoop<'_> {
         self.running.iter().any(|(other, running)| *other != session && running.streams())
     }
 
-    /// Whether a session has to wait with its piece of a chunk: for the chunk of another prompt, or for the steps of streams
-    /// that have waited for a piece.
+    /// Whether a session has to wait with its piece of a chunk: for the chunk of another prompt, or for the steps of
+    /// streams that have waited for a piece.
     pub(super) fn waits_with_chunk(&self, session: SessionId) -> bool {
         if !self.running.get(&session).is_some_and(|running| self.in_chunks(running)) {
             return false;

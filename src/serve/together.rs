@@ -8,6 +8,7 @@ use vm_host::Watch;
 
 use super::alike::PAGE;
 use super::{Broken, EngineLoop, Job, Running, say, takes};
+use crate::constraint::Guide;
 use crate::engine::{Advanced, Observer};
 use crate::observe::Command;
 use crate::sequence::{Sequence, Told};
@@ -34,6 +35,8 @@ impl Running {
 /// Reports what a batch says of its sequences while it runs.
 struct Teller<'t> {
     listeners: &'t [&'t Running],
+    /// The rule of each, if it has one.
+    guides: &'t mut [Option<Guide>],
     /// Tokens reported so far of each.
     told: Vec<usize>,
     /// The kernel, once it is known and reported.
@@ -45,6 +48,11 @@ impl Watch for Teller<'_> {
     fn token(&mut self, sequence: usize, token: u32) {
         say(&self.listeners[sequence].to, Told::Token(token, None));
         self.told[sequence] += 1;
+        self.guides[sequence].iter_mut().for_each(|guide| guide.take(token));
+    }
+
+    fn mask(&mut self, sequence: usize, vocab: u32) -> Option<Vec<u32>> {
+        self.guides[sequence].as_mut()?.mask(vocab)
     }
 
     fn yields(&mut self) -> bool {
@@ -94,20 +102,27 @@ impl EngineLoop<'_> {
         if turns.len() < 2 {
             return turns.pop().into_iter().for_each(|turn| self.turn(turn, inbox));
         }
-        let held = |turn: &Turn| {
-            let running = self.running.get(&turn.session())?;
-            Some((turn.session().place(), running.unfed()?, running))
+        // A client may have disconnected since the turns were chosen.
+        let left = |turn: &Turn| {
+            self.running.get(&turn.session()).is_none_or(|running| running.to.is_closed())
         };
-        let seqs: Option<Vec<(usize, &[u32], &Running)>> = turns.iter().map(held).collect();
-        let Some(seqs) = seqs else {
-            // A client has disconnected since the turns were chosen.
-            let left = |turn: &Turn| {
-                self.running.get(&turn.session()).is_none_or(|running| running.to.is_closed())
-            };
-            let (gone, turns): (Vec<Turn>, Vec<Turn>) = turns.into_iter().partition(left);
+        let (gone, turns): (Vec<Turn>, Vec<Turn>) = turns.into_iter().partition(left);
+        if !gone.is_empty() {
             gone.into_iter().for_each(|turn| self.gone(turn));
             return self.together(turns, inbox);
+        }
+        self.batch(turns, inbox);
+    }
+
+    /// Runs turns as a batch.
+    fn batch(&mut self, turns: Vec<Turn>, inbox: &Receiver<Job>) {
+        // Out of their sequences, which are only read while the batch runs.
+        let mut guides: Vec<Option<Guide>> = turns.iter().map(|turn| self.guide(turn)).collect();
+        let held = |turn: &Turn| {
+            let running = self.running.get(&turn.session())?;
+            Some((turn.session().place(), running.sequence.unfed(), running))
         };
+        let seqs: Vec<(usize, &[u32], &Running)> = turns.iter().filter_map(held).collect();
         let slice = self.steps_at_once(turns.len());
         self.piece_ran = false;
         let steps = seqs.iter().zip(&turns);
@@ -122,14 +137,16 @@ impl EngineLoop<'_> {
         };
         let listeners: Vec<&Running> = seqs.iter().map(|(.., running)| *running).collect();
         let told = vec![0; listeners.len()];
-        let mut teller = Teller { listeners: &listeners, told, kernel: None, yields: &mut yields };
+        let (guiding, yields) = (&mut guides[..], &mut yields as &mut dyn FnMut() -> bool);
+        let mut teller =
+            Teller { listeners: &listeners, guides: guiding, told, kernel: None, yields };
         let fed =
             seqs.iter().map(|&(place, unfed, _)| (place, &unfed[..unfed.len().min(steps + 1)]));
         let fed: Vec<(usize, &[u32])> = fed.collect();
         let began = Instant::now();
         let done = self.engine.together(&fed, steps as u32, &mut teller);
         let Teller { told, kernel: known, .. } = teller;
-        let mut told = told.into_iter();
+        let mut told = told.into_iter().zip(guides);
         let (took, kernel) = (began.elapsed(), self.engine.kernel());
         let (place, first) = firsts[0];
         let ran = || done.iter().flatten().flatten();
@@ -144,6 +161,8 @@ impl EngineLoop<'_> {
                 unreachable!("every open session has its request")
             };
             let outcome = outcomes.next().unwrap_or_else(|| Err(Broken::All("no answer".into())));
+            let (told, guide) = told.next().unwrap_or_default();
+            running.sequence.guide = guide;
             let (ran, chosen, finish) = match outcome {
                 Ok(seq) => {
                     let (ran, chosen) = (seq.ran, seq.chosen.len());
@@ -152,13 +171,19 @@ impl EngineLoop<'_> {
                         Some(known) => running.sequence.ran_on(known, &mut |_| {}),
                         None => running.sequence.ran_on(kernel, &mut tell),
                     }
-                    let told = told.next().unwrap_or(0);
                     (ran, chosen, Ok(running.sequence.took(seq, told, &mut tell)))
                 }
                 Err(broken) => (0, 0, Err(broken)),
             };
             self.settle(turn, ran, chosen, finish);
         }
+    }
+}
+
+impl EngineLoop<'_> {
+    /// Takes the rule of a turn's sequence out of it.
+    fn guide(&mut self, turn: &Turn) -> Option<Guide> {
+        self.running.get_mut(&turn.session()).and_then(|running| running.sequence.guide.take())
     }
 }
 

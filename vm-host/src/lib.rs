@@ -32,6 +32,7 @@ mod kernel_id;
 mod links;
 mod load;
 mod machine;
+mod masks;
 mod memory;
 mod monitor;
 mod nvml;

@@ -160,7 +160,7 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Waits for the next completion, at most until `limit`. Now and then it calls `gone`, whether the kernel has exited (one that died posts
-    /// nothing more), and `preempt`, until that returns true, whether the command must yield.
+    /// nothing more), and `preempt`: once that has returned true, the command must yield.
     ///
     /// # Errors
     /// The status block's reason if the device stopped, the driver's if the kernel died, else a time-out.
@@ -180,9 +180,9 @@ impl<W: Words> RingHost<W> {
                 return Ok(completion);
             }
             spins = spins.wrapping_add(1);
-            if spins.is_multiple_of(256) && !asked && preempt() {
+            // It is called after the request, too: it also gives the masks that the last step waits for.
+            if spins.is_multiple_of(256) && preempt() && !std::mem::replace(&mut asked, true) {
                 self.preempt(self.seen.wrapping_add(1));
-                asked = true;
             }
             if spins.is_multiple_of(1024) {
                 if let Some(status) = self.status() {

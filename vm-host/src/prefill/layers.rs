@@ -16,6 +16,8 @@ pub(super) struct Begun {
     position: u32,
     tokens: Vec<u32>,
     layer: usize,
+    /// Microseconds that they took.
+    us: f64,
 }
 
 /// What [`Idle::prefill_within`](crate::Idle::prefill_within) has done.
@@ -25,7 +27,7 @@ pub struct LayersRan {
     pub done: bool,
     /// As in [`Prefilled`](crate::Prefilled): the chunk is not continued.
     pub clamped: bool,
-    /// Microseconds, by the host's clock.
+    /// Microseconds that all of the chunk's layers took so far, by the host's clock.
     pub us: f64,
 }
 
@@ -73,7 +75,7 @@ impl Prefill {
         }
         let began = Instant::now();
         let from = self.begun.take().filter(|begun| begun.is(session, prompt));
-        let from = from.map_or(0, |begun| begun.layer);
+        let (from, before) = from.map_or((0, 0.0), |begun| (begun.layer, begun.us));
         let mut runs = self.runs(streams, pages, &PrefillOptions::default())?;
         if from == 0 {
             self.clear_clamped(streams, copier)?;
@@ -88,9 +90,9 @@ impl Prefill {
             (layer, last) = (layer + 1, began.elapsed());
         }
         let (done, clamped) = (layer == runs.layers(), self.clamped(copier)?);
-        let tokens = tokens.to_vec();
-        self.begun = (!done && !clamped).then_some(Begun { session, position, tokens, layer });
-        Ok(LayersRan { done, clamped, us: began.elapsed().as_secs_f64() * 1e6 })
+        let (tokens, us) = (tokens.to_vec(), before + began.elapsed().as_secs_f64() * 1e6);
+        self.begun = (!done && !clamped).then_some(Begun { session, position, tokens, layer, us });
+        Ok(LayersRan { done, clamped, us })
     }
 }
 
@@ -111,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_chunk_goes_on_where_its_session_its_position_and_its_tokens_are_the_same() {
-        let begun = Begun { session: 1, position: 128, tokens: vec![4, 5], layer: 3 };
+        let begun = Begun { session: 1, position: 128, tokens: vec![4, 5], layer: 3, us: 0.0 };
         assert!(begun.is(1, (&[], 128, &[4, 5])));
         let others: [(u32, Prompt<'_>); 3] =
             [(2, (&[], 128, &[4, 5])), (1, (&[], 0, &[4, 5])), (1, (&[], 128, &[4, 6]))];

@@ -1,5 +1,5 @@
-//! Rules for the text of one sequence, such as a grammar: each token is allowed by those before it. The host applies
-//! them to a row of logits, so that a sequence with a rule is sampled on the host.
+//! Rules for the text of one sequence, such as a grammar: each token is allowed by those before it. A machine that
+//! samples is given the mask of each token while its step runs ([`Guide`]); else the host applies it to a row of logits.
 
 /// Of a vocabulary, this part at most is looked up one by one instead of banning the rest from the row.
 const FEW: usize = 16;
@@ -87,6 +87,53 @@ impl Allowed {
     }
 }
 
+/// A rule while the machine samples: it takes the tokens as they come, and says which may come next.
+#[derive(Debug)]
+pub(crate) struct Guide {
+    rule: Box<dyn Constraint>,
+    stop: Vec<u32>,
+    /// Set when no token follows: the text is complete, or why it cannot continue.
+    end: Option<Result<(), String>>,
+}
+
+impl Guide {
+    /// A rule in the state after the tokens so far, and the tokens that end the text.
+    pub(crate) fn new(rule: Box<dyn Constraint>, stop: &[u32]) -> Self {
+        Self { rule, stop: stop.to_vec(), end: None }
+    }
+
+    /// Takes the next token.
+    pub(crate) fn take(&mut self, id: u32) {
+        if self.end.is_some() || self.stop.contains(&id) {
+            return;
+        }
+        self.end = match self.rule.take(id) {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(())),
+            Err(why) => Some(Err(why)),
+        };
+    }
+
+    /// The tokens that may come next, a bit each; `None` where none follows.
+    pub(crate) fn mask(&mut self, vocab: u32) -> Option<Vec<u32>> {
+        if self.end.is_some() {
+            return None;
+        }
+        match self.rule.allowed(vocab as usize, &self.stop) {
+            Ok(allowed) => Some(allowed.words),
+            Err(why) => {
+                self.end = Some(Err(why));
+                None
+            }
+        }
+    }
+
+    /// How the text ended, if it did other than by a stop token.
+    pub(crate) fn end(&self) -> Option<&Result<(), String>> {
+        self.end.as_ref()
+    }
+}
+
 impl Clone for Box<dyn Constraint> {
     fn clone(&self) -> Self {
         self.copied()
@@ -113,6 +160,22 @@ pub(crate) mod tests {
         fn copied(&self) -> Box<dyn Constraint> {
             Box::new(self.clone())
         }
+    }
+
+    #[test]
+    fn a_guide_ends_with_its_text_and_takes_no_stop_tokens() {
+        let mut guide = Guide::new(Box::new(Even), &[3]);
+        assert_eq!(guide.mask(40), Some(vec![0x5555_5555, 0x55]));
+        guide.take(3);
+        guide.take(2);
+        assert_eq!((guide.mask(32).is_some(), guide.end()), (true, None));
+        guide.take(44);
+        assert_eq!((guide.mask(32), guide.end()), (None, Some(&Ok(()))));
+        guide.take(5);
+        assert_eq!(guide.end(), Some(&Ok(())), "what comes behind the end is not looked at");
+        let mut guide = Guide::new(Box::new(Even), &[]);
+        guide.take(5);
+        assert_eq!((guide.mask(32), guide.end()), (None, Some(&Err("5 is odd".to_owned()))));
     }
 
     #[test]

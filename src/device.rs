@@ -124,6 +124,8 @@ pub(crate) struct Gpu<'a> {
     compiling_prompts: Option<JoinHandle<Result<(), HostError>>>,
     /// The most sessions that a command runs at once.
     seqs: u32,
+    /// Whether kernels have masks.
+    masks: bool,
     /// Passes of the resident kernel's program that were not taken yet.
     passes: u64,
     /// Ends the work of a search early, on the machine of a server.
@@ -158,6 +160,7 @@ impl<'a> Gpu<'a> {
             chunks_from: None,
             compiling_prompts: None,
             seqs: context.batch,
+            masks: false,
             passes: 0,
             preemption: Preemption::default(),
             searched: false,
@@ -189,7 +192,7 @@ impl<'a> Gpu<'a> {
 
 impl Gpu<'_> {
     fn variant(&self, kernel: &KernelConfig) -> Variant {
-        self.context.variant(kernel, self.seqs)
+        Variant { masks: self.masks, ..self.context.variant(kernel, self.seqs) }
     }
 
     /// The slot that holds tokens which a program was fed, from position zero on.

@@ -1,45 +1,40 @@
 //! The engines that run the model for `generate` and `serve`: sequences in places, tokens in, logits out.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use abi::{Ending, TELEMETRY_PROGRAMS};
 use ir::program::{Program, Verified};
 use ir::sampling::Sampling;
 use ir::schedule::KernelConfig;
-use reference_vm::Order;
-use reference_vm::eval::{Evaluator, Logits};
-use reference_vm::machine::{Machine, Run};
 use remote::Served;
 use search::Handle;
-use telemetry::now_ns;
 
 use vm_host::{Batch, Request, Sequence, Watch};
 
-use crate::context::Context;
 use crate::device::Gpu;
 use crate::failure::Failure;
 
 mod bench;
 mod feed;
+mod hosted;
 mod kernel_choice;
 mod kernel_table;
 mod open;
+pub(crate) mod pieces;
 mod shared_pages;
 mod windows;
 
 pub(crate) use bench::{Bench, Preempt};
+pub(crate) use hosted::{graph, reference, reference_of};
 use kernel_choice::{ALONE, Kernel, KernelChoice};
 pub(crate) use kernel_table::KernelTable;
 pub(crate) use open::{Built, Kernels, Opening, open};
-use shared_pages::Cached;
+use pieces::Pieces;
 pub(crate) use shared_pages::SharedPages;
 pub(crate) use windows::Windows;
 
 /// Prompt tokens per turn where each takes a step.
 pub(crate) const PROMPT_SLICE: u64 = 16;
-/// Prompt tokens per turn where they are run in chunks: as long as some tens of steps.
-const CHUNK_SLICE: u64 = 1024;
 
 /// Why tokens could not be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,6 +130,14 @@ pub(crate) trait Engine {
     /// Prompt tokens per turn: a long prompt yields between turns.
     fn prompt_slice(&self) -> u64 {
         PROMPT_SLICE
+    }
+
+    /// Notes whether other sequences wait for their next tokens while the next piece of a prompt runs.
+    fn beside_streams(&mut self, _streams: bool) {}
+
+    /// The place of a prompt's chunk that was interrupted: the same turn goes on with it, and no other chunk runs before.
+    fn interrupted(&self) -> Option<usize> {
+        None
     }
 
     /// Lets the machine sample the tokens of a place's sequence. False if it cannot: then the host samples from rows.
@@ -246,6 +249,8 @@ pub(crate) trait Engine {
 
 pub(crate) struct How<'a> {
     pub(crate) sampling: &'a Sampling,
+    /// Whether each token has a mask, which the machine gets from the command's observer ([`Watch::mask`]).
+    pub(crate) masked: bool,
     /// Generation ends after any of these tokens.
     pub(crate) stop: &'a [u32],
 }
@@ -259,70 +264,6 @@ pub(crate) struct Advanced {
     pub(crate) stopped: bool,
 }
 
-/// Machines on the host, one per place, each with the tokens that it has run.
-struct Hosted<S, B, R> {
-    begin: B,
-    run: R,
-    sequences: BTreeMap<usize, (S, Vec<u32>)>,
-    shared: Option<SharedPages>,
-    account: Account,
-    /// The number of the kernel that sequences begin with.
-    kernel: usize,
-    /// The position at which the last window began.
-    window_at: usize,
-}
-
-impl<S, B, R> Hosted<S, B, R> {
-    fn new(begin: B, run: R, shared: Option<SharedPages>) -> Self {
-        let account = Account::default();
-        Self { begin, run, sequences: BTreeMap::new(), shared, account, kernel: 0, window_at: 0 }
-    }
-}
-
-/// The graph, with no schedule: `--device eval`.
-pub(crate) fn graph(context: &Context, shared: Option<SharedPages>) -> impl Engine {
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let begin = move |_: usize| {
-        let evaluator = Evaluator::new(graph, weights).map_err(|error| error.to_string())?;
-        Ok(evaluator.with_capacity(context.kv_capacity))
-    };
-    let run = |evaluator: &mut Evaluator<'_>, tokens: &[u32], logits: Logits| {
-        evaluator.run(tokens, logits).map_err(|error| error.to_string())
-    };
-    Hosted::new(begin, run, shared)
-}
-
-/// The lowered program on the reference VM: `--device cpu`.
-pub(crate) fn reference<'a>(
-    context: &'a Context,
-    program: &'a Verified<Program>,
-    shared: Option<SharedPages>,
-) -> impl Engine + 'a {
-    reference_of(context, move |_| program, shared)
-}
-
-/// The same with the programs of kernels by their numbers. A sequence ends on the kernel that it began with.
-pub(crate) fn reference_of<'a>(
-    context: &'a Context,
-    programs: impl Fn(usize) -> &'a Verified<Program> + 'a,
-    shared: Option<SharedPages>,
-) -> impl Engine + 'a {
-    let (graph, weights) = (context.graph(), &*context.model.weights);
-    let begin = move |kernel: usize| {
-        Machine::new(programs(kernel), graph, weights).map_err(|error| error.to_string())
-    };
-    let run = |machine: &mut Machine<'a>, tokens: &[u32], _: Logits| match machine
-        .run(tokens, Order::Waves)
-        .map_err(|error| error.to_string())?
-    {
-        Run::Finished(outputs) => Ok(outputs.logits),
-        halted @ (Run::Trapped(_) | Run::Stuck { .. }) => {
-            Err(search::Rejection::Halted(halted).to_string())
-        }
-    };
-    Hosted::new(begin, run, shared)
-}
-
 fn unknown(place: usize) -> Broken {
     Broken::Sequence(format!("there is no sequence in place {place}"))
 }
@@ -334,112 +275,6 @@ fn refused(why: impl std::fmt::Display) -> Broken {
 /// A number of positions as pools count them.
 fn clamped(positions: u64) -> u32 {
     u32::try_from(positions).unwrap_or(u32::MAX)
-}
-
-impl<S, B, R> Hosted<S, B, R>
-where
-    S: Cached,
-    R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
-{
-    fn run(
-        &mut self,
-        place: usize,
-        tokens: &[u32],
-        logits: Logits,
-    ) -> Result<Vec<Vec<f32>>, Broken> {
-        let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
-        let began = now_ns();
-        let rows = (self.run)(sequence, tokens, logits).map_err(Broken::Sequence)?;
-        self.account.last = Some([began, now_ns()]);
-        self.account.passes[0] += tokens.len() as u64;
-        if let Some(shared) = &mut self.shared {
-            fed.extend(tokens);
-            shared.ran(place, sequence, fed).map_err(refused)?;
-        }
-        Ok(rows)
-    }
-}
-
-impl<S, B, R> Engine for Hosted<S, B, R>
-where
-    S: Cached,
-    B: Fn(usize) -> Result<S, String>,
-    R: Fn(&mut S, &[u32], Logits) -> Result<Vec<Vec<f32>>, String>,
-{
-    fn has_room(&mut self, positions: u64, prompt: &[u32]) -> bool {
-        self.shared.as_ref().is_none_or(|shared| shared.has_room(clamped(positions), prompt))
-    }
-
-    fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
-        let mut sequence = (self.begin)(self.kernel).map_err(Broken::Sequence)?;
-        let mut has = 0;
-        if let Some(shared) = &mut self.shared {
-            has = shared.begin(place, clamped(positions), prompt).map_err(refused)?;
-            shared.restore(place, &mut sequence, has).map_err(refused)?;
-        }
-        self.sequences.insert(place, (sequence, prompt[..has].to_vec()));
-        Ok(has)
-    }
-
-    fn shares(&self) -> bool {
-        self.shared.is_some()
-    }
-
-    fn reuse(&mut self, place: usize, ran: usize, prompt: &[u32]) -> Result<usize, Broken> {
-        let Some(shared) = &mut self.shared else { return Ok(ran) };
-        let (sequence, fed) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
-        let has = shared.reuse(place, ran, prompt);
-        if has > ran {
-            shared.restore(place, sequence, has).map_err(refused)?;
-            fed.extend(&prompt[ran..has]);
-        }
-        Ok(has)
-    }
-
-    fn feed(&mut self, place: usize, tokens: &[u32], read: bool) -> Result<Vec<f32>, Broken> {
-        let rows = self.run(place, tokens, if read { Logits::Last } else { Logits::Skip })?;
-        Ok(rows.into_iter().next_back().unwrap_or_default())
-    }
-
-    fn rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
-        self.run(place, tokens, Logits::All)
-    }
-
-    fn window(&self) -> usize {
-        S::WINDOW
-    }
-
-    fn window_rows(&mut self, place: usize, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Broken> {
-        self.rows_of_window(place, tokens)
-    }
-
-    fn keep(&mut self, place: usize, tokens: &[u32]) -> Result<(), Broken> {
-        self.keep_of_window(place, tokens)
-    }
-
-    fn kernel(&self) -> usize {
-        self.kernel
-    }
-
-    fn switch(
-        &mut self,
-        number: usize,
-        _: &Arc<Verified<Program>>,
-        _: &KernelConfig,
-    ) -> Result<(), String> {
-        self.kernel = number;
-        self.account.passes[0] = 0; // those of another program
-        Ok(())
-    }
-
-    fn account(&self) -> Account {
-        self.account
-    }
-
-    fn end(&mut self, place: usize) {
-        self.sequences.remove(&place);
-        self.shared.iter_mut().for_each(|shared| shared.end(place));
-    }
 }
 
 /// The resident kernel: `--device cuda`. It samples on the device, except where the host needs rows of logits.
@@ -456,6 +291,7 @@ pub(crate) struct Megakernel<'a> {
     /// Whether sequences with equal beginnings share pages.
     shares: bool,
     account: Account,
+    pieces: Pieces,
 }
 
 #[derive(Clone, Default)]
@@ -467,6 +303,10 @@ struct Place {
     fed: Vec<u32>,
     /// Whether tokens are sampled with settings stored on the device.
     sampled: bool,
+    /// Whether each has a mask.
+    masked: bool,
+    /// The last position, if its step had no token because the mask came too late.
+    late: Option<u32>,
     stop: Vec<u32>,
 }
 
@@ -497,9 +337,9 @@ impl<'a> Megakernel<'a> {
     pub(crate) fn new(gpu: Gpu<'a>, program: Handle, places: usize) -> Self {
         let (choice, ran_on) = (KernelChoice::default(), Kernel::Batch);
         let places = vec![Place::default(); places];
-        let account = Account::default();
+        let (account, pieces) = (Account::default(), Pieces::default());
         let (lone, numbers, shares) = (None, [0, 1], false);
-        Self { gpu, program, lone, choice, ran_on, numbers, places, shares, account }
+        Self { gpu, program, lone, choice, ran_on, numbers, places, shares, account, pieces }
     }
 
     /// Runs a lone sequence with this program, whose kernel is for one sequence.
@@ -554,6 +394,29 @@ impl<'a> Megakernel<'a> {
         held.position += steps;
         if self.shares && held.position / abi::KV_PAGE > full {
             self.gpu.publish_pages(place as u32, &held.fed);
+        }
+    }
+
+    /// Notes how a command ended for a place that was fed tokens and sampled more. Returns its positions, and whether it
+    /// ended with a stop token. A step without its mask is as if it had not run: the next command runs it again.
+    fn ended(
+        &mut self,
+        place: usize,
+        (fed, sampled): (&[u32], &[u32]),
+        (steps, ending): (u32, Ending),
+    ) -> Result<(usize, bool), String> {
+        let held = &mut self.places[place];
+        let late = held.masked && ending == Ending::NoToken;
+        let ran = if late { steps - 1 } else { steps };
+        let last = held.position + ran;
+        let before = std::mem::replace(&mut held.late, late.then_some(last));
+        self.ran(place, fed.iter().chain(sampled).copied(), ran);
+        match (late, before == Some(last)) {
+            (false, _) => Ok((ran as usize, has_stopped(ending)?)),
+            (true, false) => Ok((ran as usize, false)),
+            (true, true) => Err(format!(
+                "no token after position {last}, twice: its row is not a number, or its mask came too late"
+            )),
         }
     }
 
@@ -622,10 +485,15 @@ impl Engine for Megakernel<'_> {
         {
             return Ok(false);
         }
+        // The device has one bias for all tokens of a mask.
+        if how.masked && !(self.gpu.masks() && how.sampling.bias.is_empty()) {
+            return Ok(false);
+        }
         held.stop = how.stop.to_vec();
-        held.sampled = !how.sampling.is_plain_greedy();
+        held.masked = how.masked;
+        held.sampled = how.masked || !how.sampling.is_plain_greedy();
         if held.sampled {
-            self.gpu.choose_by(self.program, place as u32, how.sampling)?;
+            self.gpu.choose_by(self.program, place as u32, how)?;
         }
         Ok(true)
     }
@@ -656,12 +524,12 @@ impl Engine for Megakernel<'_> {
             // A request without generated tokens needs no sampling.
             sampled: held.sampled && generate > 0,
         };
-        let done = self.gpu.command(program, &request, observer)?;
+        let done = self.gpu.command(program, &request, self.pieces.limit(), observer)?;
+        self.pieces.ran(done.steps, done.device_us);
         self.passed(done.steps);
-        let ran = tokens.iter().chain(&done.tokens).copied();
-        self.ran(place, ran, done.steps);
-        let stopped = has_stopped(done.ending).map_err(Broken::Sequence)?;
-        Ok(Advanced { chosen: done.tokens, ran: done.steps as usize, stopped })
+        let ended = self.ended(place, (tokens, &done.tokens), (done.steps, done.ending));
+        let (ran, stopped) = ended.map_err(Broken::Sequence)?;
+        Ok(Advanced { chosen: done.tokens, ran, stopped })
     }
 
     fn window(&self) -> usize {
@@ -757,17 +625,17 @@ impl Engine for Megakernel<'_> {
         self.ran_on = Kernel::Batch;
         observer.kernel(self.numbers[Kernel::Batch as usize]);
         let done = self.gpu.batch(self.program, &batch, observer)?;
+        self.pieces.ran(done.steps, done.device_us);
         self.passed(done.steps);
-        let ran = done.steps as usize;
         Ok(done
             .seqs
             .into_iter()
             .zip(seqs)
             .map(|(seq, &(place, tokens))| {
-                self.ran(place, tokens.iter().chain(&seq.tokens).copied(), done.steps);
-                let held = &self.places[place];
-                let stopped = seq.tokens.last().is_some_and(|last| held.stop.contains(last));
-                has_stopped(seq.ending)?;
+                let of = (tokens, &seq.tokens[..]);
+                let (ran, _) = self.ended(place, of, (done.steps, seq.ending))?;
+                let stop = &self.places[place].stop;
+                let stopped = seq.tokens.last().is_some_and(|last| stop.contains(last));
                 Ok(Advanced { chosen: seq.tokens, ran, stopped })
             })
             .collect())
@@ -779,7 +647,15 @@ impl Engine for Megakernel<'_> {
     }
 
     fn prompt_slice(&self) -> u64 {
-        if self.gpu.takes_chunks(CHUNK_SLICE as usize) { CHUNK_SLICE } else { PROMPT_SLICE }
+        if self.gpu.takes_chunks(pieces::SLICE as usize) { pieces::SLICE } else { PROMPT_SLICE }
+    }
+
+    fn beside_streams(&mut self, streams: bool) {
+        self.pieces.streams = streams;
+    }
+
+    fn interrupted(&self) -> Option<usize> {
+        self.gpu.chunk_begun().map(|session| session as usize)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Shared pages on the host: sequences get the bits that they get without sharing.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rand::rngs::Xoshiro256PlusPlus;
@@ -7,6 +8,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::*;
 use crate::cli::{DeviceChoice, PlaceArgs};
+use crate::context::Context;
 
 const PAGE: usize = abi::KV_PAGE as usize;
 const PLACES: usize = 3;

@@ -8,7 +8,7 @@ use ir::sampling::{Logprobs, Sampling, Seen, logprobs};
 use sessions::Priority;
 use vm_host::Watch;
 
-use crate::constraint::Constraint;
+use crate::constraint::{Constraint, Guide};
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
 use crate::speculate::{Guesser, Offer, Plan, Tally};
@@ -20,6 +20,10 @@ pub(crate) const SLICE: usize = 2048;
 
 /// The same while other sequences wait for a turn.
 pub(crate) const SHARED_SLICE: usize = 16;
+
+/// The same between two pieces of a prompt that runs in chunks. Fewer make the prompt's first token come earlier, more
+/// the others faster: they have two of each three and a half steps of the time.
+pub(crate) const BESIDE_CHUNKS: usize = 2;
 
 /// Steps of one position after which a sequence looks whether its tokens could have been guessed.
 const LOOKED: u64 = 32;
@@ -33,7 +37,7 @@ pub(crate) struct Work {
     pub(crate) sampling: Sampling,
     /// What only the host can do: with any of it the host samples.
     pub(crate) host: HostRules,
-    /// The rule of the text, in the state after the sampled tokens: with one the host samples.
+    /// The rule of the text, in the state after the sampled tokens, unless the machine samples by a [`Guide`].
     pub(crate) constraint: Option<Box<dyn Constraint>>,
     /// Ids that end the text.
     pub(crate) stop: Vec<u32>,
@@ -90,6 +94,8 @@ pub(crate) struct Sequence {
     kernel: usize,
     /// Whether the machine samples, not the host.
     pub(crate) chosen_there: bool,
+    /// The rule of the text, if the machine samples.
+    pub(crate) guide: Option<Guide>,
     /// The logits of every position, if they are kept: then the host samples.
     pub(crate) rows: Option<Vec<Vec<f32>>>,
     /// Guesses its next tokens, if it runs in windows.
@@ -116,6 +122,7 @@ struct Teller<'t> {
     kernel: &'t mut usize,
     /// Tokens reported so far.
     told: usize,
+    guide: Option<&'t mut Guide>,
     tell: &'t mut dyn FnMut(Told),
     preempt: &'t mut dyn FnMut() -> bool,
 }
@@ -124,6 +131,11 @@ impl Watch for Teller<'_> {
     fn token(&mut self, _sequence: usize, token: u32) {
         (self.tell)(Told::Token(token, None));
         self.told += 1;
+        self.guide.iter_mut().for_each(|guide| guide.take(token));
+    }
+
+    fn mask(&mut self, _sequence: usize, vocab: u32) -> Option<Vec<u32>> {
+        self.guide.as_mut()?.mask(vocab)
     }
 
     fn yields(&mut self) -> bool {
@@ -143,8 +155,9 @@ impl Sequence {
     pub(crate) fn new(work: Work) -> Self {
         let mut seen = Seen::default();
         seen.extend(work.prompt.iter().copied());
-        let (chosen, rows, guesser) = (Vec::new(), None, None);
-        Self { work, fed: 0, chosen, seen, kernel: 0, chosen_there: false, rows, guesser }
+        let (fed, kernel, chosen, chosen_there) = (0, 0, Vec::new(), false);
+        let (guide, rows, guesser) = (None, None, None);
+        Self { work, fed, chosen, seen, kernel, chosen_there, guide, rows, guesser }
     }
 
     /// Begins the sequence in a place, and determines whether the machine samples.
@@ -152,16 +165,22 @@ impl Sequence {
         // Kept rows are those of every token.
         let prompt = if self.rows.is_some() { &[] } else { self.work.reusable() };
         self.fed = engine.begin(place, self.work.positions(), prompt)?;
+        let most = (self.work.speculate as usize).min(engine.window() - 1);
         let Work { limit, host, constraint, logprobs, .. } = &self.work;
-        let ruled = host.any() || constraint.is_some();
+        let masked = constraint.is_some();
+        // A window has no masks.
+        let ruled = host.any() || masked && most > 0;
         // Log probabilities are computed on the host, from rows. Without new tokens there is nothing to sample.
         if logprobs.is_none() && self.rows.is_none() && !ruled && *limit > 0 {
-            let how = How { sampling: &self.work.sampling, stop: &self.work.stop };
-            self.chosen_there = engine.choose_by(place, &how)?;
+            let Work { sampling, stop, .. } = &self.work;
+            self.chosen_there = engine.choose_by(place, &How { sampling, masked, stop })?;
+        }
+        if self.chosen_there {
+            let rule = self.work.constraint.take();
+            self.guide = rule.map(|rule| Guide::new(rule, &self.work.stop));
         }
         // The machine's set of tokens for a penalty would have the guesses; on the host it is that of the sequence.
         let penalised = self.chosen_there && self.work.sampling.repetition_penalty != 1.0;
-        let most = (self.work.speculate as usize).min(engine.window() - 1);
         self.guesser = (most > 0 && !penalised).then(|| Guesser::new(&self.work.prompt, most));
         Ok(())
     }
@@ -220,8 +239,8 @@ impl Sequence {
             let room = most as usize + 1 - tokens.len();
             let left = self.work.limit as usize - self.chosen.len();
             let generate = if read { room.min(left).min(SLICE) as u32 } else { 0 };
-            let (kernel, told) = (&mut self.kernel, 0);
-            let mut teller = Teller { kernel, told, tell, preempt };
+            let (kernel, told, guide) = (&mut self.kernel, 0, self.guide.as_mut());
+            let mut teller = Teller { kernel, told, guide, tell, preempt };
             let done = engine.advance(place, &tokens, generate, &mut teller)?;
             let told = teller.told;
             self.ran_on(engine.kernel(), tell);
@@ -287,7 +306,8 @@ impl Sequence {
             Plan::Plain => self.plain_turn(engine, (place, most.min(LOOKED)), tell, preempt)?,
             Plan::Window(guesses) if self.chosen_there => {
                 let (tokens, told) = ([&self.chosen[before - 1..], guesses].concat(), 0);
-                let mut teller = Teller { kernel: &mut self.kernel, told, tell, preempt };
+                let (kernel, guide) = (&mut self.kernel, None);
+                let mut teller = Teller { kernel, told, guide, tell, preempt };
                 let done = engine.speculate(&[(place, &tokens)], &mut teller)?.pop();
                 let done = done.unwrap_or_else(|| Err("no answer".to_owned()));
                 let done = done.map_err(Broken::Sequence)?;
@@ -422,9 +442,16 @@ impl Sequence {
     /// Records the tokens that the machine sampled, of which `told` were reported while it ran.
     pub(crate) fn took(&mut self, done: Advanced, told: usize, tell: Tell<'_>) -> Option<Finish> {
         self.fed += done.ran;
-        done.chosen.iter().skip(told).for_each(|id| tell(Told::Token(*id, None)));
+        for id in done.chosen.iter().skip(told) {
+            tell(Told::Token(*id, None));
+            self.guide.iter_mut().for_each(|guide| guide.take(*id));
+        }
         self.chosen.extend(done.chosen);
-        self.finish(done.stopped)
+        match self.guide.as_ref().and_then(Guide::end) {
+            Some(Err(why)) => Some(Finish::Failed(why.clone())),
+            Some(Ok(())) => self.finish(true),
+            None => self.finish(done.stopped),
+        }
     }
 
     /// The ending, if the last token ends the text.

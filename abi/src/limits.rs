@@ -128,6 +128,12 @@ limits! {
     SAMPLER_ALIGN: u32 = 128;
     /// Bytes of a listed token, one that may be drawn.
     LISTED_BYTES: u32 = 16;
+    /// Bit of `amk_sampling::greedy`: each token is sampled under a mask that the host gives while its step runs. Only kernels with masks know it.
+    SAMPLING_MASKED: u32 = 2;
+    /// Words before a mask: the first is the position of the token that it is for, or 0.
+    MASK_HEAD_WORDS: u32 = 4;
+    /// A mask is waited for as long as this part of the deadline.
+    MASK_DEADLINE_PART: u32 = 4;
     /// Flag of a decode command: each step's logits go to their own row.
     FLAG_KEEP_LOGITS: u32 = 1;
     /// Flag of a decode command: tokens are sampled by the session's `amk_sampling`, not greedily.

@@ -138,7 +138,8 @@ wire_struct! {
         pub top_k: u32,
         /// Number of biases.
         pub bias_len: u32,
-        /// Nonzero: greedy, the highest logit after penalty and bias.
+        /// Bit 0: greedy, the highest logit after penalty and bias. [`SAMPLING_MASKED`](crate::SAMPLING_MASKED): `biased` is
+        /// the mask of one position, in host memory.
         pub greedy: u32,
         /// Positions whose tokens are in `seen`; the host writes zero when a sequence begins.
         pub upto: u32,

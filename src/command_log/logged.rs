@@ -160,7 +160,18 @@ where
         self.engine.prompt_slice()
     }
 
+    fn beside_streams(&mut self, streams: bool) {
+        self.engine.beside_streams(streams);
+    }
+
+    fn interrupted(&self) -> Option<usize> {
+        self.engine.interrupted()
+    }
+
     fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {
+        if how.masked {
+            return Ok(false); // a log has no masks, but the tokens that the host samples
+        }
         let (began, Held { session, .. }) = (now_ns(), self.held(place));
         let answer = self.engine.choose_by(place, how);
         let (sampling, stop) = (Settings::from(how.sampling), how.stop.to_vec());
@@ -178,6 +189,9 @@ where
     ) -> Result<Advanced, Broken> {
         let (began, Held { session, position, .. }) = (now_ns(), self.held(place));
         let answer = self.engine.advance(place, tokens, generate, observer);
+        if answer.is_ok() && self.engine.interrupted() == Some(place) {
+            return answer; // it goes on, and is logged whole at its end
+        }
         let (said, kernel, tokens) = (said(&answer, done), self.engine.kernel(), tokens.to_vec());
         self.moved(place, answer.as_ref().map_or(0, |done| done.ran));
         let entry = Entry::Advance { session, place, position, kernel, tokens, generate, said };

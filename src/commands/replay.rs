@@ -76,6 +76,7 @@ pub(crate) fn run(args: &ReplayLogArgs) -> Outcome {
         kv_pool: head.kv_pool.map_or(KvPool::Fitting, KvPool::Positions),
         prefill: prefill(head)?,
         shares: head.shares,
+        masks: false,
     };
     let mut engine = open(&context, gpu, kernels, &opening)?;
     let working = Spinner::on(format!("running {} commands again", found.lines.len()));

@@ -1,7 +1,9 @@
 //! Prompts in chunks, run while the kernel is not resident.
 
+use std::time::Duration;
+
 use search::{DeviceError, Handle};
-use vm_host::{ChunkRoutes, PrefillOptions, Prefilled};
+use vm_host::{ChunkRoutes, LayersRan, PrefillOptions, Prefilled};
 
 use super::{Gpu, Machine, device_error};
 use crate::cli::PrefillChoice;
@@ -12,6 +14,16 @@ use crate::report;
 /// next launch take longer than the steps: 9 steps of llama-3.2-1b, some 15 of small models
 /// (docs/explanation/performance.md).
 const CHUNKS_FROM: usize = 16;
+
+/// What was run of tokens in chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Chunked {
+    /// Nothing: they are still to be run, token by token.
+    Not,
+    /// Some layers: the same call goes on.
+    Layers,
+    All,
+}
 
 impl Gpu<'_> {
     /// Sets how later prompts are run. The default is token by token.
@@ -80,29 +92,61 @@ impl Gpu<'_> {
         }
     }
 
-    /// Runs a prompt, or a part of it, in chunks, if it is long enough and the model's values are in their range.
-    /// Returns whether it did; if not, the tokens are still to be run.
+    /// Runs a prompt, or a part of it, in chunks, if it is long enough and the model's values are in their range; with
+    /// a limit, some layers of it.
     pub(super) fn prefilled(
         &mut self,
         handle: Handle,
         (session, position): (u32, u32),
         tokens: &[u32],
-    ) -> Result<bool, DeviceError> {
+        limit: Option<Duration>,
+    ) -> Result<Chunked, DeviceError> {
         if !self.takes_chunks(tokens.len()) {
-            return Ok(false);
+            return Ok(Chunked::Not);
         }
-        let options = PrefillOptions::default();
-        let (done, _) = self.prefill(handle, (session, position), tokens, false, &options)?;
-        if done.clamped {
+        let ran = match limit {
+            Some(limit) => self.layers(handle, (session, position), tokens, limit)?,
+            None => {
+                let options = PrefillOptions::default();
+                let place = (session, position);
+                let (done, _) = self.prefill(handle, place, tokens, false, &options)?;
+                LayersRan { done: true, clamped: done.clamped, us: done.device_us }
+            }
+        };
+        if ran.clamped {
             report::say("prompt: values exceed the range of f16; its tokens run one by one");
-            return Ok(false);
+            return Ok(Chunked::Not);
         }
-        report::say(&format!(
-            "prompt: {} tokens in {} chunks, {:.1} ms",
-            tokens.len(),
-            done.chunks,
-            done.device_us / 1e3
-        ));
-        Ok(true)
+        if !ran.done {
+            return Ok(Chunked::Layers);
+        }
+        report::say(&format!("prompt: {} tokens in chunks, {:.1} ms", tokens.len(), ran.us / 1e3));
+        Ok(Chunked::All)
+    }
+
+    /// Runs some layers of a chunk.
+    fn layers(
+        &mut self,
+        handle: Handle,
+        (session, position): (u32, u32),
+        tokens: &[u32],
+        limit: Duration,
+    ) -> Result<LayersRan, DeviceError> {
+        self.await_prompt_kernels();
+        let prepared = self.prepared(handle)?;
+        let (variant, program) = (prepared.variant, prepared.program.clone());
+        let mut idle = self.idle(&program, &variant)?;
+        let ran = idle.prefill_within(session, position, tokens, limit);
+        self.machine = Machine::Idle(Box::new(idle));
+        ran.map_err(device_error)
+    }
+
+    /// The session whose chunk has run some of its layers.
+    pub(crate) fn chunk_begun(&self) -> Option<u32> {
+        match &self.machine {
+            Machine::Absent => None,
+            Machine::Idle(idle) => idle.chunk_begun(),
+            Machine::Running(running) => running.chunk_begun(),
+        }
     }
 }

@@ -1,16 +1,18 @@
 //! Sequences that share the resident kernel, each in a session of its own, for a server. Tokens are sampled on the device.
 
+use std::time::Duration;
+
 use abi::Ending;
 use ir::program::{Program, Together, Verified};
-use ir::sampling::Sampling;
 use search::{DeviceError, Handle};
 use vm_host::{
     Batch, BatchDecoded, Decoded, HostError, KvPool, Occupancy, Request, Resident, Watch, Window,
     WindowsDecoded,
 };
 
+use super::chunks::Chunked;
 use super::{Gpu, Machine, device_error};
-use crate::engine::{Bench as _, Broken, WeightsAt};
+use crate::engine::{Bench as _, Broken, How, WeightsAt};
 use crate::report;
 
 impl Gpu<'_> {
@@ -21,6 +23,16 @@ impl Gpu<'_> {
 
     pub(crate) fn seqs(&self) -> u32 {
         self.seqs
+    }
+
+    /// Compiles kernels with masks from the next program on.
+    pub(crate) fn set_masks(&mut self, masks: bool) {
+        self.masks = masks;
+    }
+
+    /// Whether kernels have masks.
+    pub(crate) fn masks(&self) -> bool {
+        self.masks
     }
 
     /// The most positions of a step's windows of kernels from the next program on.
@@ -184,41 +196,50 @@ impl Gpu<'_> {
         &mut self,
         handle: Handle,
         session: u32,
-        sampling: &Sampling,
+        how: &How<'_>,
     ) -> Result<(), Broken> {
+        let How { sampling, masked, .. } = *how;
+        let of_running = |running: &mut Resident| match masked {
+            true => running.set_masked_sampling(session, sampling),
+            false => running.set_sampling(session, sampling),
+        };
         match &mut self.machine {
-            Machine::Absent => {
-                self.undone(handle, |running| running.set_sampling(session, sampling))
-            }
+            Machine::Absent => self.undone(handle, of_running),
             // No launch, nor a switch of kernels, before the next command.
             Machine::Idle(idle) => {
-                let set = idle.set_sampling(session, sampling);
+                let set = match masked {
+                    true => idle.set_masked_sampling(session, sampling),
+                    false => idle.set_sampling(session, sampling),
+                };
                 self.outcome(set)
             }
             Machine::Running(running) => {
-                let set = running.set_sampling(session, sampling);
+                let set = of_running(running);
                 self.outcome(set)
             }
         }
     }
 
-    /// Runs a command of a session, or the tokens of a prompt before its last in chunks. Meanwhile `watch` is called: if
-    /// it yields, the command ends after the current step.
+    /// Runs a command of a session, or the tokens of a prompt before its last in chunks: with a limit some layers of
+    /// these, which is a command of no steps until the last. Meanwhile `watch` is called: if it yields, the command ends
+    /// after the current step.
     pub(crate) fn command(
         &mut self,
         handle: Handle,
         request: &Request<'_>,
+        limit: Option<Duration>,
         watch: &mut dyn Watch,
     ) -> Result<Decoded, Broken> {
         self.sequences.fill(None); // those of searches
         // Only the last token of a prompt needs sampling.
         let choice = usize::from(request.generate > 0);
         let head = &request.tokens[..request.tokens.len().saturating_sub(choice)];
-        let chunked = self.in_chunks(handle, (request.session, request.position), head)?;
-        if chunked {
+        let chunked = self.in_chunks(handle, (request.session, request.position), head, limit)?;
+        if chunked != Chunked::Not {
             // Not the last token: prompts that wait run before the next launch, and then all these tokens in one batch.
             let (tokens, chosen, ending) = (Vec::new(), Vec::new(), Ending::Yield);
-            let (steps, host_us, device_us) = (head.len() as u32, 0.0, 0.0);
+            let steps = if chunked == Chunked::All { head.len() as u32 } else { 0 };
+            let (host_us, device_us) = (0.0, 0.0);
             return Ok(Decoded { tokens, chosen, steps, ending, host_us, device_us });
         }
         let done = self.undone(handle, |running| running.run(request, watch))?;
@@ -229,19 +250,20 @@ impl Gpu<'_> {
         Ok(done)
     }
 
-    /// Runs a prompt, or a part of it, in chunks, if it is long enough. Returns whether it was.
+    /// Runs a prompt, or a part of it, in chunks, if it is long enough.
     fn in_chunks(
         &mut self,
         handle: Handle,
         place: (u32, u32),
         tokens: &[u32],
-    ) -> Result<bool, Broken> {
+        limit: Option<Duration>,
+    ) -> Result<Chunked, Broken> {
         // Invalid tokens are refused by the resident kernel, which stays.
         let vocab = self.context.graph().vocab;
         if tokens.iter().any(|token| *token >= vocab) {
-            return Ok(false);
+            return Ok(Chunked::Not);
         }
-        let done = self.prefilled(handle, place, tokens);
+        let done = self.prefilled(handle, place, tokens, limit);
         self.recover(done).map_err(|error| Broken::All(error.to_string()))
     }
 
@@ -256,7 +278,7 @@ impl Gpu<'_> {
     ) -> Result<Vec<f32>, Broken> {
         self.sequences.fill(None);
         let (head, last) = tokens.split_at(tokens.len().saturating_sub(usize::from(read)));
-        let chunked = self.in_chunks(handle, (session, position), head)?;
+        let chunked = self.in_chunks(handle, (session, position), head, None)? == Chunked::All;
         let row = self.undone(handle, |running| {
             if !head.is_empty() && !chunked {
                 running.decode(session, position, head, 1, &[], false)?;

@@ -37,6 +37,8 @@ pub(crate) struct Opening {
     pub(crate) prefill: PrefillChoice,
     /// Whether sequences with equal beginnings share pages.
     pub(crate) shares: bool,
+    /// Whether a GPU's kernels have masks, with which they sample under a grammar.
+    pub(crate) masks: bool,
 }
 
 /// Loads the model.
@@ -46,12 +48,13 @@ pub(crate) fn open<'a>(
     kernels: Option<Kernels<'a>>,
     opening: &Opening,
 ) -> Result<Box<dyn Engine + 'a>, Failure> {
-    let Opening { places, kv_pool, prefill, shares } = *opening;
+    let Opening { places, kv_pool, prefill, shares, masks } = *opening;
     let layers = context.graph().layers.len();
     let shared = || shares.then(|| SharedPages::new(places, context.kv_capacity, layers));
     Ok(match (gpu, kernels) {
         (Some(mut gpu), Some(Kernels { batch, lone, .. })) => {
             gpu.set_prefill(prefill)?;
+            gpu.set_masks(masks);
             gpu.set_seqs(1);
             let lone = lone.map(|lone| gpu.prepare(lone.program, &lone.config.kernel));
             let lone = lone.transpose()?;

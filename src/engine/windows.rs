@@ -16,9 +16,10 @@ use crate::failure::Failure;
 use crate::schedule_choice::spread;
 use crate::speculate::kernel_seqs;
 
+use super::hosted::Hosted;
 use super::kernel_choice::KernelChoice;
 use super::shared_pages::Cached;
-use super::{Advanced, Broken, Hosted, Kernel, Megakernel, Observer, refused, unknown};
+use super::{Advanced, Broken, Kernel, Megakernel, Observer, refused, unknown};
 
 /// The program and schedule of windows, and the batch size of their kernel.
 pub(crate) struct Windows {

@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use crate::engine::{Broken, Engine};
 use crate::observe::{Command, Sequences, TurnEnd};
 pub(super) use crate::sequence::{Finish, Work};
-use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
+use crate::sequence::{Sequence, Told};
 use crate::speculate::Sharing;
 
 /// A request on its way to the decode thread. Dropping it frees its place in the queue.
@@ -153,14 +153,17 @@ pub(super) struct EngineLoop<'e> {
     between: Option<BetweenRequests>,
     /// Who of a batch may guess.
     sharing: Sharing,
+    /// Whether the last command was a piece of a prompt in chunks.
+    piece_ran: bool,
 }
 
 impl<'e> EngineLoop<'e> {
     pub(super) fn new(engine: Box<dyn Engine + 'e>, places: usize, said: Sequences) -> Self {
         let scheduler = Scheduler::new(places);
         let (running, waiting) = (BTreeMap::new(), Fair::default());
+        let (streams, between, piece_ran) = (true, None, false);
         let sharing = Sharing::default();
-        Self { engine, scheduler, running, waiting, said, streams: true, between: None, sharing }
+        Self { engine, scheduler, running, waiting, said, streams, between, sharing, piece_ran }
     }
 
     /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].
@@ -204,11 +207,6 @@ impl<'e> EngineLoop<'e> {
                 return Err(why);
             }
         }
-    }
-
-    /// The most positions of a turn: a piece of a prompt, or new tokens.
-    fn slice(&self) -> u64 {
-        self.engine.prompt_slice().max(SLICE as u64)
     }
 
     fn leave(mut self, finish: &Finish) {
@@ -276,7 +274,9 @@ impl<'e> EngineLoop<'e> {
             Ok(tokens) => running.reused(tokens),
             Err(broken) => return self.settle(turn, 0, 0, Err(broken)),
         }
-        if self.is_run_by_another(session) {
+        // Who has begun a chunk waits for no other prompt: they wait for it.
+        let begun = self.engine.interrupted() == Some(session.place());
+        if self.waits_with_chunk(session) || !begun && self.is_run_by_another(session) {
             return self.settle(turn, 0, 0, Ok(None));
         }
         let turns = self.joined(turn);
@@ -286,7 +286,9 @@ impl<'e> EngineLoop<'e> {
     /// One turn alone: a piece of a prompt, or new tokens.
     fn turn(&mut self, turn: Turn, inbox: &Receiver<Job>) {
         let (session, place) = (turn.session(), turn.session().place());
-        let others = self.running.len() > 1;
+        let (others, steps) = (self.running.len() > 1, self.steps_at_once(1));
+        self.engine.beside_streams(self.streams_beside(session));
+        self.piece_ran = self.running.get(&session).is_some_and(|running| self.in_chunks(running));
         let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;
         let (first, chosen) = (sequence.fed, sequence.chosen.len());
@@ -295,8 +297,8 @@ impl<'e> EngineLoop<'e> {
             rest if rest > piece => piece,
             // Once its prompt is read it joins the batch of the others, which wait for this turn.
             rest @ 1.. if others && self.engine.seqs() > 1 => rest,
-            rest if others => rest.max(SHARED_SLICE as u64),
-            rest => rest + SLICE as u64,
+            rest if others => rest.max(steps as u64),
+            rest => rest + steps as u64,
         };
         let most = turn.tokens().min(most);
         self.said.begin(&[(place, first)], sequence.next(most).len());
@@ -395,6 +397,8 @@ impl<'e> EngineLoop<'e> {
 mod alike;
 #[path = "idle.rs"]
 mod idle;
+#[path = "slices.rs"]
+mod slices;
 #[path = "together.rs"]
 mod together;
 #[path = "weights.rs"]

@@ -9,8 +9,9 @@ use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::engine::{Advanced, How, Observer, PROMPT_SLICE, WeightsAt};
+use crate::engine::{Advanced, How, Observer, PROMPT_SLICE, WeightsAt, pieces};
 use crate::host_rules::HostRules;
+use crate::sequence::SLICE;
 
 /// Tokens of the scripted model.
 const VOCAB: usize = 64;
@@ -51,6 +52,13 @@ struct Scripted {
     lost: Option<String>,
     /// Where its weights are.
     weights_at: Arc<Mutex<WeightsAt>>,
+    /// Its clock, if it has one: then its chunks run layer by layer.
+    clock: Option<slices::Clock>,
+    /// Whether it samples under masks, and the places that have them.
+    masks: bool,
+    masked: BTreeSet<usize>,
+    /// Steps of such places so far, of which each fifth has its mask too late.
+    masked_steps: usize,
 }
 
 /// The places of a step with windows, and the positions of each.
@@ -74,6 +82,28 @@ const POISON: u32 = 60;
 const PLAGUE: u32 = 61;
 
 impl Scripted {
+    /// The token of a row: of a place with masks the greatest that is allowed, if one is.
+    fn pick(
+        &self,
+        place: usize,
+        row: &[f32],
+        mask: impl FnOnce(u32) -> Option<Vec<u32>>,
+    ) -> Option<u32> {
+        if !self.masked.contains(&place) {
+            return row.iter().position(|logit| *logit == 1.0).map(|token| token as u32);
+        }
+        let allowed = mask(VOCAB as u32)?;
+        let allowed = (0..VOCAB).filter(|token| allowed[token / 32] >> (token % 32) & 1 == 1);
+        let greatest = allowed.max_by(|a, b| row[*a].total_cmp(&row[*b]).then(b.cmp(a)));
+        greatest.map(|token| token as u32)
+    }
+
+    /// Whether the mask of a place's next step comes too late.
+    fn late(&mut self, place: usize) -> bool {
+        self.masked_steps += usize::from(self.masked.contains(&place));
+        self.masked.contains(&place) && self.masked_steps.is_multiple_of(5)
+    }
+
     /// Fails all sequences if this is the faulty call.
     fn fail_in(&mut self, call: Fault, place: usize) -> Result<(), Broken> {
         if self.fault != Some(call) || self.promised.get(&place) != Some(&FATAL) {
@@ -151,13 +181,18 @@ impl Engine for Scripted {
     }
 
     fn end(&mut self, place: usize) {
+        self.clock.iter_mut().for_each(|clock| clock.end(place));
         self.sums.remove(&place);
         self.promised.remove(&place);
     }
 
     fn choose_by(&mut self, place: usize, how: &How<'_>) -> Result<bool, Broken> {
         self.fail_in(Fault::ChooseBy, place)?;
-        Ok(self.chooses && how.stop.is_empty())
+        self.masked.remove(&place);
+        if how.masked {
+            self.masked.insert(place);
+        }
+        Ok(self.chooses && how.stop.is_empty() && (self.masks || !how.masked))
     }
 
     fn advance(
@@ -168,6 +203,11 @@ impl Engine for Scripted {
         observer: &mut dyn Observer,
     ) -> Result<Advanced, Broken> {
         let chunked = self.chunks && tokens.len() >= CHUNK;
+        if let Some(clock) = self.clock.as_mut().filter(|_| chunked)
+            && !clock.chunk(place, tokens.len())
+        {
+            return Ok(Advanced { chosen: Vec::new(), ran: 0, stopped: false });
+        }
         let steps = match chunked {
             true => tokens.len() - usize::from(generate > 0),
             false => tokens.len() + (generate as usize).saturating_sub(1),
@@ -176,11 +216,24 @@ impl Engine for Scripted {
         let mut all = tokens.to_vec();
         let (mut ran, mut told) = (0, all.len());
         while ran < steps {
+            let samples = ran + 1 >= tokens.len() && generate > 0;
+            if samples && self.late(place) {
+                break;
+            }
             let row = self.feed(place, &all[ran..=ran], true)?;
             self.fed.lock().unwrap().pop();
             ran += 1;
-            if ran >= tokens.len() && generate > 0 {
-                all.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32);
+            self.clock.iter_mut().filter(|_| !chunked).for_each(|clock| clock.step(&[place]));
+            if samples {
+                if self.masked.contains(&place) {
+                    all[told..].iter().for_each(|token| observer.token(0, *token));
+                    told = all.len();
+                }
+                let Some(token) = self.pick(place, &row, |vocab| observer.mask(0, vocab)) else {
+                    ran -= 1;
+                    break;
+                };
+                all.push(token);
                 // As on a device: all but the last ones are seen before the completion.
                 if ran < steps && ran.is_multiple_of(2) {
                     all[told..].iter().for_each(|token| observer.token(0, *token));
@@ -234,6 +287,18 @@ impl Engine for Scripted {
         seqs.iter().map(&mut run).collect()
     }
 
+    fn prompt_slice(&self) -> u64 {
+        self.clock.as_ref().map_or(PROMPT_SLICE, |_| pieces::SLICE)
+    }
+
+    fn beside_streams(&mut self, streams: bool) {
+        self.clock.iter_mut().for_each(|clock| clock.pieces.streams = streams);
+    }
+
+    fn interrupted(&self) -> Option<usize> {
+        self.clock.as_ref()?.begun.map(|(place, _)| place)
+    }
+
     fn reads_in_batch(&self, tokens: usize) -> bool {
         !self.chunks || tokens < CHUNK
     }
@@ -259,21 +324,35 @@ impl Engine for Scripted {
         let mut broken = vec![None; seqs.len()];
         let mut told: Vec<usize> = texts.iter().map(Vec::len).collect();
         let mut ran = 0;
-        while ran < steps as usize && broken.iter().all(Option::is_none) {
-            for ((place, text), broken) in places.iter().zip(&mut texts).zip(&mut broken) {
+        let mut without = vec![0; seqs.len()];
+        while ran < steps as usize && broken.iter().all(Option::is_none) && !without.contains(&1) {
+            for (index, place) in places.iter().enumerate() {
+                let text = &mut texts[index];
+                if text.len() == ran + 1 && self.late(*place) {
+                    without[index] = 1;
+                    continue;
+                }
                 let fed = self.feed(*place, &text[ran..=ran], true);
                 self.fed.lock().unwrap().pop();
                 match fed {
                     // The next token of the prompt is there already.
                     Ok(_) if text.len() > ran + 1 => {}
                     Ok(row) => {
-                        text.push(row.iter().position(|logit| *logit == 1.0).unwrap() as u32)
+                        if self.masked.contains(place) {
+                            text.iter().skip(told[index]).for_each(|t| observer.token(index, *t));
+                            told[index] = text.len().max(told[index]);
+                        }
+                        match self.pick(*place, &row, |vocab| observer.mask(index, vocab)) {
+                            Some(token) => text.push(token),
+                            None => without[index] = 1,
+                        }
                     }
-                    Err(Broken::Sequence(why)) => *broken = Some(why),
+                    Err(Broken::Sequence(why)) => broken[index] = Some(why),
                     Err(all) => return Err(all),
                 }
             }
             ran += 1;
+            self.clock.iter_mut().for_each(|clock| clock.step(&places));
             if ran.is_multiple_of(2) && ran < steps as usize && broken.iter().all(Option::is_none) {
                 for (index, (text, told)) in texts.iter().zip(&mut told).enumerate() {
                     text.iter().skip(*told).for_each(|token| observer.token(index, *token));
@@ -287,14 +366,18 @@ impl Engine for Scripted {
         }
         self.commands.lock().unwrap().push(places);
         let mut done = Vec::new();
-        for ((mut text, broken), (_, fed)) in texts.into_iter().zip(broken).zip(seqs) {
+        let seqs = seqs.iter().zip(without);
+        for ((mut text, broken), ((_, fed), without)) in texts.into_iter().zip(broken).zip(seqs) {
             let chosen = text.split_off(fed.len());
+            let ran = ran - without;
             done.push(broken.map_or(Ok(Advanced { chosen, ran, stopped: false }), Err));
         }
         Ok(done)
     }
 }
 
+#[path = "slices_tests.rs"]
+mod slices;
 #[path = "together_tests.rs"]
 mod together;
 #[path = "weights_tests.rs"]

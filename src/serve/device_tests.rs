@@ -123,12 +123,16 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
         // Every token is banned, and more than the device's list holds, so the host samples. And an unchecked prompt with a bad token.
         all[9].work.sampling.bias = (0..vocab).map(|token| (token, f32::NEG_INFINITY)).collect();
         all[13].work.prompt = vec![1, 2, vocab, 3];
-        all[7].work.constraint = Some(Box::new(Even));
+        // Greedy and not, with filters and a penalty; the last one has biases, too, and is sampled on the host.
+        for i in [0, 1, 2, 3, 7, 4] {
+            all[i].work.constraint = Some(Box::new(Even));
+        }
         all
     };
-    let run = |together: bool| {
+    let run = |together: bool, masks: bool| {
         let gpu = context.open_here(true).unwrap_or_else(|f| panic!("{}", f.message));
         let mut gpu = gpu.expect("there is one");
+        gpu.set_masks(masks);
         let handle = remote::Served::prepare(&mut gpu, &program, &config.kernel).expect("a kernel");
         gpu.serve(handle, SESSIONS, vm_host::KvPool::Full).expect("it boots");
         let engine = Megakernel::new(gpu, handle, SESSIONS as usize);
@@ -137,13 +141,15 @@ fn sessions_on_the_kernel_say_what_each_says_alone() {
             EngineLoop::new(Box::new(engine), SESSIONS as usize, Sequences::default());
         let heard = heard(engine_loop, all(), together);
         let tokens: usize = heard.iter().map(|(tokens, _)| tokens.len()).sum();
-        eprintln!("together {together}: {tokens} tokens in {:.1?}", began.elapsed());
+        let took = began.elapsed();
+        eprintln!("together {together}, masks {masks}: {tokens} tokens in {took:.1?}");
         heard
     };
-    let (alone, together) = (run(false), run(true));
-    for (i, (alone, together)) in alone.iter().zip(&together).enumerate() {
+    let (alone, together) = (run(false, false), [false, true].map(|masks| run(true, masks)));
+    for (i, alone) in alone.iter().enumerate() {
         eprintln!("session {i}: {} tokens, {:?}", alone.0.len(), alone.1);
-        assert_eq!(alone, together, "session {i}");
+        assert_eq!(*alone, together[0][i], "session {i}");
+        assert_eq!(*alone, together[1][i], "session {i}, sampled under masks");
         let broken = matches!(alone.1, Some(Finish::Failed(_)));
         assert_eq!(broken, i == 9 || i == 13, "session {i}: {:?}", alone.1);
     }

@@ -384,7 +384,9 @@ fn engine<'a>(
         table: Some(table),
     });
     let prefill = args.prefill.prefill;
-    let opening = Opening { places, kv_pool, prefill, shares: shares(args) };
+    // A search measures kernels as they are shipped, and a log has no masks: then the host samples under a grammar.
+    let masks = log.is_none() && !args.tune.tune;
+    let opening = Opening { places, kv_pool, prefill, shares: shares(args), masks };
     let engine = engine::open(context, gpu, kernels, &opening)?;
     Ok(match log {
         Some(log) => Box::new(Logged::new(engine, log.clone())),

@@ -9,9 +9,10 @@ use vm_host::Watch;
 
 use super::alike::PAGE;
 use super::{Broken, EngineLoop, Job, Running, say, takes};
+use crate::constraint::Guide;
 use crate::engine::{Advanced, Observer};
 use crate::observe::Command;
-use crate::sequence::{SHARED_SLICE, SLICE, Sequence, Told};
+use crate::sequence::{Sequence, Told};
 use crate::speculate::Offer;
 
 impl Running {
@@ -36,6 +37,8 @@ impl Running {
 /// Reports what a batch says of its sequences while it runs.
 struct Teller<'t> {
     listeners: &'t [&'t Running],
+    /// The rule of each, if it has one.
+    guides: &'t mut [Option<Guide>],
     /// Tokens reported so far of each.
     told: Vec<usize>,
     /// The kernel, once it is known and reported.
@@ -47,6 +50,11 @@ impl Watch for Teller<'_> {
     fn token(&mut self, sequence: usize, token: u32) {
         say(&self.listeners[sequence].to, Told::Token(token, None));
         self.told[sequence] += 1;
+        self.guides[sequence].iter_mut().for_each(|guide| guide.take(token));
+    }
+
+    fn mask(&mut self, sequence: usize, vocab: u32) -> Option<Vec<u32>> {
+        self.guides[sequence].as_mut()?.mask(vocab)
     }
 
     fn yields(&mut self) -> bool {
@@ -67,6 +75,7 @@ impl Observer for Teller<'_> {
 struct Batched {
     done: Result<Vec<Result<Advanced, String>>, Broken>,
     told: Vec<usize>,
+    guides: Vec<Option<Guide>>,
     kernel: Option<usize>,
     took: Duration,
 }
@@ -104,27 +113,35 @@ impl EngineLoop<'_> {
         if turns.len() < 2 {
             return turns.pop().into_iter().for_each(|turn| self.turn(turn, inbox));
         }
+        // A client may have disconnected since the turns were chosen.
+        let left = |turn: &Turn| {
+            self.running.get(&turn.session()).is_none_or(|running| running.to.is_closed())
+        };
+        let (gone, turns): (Vec<Turn>, Vec<Turn>) = turns.into_iter().partition(left);
+        if !gone.is_empty() {
+            gone.into_iter().for_each(|turn| self.gone(turn));
+            return self.together(turns, inbox);
+        }
         if let Some(guesses) = self.guesses(&turns) {
             return self.windows(turns, &guesses);
         }
+        self.batch(turns, inbox);
+    }
+
+    /// Runs turns as a batch.
+    fn batch(&mut self, turns: Vec<Turn>, inbox: &Receiver<Job>) {
+        // Out of their sequences, which are only read while the batch runs.
+        let mut guides: Vec<Option<Guide>> = turns.iter().map(|turn| self.guide(turn)).collect();
         let held = |turn: &Turn| {
             let running = self.running.get(&turn.session())?;
-            Some((turn.session().place(), running.unfed()?, running))
+            Some((turn.session().place(), running.sequence.unfed(), running))
         };
-        let seqs: Option<Vec<(usize, &[u32], &Running)>> = turns.iter().map(held).collect();
-        let Some(seqs) = seqs else {
-            // A client has disconnected since the turns were chosen.
-            let left = |turn: &Turn| {
-                self.running.get(&turn.session()).is_none_or(|running| running.to.is_closed())
-            };
-            let (gone, turns): (Vec<Turn>, Vec<Turn>) = turns.into_iter().partition(left);
-            gone.into_iter().for_each(|turn| self.gone(turn));
-            return self.together(turns, inbox);
-        };
-        let slice = if self.running.len() > turns.len() { SHARED_SLICE } else { SLICE };
+        let seqs: Vec<(usize, &[u32], &Running)> = turns.iter().filter_map(held).collect();
+        let slice = self.steps_at_once(turns.len());
         // Who may guess looks sooner whether that is worth it.
         let guesses = seqs.iter().any(|(.., running)| running.sequence.guesser.is_some());
         let slice = if guesses { slice.min(self.sharing.slice()) } else { slice };
+        self.piece_ran = false;
         let steps = seqs.iter().zip(&turns);
         let steps = steps.map(|((.., running), turn)| running.steps(turn.tokens(), slice));
         let steps = steps.min().unwrap_or(1).max(1);
@@ -137,14 +154,16 @@ impl EngineLoop<'_> {
         };
         let listeners: Vec<&Running> = seqs.iter().map(|(.., running)| *running).collect();
         let told = vec![0; listeners.len()];
-        let mut teller = Teller { listeners: &listeners, told, kernel: None, yields: &mut yields };
+        let (guiding, yields) = (&mut guides[..], &mut yields as &mut dyn FnMut() -> bool);
+        let mut teller =
+            Teller { listeners: &listeners, guides: guiding, told, kernel: None, yields };
         let fed =
             seqs.iter().map(|&(place, unfed, _)| (place, &unfed[..unfed.len().min(steps + 1)]));
         let fed: Vec<(usize, &[u32])> = fed.collect();
         let began = Instant::now();
         let done = self.engine.together(&fed, steps as u32, &mut teller);
         let Teller { told, kernel, .. } = teller;
-        let ran = Batched { done, told, kernel, took: began.elapsed() };
+        let ran = Batched { done, told, guides, kernel, took: began.elapsed() };
         let positions = self.batched(turns, (firsts[0], &[]), ran);
         if self.engine.timed() && positions > 0 {
             let each = began.elapsed().as_secs_f64() * 1e6 / positions as f64;
@@ -153,7 +172,7 @@ impl EngineLoop<'_> {
     }
 
     /// The guesses of each session in a step beside the others; `None` if they run without. A session that still reads its
-    /// prompt has its steps first.
+    /// prompt has its steps first, and one with a rule has its masks.
     fn guesses(&mut self, turns: &[Turn]) -> Option<Vec<Vec<u32>>> {
         let most = self.engine.window();
         if turns.len() >= most {
@@ -162,7 +181,7 @@ impl EngineLoop<'_> {
         let mut offers: Vec<Offer> = Vec::with_capacity(turns.len());
         for turn in turns {
             let running = self.running.get_mut(&turn.session())?;
-            if running.unfed()?.len() > 1 {
+            if running.unfed()?.len() > 1 || running.sequence.guide.is_some() {
                 return None;
             }
             let room = (most - turns.len() + 1).min(usize::try_from(turn.tokens()).unwrap_or(most));
@@ -189,8 +208,8 @@ impl EngineLoop<'_> {
         self.said.begin(&firsts, 1);
         let listeners: Vec<&Running> = seqs.iter().map(|(.., running)| *running).collect();
         let told = vec![0; listeners.len()];
-        let yields = &mut || false;
-        let mut teller = Teller { listeners: &listeners, told, kernel: None, yields };
+        let (guides, yields) = (&mut [][..], &mut || false);
+        let mut teller = Teller { listeners: &listeners, guides, told, kernel: None, yields };
         let fed: Vec<(usize, &[u32])> =
             seqs.iter().map(|(place, tokens, _)| (*place, &tokens[..])).collect();
         let began = Instant::now();
@@ -198,7 +217,7 @@ impl EngineLoop<'_> {
         let Teller { told, kernel, .. } = teller;
         let took = began.elapsed();
         let positions = fed.iter().map(|(_, tokens)| tokens.len()).sum();
-        let ran = Batched { done, told, kernel, took };
+        let ran = Batched { done, told, guides: Vec::new(), kernel, took };
         if self.batched(turns, (firsts[0], guesses), ran) > 0 && self.engine.timed() {
             self.sharing.ran(positions, took.as_secs_f64() * 1e6);
         }
@@ -209,10 +228,11 @@ impl EngineLoop<'_> {
         &mut self,
         turns: Vec<Turn>,
         ((place, first), guesses): ((usize, usize), &[Vec<u32>]),
-        Batched { done, told, kernel: known, took }: Batched,
+        Batched { done, told, guides, kernel: known, took }: Batched,
     ) -> usize {
         let kernel = self.engine.kernel();
-        let (mut told, mut guesses) = (told.into_iter(), guesses.iter());
+        let (mut told, mut guides) = (told.into_iter(), guides.into_iter());
+        let mut guesses = guesses.iter();
         let ran = || done.iter().flatten().flatten();
         let positions = ran().map(|seq| seq.ran).max().unwrap_or(0);
         let tokens = ran().map(|seq| seq.chosen.len()).sum();
@@ -226,6 +246,7 @@ impl EngineLoop<'_> {
             };
             let outcome = outcomes.next().unwrap_or_else(|| Err(Broken::All("no answer".into())));
             let guesses = guesses.next().map_or(&[][..], Vec::as_slice);
+            running.sequence.guide = guides.next().flatten();
             let (ran, chosen, finish) = match outcome {
                 Ok(seq) => {
                     let (ran, chosen) = (seq.ran, seq.chosen.len());
@@ -245,6 +266,13 @@ impl EngineLoop<'_> {
             self.settle(turn, ran, chosen, finish);
         }
         positions
+    }
+}
+
+impl EngineLoop<'_> {
+    /// Takes the rule of a turn's sequence out of it.
+    fn guide(&mut self, turn: &Turn) -> Option<Guide> {
+        self.running.get_mut(&turn.session()).and_then(|running| running.sequence.guide.take())
     }
 }
 

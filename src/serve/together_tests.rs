@@ -57,7 +57,10 @@ fn sequences_that_decode_are_run_at_once_and_say_what_they_say_alone() {
 }
 
 /// Runs requests that all wait before the loop begins. Returns their tokens, and the places of each command.
-fn awaited(engine: Scripted, asked: &[(Vec<u32>, u32)]) -> (Vec<Heard>, Vec<Vec<usize>>) {
+pub(super) fn awaited(
+    engine: Scripted,
+    asked: &[(Vec<u32>, u32)],
+) -> (Vec<Heard>, Vec<Vec<usize>>) {
     awaited_on(engine, Sequences::default(), asked)
 }
 
@@ -229,43 +232,58 @@ fn nobody_waits_longer_for_those_who_are_run_at_once() {
     assert!(longest >= 5 && longest <= bound, "somebody waited {longest} turns of {bound}");
 }
 
-/// Its tokens are sampled on the host, and those of its neighbours as ever, in batches.
+/// Five requests, of which some are under a rule, on a machine that samples under masks or not. Returns what each hears, and
+/// how many batches there were of all sequences of a step.
+fn ruled(masks: bool, under: &[usize]) -> (Vec<Heard>, usize) {
+    let admission = Admission::new(5);
+    let engine = Scripted { chooses: true, masks, width: 4, ..Scripted::default() };
+    let commands = engine.commands.clone();
+    let mut ends = Vec::new();
+    beside(engine, 5, |jobs| {
+        let answers: Vec<_> = (0..5)
+            .map(|i| {
+                let (mut job, events) = job(&[i as u32 + 1], 40, &admission);
+                if under.contains(&i) {
+                    job.work.constraint = Some(Box::new(Even));
+                }
+                jobs.send(job).unwrap();
+                events
+            })
+            .collect();
+        ends = answers.into_iter().map(heard).collect();
+    });
+    let batches = commands.lock().unwrap().iter().filter(|places| places.len() > 1).count();
+    (ends, batches)
+}
+
+/// Its tokens are sampled on the host or under masks, and those of its neighbours as ever, in batches.
 #[test]
 fn a_sequence_under_a_rule_changes_none_beside_it() {
-    let served = |ruled: &[usize]| {
-        let admission = Admission::new(5);
-        let engine = Scripted { chooses: true, width: 4, ..Scripted::default() };
-        let commands = engine.commands.clone();
-        let mut ends = Vec::new();
-        beside(engine, 5, |jobs| {
-            let answers: Vec<_> = (0..5)
-                .map(|i| {
-                    let (mut job, events) = job(&[i as u32 + 1], 40, &admission);
-                    if ruled.contains(&i) {
-                        job.work.constraint = Some(Box::new(Even));
-                    }
-                    jobs.send(job).unwrap();
-                    events
-                })
-                .collect();
-            ends = answers.into_iter().map(heard).collect();
-        });
-        let batches = commands.lock().unwrap().iter().filter(|places| places.len() > 1).count();
-        (ends, batches)
-    };
-    let (free, _) = served(&[]);
-    let (ends, batches) = served(&[1, 3]);
-    for i in [0, 2, 4] {
-        assert_eq!(ends[i], free[i], "request {i}");
+    let (free, _) = ruled(false, &[]);
+    for masks in [false, true] {
+        let (ends, batches) = ruled(masks, &[1, 3]);
+        for i in [0, 2, 4] {
+            assert_eq!(ends[i], free[i], "request {i}");
+        }
+        for i in [1, 3] {
+            let (tokens, finish) = &ends[i];
+            assert!(tokens.iter().all(|id| id % 2 == 0), "{tokens:?}");
+            let complete = tokens.last() == Some(&44);
+            assert_eq!(*finish, Some(if complete { Finish::Stop } else { Finish::Length }));
+            assert_ne!(ends[i], free[i], "it would have said something else");
+        }
+        assert!(batches > 2, "the others still run together");
     }
-    for i in [1, 3] {
-        let (tokens, finish) = &ends[i];
-        assert!(tokens.iter().all(|id| id % 2 == 0), "{tokens:?}");
-        let complete = tokens.last() == Some(&44);
-        assert_eq!(*finish, Some(if complete { Finish::Stop } else { Finish::Length }));
-        assert_ne!(ends[i], free[i], "it would have said something else");
+}
+
+/// Whoever samples, a text under a rule is the same: in batches, where masks come too late, and to the end of the rule.
+#[test]
+fn a_machine_with_masks_says_what_the_host_samples() {
+    for under in [&[0, 1, 2, 3, 4][..], &[2], &[0, 4]] {
+        let [(there, batches), (here, _)] = [true, false].map(|masks| ruled(masks, under));
+        assert_eq!(there, here, "{under:?}");
+        assert!(batches > 2, "those under a rule are in batches, too");
     }
-    assert!(batches > 2, "the others still run together");
 }
 
 /// Prompts in chunks that wait at the same time run one after the other, and their last tokens in one batch.

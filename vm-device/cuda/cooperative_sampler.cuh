@@ -334,7 +334,11 @@ __device__ __forceinline__ uint32_t draw(Worker const& w, SamplerScratch& d, Sam
 // candidate of the unchanged row. The settings are in d.
 __device__ __forceinline__ uint32_t sample_row(Worker const& w, SamplerScratch& d, SampleRequester& a, float const* logits, Best highest, uint32_t vocab, uint32_t position) {
   amk_sampling const& s = d.settings;
+#if AMK_MASKS
+  bool const greedy = (s.greedy & 1) != 0;
+#else
   bool const greedy = s.greedy != 0;
+#endif
   Row r = {logits, vocab, highest.value, s.scale};
   // An infinite logit counts as the greatest number; rewriting the row stores it so.
   if (s.penalty != 1.f || s.bias_len != 0 || highest.value > GREATEST_F32) {

@@ -88,6 +88,36 @@ __device__ __forceinline__ void sampler_wake(Worker const& w) {
   word_publish(&step->go, w.shared->step.go);
 }
 
+#if AMK_MASKS
+// One thread: waits for the mask of the token at a position, which the host writes while the step runs. False if it does not come in time, the
+// host wants the command to end, or the device is leaving: then the step has no token, and the host may run its position again.
+__device__ __forceinline__ bool mask_wait(Worker const& w, uint32_t const* mask, uint32_t position) {
+  amk_launch const& l = *w.shared->launch;
+  uint64_t const start = now_ns();
+  while (host_load(mask) != position) {
+    bool const preempted = load_relaxed(&((amk_step const*)l.step)->preempt) == w.shared->step.command;
+    if (preempted || is_dead(w.shared) || now_ns() - start > l.deadline_ns / AMK_MASK_DEADLINE_PART) {
+      return false;
+    }
+    poll_pause();
+  }
+  host_fence(); // pairs with masks.rs: give
+  return true;
+}
+
+// All threads: whether the token after this step may be sampled: the session has no masks, or this one has come.
+__device__ __forceinline__ bool mask_ready(Worker const& w, SamplerScratch& d) {
+  if ((d.settings.greedy & AMK_SAMPLING_MASKED) == 0) {
+    return true;
+  }
+  if (w.thread == 0) {
+    d.leaves = !mask_wait(w, (uint32_t const*)d.settings.biased - AMK_MASK_HEAD_WORDS, seq_position(w) + 1);
+  }
+  consumers_sync();
+  return d.leaves == 0;
+}
+#endif
+
 // All threads: the token by the session's settings. The tasks that wrote the candidates stored the logits before their signals, for which the
 // sampling task has waited. So the logits are ordered as the candidates are, also for the helpers, which are woken later. Loads bypass L1.
 __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest) {
@@ -95,6 +125,11 @@ __device__ __forceinline__ uint32_t sampled_token(Worker const& w, Best highest)
   SamplerScratch& d = *(SamplerScratch*)&w.shared->part;
   amk_sampling* session = (amk_sampling*)l.sampling + seq_session(w);
   settings_load(w, d, session);
+#if AMK_MASKS
+  if (!mask_ready(w, d)) {
+    return AMK_NONE;
+  }
+#endif
   if (d.settings.penalty != 1.f) {
     see_tokens(w, d.settings, session);
   }

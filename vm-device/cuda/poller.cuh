@@ -1,5 +1,5 @@
 // The poller: one thread of the first worker that polls the host ring and reports for the device. No other thread reads host memory while
-// waiting.
+// waiting, but for the one that waits for a mask (op_sample.cuh).
 #pragma once
 
 constexpr uint32_t POLLS_PER_LOOK = 32; // polls of a running command per check for a preemption request: about 40 us

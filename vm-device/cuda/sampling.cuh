@@ -208,7 +208,11 @@ __device__ __forceinline__ Best change_row(float const* logits, uint32_t vocab, 
   for (uint32_t id = span.first + thread * 4; id < span.end; id += THREADS * 4) {
     uint4 const q = vec4_load(logits, vocab, id);
     uint32_t const seen = c.seen != 0 ? load_relaxed(c.seen + id / 32) >> id % 32 & 15 : 0;
+#if AMK_MASKS
+    uint32_t const biased = c.biased != 0 ? host_load(c.biased + id / 32) >> id % 32 & 15 : 0; // of a mask, which the host has just written
+#else
     uint32_t const biased = c.biased != 0 ? load_relaxed(c.biased + id / 32) >> id % 32 & 15 : 0;
+#endif
     uint32_t bits[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (uint32_t k = 0; k < 4; ++k) {

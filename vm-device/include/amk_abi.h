@@ -12,7 +12,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #define AMK_OFFSETOF(type, field) __builtin_offsetof(type, field)
 #endif
-#define AMK_ABI_HASH 0x558e2ac855a69648ull
+#define AMK_ABI_HASH 0x3bdddedce654204aull
 
 #define AMK_ABI_VERSION 1u
 #define AMK_UNIT_BYTES 512u
@@ -72,6 +72,9 @@ typedef long long int64_t;
 #define AMK_SAMPLER_BYTES 10752u
 #define AMK_SAMPLER_ALIGN 128u
 #define AMK_LISTED_BYTES 16u
+#define AMK_SAMPLING_MASKED 2u
+#define AMK_MASK_HEAD_WORDS 4u
+#define AMK_MASK_DEADLINE_PART 4u
 #define AMK_FLAG_KEEP_LOGITS 1u
 #define AMK_FLAG_SAMPLE 2u
 #define AMK_NONE 0xffffffffu
@@ -440,7 +443,7 @@ struct alignas(16) amk_sampling {
   float penalty; // Repetition penalty; 1 for none.
   uint32_t top_k; // `top_k`: only this many likeliest tokens; 0 for no limit.
   uint32_t bias_len; // Number of biases.
-  uint32_t greedy; // Nonzero: greedy, the highest logit after penalty and bias.
+  uint32_t greedy; // Bit 0: greedy, the highest logit after penalty and bias. [`SAMPLING_MASKED`](crate::SAMPLING_MASKED): `biased` is
   uint32_t upto; // Positions whose tokens are in `seen`; the host writes zero when a sequence begins.
 };
 static_assert(sizeof(amk_sampling) == 96 && alignof(amk_sampling) == 16, "layout of amk_sampling");

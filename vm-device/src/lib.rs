@@ -103,6 +103,8 @@ pub struct Variant {
     pub seqs: u32,
     /// Devices that run a step together.
     pub devices: u32,
+    /// Tokens may be sampled under masks that the host gives while a step runs: kernels of servers, for grammars.
+    pub masks: bool,
     /// What tasks record. Nothing in a build that is timed.
     pub trace: Trace,
     /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
@@ -137,10 +139,11 @@ impl Variant {
             evict_first,
             seqs,
             devices,
+            masks,
             trace,
             first_task,
         } = *self;
-        vec![
+        let mut defines = vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_UNPACK={unpack}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
@@ -157,7 +160,10 @@ impl Variant {
             format!("-DAMK_DEVICES={devices}"),
             format!("-DAMK_TRACE={}", trace as u32),
             format!("-DAMK_FIRST_TASK={first_task}u"),
-        ]
+        ];
+        // Without them the options, and so the kernel's id, are what they were before there were any.
+        defines.extend(masks.then(|| "-DAMK_MASKS=1".to_owned()));
+        defines
     }
 }
 

@@ -23,6 +23,7 @@ pub(crate) const PROBE_VARIANT: Variant = Variant {
     evict_first: true,
     seqs: 1,
     devices: 1,
+    masks: false,
     trace: vm_device::Trace::Off,
     first_task: 0,
 };

@@ -59,6 +59,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         evict_first: kernel.evict == Evict::First,
         seqs: 1,
         devices: 1,
+        masks: false,
         trace: vm_device::Trace::Off,
         first_task: 0,
     }

@@ -129,6 +129,42 @@ fn devices_end_each_step_with_one_token() {
     }
 }
 
+/// A step waits for its mask, and ends without a token if that does not come in time, or the command or the device is to end.
+#[test]
+fn a_step_waits_for_its_mask_and_no_longer_than_it_may() {
+    let Some(compiler) = compiler() else { return };
+    let text = source_text(&["op_sample.cuh"]);
+    let begin = text.find("// One thread: waits for the mask").expect("mask_wait");
+    let end = begin + text[begin..].find("#endif").expect("its end");
+    // When the mask comes, the command is to end and the device is leaving, and the deadline; the time is 1000 at first.
+    let cases = [
+        ([500, 0, 0, 4000], "1 1000 1"),
+        ([1500, 0, 0, 4000], "1 1500 1"),
+        ([0, 0, 0, 4000], "0 2010 0"),
+        ([1500, 1200, 0, 4000], "0 1200 0"),
+        ([1500, 0, 1300, 4000], "0 1300 0"),
+        ([500, 500, 0, 4000], "1 1000 1"),
+        ([1, 500, 500, 4000], "1 1000 0"),
+    ];
+    let input: Vec<String> = cases.map(|(at, _)| at.map(|at: u32| at.to_string()).join(" ")).into();
+    let says = |spoil| {
+        let defines = ["-DAMK_MASKS=1".to_owned()];
+        run_text(&compiler, "masks", (&text[begin..end], &defines), spoil, &input.join("\n"))
+    };
+    assert_eq!(says(None).lines().collect::<Vec<_>>(), cases.map(|(_, expected)| expected));
+    for (from, to) in [
+        ("(mask) != position", "(mask) != position + 1"),
+        ("preempted || ", ""),
+        ("is_dead(w.shared) || ", ""),
+        ("/ AMK_MASK_DEADLINE_PART", ""),
+        ("host_fence();", ""),
+        ("& AMK_SAMPLING_MASKED", "& ~0u"),
+    ] {
+        let said = says(Some((from, to)));
+        assert_ne!(said.lines().collect::<Vec<_>>(), cases.map(|(_, e)| e), "nobody notices {to}");
+    }
+}
+
 /// A sequence of an emulated batch: its session, its position, and the tokens in its buffer from there on.
 type Known = (u32, u32, Vec<u32>);
 

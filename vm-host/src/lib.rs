@@ -32,6 +32,7 @@ mod kernel_id;
 mod links;
 mod load;
 mod machine;
+mod masks;
 mod memory;
 mod monitor;
 mod nvml;
@@ -68,7 +69,7 @@ pub use nvml::{
 };
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{
-    ChunkRoutes, GemmShape, KernelTime, PrefillOptions, Prefilled, compile_prompts,
+    ChunkRoutes, GemmShape, KernelTime, LayersRan, PrefillOptions, Prefilled, compile_prompts,
     prefill_kernel_id, prefill_refused,
 };
 pub use ring::{Passed, RingTap};

@@ -642,12 +642,23 @@ impl Resident {
             ));
         }
         let Idle { memory, compute, weight_stream, .. } = self.idle();
-        memory.ring.publish(submission)?;
         let weight_stream = weight_stream.as_ref();
-        if weight_stream.is_some_and(WeightStream::under_way) {
-            watched.places.clear(); // the first step may be void
+        let under_way = weight_stream.is_some_and(WeightStream::under_way);
+        if under_way && watched.masked() {
+            return Err(HostError::Request(
+                "masks while weights are on their way: wait until they have arrived".into(),
+            ));
         }
-        let mut look = || watched.look(&memory.tokens);
+        memory.ring.publish(submission)?;
+        if under_way {
+            watched.sequences.clear(); // the first step may be void
+        }
+        let Memory { tokens, sampling, .. } = memory;
+        let vocab = sampling.masks.vocab();
+        let mut give = |(session, position), allowed: Option<Vec<u32>>| {
+            sampling.masks.give(session, position, allowed.as_deref());
+        };
+        let mut look = || watched.look(vocab, &|at| tokens.word(at), &mut give);
         let answer = wait_for_answer(&mut memory.ring, compute, weight_stream, limit, &mut look);
         let lost = weight_stream.and_then(WeightStream::failure);
         match answer {

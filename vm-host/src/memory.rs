@@ -113,6 +113,14 @@ impl HostBuffer {
         u32::from_le(unsafe { AtomicU32::from_ptr(place) }.load(Ordering::Relaxed))
     }
 
+    /// Stores a word that the device polls, after all that was written before.
+    pub(crate) fn publish(&mut self, offset: usize, word: u32) {
+        let place = self.range(offset, size_of::<u32>()).cast::<u32>();
+        assert!(place.is_aligned(), "a word at byte {offset}");
+        // SAFETY: in range and aligned; the device reads the word whole, and this is the only way in which the host writes it.
+        unsafe { AtomicU32::from_ptr(place) }.store(word.to_le(), Ordering::Release);
+    }
+
     /// Reads this many words from `offset`, as [`read`](Self::read).
     pub(crate) fn read_words(&self, offset: usize, count: usize) -> Vec<u32> {
         let mut bytes = vec![0; count * 4];

@@ -24,6 +24,7 @@ mod cached;
 mod expert_tests;
 mod experts;
 mod kernels;
+mod layers;
 #[cfg(test)]
 mod norm_tests;
 mod part;
@@ -37,6 +38,8 @@ pub(crate) use cached::row_swizzle;
 pub(crate) use cached::unpacked;
 pub use experts::ChunkRoutes;
 pub(crate) use experts::workspace_bytes;
+use layers::Begun;
+pub use layers::LayersRan;
 use part::{Part, Run};
 pub(crate) use share::Piece;
 use share::{Runs, whole_blocks};
@@ -188,6 +191,8 @@ pub(crate) struct Prefill {
     variant: PrefillVariant,
     chunk: u32,
     parts: Vec<Part>,
+    /// A chunk of which some layers are still to run.
+    begun: Option<Begun>,
 }
 
 /// What is run: the session's rows of pages on each device, its first position, its tokens.
@@ -209,7 +214,7 @@ impl Prefill {
         let chunk = chunk_tokens(options.chunk, residents.kv_capacity);
         let kernels = (&variant, &cubin.image[..]);
         let part = |device| Part::new(graph, residents, (device, info.sms), kernels, chunk);
-        Ok(Self { variant, chunk, parts: cards.on_each(part)? })
+        Ok(Self { variant, chunk, parts: cards.on_each(part)?, begun: None })
     }
 
     /// Whether it was built with these options.
@@ -221,47 +226,76 @@ impl Prefill {
     /// Runs `tokens` from `start` of a session: their keys and values go to its pages and, with `logits`, the last one's logits to the first row of
     /// logits. The request was checked, and the session has pages for it. A stream for each device.
     pub(crate) fn run(
-        &self,
+        &mut self,
         streams: &[&Stream],
         copier: &mut Copier,
         (pages, start, tokens): Prompt<'_>,
         logits: bool,
         options: &PrefillOptions,
     ) -> Result<Prefilled, HostError> {
-        let runs = self.parts.iter().zip(streams).zip(pages).map(|((part, &stream), &pages)| {
-            let marks = options.profile.then(Vec::new);
-            let PrefillOptions { shape, experts, .. } = *options;
-            Run { part, stream, shape, experts, marks, flop: 0.0, pages }
-        });
-        let mut runs = Runs::new(runs.collect())?;
+        self.begun = None; // its memory is used again
+        let mut runs = self.runs(streams, pages, options)?;
         let event = || streams[0].owner().within(Event::new);
-        for (part, stream) in self.parts.iter().zip(streams) {
-            copier.upload_behind(stream, part.buffers.clamped.address, &[0; 4])?;
-        }
+        self.clear_clamped(streams, copier)?;
         let (begin, end) = (event()?, event()?);
         begin.record(streams[0])?;
         let chunks = tokens.chunks(self.chunk as usize);
         let count = chunks.len() as u32;
         for (piece, index) in chunks.zip(0..) {
-            for (part, stream) in self.parts.iter().zip(streams) {
-                let to = part.buffers.tokens.address;
-                copier.upload_behind(stream, to, bytemuck::cast_slice(piece))?;
-            }
+            self.upload_tokens(streams, copier, piece)?;
             let last = index + 1 == count;
             runs.chunk(start + index * self.chunk, piece.len() as u32, logits && last)?;
         }
         end.record(streams[0])?;
         runs.streams().try_for_each(wait)?;
+        let clamped = self.clamped(copier)?;
+        let flop = runs.runs.iter().map(|run| run.flop).sum();
+        let first = runs.runs.swap_remove(0);
+        let kernels = times(first.marks.unwrap_or_default())?;
+        Ok(Prefilled { chunks: count, device_us: begin.elapsed_us(&end)?, flop, clamped, kernels })
+    }
+
+    fn runs<'a>(
+        &'a self,
+        streams: &[&'a Stream],
+        pages: &[u64],
+        options: &PrefillOptions,
+    ) -> Result<Runs<'a>, HostError> {
+        let runs = self.parts.iter().zip(streams).zip(pages).map(|((part, &stream), &pages)| {
+            let marks = options.profile.then(Vec::new);
+            let PrefillOptions { shape, experts, .. } = *options;
+            Run { part, stream, shape, experts, marks, flop: 0.0, pages }
+        });
+        Runs::new(runs.collect())
+    }
+
+    fn upload_tokens(
+        &self,
+        streams: &[&Stream],
+        copier: &mut Copier,
+        tokens: &[u32],
+    ) -> Result<(), HostError> {
+        self.parts.iter().zip(streams).try_for_each(|(part, stream)| {
+            let to = part.buffers.tokens.address;
+            copier.upload_behind(stream, to, bytemuck::cast_slice(tokens))
+        })
+    }
+
+    fn clear_clamped(&self, streams: &[&Stream], copier: &mut Copier) -> Result<(), HostError> {
+        self.parts.iter().zip(streams).try_for_each(|(part, stream)| {
+            copier.upload_behind(stream, part.buffers.clamped.address, &[0; 4])
+        })
+    }
+
+    /// Whether a value was clamped since that was last cleared.
+    fn clamped(&self, copier: &Copier) -> Result<bool, HostError> {
         let mut clamped = false;
         for part in &self.parts {
             let mut word = [0_u8; 4];
             copier.download(part.buffers.clamped.address, &mut word)?;
             clamped |= word != [0; 4];
         }
-        let flop = runs.runs.iter().map(|run| run.flop).sum();
-        let first = runs.runs.swap_remove(0);
-        let kernels = times(first.marks.unwrap_or_default())?;
-        Ok(Prefilled { chunks: count, device_us: begin.elapsed_us(&end)?, flop, clamped, kernels })
+        Ok(clamped)
     }
 }
 

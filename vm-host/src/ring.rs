@@ -164,8 +164,8 @@ impl<W: Words> RingHost<W> {
     }
 
     /// Waits for the next completion, at most until `limit`. If a device's heartbeat stops, it calls `gone`, whether the kernel has exited (one
-    /// that died posts nothing more): a query of the driver, during which no token would be seen. Now and then it calls `preempt`, until that
-    /// returns true, whether the command must yield.
+    /// that died posts nothing more): a query of the driver, during which no token would be seen. Now and then it calls `preempt`: once that has
+    /// returned true, the command must yield.
     ///
     /// # Errors
     /// The status block's reason if the device stopped, the driver's if the kernel died, else a time-out.
@@ -186,9 +186,12 @@ impl<W: Words> RingHost<W> {
                 return Ok(completion);
             }
             spins = spins.wrapping_add(1);
-            if spins.is_multiple_of(POLLS_PER_LOOK) && !asked && preempt() {
+            // It is called after the request, too: it also gives the masks that the last step waits for.
+            if spins.is_multiple_of(POLLS_PER_LOOK)
+                && preempt()
+                && !std::mem::replace(&mut asked, true)
+            {
                 self.preempt(self.seen.wrapping_add(1));
-                asked = true;
             }
             if spins.is_multiple_of(1024) {
                 if let Some(status) = self.status() {

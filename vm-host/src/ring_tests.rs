@@ -177,16 +177,18 @@ fn a_command_is_asked_to_yield() {
     let word = INDICES + core::mem::offset_of!(RingIndices, preempt);
     assert_eq!(ring.load(word, Ordering::Relaxed), 0);
     let twin = twin(&ring);
-    let mut asked = 0;
+    let mut looked = Vec::new();
     let answered = ring.wait_completion(Duration::from_secs(60), running, &mut || {
-        asked += 1;
-        if twin.load(word, Ordering::Relaxed) != 0 {
-            panic!("asked again");
+        looked.push(twin.load(word, Ordering::Relaxed));
+        match looked.len() {
+            2 => {}
+            // What it does beside this, such as giving masks, goes on.
+            3 => answer(&twin, 1, 9),
+            _ => return false,
         }
-        answer(&twin, 1, 9);
         true
     });
-    assert_eq!((answered.map(|c| c.token).ok(), asked), (Some(9), 1));
+    assert_eq!((answered.map(|c| c.token).ok(), looked), (Some(9), vec![0, 0, 2]));
     assert_eq!(ring.load(word, Ordering::Relaxed), 2, "the second command's sequence");
 }
 

@@ -3,11 +3,12 @@
 
 use abi::{
     BIAS_MAX, Bias, CONSUMER_WARPS, LISTED_BYTES, SAMPLED_VOCAB_MAX, SAMPLER_ALIGN, SAMPLER_BYTES,
-    SessionSampling,
+    SAMPLING_MASKED, SessionSampling,
 };
 use ir::sampling::Sampling;
 
 use crate::error::HostError;
+use crate::masks::Masks;
 use crate::memory::{Copier, DeviceBuffer};
 
 /// Tokens that the threads of a worker process at once: four each.
@@ -30,6 +31,7 @@ pub(crate) struct SamplingMemory {
     biases: DeviceBuffer,
     list: DeviceBuffer,
     changed: DeviceBuffer,
+    pub(crate) masks: Masks,
     logits: u64,
     vocab: u32,
     told: Vec<Told>,
@@ -87,6 +89,7 @@ impl SamplingMemory {
             biases: of_each(u64::from(BIAS_MAX) * size_of::<Bias>() as u64)?,
             list: DeviceBuffer::zeroed(list_bytes(vocab))?,
             changed: DeviceBuffer::zeroed(changed_bytes(vocab))?,
+            masks: Masks::new(sessions, vocab)?,
             logits,
             vocab,
             told: vec![Told::default(); sessions as usize],
@@ -97,12 +100,14 @@ impl SamplingMemory {
         self.settings.address
     }
 
-    /// Writes a session's settings. No command of the session is running.
+    /// Writes a session's settings. No command of the session is running. With `masked` each token has a mask: a bias of
+    /// minus infinity for all tokens that it bans.
     pub(crate) fn set(
         &mut self,
         copier: &mut Copier,
         session: u32,
         sampling: &Sampling,
+        masked: bool,
     ) -> Result<(), HostError> {
         let index = u64::from(session);
         if self.told.len() <= session as usize {
@@ -121,10 +126,15 @@ impl SamplingMemory {
                 self.vocab
             )));
         }
+        if masked && !sampling.bias.is_empty() {
+            return Err(HostError::Request(
+                "biases and masks together: sample on the host, which has both".into(),
+            ));
+        }
         let set = set_bytes(self.vocab);
         let seen = self.sets.address + index * 2 * set;
         let bias = self.biases.address + index * u64::from(BIAS_MAX) * size_of::<Bias>() as u64;
-        let settings = SessionSampling {
+        let mut settings = SessionSampling {
             logits: self.logits,
             seen,
             biased: seen + set,
@@ -142,6 +152,14 @@ impl SamplingMemory {
             let biases: Vec<Bias> =
                 sampling.bias.iter().map(|(&token, &value)| Bias { token, value }).collect();
             copier.upload(bias, bytemuck::cast_slice(&biases))?;
+        }
+        if masked {
+            settings.biased = self.masks.address(session);
+            settings.bias_len = 1;
+            settings.greedy |= SAMPLING_MASKED;
+            // The last bias whose token is not above a token: of all tokens this one.
+            let ban = Bias { token: 0, value: f32::NEG_INFINITY };
+            copier.upload(bias, bytemuck::bytes_of(&ban))?;
         }
         let at = self.settings.address + index * size_of::<SessionSampling>() as u64;
         copier.upload(at, bytemuck::bytes_of(&settings))?;
@@ -175,6 +193,12 @@ impl SamplingMemory {
     pub(crate) fn penalised(&self, session: u32) -> bool {
         let settings = self.told.get(session as usize).and_then(|told| told.settings);
         settings.is_some_and(|settings| settings.penalty != 1.0)
+    }
+
+    /// Whether a session's tokens have masks.
+    pub(crate) fn masked(&self, session: u32) -> bool {
+        let settings = self.told.get(session as usize).and_then(|told| told.settings);
+        settings.is_some_and(|settings| settings.greedy & SAMPLING_MASKED != 0)
     }
 
     /// Called before a request that is not sampled: what it runs may replace tokens that are in the set.

@@ -273,6 +273,34 @@ impl Bench {
         }
     }
 
+    /// Keys and values of a chunk that runs at once, and of one that runs layer by layer: the same bits.
+    fn by_layers(&mut self, idle: &mut Idle, length: usize) {
+        let layers = self.graph().layers.len() as u32;
+        let caches = |idle: &mut Idle| -> Vec<(Vec<f32>, Vec<f32>)> {
+            (0..layers).map(|l| idle.cached(1, l, length as u32).expect("cache")).collect()
+        };
+        let tokens = self.tokens[..length].to_vec();
+        let backwards: Vec<u32> = tokens.iter().rev().copied().collect();
+        idle.prefill(1, 0, &tokens, false, &ONE_CHUNK).expect("prefill");
+        let whole = caches(idle);
+        idle.prefill(1, 0, &backwards, false, &ONE_CHUNK).expect("prefill");
+        let other = caches(idle) != whole;
+        let mut calls = 0;
+        let done = loop {
+            let ran = idle.prefill_within(1, 0, &tokens, Duration::ZERO).expect("layers");
+            calls += 1;
+            let begun = idle.chunk_begun() == Some(1);
+            if ran.done || ran.clamped || !begun || calls > layers {
+                break ran.done && !ran.clamped && !begun;
+            }
+        };
+        let same = other && done && calls == layers && caches(idle) == whole;
+        self.say(
+            !same,
+            &format!("{length} tokens layer by layer: {calls} calls, same bits: {same}"),
+        );
+    }
+
     /// Times of one way to run a prompt.
     fn time(&mut self, idle: &mut Idle, name: &str, length: usize, options: &PrefillOptions) {
         let prompt = self.tokens[..length].to_vec();
@@ -457,6 +485,7 @@ impl Bench {
         }
         self.compare(&mut idle, &steps, &graph, ("chunks of 128", &small, 1));
         self.compare(&mut idle, &steps, &graph, ("in three pieces", &ONE_CHUNK, 3));
+        self.by_layers(&mut idle, 129);
         self.follow(idle, 129);
         self.problems
     }

@@ -24,13 +24,22 @@ struct Case {
     position: u32,
     /// Bytes of the activation buffer, in which the list begins.
     x_bytes: u32,
+    /// A bit for each token that a mask bans, if there is one: then the sampling has no biases.
+    mask: Option<Vec<u32>>,
 }
 
 impl Case {
     fn expected(&self) -> u32 {
         let mut seen = Seen::default();
         seen.extend(self.tokens.iter().copied());
-        self.sampling.choose(&self.row, &seen, self.position).unwrap_or(abi::NONE)
+        // As the host samples under a grammar: what is banned has no weight, before the settings are applied.
+        let mut row = self.row.clone();
+        for (token, logit) in row.iter_mut().enumerate() {
+            let banned =
+                self.mask.as_ref().is_some_and(|mask| mask[token / 32] >> (token % 32) & 1 != 0);
+            *logit = if banned { f32::NEG_INFINITY } else { *logit };
+        }
+        self.sampling.choose(&row, &seen, self.position).unwrap_or(abi::NONE)
     }
 
     /// As `Case` of sampling.cpp reads it.
@@ -43,8 +52,9 @@ impl Case {
             scale: fixed.scale,
             penalty: self.sampling.repetition_penalty,
             top_k: self.sampling.top_k,
-            bias_len: self.sampling.bias.len() as u32,
-            greedy: u32::from(self.sampling.is_greedy()),
+            bias_len: self.biases().len() as u32,
+            greedy: u32::from(self.sampling.is_greedy())
+                | if self.mask.is_some() { abi::SAMPLING_MASKED } else { 0 },
             ..SessionSampling::default()
         };
         // Output of the preceding tasks: the highest logit that is a number, and the first token that has it.
@@ -53,27 +63,39 @@ impl Case {
         let first = first.map_or(abi::NONE, |token| token as u32);
         let mut out = bytemuck::bytes_of(&settings).to_vec();
         out.extend(candidate.to_le_bytes());
-        let (biases, tokens) = (self.sampling.bias.len() as u32, self.tokens.len() as u32);
+        let (biases, tokens) = (self.biases(), self.tokens.len() as u32);
         let row = [first, self.row.len() as u32, self.position, self.x_bytes];
-        for word in row.into_iter().chain([biases, tokens, repeats]) {
+        let masked = [u32::from(self.mask.is_some()), 0, 0, 0];
+        let lengths = [biases.len() as u32, tokens, repeats];
+        for word in row.into_iter().chain(lengths).chain(masked) {
             out.extend(word.to_le_bytes());
         }
         self.row.iter().for_each(|logit| out.extend(logit.to_le_bytes()));
         self.tokens.iter().for_each(|token| out.extend(token.to_le_bytes()));
-        for (token, bias) in &self.sampling.bias {
+        for (token, bias) in biases {
             out.extend(token.to_le_bytes());
             out.extend(bias.to_le_bytes());
         }
+        self.mask.iter().flatten().for_each(|word| out.extend(word.to_le_bytes()));
         out
+    }
+
+    /// The biases as `vm-host/src/sampling.rs` gives them to the device: of a mask one for all tokens.
+    fn biases(&self) -> BTreeMap<u32, f32> {
+        match self.mask {
+            Some(_) => BTreeMap::from([(0, f32::NEG_INFINITY)]),
+            None => self.sampling.bias.clone(),
+        }
     }
 
     fn describe(&self) -> String {
         let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, bias, seed } =
             &self.sampling;
         format!(
-            "{} logits, {} tokens, position {}: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}, penalty {repetition_penalty}, {} biases, seed {seed}",
+            "{} logits, {} tokens, mask {}, position {}: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}, penalty {repetition_penalty}, {} biases, seed {seed}",
             self.row.len(),
             self.tokens.len(),
+            self.mask.is_some(),
             self.position,
             bias.len(),
         )
@@ -124,7 +146,20 @@ fn case(random: &mut Xoshiro256PlusPlus, vocab: usize) -> Case {
         seed: random.random(),
     };
     let x_bytes = [0, 160, 8192, 1 << 16][random.random_range(0..4)];
-    Case { row, tokens, sampling, position: random.random_range(0..1 << 20), x_bytes }
+    Case { row, tokens, sampling, position: random.random_range(0..1 << 20), x_bytes, mask: None }
+}
+
+/// Bans none, few, half, most or all tokens of each case.
+fn masked(seed: u64, mut cases: Vec<Case>) -> Vec<Case> {
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
+    for case in &mut cases {
+        let banned = [0.0, 0.02, 0.5, 0.98, 0.999, 1.0][random.random_range(0..6)];
+        let mut word =
+            || (0..32).fold(0, |w, bit| w | u32::from(random.random_bool(banned)) << bit);
+        case.mask = Some((0..case.row.len().div_ceil(32)).map(|_| word()).collect());
+        case.sampling.bias.clear();
+    }
+    cases
 }
 
 /// Small rows of every shape, and some as large as those of real models.
@@ -265,7 +300,12 @@ fn emulated(
     cases: &[Case],
 ) -> Vec<String> {
     let scratch = Scratch::new(name);
-    let defines = [format!("-DAMK_WARPS={warps}"), format!("-DWORKERS={workers}")];
+    let masks = cases.iter().any(|case| case.mask.is_some());
+    let defines = [
+        format!("-DAMK_WARPS={warps}"),
+        format!("-DWORKERS={workers}"),
+        format!("-DAMK_MASKS={}", u32::from(masks)),
+    ];
     let flags: Vec<&str> = HOST_FLAGS.into_iter().chain(defines.iter().map(|d| &**d)).collect();
     let binary = build(&scratch, cxx, &flags, sources);
     wrong(&scratch, &binary, cases, 0)
@@ -284,6 +324,22 @@ fn emulated_threads_choose_what_the_definition_chooses() {
     ] {
         let name = format!("{workers}x{warps}-{seed}");
         let cases = cases(seed, small, large);
+        let found = emulated(&cxx, &name, (workers, warps), sources, &cases);
+        assert!(found.is_empty(), "{name}: {} wrong\n{}", found.len(), found.join("\n"));
+    }
+}
+
+/// Under a mask as without one; and a kernel with masks has the tokens of one without where there is no mask.
+#[test]
+fn emulated_threads_choose_under_masks_what_the_host_chooses() {
+    let Some(cxx) = cxx() else { return };
+    let (short, long) = (sources(), sources_of_long_rows());
+    for (workers, warps, sources, seed, small, large) in
+        [(2, 8, &short, 11, 40, 1), (5, 3, &long, 12, 60, 0), (3, 1, &long, 13, 120, 0)]
+    {
+        let name = format!("masks-{workers}x{warps}");
+        let mut cases = masked(seed, cases(seed, small, large));
+        cases.extend(self::cases(seed + 10, 20, 0));
         let found = emulated(&cxx, &name, (workers, warps), sources, &cases);
         assert!(found.is_empty(), "{name}: {} wrong\n{}", found.len(), found.join("\n"));
     }
@@ -324,6 +380,11 @@ fn deliberate_mistakes_are_found() {
             });
         }
     });
+    let spoiled =
+        sources().map(|(file, text)| (file, text.replace("(s.greedy & 1) != 0", "s.greedy != 0")));
+    let found =
+        emulated(&cxx, "masked-is-greedy", (3, 1), &spoiled, &masked(6, self::cases(6, 60, 0)));
+    assert!(!found.is_empty(), "greedy is a bit beside that of masks");
 }
 
 /// The same cases on a card, by a separate kernel; and the time of sampling from the largest vocabularies.
@@ -341,6 +402,13 @@ fn a_card_chooses_what_the_definition_chooses() {
     let timed = timed_cases();
     let found = wrong(&scratch, &binary, &timed, 200);
     assert!(found.is_empty(), "{} wrong\n{}", found.len(), found.join("\n"));
+    let flags = ["-x", "cu", "-arch=sm_90a", "-DAMK_MASKS=1"];
+    let binary = build(&Scratch::new("card-masks"), &nvcc, &flags, &sources());
+    let masks = [(masked(10, cases(10, 600, 20)), 0), (masked(18, timed_cases()), 200)];
+    for (cases, repeats) in masks {
+        let found = wrong(&scratch, &binary, &cases, repeats);
+        assert!(found.is_empty(), "{} wrong\n{}", found.len(), found.join("\n"));
+    }
 }
 
 /// Rows of 128 256 logits, similar to those of language models: a few likely tokens and a long tail.
@@ -377,7 +445,14 @@ fn timed_cases() -> Vec<Case> {
     for row in &rows {
         for sampling in &settings {
             let (row, tokens, sampling) = (row.clone(), tokens.clone(), sampling.clone());
-            cases.push(Case { row, tokens, sampling, position: 501, x_bytes: 32 << 10 });
+            cases.push(Case {
+                row,
+                tokens,
+                sampling,
+                position: 501,
+                x_bytes: 32 << 10,
+                mask: None,
+            });
         }
     }
     cases

@@ -13,6 +13,8 @@ use rand::{RngExt, SeedableRng};
 use vm_host::{BootOptions, HostError, Idle, Request, Resident, Watch};
 
 mod device;
+#[path = "sessions/masks.rs"]
+mod masks;
 #[path = "sessions/paged.rs"]
 mod paged;
 #[path = "device/target.rs"]
@@ -24,15 +26,22 @@ const CAPACITY: u32 = 512;
 
 /// A running machine for a preset, or `None` if there is no device.
 fn machine(preset: &str, sessions: u32, logits_rows: u32) -> Option<(Resident, u32)> {
+    let options = BootOptions { sessions, logits_rows, ..BootOptions::default() };
+    machine_of(preset, false, options)
+}
+
+/// The same with these options, and with or without masks.
+fn machine_of(preset: &str, masks: bool, options: BootOptions) -> Option<(Resident, u32)> {
     let info = device()?;
     let model = model::preset(preset).expect("a preset");
     let target = target(&info);
     let config = base(&model.graph, &target);
     let config = ir::schedule::validate(config, &model.graph, &target).expect("it is legal");
-    let options = lower::Options { kv_capacity: CAPACITY };
-    let program = lower::lower(&config, &model.graph, &target, options).expect("it lowers");
+    let lowering = lower::Options { kv_capacity: CAPACITY };
+    let program = lower::lower(&config, &model.graph, &target, lowering).expect("it lowers");
     let (variant, cards) = built(&config, &model.graph, &target);
-    let options = BootOptions { cards, sessions, logits_rows, ..BootOptions::default() };
+    let variant = vm_device::Variant { masks, ..variant };
+    let options = BootOptions { cards, ..options };
     let idle = Idle::boot(&model.graph, &*model.weights, &program, &variant, options);
     let idle = idle.unwrap_or_else(|error| panic!("{preset}: {error}"));
     let machine = idle.launch(variant, &program).unwrap_or_else(|e| panic!("{preset}: {}", e.1));
@@ -211,7 +220,7 @@ fn in_pieces(
         let done = machine.run(&request, &mut || {
             let yes = preempt();
             if yes {
-                asked = Some(Instant::now());
+                asked.get_or_insert_with(Instant::now);
             }
             yes
         });

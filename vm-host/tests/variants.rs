@@ -155,10 +155,10 @@ fn compile_all(variants: &[Variant]) -> Vec<Built> {
 fn name(variant: &Variant) -> String {
     let (dtype, unpack) = (variant.dtype.name(), variant.unpack);
     let Variant { head_dim, group, qk_norm, poll_sleep_ns, evict_first, seqs, .. } = variant;
-    let Variant { devices, trace, .. } = variant;
+    let Variant { devices, masks, trace, .. } = variant;
     let features = variant.features;
     format!(
-        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, features {features:05b}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, devices {devices}, trace {trace:?}"
+        "{dtype:4} unpack {unpack:03b}, heads of {head_dim:3} by {group}, norm {qk_norm:5}, features {features:05b}, sleep {poll_sleep_ns:3} ns, evict first {evict_first:5}, sequences {seqs}, devices {devices}, masks {masks}, trace {trace:?}"
     )
 }
 
@@ -253,8 +253,9 @@ fn every_shape_of_heads_compiles() {
     let mut variants: Vec<Variant> = other.map(|(_, heads)| shaped(*heads)).collect();
     variants.push(Variant { trace: Trace::Delays, ..shaped(HEADS[4]) });
     variants.push(Variant { seqs: 2, ..shaped(HEADS[0]) });
+    // Those of servers have masks.
     let (heads, widths, shares) = MATRICES[1];
-    variants.push(Variant { seqs: 8, widths, shares, ..shaped(HEADS[heads]) });
+    variants.push(Variant { seqs: 8, masks: true, widths, shares, ..shaped(HEADS[heads]) });
     // Those of experts, and caches of codes, are tested with kernels of their own.
     let others = [Feature::Route, Feature::Sinks, Feature::ClampedSilu, Feature::KvE4m3];
     let dense = Feature::ALL.iter().filter(|feature| !others.contains(feature));
@@ -264,11 +265,13 @@ fn every_shape_of_heads_compiles() {
     for (heads, widths, shares) in MATRICES {
         variants.push(Variant { widths, shares, ..shaped(HEADS[heads]) });
     }
-    // Key/value caches of codes: the shapes of llama-3.2-1b and llama-3.1-8b, and several sequences.
-    for (matrices, seqs) in [(MATRICES[1], 1), (MATRICES[3], 1), (MATRICES[1], 8)] {
+    // Key/value caches of codes: the shapes of llama-3.2-1b and (with masks) llama-3.1-8b, and several sequences.
+    for (matrices, seqs, masks) in
+        [(MATRICES[1], 1, false), (MATRICES[3], 1, true), (MATRICES[1], 8, false)]
+    {
         let (heads, widths, shares) = matrices;
         let features = 1 << Feature::KvE4m3 as u32;
-        variants.push(Variant { widths, shares, features, seqs, ..shaped(HEADS[heads]) });
+        variants.push(Variant { widths, shares, features, seqs, masks, ..shaped(HEADS[heads]) });
     }
     let halves = Variant { dtype: DType::F16, ..plain };
     variants.push(halves);

@@ -105,7 +105,7 @@ fn step_bytes(program: &Verified<Program>, context: u32, sequences: u32) -> u64 
 fn fill(gpu: &mut Gpu<'_>, handle: Handle, session: u32, prompt: &[u32]) -> Result<(), Failure> {
     let tokens = &prompt[..prompt.len() - 1];
     let request = Request { session, tokens, ..Request::default() };
-    gpu.command(handle, &request, &mut || false)?;
+    gpu.command(handle, &request, None, &mut || false)?;
     Ok(())
 }
 
@@ -123,7 +123,7 @@ fn one_by_one(
         let (head, tokens) = prompt.split_at(prompt.len() - 1);
         let (position, generate) = (head.len() as u32, TIMED_TOKENS);
         let request = Request { session, position, tokens, generate, ..Request::default() };
-        gpu.command(handle, &request, &mut || false)
+        gpu.command(handle, &request, None, &mut || false)
     };
     let samples = rounds(row.timing(), None, || {
         decode(0, &prompts[0]).map(|done| done.host_us / f64::from(done.steps.max(1)))

@@ -51,7 +51,7 @@ impl Text for OnGpu<'_, '_> {
         let (head, tokens) = self.prompt.split_at(self.prompt.len() - 1);
         let position = head.len() as u32;
         let request = Request { position, tokens, generate, ..Request::default() };
-        Ok(self.gpu.command(self.handle, &request, &mut || false)?.tokens)
+        Ok(self.gpu.command(self.handle, &request, None, &mut || false)?.tokens)
     }
 
     fn window(&mut self, position: u32, tokens: &[u32]) -> Result<WindowDecoded, Failure> {
@@ -241,7 +241,7 @@ fn on_gpu(
     gpu.serve(handle, 1, KvPool::Full)?;
     let tokens = &prompt[..prompt.len() - 1];
     if !tokens.is_empty() {
-        gpu.command(handle, &Request { tokens, ..Request::default() }, &mut || false)?;
+        gpu.command(handle, &Request { tokens, ..Request::default() }, None, &mut || false)?;
     }
     let mut text = OnGpu { gpu: &mut gpu, handle, prompt };
     let truth = text.plain(TOKENS + most as u32 + 2)?;

@@ -240,7 +240,8 @@ impl<'e, 'm> Again<'e, 'm> {
             return Err(Halt::Nonsense(format!("entry {}: no session {number}", self.entry)));
         };
         let sampling = Sampling::from(sampling.clone());
-        let answer = self.engine.choose_by(session.place, &How { sampling: &sampling, stop });
+        let how = How { sampling: &sampling, masked: false, stop };
+        let answer = self.engine.choose_by(session.place, &how);
         session.samples = *answer.as_ref().unwrap_or(&false);
         (session.rule, session.stop) = (Some(sampling), stop.to_vec());
         let at = (number, session.position);

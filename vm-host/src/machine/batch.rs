@@ -136,11 +136,12 @@ impl Resident {
             self.begin(session, position..position + batch.steps, tokens, sampled)?;
         }
         let expects = |seq: &Sequence<'_>| {
-            self.expects(seq.session, seq.position, seq.tokens.len(), batch.steps, batch.steps)
+            let of = (seq.session, seq.position, seq.sampled);
+            self.expects(of, seq.tokens.len(), batch.steps, batch.steps)
         };
-        let places = batch.seqs.iter().map(expects).collect();
+        let sequences = batch.seqs.iter().map(expects).collect();
         let (done, host_us, device_us) =
-            self.timed(&submission(batch), Watched { watch: Some(watch), places })?;
+            self.timed(&submission(batch), Watched { watch: Some(watch), sequences })?;
         let memory = &self.idle().memory;
         let seqs = batch.seqs.iter().zip(0_u32..).map(|(seq, index)| {
             let ending = ending(&done, index)?;
@@ -183,10 +184,12 @@ impl Resident {
         let bounds = Bounds { seqs, ..self.idle().bounds() };
         bounds.check_windows(windows).map_err(HostError::Request)?;
         for &Window { session, tokens, sampled, .. } in windows {
+            let sampling = &self.idle().memory.sampling;
             // Of an ordinary step the set of tokens that the penalty is about is right.
-            if sampled && tokens.len() > 1 && self.idle().memory.sampling.penalised(session) {
+            let penalised = tokens.len() > 1 && sampling.penalised(session);
+            if sampled && (penalised || sampling.masked(session)) {
                 let why = format!(
-                    "session {session} has a repetition penalty, and a window has tokens that are guessed: run it one position at a time"
+                    "session {session} has a repetition penalty or masks, and a window has tokens that are guessed: run it one position at a time"
                 );
                 return Err(HostError::Request(why));
             }

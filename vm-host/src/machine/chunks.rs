@@ -1,9 +1,13 @@
 //! Operations while no kernel is resident: prompts in chunks, and reading the caches.
 
+use std::time::Duration;
+
 use super::{Idle, Memory};
+use crate::devices::Cards;
+use crate::driver::Stream;
 use crate::error::HostError;
 use crate::pages::pages_of;
-use crate::prefill::{ChunkRoutes, Prefill, PrefillOptions, Prefilled, unpacked};
+use crate::prefill::{ChunkRoutes, LayersRan, Prefill, PrefillOptions, Prefilled, unpacked};
 
 impl Idle {
     /// Runs a prompt in chunks of many tokens. It writes the keys and values of `tokens`, at the positions of a session from `position` on,
@@ -21,29 +25,61 @@ impl Idle {
         options: &PrefillOptions,
     ) -> Result<Prefilled, HostError> {
         self.check_prompt(session, position, tokens, logits)?;
+        let mut ready = self.ready_for_chunk(session, position, tokens, options)?;
+        let pages = self.memory.pages.rows(session);
+        let streams = streams(&self.compute, pages.len(), &self.cards);
+        let place = (&pages[..], position, tokens);
+        let done = ready.run(&streams, &mut self.memory.copier, place, logits, options);
+        self.prefill = Some(ready);
+        done
+    }
+
+    /// Runs some layers of one chunk of tokens, as many as take no longer than `limit`, one at least. Called again for the same tokens it goes on
+    /// with the next layer; meanwhile a kernel may have been resident and have run other sessions. After the last layer the session has the bits
+    /// that [`prefill`](Self::prefill) gives.
+    ///
+    /// # Errors
+    /// As of [`prefill`](Self::prefill), and if the tokens are more than a chunk.
+    pub fn prefill_within(
+        &mut self,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        limit: Duration,
+    ) -> Result<LayersRan, HostError> {
+        self.check_prompt(session, position, tokens, false)?;
+        let options = PrefillOptions::default();
+        let mut ready = self.ready_for_chunk(session, position, tokens, &options)?;
+        let pages = self.memory.pages.rows(session);
+        let streams = streams(&self.compute, pages.len(), &self.cards);
+        let place = (&pages[..], position, tokens);
+        let ran = ready.run_within(&streams, &mut self.memory.copier, session, place, limit);
+        self.prefill = Some(ready);
+        ran
+    }
+
+    /// The kernels for chunks, and the session ready for these tokens.
+    fn ready_for_chunk(
+        &mut self,
+        session: u32,
+        position: u32,
+        tokens: &[u32],
+        options: &PrefillOptions,
+    ) -> Result<Box<Prefill>, HostError> {
         self.weights_here()?;
-        let (residents, pages) = (&self.memory.residents, self.memory.pages.rows(session));
-        let ready = self.prefill.take().filter(|ready| ready.serves(&self.graph, options));
-        let ready = match ready {
-            Some(ready) => ready,
-            None => {
-                let on = (&self.cards, &self.info);
-                Box::new(Prefill::new(&self.graph, residents, on, options)?)
-            }
-        };
         let positions = position..position + tokens.len() as u32;
         self.memory.pages.before(&mut self.memory.copier, session, positions)?;
         // Sampling from this session later reads its tokens there.
         let at = self.memory.tokens_at(session, position);
         self.memory.tokens.write(at, bytemuck::cast_slice(tokens));
         self.memory.sampling.passes_by(session);
-        let place = (&pages[..], position, tokens);
-        let per_card = self.cards.per_card() as usize;
-        let streams = (0..pages.len()).map(|device| &self.compute[device / per_card]);
-        let streams: Vec<_> = streams.collect();
-        let done = ready.run(&streams, &mut self.memory.copier, place, logits, options);
-        self.prefill = Some(ready);
-        done
+        match self.prefill.take().filter(|ready| ready.serves(&self.graph, options)) {
+            Some(ready) => Ok(ready),
+            None => {
+                let (residents, on) = (&self.memory.residents, (&self.cards, &self.info));
+                Ok(Box::new(Prefill::new(&self.graph, residents, on, options)?))
+            }
+        }
     }
 
     fn check_prompt(
@@ -106,4 +142,10 @@ impl Idle {
         }
         Ok(unpacked(&out, device.layout, positions))
     }
+}
+
+/// The stream of each device.
+fn streams<'a>(compute: &'a [Stream], devices: usize, cards: &Cards) -> Vec<&'a Stream> {
+    let per_card = cards.per_card() as usize;
+    (0..devices).map(|device| &compute[device / per_card]).collect()
 }

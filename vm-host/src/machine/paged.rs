@@ -48,6 +48,9 @@ impl Idle {
         if let Some(tokens) = prompt.get(ran as usize..has as usize) {
             self.inherit(session, ran, tokens);
         }
+        if has > ran {
+            self.prefill.iter_mut().for_each(|prefill| prefill.forget(session));
+        }
         has
     }
 
@@ -68,6 +71,7 @@ impl Idle {
     /// Forgets which pages hold the beginnings of prompts: a command that did not end may have left anything in them.
     pub fn forget_pages(&mut self) {
         self.memory.pages.pool.forget();
+        self.prefill.iter_mut().for_each(|prefill| prefill.forget_all());
     }
 
     /// Ends a session: its cache contents are lost, and others may have its pages. Its next command begins at position zero.
@@ -76,7 +80,14 @@ impl Idle {
     /// If a copy fails.
     pub fn end_session(&mut self, session: u32) -> Result<(), HostError> {
         self.memory.sampling.passes_by(session);
+        self.prefill.iter_mut().for_each(|prefill| prefill.forget(session));
         self.memory.pages.release(&mut self.memory.copier, session)
+    }
+
+    /// The session whose chunk has run some of its layers ([`prefill_within`](Self::prefill_within)).
+    #[must_use]
+    pub fn chunk_begun(&self) -> Option<u32> {
+        self.prefill.as_ref().and_then(|prefill| prefill.begun_by())
     }
 
     /// Occupancy of the caches.
@@ -136,6 +147,12 @@ impl Resident {
     /// The same.
     pub fn end_session(&mut self, session: u32) -> Result<(), HostError> {
         self.idle().end_session(session)
+    }
+
+    /// As [`Idle::chunk_begun`].
+    #[must_use]
+    pub fn chunk_begun(&self) -> Option<u32> {
+        self.idle.as_ref().and_then(Idle::chunk_begun)
     }
 
     /// Occupancy of the caches.

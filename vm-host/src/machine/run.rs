@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use abi::{Command, Completion, Ending, Submission};
 use ir::sampling::Sampling;
 
-use super::watch::{NOT_YET, Watch, Watched};
+use super::watch::{Expected, NOT_YET, Watch, Watched};
 use super::{Idle, Memory, Resident};
 use crate::error::HostError;
 use crate::weight_stream::WeightStream;
@@ -88,7 +88,8 @@ impl Resident {
         let steps = self.idle().bounds().check_request(request).map_err(HostError::Request)?;
         let Request { session, position, tokens, generate, stop, sampled, .. } = *request;
         self.begin(session, position..position + steps, tokens, sampled)?;
-        let places = vec![self.expects(session, position, tokens.len(), steps, generate)];
+        let of = (session, position, sampled);
+        let sequences = vec![self.expects(of, tokens.len(), steps, generate)];
         let submission = Submission {
             session,
             position,
@@ -96,7 +97,7 @@ impl Resident {
             ..decode(steps, stop, request.keep_logits, sampled)
         };
         let (done, host_us, device_us) =
-            self.timed(&submission, Watched { watch: Some(watch), places })?;
+            self.timed(&submission, Watched { watch: Some(watch), sequences })?;
         let ending = super::batch::ending(&done, 0)?;
         let last = (done.steps + 1).saturating_sub(tokens.len() as u32).min(generate);
         let generated = last - u32::from(ending == Ending::NoToken && last > 0);
@@ -137,20 +138,26 @@ impl Resident {
         Ok(())
     }
 
-    /// Marks the places of the tokens that a command of `steps` steps generates at most, as not written yet.
+    /// Marks the places of the tokens that a command of `steps` steps generates at most, as not written yet, and clears the
+    /// session's mask if it has masks.
     pub(super) fn expects(
         &mut self,
-        session: u32,
-        position: u32,
+        (session, position, sampled): (u32, u32, bool),
         fed: usize,
         steps: u32,
         most: u32,
-    ) -> Range<usize> {
+    ) -> Expected {
         let memory = &mut self.idle().memory;
         let count = (steps as usize + 1).saturating_sub(fed).min(most as usize);
-        let at = memory.tokens_at(session, position + fed as u32);
+        let next = position + fed as u32;
+        let at = memory.tokens_at(session, next);
         memory.tokens.write(at, bytemuck::cast_slice(&vec![NOT_YET; count]));
-        at..at + count * size_of::<u32>()
+        let masked = sampled && memory.sampling.masked(session);
+        if masked {
+            memory.sampling.masks.clear(session);
+        }
+        let tokens = at..at + count * size_of::<u32>();
+        Expected { tokens, mask: masked.then_some((session, next)), given: false }
     }
 
     /// Runs a decode command; returns its completion, and its microseconds by the clocks of host and device.
@@ -174,6 +181,18 @@ impl Resident {
     pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
         self.idle().set_sampling(session, sampling)
     }
+
+    /// As [`Idle::set_masked_sampling`].
+    ///
+    /// # Errors
+    /// The same.
+    pub fn set_masked_sampling(
+        &mut self,
+        session: u32,
+        sampling: &Sampling,
+    ) -> Result<(), HostError> {
+        self.idle().set_masked_sampling(session, sampling)
+    }
 }
 
 impl Idle {
@@ -182,6 +201,32 @@ impl Idle {
     /// # Errors
     /// If the settings have no meaning, there is no such session, or a copy fails.
     pub fn set_sampling(&mut self, session: u32, sampling: &Sampling) -> Result<(), HostError> {
+        self.sample_by(session, sampling, false)
+    }
+
+    /// The same for a session whose tokens have masks: while a sampled command runs, its watch gives the mask of each token
+    /// ([`Watch::mask`]). A command whose mask is empty or comes too late ends with [`Ending::NoToken`]: its last step has no
+    /// token, and may be run again.
+    ///
+    /// # Errors
+    /// The same, and if the settings have biases or the kernels were compiled without masks.
+    pub fn set_masked_sampling(
+        &mut self,
+        session: u32,
+        sampling: &Sampling,
+    ) -> Result<(), HostError> {
+        if self.kernels.iter().any(|(variant, _)| !variant.masks) {
+            return Err(HostError::Request("the kernel was compiled without masks".into()));
+        }
+        self.sample_by(session, sampling, true)
+    }
+
+    fn sample_by(
+        &mut self,
+        session: u32,
+        sampling: &Sampling,
+        masked: bool,
+    ) -> Result<(), HostError> {
         if let Some(problem) = sampling.problems(self.vocab).first() {
             return Err(HostError::Request(problem.to_string()));
         }
@@ -191,7 +236,7 @@ impl Idle {
                 "one worker alone does not choose: the others go through the row".into(),
             ));
         }
-        memory.sampling.set(&mut memory.copier, session, sampling)
+        memory.sampling.set(&mut memory.copier, session, sampling, masked)
     }
 }
 

@@ -126,25 +126,40 @@ impl<'a> Runs<'a> {
 
     /// Enqueues a chunk of `count` tokens at `start`.
     pub(super) fn chunk(&mut self, start: u32, count: u32, logits: bool) -> Result<(), HostError> {
-        let layers = self.runs.first().map_or(0, |run| run.part.plan.layers.len());
-        self.each(|run| run.embed(count))?;
-        for index in 0..layers {
-            let last = index + 1 == layers;
-            self.each(|run| run.keys(index, start, count))?;
-            if last && !logits {
-                return Ok(());
-            }
-            let rows = rows_of_layer(index, layers, count);
-            self.each(|run| run.attention(index, start, rows))?;
-            self.share(Shared::Attended, index, rows)?;
-            self.each(|run| run.output(index, rows))?;
-            self.share(Shared::Output, index, rows)?;
-            self.mlp(index, rows)?;
-            if last {
-                self.each(|run| run.logits(rows))?;
-            }
+        self.embed(count)?;
+        (0..self.layers()).try_for_each(|index| self.layer(index, (start, count), logits))
+    }
+
+    /// The number of layers.
+    pub(super) fn layers(&self) -> usize {
+        self.runs.first().map_or(0, |run| run.part.plan.layers.len())
+    }
+
+    /// Enqueues the embedding of a chunk of `count` tokens.
+    pub(super) fn embed(&mut self, count: u32) -> Result<(), HostError> {
+        self.each(|run| run.embed(count))
+    }
+
+    /// Enqueues a layer of a chunk: what the next one needs of it stays in the memory of chunks.
+    pub(super) fn layer(
+        &mut self,
+        index: usize,
+        (start, count): (u32, u32),
+        logits: bool,
+    ) -> Result<(), HostError> {
+        let layers = self.layers();
+        let last = index + 1 == layers;
+        self.each(|run| run.keys(index, start, count))?;
+        if last && !logits {
+            return Ok(());
         }
-        Ok(())
+        let rows = rows_of_layer(index, layers, count);
+        self.each(|run| run.attention(index, start, rows))?;
+        self.share(Shared::Attended, index, rows)?;
+        self.each(|run| run.output(index, rows))?;
+        self.share(Shared::Output, index, rows)?;
+        self.mlp(index, rows)?;
+        if last { self.each(|run| run.logits(rows)) } else { Ok(()) }
     }
 
     /// The residual stream after a layer's MLP or experts. These are all on one device, so far.

@@ -3,6 +3,7 @@
 #include "card.hpp"
 #else
 #include "simt.hpp"
+inline uint32_t host_load(uint32_t const* p) { return *p; }
 #endif
 #include "amk_abi.h"
 
@@ -43,6 +44,7 @@ struct alignas(16) Case {
   amk_sampling settings; // addresses are zero
   float candidate;
   uint32_t candidate_row, vocab, position, x_bytes, biases, seen, repeats;
+  uint32_t masked, unused[3]; // nonzero: a mask follows the biases, and `biased` is that
 };
 
 static std::vector<float> row;
@@ -198,6 +200,9 @@ int main(int, char** arguments) {
     }
     for (amk_bias const& b : bias) {
       biased[b.token / 32] |= 1u << b.token % 32;
+    }
+    if (now.masked != 0) {
+      biased = read<uint32_t>(file, biased.size());
     }
     std::vector<uint4> far(now.vocab + 16384);
     std::vector<float> changed(now.vocab + 4);

@@ -20,7 +20,8 @@ const OF_A_STEP: f64 = 0.75;
 pub(crate) struct Pieces {
     /// Whether other sequences wait for their next tokens.
     pub(crate) streams: bool,
-    /// The time of a step of the last command.
+    /// The time of a step of the last command; beside sequences that decode the shortest one, since the first step after a
+    /// launch takes longer.
     step: Duration,
 }
 
@@ -32,9 +33,12 @@ impl Pieces {
 
     /// Notes a command of these steps and microseconds. Prompts in chunks have none.
     pub(crate) fn ran(&mut self, steps: u32, us: f64) {
-        if steps > 0 && us > 0.0 {
-            self.step = Duration::from_secs_f64(us / 1e6 / f64::from(steps));
+        if steps == 0 || us <= 0.0 {
+            return;
         }
+        let step = Duration::from_secs_f64(us / 1e6 / f64::from(steps));
+        let shorter = self.streams && !self.step.is_zero();
+        self.step = if shorter { step.min(self.step) } else { step };
     }
 }
 
@@ -51,8 +55,14 @@ mod tests {
         assert_eq!(pieces.limit(), Some(Duration::from_micros(3225)));
         pieces.ran(1024, 0.0); // a chunk
         assert_eq!(pieces.limit(), Some(Duration::from_micros(3225)));
+        pieces.ran(2, 2.0 * 5500.0);
+        assert_eq!(pieces.limit(), Some(Duration::from_micros(3225)), "after a launch");
         pieces.ran(1, 850.0);
         assert_eq!(pieces.limit(), Some(LEAST));
+        pieces.streams = false;
+        pieces.ran(1, 4000.0);
+        pieces.streams = true;
+        assert_eq!(pieces.limit(), Some(Duration::from_millis(3)));
     }
 
     /// Issue L's bound, from times measured with llama-3.1-8b: a step of a batch, stop and launch, a layer of a chunk.

@@ -287,8 +287,10 @@ impl<'e> EngineLoop<'e> {
     fn turn(&mut self, turn: Turn, inbox: &Receiver<Job>) {
         let (session, place) = (turn.session(), turn.session().place());
         let (others, steps) = (self.running.len() > 1, self.steps_at_once(1));
-        self.engine.beside_streams(self.streams_beside(session));
         self.piece_ran = self.running.get(&session).is_some_and(|running| self.in_chunks(running));
+        if self.piece_ran {
+            self.engine.beside_streams(self.streams_beside(session));
+        }
         let Some(running) = self.running.get_mut(&session) else { return };
         let sequence = &running.sequence;
         let (first, chosen) = (sequence.fed, sequence.chosen.len());

@@ -15,7 +15,7 @@ use search::{Costs, DeviceError, DeviceInfo, Handle, Plan, ROUND, Side};
 use serde::Serialize;
 use telemetry::Publisher;
 use vm_device::{Architecture, Variant};
-use vm_host::{HostError, Idle, KvPool, Link, Loaded, Monitor, Resident, RingTap};
+use vm_host::{HostError, Idle, KvPool, Link, Loaded, Monitor, Resident, RingTap, Start};
 
 use crate::context::Context;
 use crate::observe::SharedMonitor;
@@ -128,6 +128,8 @@ pub(crate) struct Gpu<'a> {
     masks: bool,
     /// Passes of the resident kernel's program that were not taken yet.
     passes: u64,
+    /// What the last launch took.
+    launch_time: Duration,
     /// Ends the work of a search early, on the machine of a server.
     preemption: Preemption,
     /// Whether a search has used sessions since they were given to requests.
@@ -162,6 +164,7 @@ impl<'a> Gpu<'a> {
             seqs: context.batch,
             masks: false,
             passes: 0,
+            launch_time: Duration::ZERO,
             preemption: Preemption::default(),
             searched: false,
         })
@@ -225,15 +228,20 @@ impl Gpu<'_> {
     fn activate(&mut self, handle: Handle, fresh: bool) -> Result<&mut Resident, DeviceError> {
         let prepared = self.prepared(handle)?;
         let (variant, program) = (prepared.variant, prepared.program.clone());
-        let (mut had, together) = (prepared.loaded, prepared.together.clone());
+        let (had, together) = (prepared.loaded, prepared.together.clone());
+        let mut had = had.filter(|&loaded| !fresh && self.holds(loaded));
         if !matches!(&self.machine, Machine::Running(running) if running.variant() == variant) {
-            // A launch loads the program for one session at a time.
-            had = Some(self.launch(variant, &program)?).filter(|_| together.is_none());
+            let start = match (had, &together) {
+                (Some(loaded), _) => Start::Held(loaded),
+                (None, Some(together)) => Start::Together(together),
+                (None, None) => Start::Alone(&program),
+            };
+            had = Some(self.launch(variant, &program, start)?);
         }
         let Machine::Running(running) = &mut self.machine else {
             return Err(DeviceError::Unavailable { reason: "the kernel is not running".into() });
         };
-        let loaded = match had.filter(|&loaded| !fresh && running.holds(loaded)) {
+        let loaded = match had {
             Some(loaded) => loaded,
             None => {
                 let began = Instant::now();
@@ -253,6 +261,15 @@ impl Gpu<'_> {
         }
         running.switch(loaded).map_err(device_error)?;
         Ok(running)
+    }
+
+    /// Whether a program is still where it was loaded.
+    fn holds(&mut self, loaded: Loaded) -> bool {
+        match &mut self.machine {
+            Machine::Absent => false,
+            Machine::Idle(idle) => idle.holds(loaded),
+            Machine::Running(running) => running.holds(loaded),
+        }
     }
 
     /// The machine with no kernel resident; boots it for a program if needed.
@@ -285,12 +302,13 @@ impl Gpu<'_> {
         &mut self,
         variant: Variant,
         program: &Verified<Program>,
+        start: Start<'_>,
     ) -> Result<Loaded, DeviceError> {
         let began = Instant::now();
         let booted = matches!(self.machine, Machine::Absent);
         let idle = self.idle(program, &variant)?;
         self.enter(Phase::Launching);
-        match idle.launch(variant, program) {
+        match idle.launch_with(variant, start) {
             Ok(mut running) => {
                 let (loaded, monitor) = (running.current(), running.monitor());
                 self.set_monitor(Some(monitor));
@@ -298,7 +316,8 @@ impl Gpu<'_> {
                 self.arrival.resident();
                 self.launched(program, booted);
                 self.costs.launches += 1;
-                self.costs.launch_s += began.elapsed().as_secs_f64();
+                self.launch_time = began.elapsed();
+                self.costs.launch_s += self.launch_time.as_secs_f64();
                 Ok(loaded)
             }
             Err(refused) => {

@@ -524,7 +524,8 @@ impl Engine for Megakernel<'_> {
             // A request without generated tokens needs no sampling.
             sampled: held.sampled && generate > 0,
         };
-        let done = self.gpu.command(program, &request, self.pieces.limit(), observer)?;
+        let limit = self.pieces.limit(self.gpu.launch_time());
+        let done = self.gpu.command(program, &request, limit, observer)?;
         self.pieces.ran(done.steps, done.device_us);
         self.passed(done.steps);
         let ended = self.ended(place, (tokens, &done.tokens), (done.steps, done.ending));

@@ -141,6 +141,11 @@ impl Gpu<'_> {
         ran.map_err(device_error)
     }
 
+    /// What the last launch took: how long sequences that decode wait for the kernel to come back.
+    pub(crate) fn launch_time(&self) -> Duration {
+        self.launch_time
+    }
+
     /// The session whose chunk has run some of its layers.
     pub(crate) fn chunk_begun(&self) -> Option<u32> {
         match &self.machine {

@@ -3,15 +3,12 @@
 //! Chunks run while no kernel is resident. So a sequence that decodes waits for a stop, the piece and a launch, and
 //! then has its step. A piece is a chunk of [`SLICE`] tokens, or beside sequences that decode as many layers of it as
 //! take three quarters of their step: with 2 ms for stop and launch beside steps of 4.3 ms they wait for 2.3 steps.
-//! Where steps are short, pieces take as long as the stop and the launch around them all the same, or most of the time
-//! would go there. The tokens of a chunk, and so its bits, do not depend on this.
+//! A piece takes as long as a launch all the same, or most of the time would go there. The tokens of a chunk, and so its bits, do not depend on this.
 
 use std::time::Duration;
 
 /// Prompt tokens per turn in chunks: as long as some tens of steps, if all layers run at once.
 pub(crate) const SLICE: u64 = 1024;
-/// The least time of a piece: that of a stop and a launch.
-const LEAST: Duration = Duration::from_millis(2);
 /// A piece takes this part of a step.
 const OF_A_STEP: f64 = 0.75;
 
@@ -26,9 +23,9 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// The limit of the next piece; `None` for a whole chunk.
-    pub(crate) fn limit(self) -> Option<Duration> {
-        self.streams.then(|| self.step.mul_f64(OF_A_STEP).max(LEAST))
+    /// The limit of the next piece, by what the last launch took; `None` for a whole chunk.
+    pub(crate) fn limit(self, launch: Duration) -> Option<Duration> {
+        self.streams.then(|| self.step.mul_f64(OF_A_STEP).max(launch))
     }
 
     /// Notes a command of these steps and microseconds. Prompts in chunks have none.
@@ -46,23 +43,25 @@ impl Pieces {
 mod tests {
     use super::*;
 
+    const LAUNCH: Duration = Duration::from_millis(2);
+
     #[test]
     fn a_piece_takes_part_of_a_step_or_as_long_as_stop_and_launch() {
         let mut pieces = Pieces::default();
         pieces.ran(8, 8.0 * 4300.0);
-        assert_eq!(pieces.limit(), None, "nobody waits");
+        assert_eq!(pieces.limit(LAUNCH), None, "nobody waits");
         pieces.streams = true;
-        assert_eq!(pieces.limit(), Some(Duration::from_micros(3225)));
+        assert_eq!(pieces.limit(LAUNCH), Some(Duration::from_micros(3225)));
         pieces.ran(1024, 0.0); // a chunk
-        assert_eq!(pieces.limit(), Some(Duration::from_micros(3225)));
+        assert_eq!(pieces.limit(LAUNCH), Some(Duration::from_micros(3225)));
         pieces.ran(2, 2.0 * 5500.0);
-        assert_eq!(pieces.limit(), Some(Duration::from_micros(3225)), "after a launch");
+        assert_eq!(pieces.limit(LAUNCH), Some(Duration::from_micros(3225)), "after a launch");
         pieces.ran(1, 850.0);
-        assert_eq!(pieces.limit(), Some(LEAST));
+        assert_eq!(pieces.limit(LAUNCH), Some(LAUNCH));
         pieces.streams = false;
         pieces.ran(1, 4000.0);
         pieces.streams = true;
-        assert_eq!(pieces.limit(), Some(Duration::from_millis(3)));
+        assert_eq!(pieces.limit(LAUNCH), Some(Duration::from_millis(3)));
     }
 
     /// Issue L's bound, from times measured with llama-3.1-8b: a step of a batch, stop and launch, a layer of a chunk.
@@ -71,7 +70,7 @@ mod tests {
         let (step, stop_and_launch, layer) = (4.3, 2.15, 22.0 / 32.0);
         let mut pieces = Pieces { streams: true, ..Pieces::default() };
         pieces.ran(2, 2.0 * step * 1e3);
-        let limit = pieces.limit().unwrap().as_secs_f64() * 1e3;
+        let limit = pieces.limit(LAUNCH).unwrap().as_secs_f64() * 1e3;
         let gap = stop_and_launch + (limit / layer).floor() * layer + step;
         assert!(gap < 2.5 * step, "{gap} ms");
     }

@@ -5,6 +5,7 @@ use super::*;
 /// Milliseconds of a step of a batch; of a stop and a launch; of a layer of a chunk of [`pieces::SLICE`] tokens.
 const STEP: f64 = 4.3;
 const STOP_AND_LAUNCH: f64 = 2.15;
+const LAUNCH: std::time::Duration = std::time::Duration::from_millis(2);
 const LAYER: f64 = 22.0 / LAYERS as f64;
 const LAYERS: usize = 32;
 
@@ -40,7 +41,7 @@ impl Clock {
         let (of, ran) = self.begun.take().unwrap_or((place, 0));
         assert_eq!(of, place, "the memory of chunks is in use");
         let fits = |limit: std::time::Duration| (limit.as_secs_f64() * 1e3 / layer) as usize;
-        let most = self.pieces.limit().map_or(LAYERS, |limit| fits(limit).max(1));
+        let most = self.pieces.limit(LAUNCH).map_or(LAYERS, |limit| fits(limit).max(1));
         let now = most.min(LAYERS - ran);
         self.ms += now as f64 * layer;
         self.resident = false;

@@ -61,7 +61,7 @@ pub use links::{Link, links};
 pub use machine::faults;
 pub use machine::{
     Batch, BatchDecoded, Decoded, Idle, Loaded, PROGRAMS_MAX, Request, Resident, SeqDecoded,
-    Sequence, TensorCheck, Watch, WeightStreamReport, Window, WindowDecoded, WindowsDecoded,
+    Sequence, Start, TensorCheck, Watch, WeightStreamReport, Window, WindowDecoded, WindowsDecoded,
 };
 pub use monitor::Monitor;
 pub use nvml::{

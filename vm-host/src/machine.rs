@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use abi::{
     Command, Completion, Launch, LoaderRecord, SeqStates, StepState, Submission, TaskRecord,
 };
-use ir::program::{Program, Verified};
+use ir::program::{Program, Together, Verified};
 use ir::{Graph, Weights};
 use vm_device::Variant;
 
@@ -83,6 +83,17 @@ static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 pub struct Loaded {
     place: usize,
     serial: u64,
+}
+
+/// What a kernel begins with.
+#[derive(Clone, Copy)]
+pub enum Start<'p> {
+    /// A program for one session at a time. It takes the place that was filled longest ago.
+    Alone(&'p Verified<Program>),
+    /// One that sessions may share.
+    Together(&'p Together),
+    /// A program that is loaded already, for a kernel of the same variant. It goes on from its epoch, so nothing is written.
+    Held(Loaded),
 }
 
 /// Kernels that stay loaded: a server runs one for a lone sequence, and one for batches.
@@ -240,28 +251,32 @@ impl Idle {
     /// # Errors
     /// If the kernel does not compile, does not fit, or the program is of another model; the machine is returned with the error.
     pub fn launch(
-        mut self,
+        self,
         variant: Variant,
         program: &Verified<Program>,
     ) -> Result<Resident, Box<(Self, HostError)>> {
-        let launched = self.try_launch(&variant, program);
-        tracing::info!(
-            model = program.model,
-            seqs = variant.seqs,
-            ok = launched.is_ok(),
-            "kernel launched"
-        );
+        self.launch_with(variant, Start::Alone(program))
+    }
+
+    /// The same, with what the kernel begins with.
+    ///
+    /// # Errors
+    /// The same, and if the place of a program that is held was used again.
+    pub fn launch_with(
+        mut self,
+        variant: Variant,
+        start: Start<'_>,
+    ) -> Result<Resident, Box<(Self, HostError)>> {
+        let launched = self.try_launch(&variant, start);
+        let (model, seqs) = (&self.graph.name, variant.seqs);
+        tracing::info!(model, seqs, ok = launched.is_ok(), "kernel launched");
         match launched {
             Ok(current) => Ok(Resident { idle: Some(self), variant, current, failed: false }),
             Err(error) => Err(Box::new((self, error))),
         }
     }
 
-    fn try_launch(
-        &mut self,
-        variant: &Variant,
-        program: &Verified<Program>,
-    ) -> Result<Loaded, HostError> {
+    fn try_launch(&mut self, variant: &Variant, start: Start<'_>) -> Result<Loaded, HostError> {
         let booted = self.seqs_max;
         if variant.seqs > booted {
             return Err(HostError::Request(format!(
@@ -291,10 +306,17 @@ impl Idle {
             check_residency(requested, per_sm, self.info.sms, THREADS, shared)?;
             kernels.push(kernel);
         }
-        let loaded = self.load_into(0, program, 1)?;
+        let place = self.memory.places.oldest(None);
+        let loaded = match start {
+            Start::Alone(program) => self.load_into(place, program, 1)?,
+            Start::Together(program) => self.load_into(place, program.program(), program.seqs())?,
+            Start::Held(held) if self.holds(held) => held,
+            Start::Held(_) => return Err(used_again()),
+        };
         self.memory.ring.reset();
         let devices = 0..self.cards.devices();
-        let launches: Vec<Launch> = devices.map(|device| self.launch_block(device)).collect();
+        let launches: Vec<Launch> =
+            devices.map(|device| self.launch_block(device, loaded)).collect();
         let Memory { copier, regions, .. } = &mut self.memory;
         for region in &*regions {
             for (address, bytes) in region.zeroed_at_launch() {
@@ -316,7 +338,7 @@ impl Idle {
         Ok(loaded)
     }
 
-    fn launch_block(&self, device: u32) -> Launch {
+    fn launch_block(&self, device: u32, program: Loaded) -> Launch {
         let (m, index) = (&self.memory, device as usize);
         let (region, block) = (&m.regions[index], m.block.device + (index * ring::BYTES) as u64);
         let several = |address: u64| if self.cards.devices() > 1 { address } else { 0 };
@@ -337,7 +359,7 @@ impl Idle {
             token_stride: m.token_stride,
             sessions: self.options.sessions,
             workers: m.residents.workers,
-            program: region.program(0),
+            program: region.program(program.place),
             weight_stream: region.weight_stream(),
             sampling: m.sampling.settings(),
             pages: m.pages.devices[index].address(),
@@ -346,6 +368,12 @@ impl Idle {
             worker_heartbeats: block + ring::WORKER_HEARTBEATS as u64,
             worker_heartbeat_ns: WORKER_HEARTBEAT_EVERY.as_nanos() as u32,
         }
+    }
+
+    /// Whether a handle still names the program that it was given for.
+    #[must_use]
+    pub fn holds(&self, program: Loaded) -> bool {
+        self.memory.places.holds(program)
     }
 
     /// Writes a program's image to a place. While a kernel is resident it must not be the current place.
@@ -475,7 +503,7 @@ impl Resident {
     ) -> Result<Loaded, HostError> {
         let current = self.current;
         let idle = self.idle();
-        let place = idle.memory.places.oldest(current);
+        let place = idle.memory.places.oldest(Some(current));
         tracing::debug!(place, tasks = program.task_len(), "program loaded beside the running one");
         idle.load_into(place, program, sequences)
     }
@@ -486,9 +514,7 @@ impl Resident {
     /// If its place has been reused, or the device stopped.
     pub fn switch(&mut self, program: Loaded) -> Result<(), HostError> {
         if !self.holds(program) {
-            return Err(HostError::Request(
-                "the program's place has been used again: load it anew".into(),
-            ));
+            return Err(used_again());
         }
         if program != self.current {
             self.adopt(program)?;
@@ -607,7 +633,7 @@ impl Resident {
 
     /// Whether a handle still names the program that it was given for.
     pub fn holds(&mut self, program: Loaded) -> bool {
-        self.idle().memory.places.holds(program)
+        self.idle().holds(program)
     }
 
     /// Rows of logits that a command may keep.
@@ -719,6 +745,10 @@ impl Drop for Resident {
             std::mem::forget(idle); // as in `stop`
         }
     }
+}
+
+fn used_again() -> HostError {
+    HostError::Request("the program's place has been used again: load it anew".into())
 }
 
 /// Whether the kernels of all GPUs have exited.

@@ -12,7 +12,9 @@ use ir::schedule::read_config_over;
 use ir::{ScheduleConfig, Target, Valid};
 use model::Model;
 use vm_device::Variant;
-use vm_host::{Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Resident, Sequence};
+use vm_host::{
+    Batch, BatchDecoded, BootOptions, HostError, Idle, Request, Resident, Sequence, Start,
+};
 
 mod device;
 #[path = "device/heads.rs"]
@@ -386,25 +388,28 @@ fn a_machine_for_batches_runs_the_kernel_for_one_and_goes_back() {
     let boot = |variant: &Variant| {
         Idle::boot(graph, &*model.weights, program, variant, options.clone()).expect("it boots")
     };
-    let launch =
-        |idle: Idle, variant| idle.launch(variant, program).unwrap_or_else(|e| panic!("{}", e.1));
+    let launch = |idle: Idle, variant, start: Start<'_>| {
+        idle.launch_with(variant, start).unwrap_or_else(|e| panic!("{}", e.1))
+    };
     let lengths = [1, 17, 33, 96, 2, 64, 5, 40];
-    let mut machine = launch(boot(&one), one);
+    let mut machine = launch(boot(&one), one, Start::Alone(program));
     let wanted = alone(&mut machine, &lengths, vocab);
     let refused = machine.stop().expect("it stops").launch(eight, program);
     assert!(refused.is_err(), "its memory is for one");
-    let mut machine = launch(boot(&eight), eight);
+    let mut machine = launch(boot(&eight), eight, Start::Together(&shared));
+    let of_eight = machine.current();
+    // From the second round on, both programs are where they were loaded, and go on from there.
+    let mut of_one = Start::Alone(program);
     for round in 0..3 {
-        machine = launch(machine.stop().expect("it stops"), one);
+        machine = launch(machine.stop().expect("it stops"), one, of_one);
+        of_one = Start::Held(machine.current());
         let got = alone(&mut machine, &lengths, vocab);
         for (got, wanted) in got.iter().zip(&wanted) {
             assert_eq!(got.tokens, wanted.tokens, "round {round}");
             assert_eq!(got.logits, wanted.logits, "round {round}");
         }
         (0..).zip(&got).for_each(|(session, of)| fill(&mut machine, session, &of.prompt));
-        machine = launch(machine.stop().expect("it stops"), eight);
-        let loaded = machine.load_together(&shared).expect("it loads");
-        machine.switch(loaded).expect("it switches");
+        machine = launch(machine.stop().expect("it stops"), eight, Start::Held(of_eight));
         // On the caches that the other kernel filled.
         let seqs: Vec<Sequence<'_>> = (0..8).map(|s| seq(s, &got[s as usize])).collect();
         let done = together(&mut machine, &seqs, false);

@@ -268,8 +268,7 @@ impl Idle {
         start: Start<'_>,
     ) -> Result<Resident, Box<(Self, HostError)>> {
         let launched = self.try_launch(&variant, start);
-        let (model, seqs) = (&self.graph.name, variant.seqs);
-        tracing::info!(model, seqs, ok = launched.is_ok(), "kernel launched");
+        tracing::info!(seqs = variant.seqs, ok = launched.is_ok(), "kernel launched");
         match launched {
             Ok(current) => Ok(Resident { idle: Some(self), variant, current, failed: false }),
             Err(error) => Err(Box::new((self, error))),

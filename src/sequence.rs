@@ -14,15 +14,15 @@ use crate::host_rules::HostRules;
 use crate::speculate::{Guesser, Offer, Plan, Tally};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
-/// 0.2 ms: with so many steps it is in less than one gap of a thousand. Clients do not wait for the end: tokens are sent
-/// while it runs, and it ends early when a request arrives or a client leaves.
+/// 0.2 ms; in commands of this length fewer than one token in a thousand come after it. Clients do not wait for the end:
+/// tokens are sent while it runs, and it ends early when a request arrives or a client leaves.
 pub(crate) const SLICE: usize = 2048;
 
 /// The same while other sequences wait for a turn.
 pub(crate) const SHARED_SLICE: usize = 16;
 
-/// The same between two pieces of a prompt that runs in chunks. Fewer make the prompt's first token come earlier, more
-/// the others faster: they have two of each three and a half steps of the time.
+/// The same between two pieces of a prompt that runs in chunks. With fewer the prompt's first token comes earlier, with
+/// more the other sequences are faster.
 pub(crate) const BESIDE_CHUNKS: usize = 2;
 
 /// Steps of one position after which a sequence looks whether its tokens could have been guessed.

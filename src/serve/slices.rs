@@ -1,4 +1,4 @@
-//! How long the commands of the loop are: short enough for those who wait.
+//! How many steps or layers the decode loop gives to one command, so that no other sequence waits too long.
 //!
 //! A prompt in chunks and sequences that decode beside it (streams) run in turns: a piece of the prompt, then
 //! [`BESIDE_CHUNKS`] steps. So a stream never waits for more than one piece, however many prompts there are; these are

@@ -315,8 +315,8 @@ fn a_change_of_the_kernel_is_told_before_its_tokens() {
     });
 }
 
-/// Requests with at most so many guesses each, on an engine with windows. Returns the positions of each place in each step of
-/// windows.
+/// Sends requests, each with its prompt, its limit of tokens and its most guesses, to an engine with windows. Returns for each
+/// step with windows how many positions each place had.
 fn guessing(engine: Scripted, asked: &[(Vec<u32>, u32, u32)]) -> Vec<Windows> {
     let (windows, admission) = (engine.windows.clone(), Admission::new(asked.len()));
     let (jobs, inbox) = channel();

@@ -32,7 +32,8 @@ fn caches(machine: &Machine<'_>, model: &Model) -> Vec<Vec<f32>> {
     layers.flat_map(|l| [machine.keys(l).to_vec(), machine.values(l).to_vec()]).collect()
 }
 
-/// Three positions one by one, then windows, each behind so many sequences of other sessions.
+/// Runs three positions one by one, then windows of these widths. In a step with a window, `others` sequences of other sessions
+/// come first.
 fn windowed(
     machine: &mut Machine<'_>,
     model: &Model,

@@ -14,6 +14,9 @@ const LOOK: Duration = Duration::from_millis(20);
 /// How long the pipes may stay open after a child has ended: a grandchild can hold them.
 const DRAIN: Duration = Duration::from_secs(2);
 
+/// This process's program, whatever has become of its file.
+pub(crate) const SELF: &str = "/proc/self/exe";
+
 /// The command that starts `amk`: program and first arguments.
 static START: OnceLock<Vec<OsString>> = OnceLock::new();
 
@@ -35,6 +38,17 @@ pub(crate) fn this_program() -> Command {
     }
     command.args(first);
     command
+}
+
+/// The same for another program to start: to it, `/proc/self/exe` would be itself.
+pub(crate) fn this_program_by_path() -> io::Result<Command> {
+    let start = this_program();
+    if start.get_program() != SELF {
+        return Ok(start);
+    }
+    let mut command = Command::new(std::fs::read_link(SELF)?);
+    command.args(start.get_args());
+    Ok(command)
 }
 
 /// A child that ended by itself.

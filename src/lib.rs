@@ -77,7 +77,7 @@ const THREADS_MAX: usize = 512;
 /// The command line: runs this process's arguments.
 #[must_use]
 pub fn main() -> ExitCode {
-    starts_as(["/proc/self/exe".into()]);
+    starts_as([child_process::SELF.into()]);
     command_line(std::env::args_os().collect()).into()
 }
 

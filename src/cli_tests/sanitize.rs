@@ -70,7 +70,9 @@ fn the_three_tools_run_a_model_or_a_program() {
     assert_eq!(document["tools"][2]["report"], "reports/racecheck.txt");
     let calls: Vec<&str> = calls.lines().collect();
     assert_eq!(calls.len(), 3);
-    assert!(calls.iter().all(|call| call.contains("generate --device cuda --model toy-2l")));
+    // To the tool, /proc/self/exe would be the tool.
+    let this = format!("{} generate --device cuda --model toy-2l", env!("CARGO_BIN_EXE_amk"));
+    assert!(calls.iter().all(|call| call.contains(&this)), "{calls:?}");
     let exits = |call: &&str| call.contains("--error-exitcode 9");
     assert_eq!(calls.iter().filter(|call| exits(call)).count(), 2, "{calls:?}");
     let mut found = fields::Fields::new();

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::child_process::{self, this_program};
+use crate::child_process::{self, this_program_by_path};
 use crate::cli::{SanitizeArgs, SanitizerTool};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::spinner::Spinner;
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &SanitizeArgs) -> Outcome {
     let judged: Result<Vec<Judged>, Failure> =
         tools.iter().map(|tool| judge(&sanitizer, *tool, args)).collect();
     let document =
-        Sanitized { schema: "amk.sanitize.v1", command: words(&program(args)), tools: judged? };
+        Sanitized { schema: "amk.sanitize.v1", command: words(&program(args)?), tools: judged? };
     document.tools.iter().for_each(say);
     let clean = document.tools.iter().all(|judged| judged.clean);
     report::document(&document)?;
@@ -73,20 +73,25 @@ pub(crate) fn run(args: &SanitizeArgs) -> Outcome {
 }
 
 /// The program under the tools: the one that was named, or this one, which decodes a few tokens.
-fn program(args: &SanitizeArgs) -> Command {
+fn program(args: &SanitizeArgs) -> Result<Command, Failure> {
     if let Some((program, rest)) = args.program.split_first() {
         let mut command = Command::new(program);
         command.args(rest);
-        return command;
+        return Ok(command);
     }
-    let mut command = this_program();
+    let remedy = "name the program to run behind --";
+    let mut command = this_program_by_path().map_err(Failure::cannot(
+        "find",
+        Path::new(child_process::SELF),
+        remedy,
+    ))?;
     let model = args.model.as_deref().unwrap_or("toy");
     command.args(["generate", "--device", "cuda", "--model", model]);
     command.args(["--tokens", TOKENS, "--max-new-tokens", GENERATED]);
     if let Some(config) = &args.config {
         command.arg("--config").arg(config);
     }
-    command
+    Ok(command)
 }
 
 fn words(command: &Command) -> Vec<String> {
@@ -95,7 +100,7 @@ fn words(command: &Command) -> Vec<String> {
 }
 
 fn judge(sanitizer: &Path, tool: SanitizerTool, args: &SanitizeArgs) -> Result<Judged, Failure> {
-    let inner = program(args);
+    let inner = program(args)?;
     let mut command = Command::new(sanitizer);
     command.args(["--tool", tool.name()]);
     if tool != SanitizerTool::Racecheck {
@@ -111,7 +116,7 @@ fn judge(sanitizer: &Path, tool: SanitizerTool, args: &SanitizeArgs) -> Result<J
         Ok(ended) => {
             let failed = (!ended.status.success()).then(|| match ended.status.code() {
                 Some(FOUND) => "it found errors".to_owned(),
-                _ => format!("the program ended with {}: {}", ended.status, ended.last_line()),
+                _ => format!("the program ended with {}: {}", ended.status, last_words(&ended)),
             });
             (ended.out + &ended.err, failed)
         }
@@ -132,6 +137,12 @@ fn judge(sanitizer: &Path, tool: SanitizerTool, args: &SanitizeArgs) -> Result<J
     let why = failed.or(raced).or(cut);
     let clean = why.is_none();
     Ok(Judged { tool: tool.name(), clean, why, summary, seconds, known, races, report: path })
+}
+
+/// The last line of a program's errors, else of the tool, which writes beside the program's output.
+fn last_words(ended: &child_process::Ended) -> &str {
+    let said = ended.out.lines().rev().find(|line| !line.trim().is_empty());
+    Some(ended.last_line()).filter(|line| !line.is_empty()).or(said).unwrap_or_default()
 }
 
 fn say(judged: &Judged) {

@@ -500,8 +500,7 @@ pub(crate) struct LoopArgs {
     /// Random seed of the proposals and the gate's tokens. Default: 0, or the resumed search's.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// The strategy: random, hill-climb or residual (the cost model, corrected by the trials here and in the store).
-    /// Default: residual.
+    /// The strategy: random, hill-climb or residual (the cost model, corrected by the trials here and in the store). Default: residual.
     #[arg(long, value_name = "NAME")]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (docs/reference/cli.md, ask and tell). A
@@ -521,6 +520,10 @@ pub(crate) struct LoopArgs {
     #[arg(long, value_name = "PERCENT", value_parser = text::percent)]
     #[schemars(range(min = 0))]
     pub(crate) stop_within: Option<f64>,
+    /// On several GPUs, also try schedules whose results may differ from those of one GPU in their last bits.
+    #[arg(long)]
+    #[serde(default)]
+    pub(crate) allow_other_bits: bool,
     /// Continue the search in --out (default: the latest one in runs/).
     #[arg(long)]
     #[serde(default)]

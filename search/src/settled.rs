@@ -2,7 +2,7 @@
 //! come with amk (`corpus/checks`, moves of one knob measured on a card), so trials of the others are wasted. Whoever
 //! edits a schedule may still set them.
 
-use ir::schedule::{Knob, Value, legal_values};
+use ir::schedule::{Knob, ScheduleConfig, Value, decides_bits, legal_values};
 use ir::{Graph, Target};
 
 const FLAG_IN_DATA: Value = Value::Name("flag_in_data");
@@ -22,12 +22,18 @@ fn settled(knob: Knob) -> Option<Value> {
     SETTLED.iter().find(|(of, _)| *of == knob).map(|(_, value)| *value)
 }
 
-/// Every knob with the values that a search draws from: the legal ones, or only the settled one if it is legal.
+/// Every knob with the values that a search draws from: the legal ones, or only the settled one if it is legal. With
+/// `bits_of`, every schedule gives the bits of this one: knobs that decide them have its values.
 #[must_use]
-pub fn searched_values(graph: &Graph, target: &Target) -> Vec<(Knob, Vec<Value>)> {
+pub fn searched_values(
+    graph: &Graph,
+    target: &Target,
+    bits_of: Option<&ScheduleConfig>,
+) -> Vec<(Knob, Vec<Value>)> {
     let values = |&knob: &Knob| {
         let legal = legal_values(knob, graph, target);
-        let only = settled(knob).filter(|value| legal.contains(value));
+        let kept = bits_of.filter(|_| decides_bits(knob)).map(|config| config.get(knob));
+        let only = kept.or_else(|| settled(knob)).filter(|value| legal.contains(value));
         (knob, only.map_or(legal, |value| vec![value]))
     };
     Knob::ALL.iter().map(values).collect()
@@ -35,6 +41,8 @@ pub fn searched_values(graph: &Graph, target: &Target) -> Vec<(Knob, Vec<Value>)
 
 #[cfg(test)]
 mod tests {
+    use ir::schedule::neutral_config;
+
     use super::*;
     use crate::checks::{Check, Checks};
 
@@ -61,11 +69,25 @@ mod tests {
     fn settled_knobs_have_one_legal_value_and_others_all() {
         let graph = model::preset("smollm2-135m").expect("a preset").graph;
         let target = Target::by_name("h200").expect("a target");
-        for (knob, values) in searched_values(&graph, &target) {
+        for (knob, values) in searched_values(&graph, &target, None) {
             let legal = legal_values(knob, &graph, &target);
             match settled(knob) {
                 Some(only) => assert_eq!(values, [only], "{knob}"),
                 None => assert_eq!(values, legal, "{knob}"),
+            }
+        }
+    }
+
+    #[test]
+    fn schedules_with_the_bits_of_one_differ_in_other_knobs_only() {
+        let graph = model::preset("smollm2-135m").expect("a preset").graph;
+        let target = Target::by_name("h200x2").expect("a target");
+        let one = neutral_config(&graph, &target);
+        for (knob, values) in searched_values(&graph, &target, Some(&one)) {
+            if decides_bits(knob) {
+                assert_eq!(values, [one.get(knob)], "{knob}");
+            } else {
+                assert!(settled(knob).is_some() || values == legal_values(knob, &graph, &target));
             }
         }
     }

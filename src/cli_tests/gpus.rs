@@ -159,6 +159,47 @@ fn a_search_for_two_gpus_is_resumed_as_one() {
     assert_eq!(amk(&on).json()["best_verdict"]["target"], "h200x2");
 }
 
+/// What decides the bits of a schedule's results is the first one's, unless others are allowed.
+#[test]
+fn schedules_for_two_gpus_keep_the_bits_of_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("search");
+    let out = out.to_str().unwrap();
+    let search = [
+        "loop",
+        "--model",
+        "toy",
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+        "--strategy",
+        "random",
+        "--budget",
+        "12",
+        "--out",
+        out,
+    ];
+    let kinds = |more: &[&str]| {
+        amk(&[&search[..], more].concat()).json();
+        let ledger = std::fs::read_to_string(folder.path().join("search/ledger.jsonl")).unwrap();
+        std::fs::remove_dir_all(out).unwrap();
+        let records = ledger.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let configs = records.filter_map(|line| line["record"].get("config").cloned());
+        configs
+            .map(|config| ir::schedule::numeric_id(&serde_json::from_value(config).unwrap()))
+            .collect::<std::collections::BTreeSet<_>>()
+    };
+    assert_eq!(kinds(&[]).len(), 1);
+    assert!(kinds(&["--allow-other-bits"]).len() > 1);
+    amk(&[&search[..], &["--allow-other-bits"]].concat()).json();
+    let resumed = ["loop", "--budget", "13", "--out", out, "--resume"];
+    amk(&resumed).json();
+    let proposer =
+        ["loop", "--model", "toy", "--device", "cpu", "--gpus", "2", "--proposer", "cat"];
+    amk(&proposer).fails(2, &["--allow-other-bits"]);
+}
+
 /// One timeline has the workers of both GPUs, and what they hand each other.
 #[test]
 fn a_trace_is_of_all_gpus() {

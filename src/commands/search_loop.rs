@@ -315,7 +315,11 @@ fn settings(context: &Context, header: &Header) -> Settings {
         explore: header.explore,
         min_gain: header.min_gain,
         default: header.start(context),
-        space: search::searched_values(context.graph(), &context.target),
+        space: search::searched_values(
+            context.graph(),
+            &context.target,
+            header.kept_bits(context).as_ref(),
+        ),
         timing: Timing::default(),
         finalists: header.finalists,
         simplest: Some(context.default_config()),

@@ -25,7 +25,7 @@ pub use knobs::{
     ActsOn, AttentionTiling, DownTiling, FusionGrouping, GateUpTiling, Handoffs, KernelConfig,
     Knob, LmHeadTiling, OProjTiling, Pipeline, QkvTiling, ScheduleConfig, Tiling,
 };
-pub use numeric::numeric_id;
+pub use numeric::{decides_bits, numeric_id};
 pub use parse::{parse_config, read_config, read_config_over, unique_json};
 pub use renamed::{
     RENAMED_KNOBS, RENAMED_VALUES, earlier_schedule_id, renamed_knob, renamed_value,

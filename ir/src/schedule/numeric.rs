@@ -5,7 +5,8 @@ use super::{Knob, ScheduleConfig, id_of};
 /// Whether another value of the knob may change the bits of the results. The assignment of rows to workers, the loading
 /// of weights and the polling do not: the order in which a row's products are summed does not depend on the worker that
 /// has the row (`reference-vm/tests/golden/devices.rs`).
-fn decides_bits(knob: Knob) -> bool {
+#[must_use]
+pub fn decides_bits(knob: Knob) -> bool {
     match knob {
         // A flag-in-data word has fewer bits for its value than a plain one.
         Knob::SyncEmbed

@@ -389,6 +389,7 @@ fn terms(args: &FleetWorkerArgs, leased: &Leased, folder: PathBuf) -> Result<Loo
         min_gain: None,
         goal: None,
         stop_within: None,
+        allow_other_bits: false,
         resume: false,
         out: Some(folder),
         store: Some("none".into()),

@@ -75,6 +75,9 @@ pub(super) struct Header {
     /// Sequences of a step; none for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) batch: Option<u32>,
+    /// Whether schedules of several GPUs may give other bits than the first one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    other_bits: bool,
     /// The conditions of the measurement; none if predicted. Of several cards, those of the first.
     conditions: Option<Conditions>,
     /// The device's cache, which roofline bounds depend on.
@@ -147,6 +150,7 @@ impl Header {
             kv_capacity: args.place.kv_capacity,
             contexts: contexts(args),
             batch: args.batch,
+            other_bits: args.allow_other_bits,
             conditions: None,
             cache_bytes: 0,
             start: None,
@@ -236,6 +240,11 @@ impl Header {
                 listed(&self.contexts),
             ),
             ("--batch", tokens(args.batch), tokens(self.batch).unwrap_or_else(|| "1".to_owned())),
+            (
+                "--allow-other-bits",
+                args.allow_other_bits.then(|| "given".to_owned()),
+                if self.other_bits { "given" } else { "not given" }.to_owned(),
+            ),
             ("--devices", devices, "it has no cards by number".to_owned()),
             ("--schedule", schedule.map(|value| value.get_name().to_owned()), start.to_owned()),
             ("--device", device, self.kind.clone()),
@@ -276,6 +285,11 @@ impl Header {
             let config = if kept { config } else { for_steps(context, config) };
             self.start = Some(Start { source: json!(source), config });
         }
+        if self.kept_bits(context).is_some() && self.proposer.is_some() {
+            return Err(Failure::usage(
+                "the schedules of a --proposer may differ from one GPU's in the last bits of their results: add --allow-other-bits",
+            ));
+        }
         if let Some(start) = &self.start {
             let legal = ir::schedule::validate(start.config, context.graph(), &context.target);
             legal.map_err(|violations| {
@@ -306,6 +320,11 @@ impl Header {
     /// The schedule of the first trial. It was the neutral one before there was a choice.
     pub(super) fn start(&self, context: &Context) -> ScheduleConfig {
         self.start.as_ref().map_or_else(|| context.neutral_config(), |start| start.config)
+    }
+
+    /// The schedule whose bits all others of the search have to give: on several GPUs they are those of one.
+    pub(super) fn kept_bits(&self, context: &Context) -> Option<ScheduleConfig> {
+        (context.target.devices > 1 && !self.other_bits).then(|| self.start(context))
     }
 
     pub(super) fn source(&self) -> Option<Value> {

@@ -256,6 +256,10 @@ def known_metrics(client, model):
     assert rise("request_success_total", "length") == 2
     assert rise("time_to_first_token_seconds_count") == rise("e2e_request_latency_seconds_bucket", bound="+Inf") == 2
     assert rise("inter_token_latency_seconds_count") == rise("time_per_output_token_seconds_count") == 9
+    # The other panels of vLLM's dashboard: one sample per sequence, and for the last one per request.
+    for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds", "prompt_tokens", "generation_tokens", "max_num_generation_tokens"):
+        assert rise(f"request_{name}_count") == 2, name
+    assert rise("request_prompt_tokens_sum") == rise("request_generation_tokens_sum") == 11
     for gauge in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert after[f"vllm:{gauge}", None, None] >= 0
     older = read(classic)

@@ -140,7 +140,8 @@ impl Choice {
             return Err(Refusal::failed("the text has ended"));
         };
         // A prompt is sent when all of its tokens are scored.
-        let prompt = self.echo.take_if(|_| !matches!(event, Event::Prompt(_)));
+        let read = matches!(event, Event::Token { .. } | Event::End(_));
+        let prompt = self.echo.take_if(|_| read);
         let echo = prompt.map(|prompt| writer.echoed(&prompt, &self.scores));
         let mut piece = echo.transpose().map_err(undecodable)?.unwrap_or_default();
         let ended = |reason, matched| Some(Ending { reason, matched, called: false });

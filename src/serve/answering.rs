@@ -103,7 +103,7 @@ impl Choice {
     }
 
     /// The time since the last call, or since it was sent to the decode thread.
-    fn lap(&mut self) -> Option<Duration> {
+    fn since_last(&mut self) -> Option<Duration> {
         let before = std::mem::replace(&mut self.since, Instant::now());
         Some(self.since - before)
     }
@@ -241,7 +241,7 @@ impl Answering {
     /// Counts and times a token. Tokens of one turn of the machine come together and share its time.
     fn measure(&mut self, index: usize, event: &Event) {
         if matches!(event, Event::Begun) {
-            self.choices[index].ran.queued = self.choices[index].lap();
+            self.choices[index].ran.queued = self.choices[index].since_last();
         }
         if let Event::Reused(tokens) = event {
             self.served.figures.reused(*tokens);
@@ -268,7 +268,7 @@ impl Answering {
             // The first of a choice has none before it.
             None => {
                 choice.measured = Some(Instant::now());
-                choice.ran.prefill = choice.lap();
+                choice.ran.prefill = choice.since_last();
             }
             Some(_) => choice.unmeasured += 1,
         }
@@ -289,7 +289,7 @@ impl Answering {
         choice.events.close(); // discards the rest
         choice.writer = None;
         if choice.ran.tokens > 0 {
-            choice.ran.decode = choice.lap();
+            choice.ran.decode = choice.since_last();
         }
         let figures = &self.served.figures;
         figures.ended(reason, self.record.elapsed(), &choice.ran);

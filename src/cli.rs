@@ -502,6 +502,7 @@ pub(crate) struct LoopArgs {
     pub(crate) seed: Option<u64>,
     /// The strategy: random, hill-climb or residual (the cost model, corrected by the trials here and in the store). Default: residual.
     #[arg(long, value_name = "NAME")]
+    #[schemars(with = "Option<String>", extend("enum" = ["random", "hill-climb", "residual"], "type" = "string"))]
     pub(crate) strategy: Option<StrategyName>,
     /// A shell command that proposes instead: JSON lines on its standard input and output (docs/reference/cli.md, ask and tell). A
     /// resumed search needs it again: a command is never read from a ledger.

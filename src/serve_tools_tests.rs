@@ -113,7 +113,7 @@ fn tool(name: &str) -> Value {
 }
 
 #[test]
-fn tools_are_called_in_both_apis() {
+fn tools_are_called_in_chats_and_messages() {
     let folder = folder(TEMPLATE);
     let server = Server::start(&["--model", folder.path().to_str().unwrap(), "--device", "eval"]);
     let ask = |fields: Value| server.post("/v1/chat/completions", &chat(fields));
@@ -169,6 +169,53 @@ fn tools_are_called_in_both_apis() {
     assert_eq!(events[4]["delta"]["stop_reason"], "tool_use");
 }
 
+#[test]
+fn tools_are_called_in_responses() {
+    let folder = folder(TEMPLATE);
+    let server = Server::start(&["--model", folder.path().to_str().unwrap(), "--device", "eval"]);
+    let tools = json!([{"type": "function", "name": "add", "description": "Adds", "parameters": schema(), "strict": true}]);
+    let mut body = json!({"input": "Hello", "max_output_tokens": 120, "seed": 4, "tools": tools,
+        "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": false});
+    let whole = server.post("/v1/responses", &body).json();
+    let call = &whole["output"][0];
+    assert_eq!((&call["type"], &call["name"]), (&json!("function_call"), &json!("add")), "{whole}");
+    fits(call["arguments"].as_str().unwrap());
+    assert_eq!((&whole["tools"], &whole["status"]), (&tools, &json!("completed")));
+    body["stream"] = json!(true);
+    let events = events(&server.post("/v1/responses", &body));
+    let types: Vec<&str> = events.iter().filter_map(|event| event["type"].as_str()).collect();
+    let expected = [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ];
+    assert_eq!(types, expected);
+    assert_eq!(events[3]["delta"], call["arguments"]);
+    assert_eq!(events[6]["response"]["output"][0]["arguments"], call["arguments"]);
+    // A result is read, and calls that were made together are of one message.
+    let (call, other) = (call.clone(), {
+        let mut other = call.clone();
+        other["call_id"] = json!("c2");
+        other
+    });
+    let output = |id: &Value| json!({"type": "function_call_output", "call_id": id, "output": "2"});
+    let input = json!([{"role": "user", "content": "Hello"}, call, other, output(&call["call_id"]), output(&json!("c2"))]);
+    let ask = json!({"input": input, "max_output_tokens": 1});
+    let used = server.post("/v1/responses", &ask).json()["usage"]["input_tokens"].clone();
+    let made = |id: &Value| json!({"id": id, "type": "function", "function": {"name": "add", "arguments": call["arguments"]}});
+    let messages = json!([{"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": null, "tool_calls": [made(&call["call_id"]), made(&json!("c2"))]},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": "2"}, {"role": "tool", "tool_call_id": "c2", "content": "2"}]);
+    let plain = server.post("/tokenize", &json!({"messages": messages})).json();
+    assert_eq!(used, plain["count"]);
+    let odd = json!({"input": [{"type": "reasoning", "summary": []}]});
+    server.post("/v1/responses", &odd).refuses(400, Some("input[0].type"));
+}
+
 /// Mistral's marker is a special token, which is no text: the grammar names it by its id, and the answer shows it.
 #[test]
 fn a_call_may_begin_with_a_special_token() {
@@ -219,6 +266,8 @@ fn calls_and_results_reach_the_template() {
     let answer = server.post("/v1/messages", &json!({"messages": blocks, "max_tokens": 1})).json();
     let plain = server.post("/tokenize", &json!({"messages": messages})).json();
     assert_eq!(answer["usage"]["input_tokens"], plain["count"]);
+    let counted = server.post("/v1/messages/count_tokens", &json!({"messages": blocks})).json();
+    assert_eq!(counted, json!({"input_tokens": plain["count"]}));
     // With `none` the template is not given the tools.
     let fields = json!({"messages": messages, "tools": [tool("add")], "tool_choice": "none", "max_tokens": 1});
     let answer = server.post("/v1/chat/completions", &fields).json();

@@ -45,18 +45,30 @@ impl Entry {
         self
     }
 
-    /// Whether the query means this entry. Letter case is ignored, and the first of several words for one thing is enough.
+    /// Whether the query means this entry. The first of several words for one thing is enough.
     fn is(&self, asked: &str) -> bool {
         let names = std::iter::once(self.name.as_str()).chain(self.name.split(", "));
-        names.into_iter().any(|name| name.eq_ignore_ascii_case(asked))
+        names.into_iter().any(|name| same(name, asked))
             || self.more.get("error").and_then(Value::as_str) == Some(asked)
     }
 
     /// Whether one of the words of its name equals the query.
     fn has_word(&self, asked: &str) -> bool {
         let mut words = self.name.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '-');
-        words.any(|word| word.eq_ignore_ascii_case(asked))
+        words.any(|word| same(word, asked))
     }
+
+    /// Whether it is a knob with this word among its values.
+    fn has_value(&self, asked: &str) -> bool {
+        let values = self.more.get("values").and_then(Value::as_str).unwrap_or_default();
+        let word = asked.starts_with(|first: char| first.is_alphabetic());
+        word && values.split(", ").any(|value| same(value, asked))
+    }
+}
+
+/// Whether two names are spelt alike. Letter case is ignored, and a dash is an underscore, as in flags.
+fn same(name: &str, asked: &str) -> bool {
+    name.replace('-', "_").eq_ignore_ascii_case(&asked.replace('-', "_"))
 }
 
 /// The meanings of a name, or the list of all names.
@@ -147,10 +159,7 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
             name.len()
         )));
     }
-    // As the flags of other programs are spelt.
-    let spelt = || meant(&name.replace('-', "_"), &all);
-    let found =
-        meant(name, &all).or_else(spelt).ok_or_else(|| Failure::usage(unknown(name, &all)))?;
+    let found = meant(name, &all).ok_or_else(|| Failure::usage(unknown(name, &all)))?;
     for entry in &found {
         report::say(&format!("{} ({}): {}", entry.name, entry.kind, entry.meaning));
         for (key, value) in &entry.more {
@@ -160,15 +169,22 @@ pub(crate) fn answer(args: &ExplainArgs) -> Result<Answer<Explanation>, Failure>
     explained(None, Some(found))
 }
 
-/// The meaning of a name: all entries of that name, else the only entry whose name contains it as a word.
+/// The meaning of a name: all entries of that name, else the only entry whose name contains it as a word, else the knobs
+/// that have it as a value.
 fn meant(name: &str, all: &[Entry]) -> Option<Vec<Entry>> {
     let exact: Vec<Entry> = all.iter().filter(|entry| entry.is(name)).cloned().collect();
     if !exact.is_empty() {
         return Some(exact);
     }
-    let mut part = all.iter().filter(|entry| entry.has_word(name));
-    let only = part.next()?;
-    part.next().is_none().then(|| vec![only.clone()])
+    let part: Vec<&Entry> = all.iter().filter(|entry| entry.has_word(name)).collect();
+    match part[..] {
+        [only] => Some(vec![only.clone()]),
+        [] => {
+            let knobs: Vec<Entry> = all.iter().filter(|e| e.has_value(name)).cloned().collect();
+            (!knobs.is_empty()).then_some(knobs)
+        }
+        _ => None,
+    }
 }
 
 /// The error for an unknown name: suggests similar names.
@@ -229,6 +245,9 @@ mod tests {
         assert_eq!(dashed.document.entries.unwrap()[0].name, "tiling.attention.kv_split");
         assert_eq!(names("kv_split"), ["tiling.attention.kv_split"]);
         assert_eq!(names("flag-in-data"), ["flag-in-data word"]);
+        assert_eq!(names("flag_in_data"), ["flag-in-data word"], "as a config spells it");
+        assert_eq!(names("carry"), ["sm_assignment"], "a knob's value");
+        assert_eq!(names("128"), Vec::<String>::new(), "a number is no name");
         assert_eq!(names("stages"), ["pipeline.stages"]);
         assert_eq!(names("inconclusive"), ["5", "inconclusive", "kept, reverted, inconclusive"]);
         assert_eq!(names("rows"), Vec::<String>::new(), "several knobs are called so");

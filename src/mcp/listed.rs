@@ -57,6 +57,9 @@ fn types<'a>(schema: &'a Value, definitions: Option<&'a Map<String, Value>>) -> 
 pub(super) fn plain(mut input: JsonObject) -> JsonObject {
     let properties = input.get_mut("properties").and_then(Value::as_object_mut);
     for property in properties.into_iter().flat_map(|all| all.values_mut()) {
+        if let Some(property) = property.as_object_mut() {
+            property.retain(|key, value| key != "default" || !value.is_null());
+        }
         if let Some(Value::Array(values)) = property.get_mut("enum") {
             values.retain(|value| !value.is_null());
         }

@@ -89,8 +89,9 @@ impl Line {
 pub(super) struct Progress {
     /// Events sent, in the API that numbers them.
     pub(super) number: u64,
-    /// The text so far.
+    /// The text of the item that is open, and the items before it, in the API that repeats them.
     pub(super) text: String,
+    pub(super) items: Vec<Value>,
     /// Content blocks begun, in the API that has them, and whether the last one is a text that has not ended.
     pub(super) blocks: usize,
     pub(super) open: bool,
@@ -144,7 +145,7 @@ impl Heading {
                 return messages_answer::whole(self, piece, ending, usage);
             }
             (Api::Responses, [(piece, ending), ..]) => {
-                return responses_answer::whole(self, &piece.text, Some(ending), usage);
+                return responses_answer::whole(self, piece, ending, usage);
             }
             _ => {}
         }
@@ -182,7 +183,7 @@ impl Heading {
         let Part { index, piece, sent, ending } = part;
         let text = match self.api {
             Api::Messages => return messages_answer::delta(piece, progress),
-            Api::Responses => return responses_answer::delta(self, &piece.text, progress),
+            Api::Responses => return responses_answer::delta(self, piece, progress),
             Api::Completions => ("text", json!(piece.text)),
             Api::Chat => ("delta", delta(piece)),
         };

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::response::sse;
 use futures_util::stream::{self, Stream};
@@ -17,7 +17,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::Served;
 use super::answer::{Ending, Heading, Line, Part, Progress, Usage};
 use super::decode::{Event, Finish};
-use super::figures::Figures;
+use super::figures::{Figures, Ran};
 use super::prompt::Prompt;
 use super::record::Record;
 use super::refusal::Refusal;
@@ -48,6 +48,9 @@ struct Choice {
     /// Tokens that came since the last measurement, and its time.
     unmeasured: usize,
     measured: Option<Instant>,
+    /// What has been counted of it, and since when the last of its times runs.
+    ran: Ran,
+    since: Instant,
     /// Characters sent.
     sent: usize,
 }
@@ -93,8 +96,16 @@ impl Choice {
             scores: Vec::new(),
             unmeasured: 0,
             measured: None,
+            ran: Ran { prompt: asked.work.prompt.len(), ..Ran::default() },
+            since: Instant::now(),
             sent: 0,
         }
+    }
+
+    /// The time since the last call, or since it was sent to the decode thread.
+    fn since_last(&mut self) -> Option<Duration> {
+        let before = std::mem::replace(&mut self.since, Instant::now());
+        Some(self.since - before)
     }
 
     /// Measures the tokens that came together.
@@ -129,7 +140,8 @@ impl Choice {
             return Err(Refusal::failed("the text has ended"));
         };
         // A prompt is sent when all of its tokens are scored.
-        let prompt = self.echo.take_if(|_| !matches!(event, Event::Prompt(_)));
+        let read = matches!(event, Event::Token { .. } | Event::End(_));
+        let prompt = self.echo.take_if(|_| read);
         let echo = prompt.map(|prompt| writer.echoed(&prompt, &self.scores));
         let mut piece = echo.transpose().map_err(undecodable)?.unwrap_or_default();
         let ended = |reason, matched| Some(Ending { reason, matched, called: false });
@@ -147,7 +159,7 @@ impl Choice {
                 return Ok((piece, ending));
             }
             // Counted where events are received.
-            Event::Reused(_) | Event::Kernel(_) => return Ok((piece, None)),
+            Event::Begun | Event::Reused(_) | Event::Kernel(_) => return Ok((piece, None)),
             Event::End(Finish::Stop) => "stop",
             Event::End(Finish::Length) => "length",
             Event::End(Finish::Failed(why)) => return Err(Refusal::failed(why)),
@@ -228,6 +240,9 @@ impl Answering {
 
     /// Counts and times a token. Tokens of one turn of the machine come together and share its time.
     fn measure(&mut self, index: usize, event: &Event) {
+        if matches!(event, Event::Begun) {
+            self.choices[index].ran.queued = self.choices[index].since_last();
+        }
         if let Event::Reused(tokens) = event {
             self.served.figures.reused(*tokens);
             if self.choices[index].first {
@@ -248,9 +263,13 @@ impl Answering {
         figures.token();
         self.counted.0.used(1);
         let choice = &mut self.choices[index];
+        choice.ran.tokens += 1;
         match choice.measured {
             // The first of a choice has none before it.
-            None => choice.measured = Some(Instant::now()),
+            None => {
+                choice.measured = Some(Instant::now());
+                choice.ran.prefill = choice.since_last();
+            }
             Some(_) => choice.unmeasured += 1,
         }
         if choice.events.is_empty() {
@@ -269,7 +288,15 @@ impl Answering {
         choice.measure(&self.served.figures);
         choice.events.close(); // discards the rest
         choice.writer = None;
-        self.served.figures.ended(reason, self.record.elapsed());
+        if choice.ran.tokens > 0 {
+            choice.ran.decode = choice.since_last();
+        }
+        let figures = &self.served.figures;
+        figures.ended(reason, self.record.elapsed(), &choice.ran);
+        if self.choices.iter().all(|choice| choice.writer.is_none()) {
+            let longest = self.choices.iter().map(|choice| choice.ran.tokens).max();
+            figures.longest(longest.unwrap_or(0));
+        }
     }
 
     /// The complete answer.
@@ -308,7 +335,7 @@ impl Drop for Answering {
     fn drop(&mut self) {
         // The client has gone, or the machine failed.
         for _ in self.choices.iter().filter(|choice| choice.writer.is_some()) {
-            self.served.figures.ended("abort", self.record.elapsed());
+            self.served.figures.ended("abort", self.record.elapsed(), &Ran::default());
         }
     }
 }

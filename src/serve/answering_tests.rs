@@ -60,6 +60,10 @@ fn served() -> Served {
 }
 
 fn answering() -> (UnboundedSender<Event>, Answering) {
+    answering_with(None)
+}
+
+fn answering_with(echo: Option<Prompt>) -> (UnboundedSender<Event>, Answering) {
     let work = Work {
         prompt: vec![1],
         limit: 50,
@@ -71,7 +75,7 @@ fn answering() -> (UnboundedSender<Event>, Answering) {
         priority: sessions::Priority::Normal,
         speculate: 0,
     };
-    let asked = Asked { work, least: 0, echo: None, tools: None, first: true };
+    let asked = Asked { work, least: 0, echo, tools: None, first: true };
     let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::empty());
     let record = Arc::new(Record::new(&request.unwrap(), None));
     let mut answering = Answering::new(Arc::new(served()), record, Default::default(), 1);
@@ -143,6 +147,21 @@ fn answers_name_the_kernels_that_ran_them_and_count_what_was_cached() {
         runtime.block_on(answering.whole(&heading)).unwrap_or_else(|r| panic!("{}", r.message));
     assert_eq!(whole["system_fingerprint"], both);
     assert_eq!(whole["usage"]["prompt_tokens_details"]["cached_tokens"], 128);
+}
+
+/// The echo waits for the log probabilities of the prompt, whatever else is said before them.
+#[test]
+fn an_echoed_prompt_has_its_log_probabilities() {
+    let echo = Prompt { ids: vec![4, 5], text: None };
+    let (to, mut answering) = answering_with(Some(echo));
+    let scores = Event::Prompt(Logprobs { chosen: -2.0, top: Vec::new() });
+    for event in [Event::Begun, Event::Reused(1), Event::Kernel(1), scores, token(6)] {
+        to.send(event).unwrap();
+    }
+    let piece = next(&mut answering).piece;
+    assert_eq!(piece.text, "4 5 6 ");
+    let logprobs: Vec<_> = piece.scored.iter().map(|scored| scored.logprob).collect();
+    assert_eq!(logprobs[..2], [None, Some(-2.0)]);
 }
 
 /// An answer without tokens is of the kernel that ran its prompt, whatever sequences begin with since.

@@ -41,6 +41,8 @@ pub(super) enum Event {
     Prompt(Logprobs),
     /// The kernel of the tokens that follow, by its index; at first 0.
     Kernel(usize),
+    /// It has a place; this is the first event, unless the request fails before.
+    Begun,
     /// This many more tokens of the prompt were in the cache; these come before the first token.
     Reused(usize),
     /// The text has ended; this is the last event.
@@ -241,6 +243,7 @@ impl<'e> EngineLoop<'e> {
             let Some((_, job)) = self.waiting.admit(quota) else { return };
             let arrived_ns = job.arrived_ns;
             let mut running = Running::new(job);
+            let _ = running.to.send(Event::Begun);
             let started = running.sequence.begin(&mut *self.engine, session.place());
             let started = started.and_then(|()| {
                 let submitted = self.scheduler.submit(session);

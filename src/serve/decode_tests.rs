@@ -401,13 +401,19 @@ fn job(prompt: &[u32], limit: u32, admission: &Admission) -> (Job, UnboundedRece
     (Job { work, tenant, to, admitted, arrived_ns: telemetry::now_ns() }, events)
 }
 
+/// The event after the first, which says that the request has a place.
+fn begun(events: &mut UnboundedReceiver<Event>) -> Option<Event> {
+    assert_eq!(events.blocking_recv(), Some(Event::Begun));
+    events.blocking_recv()
+}
+
 /// All tokens that a request receives, and its ending.
 fn heard(mut events: UnboundedReceiver<Event>) -> (Vec<u32>, Option<Finish>) {
     let mut tokens = Vec::new();
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
+            Event::Begun | Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
     }
@@ -427,7 +433,7 @@ fn a_prompt_is_scored_in_order() {
         jobs.send(job).unwrap();
         let loops = EngineLoop::new(Box::new(engine), 1, Sequences::default());
         let thread = std::thread::spawn(move || {
-            let mut heard = Vec::new();
+            let mut heard = Vec::from_iter(begun(&mut events));
             while let Some(event) = events.blocking_recv() {
                 heard.push(event);
             }
@@ -538,7 +544,7 @@ fn a_machine_that_fails_as_a_request_begins_ends_all_of_them() {
         beside(engine, 4, |jobs| {
             let (long, mut events) = job(&[1], u32::MAX, &admission);
             jobs.send(long).unwrap();
-            assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
+            assert!(matches!(begun(&mut events), Some(Event::Token { .. })));
             let (fatal, ended) = job(&[2; 7], 70, &admission);
             jobs.send(fatal).unwrap();
             let failed = Some(Finish::Failed("the machine fell".into()));
@@ -609,7 +615,7 @@ fn nobody_decodes_for_a_client_that_has_gone() {
     beside(engine, 1, |jobs| {
         let (long, mut events) = job(&[1], u32::MAX, &admission);
         jobs.send(long).unwrap();
-        assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
+        assert!(matches!(begun(&mut events), Some(Event::Token { .. })));
         // This one waits for its turn, and disconnects before it.
         let (waiting, gone) = job(&[7; 17], 5, &admission);
         jobs.send(waiting).unwrap();
@@ -654,7 +660,7 @@ fn an_end_in_the_middle_is_said() {
     beside(Scripted::default(), 1, |jobs| {
         jobs.send(long).unwrap();
         jobs.send(waiting).unwrap();
-        assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
+        assert!(matches!(begun(&mut events), Some(Event::Token { .. })));
     });
     assert_eq!(heard(events).1, Some(Finish::Leaving));
     assert_eq!(heard(other), (vec![], Some(Finish::Leaving)));
@@ -692,7 +698,7 @@ fn sixty_four_hostile_requests_wait_no_longer_than_they_must() {
         // Some clients receive one token and disconnect.
         for i in (0..ALL).filter(|i| i % 7 == 3 && i % 9 != 4) {
             let mut events = answers[i].take().unwrap();
-            assert!(matches!(events.blocking_recv(), Some(Event::Token { .. })));
+            assert!(matches!(begun(&mut events), Some(Event::Token { .. })));
         }
         jobs.send(late.0).unwrap();
         for (i, events) in answers.into_iter().enumerate() {

@@ -58,7 +58,7 @@ fn listen(mut events: UnboundedReceiver<Event>, goes: Option<usize>) -> (Vec<u32
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Token { id, .. } => tokens.push(id),
-            Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
+            Event::Begun | Event::Prompt(_) | Event::Reused(_) | Event::Kernel(_) => {}
             Event::End(finish) => return (tokens, Some(finish)),
         }
         if goes == Some(tokens.len()) {
@@ -206,7 +206,7 @@ fn a_lone_sequence_and_a_batch_have_kernels_of_their_own() {
                         match event {
                             Event::Kernel(kernel) => kernels.push(kernel),
                             Event::Token { .. } => tokens += 1,
-                            Event::Prompt(_) | Event::Reused(_) => {}
+                            Event::Begun | Event::Prompt(_) | Event::Reused(_) => {}
                             Event::End(finish) => assert_eq!(finish, Finish::Length),
                         }
                     }

@@ -32,7 +32,26 @@ const WHOLE: [f64; 24] = [
     60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 ];
 
+/// Bounds of tokens of a request: vLLM's, for contexts of up to 128 Ki.
+const TOKENS: [f64; 17] = [
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
+    20_000.0, 50_000.0, 100_000.0, 131_072.0,
+];
+
 type Share = Gauge<f64, AtomicU64>;
+
+/// What one sequence had, when it ends. Times are none of what it never reached.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Ran {
+    pub(super) prompt: usize,
+    pub(super) tokens: usize,
+    /// From the request to its place.
+    pub(super) queued: Option<Duration>,
+    /// From its place to its first token.
+    pub(super) prefill: Option<Duration>,
+    /// From its first token to its end.
+    pub(super) decode: Option<Duration>,
+}
 
 /// The metrics of requests.
 pub(super) struct Figures {
@@ -43,6 +62,12 @@ pub(super) struct Figures {
     first: Histogram,
     between: Histogram,
     whole: Histogram,
+    queued: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    prompt_lengths: Histogram,
+    lengths: Histogram,
+    longest: Histogram,
     prompt: Counter,
     prefix_queries: Counter,
     prefix_hits: Counter,
@@ -71,6 +96,12 @@ impl Figures {
             first: Histogram::new(FIRST),
             between: Histogram::new(BETWEEN),
             whole: Histogram::new(WHOLE),
+            queued: Histogram::new(WHOLE),
+            prefill: Histogram::new(WHOLE),
+            decode: Histogram::new(WHOLE),
+            prompt_lengths: Histogram::new(TOKENS),
+            lengths: Histogram::new(TOKENS),
+            longest: Histogram::new(TOKENS),
             prompt: Counter::default(),
             prefix_queries: Counter::default(),
             prefix_hits: Counter::default(),
@@ -120,6 +151,20 @@ impl Figures {
             "From a request to its end",
             Box::new(self.whole.clone()),
         );
+        for (name, help, histogram) in [
+            ("request_queue_time_seconds", "From a request to its place", &self.queued),
+            ("request_prefill_time_seconds", "From its place to its first token", &self.prefill),
+            ("request_decode_time_seconds", "From its first token to its end", &self.decode),
+            ("request_prompt_tokens", "Tokens of the prompt of a sequence", &self.prompt_lengths),
+            ("request_generation_tokens", "Generated tokens of a sequence", &self.lengths),
+            (
+                "request_max_num_generation_tokens",
+                "Generated tokens of the longest sequence of a request",
+                &self.longest,
+            ),
+        ] {
+            add(name, help, Box::new(histogram.clone()));
+        }
         add("prompt_tokens", "Tokens of prompts", Box::new(self.prompt.clone()));
         let queries = Box::new(self.prefix_queries.clone());
         add("prefix_cache_queries", "Tokens of prompts that were looked for in the cache", queries);
@@ -165,11 +210,26 @@ impl Figures {
     }
 
     /// A sequence of a request that began this long ago has ended: `stop`, `length` or `abort`.
-    pub(super) fn ended(&self, reason: &'static str, took: Duration) {
+    pub(super) fn ended(&self, reason: &'static str, took: Duration, ran: &Ran) {
         self.success.get_or_create(&[("finished_reason", reason)]).inc();
-        if reason != "abort" {
-            self.whole.observe(took.as_secs_f64());
+        if reason == "abort" {
+            return;
         }
+        self.prompt_lengths.observe(ran.prompt as f64);
+        self.lengths.observe(ran.tokens as f64);
+        for (histogram, took) in [
+            (&self.whole, Some(took)),
+            (&self.queued, ran.queued),
+            (&self.prefill, ran.prefill),
+            (&self.decode, ran.decode),
+        ] {
+            took.iter().for_each(|took| histogram.observe(took.as_secs_f64()));
+        }
+    }
+
+    /// All sequences of a request have ended; the longest has this many tokens.
+    pub(super) fn longest(&self, tokens: usize) {
+        self.longest.observe(tokens as f64);
     }
 
     /// All metrics as text, in the OpenMetrics format or in Prometheus's older one.
@@ -251,8 +311,12 @@ mod tests {
         figures.first(Duration::from_millis(2));
         figures.token();
         figures.between(4, Duration::from_micros(1900));
-        figures.ended("stop", Duration::from_millis(200));
-        figures.ended("abort", Duration::from_millis(200));
+        let ms = Duration::from_millis;
+        let (queued, prefill, decode) = (Some(ms(7)), Some(ms(40)), Some(ms(200)));
+        let ran = Ran { prompt: 5, tokens: 30, queued, prefill, decode };
+        figures.ended("stop", ms(200), &ran);
+        figures.ended("abort", ms(200), &Ran::default());
+        figures.longest(30);
         let mut page = Page::boxed();
         (page.head.places, page.head.capacity, page.head.waiting) = (2, 50, 7);
         (page.head.windows, page.head.guessed, page.head.accepted) = (3, 12, 8);
@@ -269,6 +333,13 @@ mod tests {
             "inter_token_latency_seconds_bucket{model_name=\"a model\",le=\"0.0005\"} 4",
             "time_per_output_token_seconds_count{model_name=\"a model\"} 4",
             "e2e_request_latency_seconds_count{model_name=\"a model\"} 1",
+            "request_queue_time_seconds_bucket{model_name=\"a model\",le=\"0.01\"} 1",
+            "request_prefill_time_seconds_bucket{model_name=\"a model\",le=\"0.01\"} 0",
+            "request_prefill_time_seconds_bucket{model_name=\"a model\",le=\"0.05\"} 1",
+            "request_decode_time_seconds_count{model_name=\"a model\"} 1",
+            "request_prompt_tokens_sum{model_name=\"a model\"} 5.0",
+            "request_generation_tokens_sum{model_name=\"a model\"} 30.0",
+            "request_max_num_generation_tokens_count{model_name=\"a model\"} 1",
             "prompt_tokens_total{model_name=\"a model\"} 5",
             "prefix_cache_queries_total{model_name=\"a model\"} 300",
             "prefix_cache_hits_total{model_name=\"a model\"} 256",

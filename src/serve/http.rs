@@ -52,6 +52,10 @@ pub(super) fn router(served: Arc<Served>, allowed: Allowed, keys: Keys) -> Route
             "/detokenize",
             post(|served, head, body| convert(tokens::detokenize, served, head, body)),
         )
+        .route(
+            "/v1/messages/count_tokens",
+            post(|served, head, body| convert(tokens::count, served, head, body)),
+        )
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model));
     for (path, api) in TEXTS {
@@ -70,13 +74,14 @@ pub(super) fn router(served: Arc<Served>, allowed: Allowed, keys: Keys) -> Route
 }
 
 async fn no_page(uri: Uri) -> Refusal {
-    let pages = "/, /health, /ready, /version, /metrics, /tokenize, /detokenize, /v1/models, /v1/completions, /v1/chat/completions, /v1/messages, /v1/responses";
+    let pages = "/, /health, /ready, /version, /metrics, /tokenize, /detokenize, /v1/models, /v1/completions, /v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/responses";
     Refusal::new(StatusCode::NOT_FOUND, format!("there is no {}; there are {pages}", uri.path()))
 }
 
 async fn no_method(method: Method, uri: Uri) -> Refusal {
     let texts = TEXTS.iter().map(|(path, _)| *path);
-    let posts = texts.chain(["/tokenize", "/detokenize"]).any(|path| path == uri.path());
+    let counts = ["/tokenize", "/detokenize", "/v1/messages/count_tokens"];
+    let posts = texts.chain(counts).any(|path| path == uri.path());
     let taken = if posts { "POST" } else { "GET" };
     // A page of another site asks with OPTIONS first.
     let cors =

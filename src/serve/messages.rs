@@ -4,7 +4,7 @@ use model::Message;
 use serde_json::{Value, json};
 
 use super::Served;
-use super::fields::short;
+use super::fields::{clipped, short};
 use super::grammar::known;
 use super::refusal::Refusal;
 use super::request::Api;
@@ -39,9 +39,7 @@ pub(super) fn read(
     let at = |field: &str| format!("{place}.{field}");
     let item = value.get("type").and_then(Value::as_str).unwrap_or("message");
     if api == Api::Responses && item != "message" {
-        let message =
-            format!("`{}` is {item:?}; this server supports \"message\" only", at("type"));
-        return Err(Refusal::field(at("type"), message).coded("unsupported_value"));
+        return Ok(vec![called_or_answered(place, item, value, served)?]);
     }
     let role = value.get("role").and_then(Value::as_str).ok_or_else(|| {
         Refusal::field(at("role"), format!("`{}` is missing or not a text", at("role")))
@@ -95,6 +93,71 @@ pub(super) fn read(
         message.fields.extend(name.map(|name| ("name".to_owned(), name.clone())));
     }
     Ok(vec![message])
+}
+
+/// An item of the responses API that is no message: a call of a tool, or its result.
+fn called_or_answered(
+    place: &str,
+    item: &str,
+    value: &Value,
+    served: &Served,
+) -> Result<Message, Refusal> {
+    let wrong = |legal: &str| {
+        let message = format!("`{place}` is {}; legal: {legal}", short(value));
+        Refusal::field(place, message)
+    };
+    match item {
+        "function_call" => {
+            known(place, value, &["type", "id", "call_id", "name", "arguments", "status"])?;
+            tools::form(served, place)?;
+            let arguments = value["arguments"].as_str();
+            let arguments = arguments.and_then(|text| serde_json::from_str::<Value>(text).ok());
+            let (id, name) = (value["call_id"].as_str(), value["name"].as_str());
+            let (Some(id), Some(name), Some(arguments)) =
+                (id, name, arguments.filter(Value::is_object))
+            else {
+                return Err(wrong("a call_id, a name, and arguments as the text of a JSON object"));
+            };
+            let mut message = Message::new("assistant", "");
+            let calls = json!([called(id, name, &arguments)]);
+            message.fields.insert("tool_calls".to_owned(), calls);
+            Ok(message)
+        }
+        "function_call_output" => {
+            known(place, value, &["type", "id", "call_id", "output", "status"])?;
+            tools::form(served, place)?;
+            let output = value.get("output").and_then(|output| text(Api::Responses, output));
+            let (Some(output), Some(id)) = (output, value["call_id"].as_str()) else {
+                return Err(wrong("a call_id, and output of text"));
+            };
+            let mut message = Message::new("tool", output);
+            message.fields.insert("tool_call_id".to_owned(), json!(id));
+            Ok(message)
+        }
+        _ => {
+            let field = format!("{place}.type");
+            let message = format!(
+                "`{field}` is {:?}; legal: message, function_call, function_call_output",
+                clipped(item)
+            );
+            Err(Refusal::field(field, message).coded("unsupported_value"))
+        }
+    }
+}
+
+/// Adds a message. Calls that follow the assistant's text or calls are of the same message, as templates expect.
+pub(super) fn push(messages: &mut Vec<Message>, mut next: Message) {
+    if let Some(last) = messages.last_mut()
+        && (&*last.role, &*next.role, &*next.content) == ("assistant", "assistant", "")
+        && let Some(Value::Array(calls)) = next.fields.get_mut("tool_calls")
+    {
+        let before = last.fields.entry("tool_calls").or_insert_with(|| json!([]));
+        if let Value::Array(before) = before {
+            before.append(calls);
+        }
+        return;
+    }
+    messages.push(next);
 }
 
 fn no_text(api: Api, place: &str) -> Refusal {

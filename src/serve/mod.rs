@@ -41,6 +41,7 @@ use model::Tokenizer;
 use serde_json::json;
 use telemetry::Reader;
 use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
@@ -271,13 +272,14 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let with = (jobs, observer.publisher().reader(), loading, (figures, spans));
     let served = Arc::new(serving(&context, args, of, (table.clone(), admission), with)?);
     let metrics = args.metrics.map(|addr| (addr, observer.publisher().reader()));
+    // Before the model is loaded, which can take minutes.
+    let listener = bind(args.address())?;
     let log = args.log.begin(|| head(&context, args, (device, places), lowered.as_ref()))?;
     std::thread::scope(|scope| {
         // Dropped when this thread no longer uses the model, however it ends.
         let (alive, gone) = watch::channel(());
         let http = std::thread::Builder::new().name("http".to_owned());
-        let http =
-            http.spawn_scoped(scope, || listen(args.address(), metrics, (served, access), gone));
+        let http = http.spawn_scoped(scope, || listen(listener, metrics, (served, access), gone));
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let preempt = tuner.as_ref().map(tune::Tuner::preempt);
         let of = (gpu, lowered.as_ref(), &*table, log.as_ref());
@@ -563,22 +565,26 @@ fn access(args: &ServeArgs) -> Result<(Arc<Tenants>, Keys), Failure> {
     Ok((Arc::new(tenants), keys))
 }
 
+fn bind(addr: SocketAddr) -> Result<(Runtime, TcpListener), Failure> {
+    let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.map_err(|error| failed("no runtime", error))?;
+    let listener = runtime.block_on(TcpListener::bind(addr)).map_err(|error| {
+        failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
+    })?;
+    Ok((runtime, listener))
+}
+
 /// Serves HTTP until Ctrl-C or SIGTERM, or until the decode thread ends.
 fn listen(
-    addr: SocketAddr,
+    (runtime, listener): (Runtime, TcpListener),
     metrics: Option<(SocketAddr, Reader)>,
     (served, (keys, origins)): (Arc<Served>, (Keys, Vec<String>)),
     gone: watch::Receiver<()>,
 ) -> Outcome {
     let failed = |what: &str, error: std::io::Error| Failure::usage(format!("{what}: {error}"));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
-    let runtime = runtime.map_err(|error| failed("no runtime", error))?;
     let answer = runtime.block_on(async {
         let (stop, stopped) = watch::channel(0_u32);
-        let listener = TcpListener::bind(addr).await;
-        let listener = listener.map_err(|error| {
-            failed(&format!("cannot listen on {addr}; --addr takes another address"), error)
-        })?;
         let bound = listener.local_addr().map_err(|error| failed("no address", error))?;
         let metrics = match metrics {
             Some((addr, reader)) => Some(metrics::listen(addr, reader).await?),

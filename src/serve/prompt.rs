@@ -80,7 +80,12 @@ pub(super) fn chat(
         }
         Some(Value::Array(list)) if !list.is_empty() => {
             for (index, value) in list.iter().enumerate() {
-                messages.extend(messages::read(api, &format!("{name}[{index}]"), value, served)?);
+                let read = messages::read(api, &format!("{name}[{index}]"), value, served)?;
+                if api == Api::Responses {
+                    read.into_iter().for_each(|message| messages::push(&mut messages, message));
+                } else {
+                    messages.extend(read);
+                }
             }
         }
         _ => {

@@ -235,7 +235,7 @@ pub(super) async fn recorded(
         let _ = record.refused.set(why.chars().take(REASON_MAX).collect());
     }
     if let Ok(id) = HeaderValue::from_str(&record.id) {
-        if record.path == "/v1/messages" {
+        if record.path.starts_with("/v1/messages") {
             response.headers_mut().insert(ID_OF_MESSAGES, id.clone());
         }
         response.headers_mut().insert(ID, id);

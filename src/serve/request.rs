@@ -260,19 +260,20 @@ fn settings(api: Api, fields: &Map<String, Value>) -> Value {
     if api != Api::Responses {
         return Value::Null;
     }
-    let names =
-        ["instructions", "max_output_tokens", "metadata", "temperature", "text", "top_p", "user"];
+    let names = ["instructions", "max_output_tokens", "user"];
     let pair = |name: &str| (name.to_owned(), fields.get(name).cloned().unwrap_or(Value::Null));
     let mut settings: Map<String, Value> = names.into_iter().map(pair).collect();
     for (name, default) in [
         ("metadata", json!({})),
+        ("parallel_tool_calls", json!(true)),
         ("temperature", json!(1.0)),
         ("text", json!({"format": {"type": "text"}})),
+        ("tool_choice", json!("auto")),
+        ("tools", json!([])),
         ("top_p", json!(1.0)),
     ] {
-        if settings.get(name).is_none_or(Value::is_null) {
-            settings.insert(name.to_owned(), default);
-        }
+        let given = fields.get(name).filter(|value| !value.is_null());
+        settings.insert(name.to_owned(), given.cloned().unwrap_or(default));
     }
     Value::Object(settings)
 }

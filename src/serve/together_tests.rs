@@ -305,7 +305,7 @@ fn a_change_of_the_kernel_is_told_before_its_tokens() {
     beside(engine, 1, |jobs| {
         let (job, mut events) = job(&[1, 2, 3], 40, &admission);
         jobs.send(job).unwrap();
-        assert_eq!(events.blocking_recv(), Some(Event::Kernel(1)));
+        assert_eq!(begun(&mut events), Some(Event::Kernel(1)));
         let mut rest = Vec::new();
         while let Some(event) = events.blocking_recv() {
             rest.push(event);

@@ -1,4 +1,4 @@
-//! `/tokenize` and `/detokenize`, in the shape of vLLM's.
+//! `/tokenize` and `/detokenize`, in the shape of vLLM's, and Anthropic's count of tokens.
 
 use serde_json::{Value, json};
 
@@ -36,6 +36,16 @@ pub(super) fn tokenize(body: &[u8], served: &Served) -> Result<Value, Refusal> {
         "tokens": ids,
         "token_strs": texts.transpose()?,
     }))
+}
+
+/// Anthropic's count of the tokens of a prompt: that of a request to `/v1/messages`, which is not run.
+pub(super) fn count(body: &[u8], served: &Served) -> Result<Value, Refusal> {
+    let mut fields = fields(body)?;
+    check_model(&mut fields, served)?;
+    let tools = tools::read(Api::Messages, &mut fields, served)?;
+    let prompt = prompt::chat(Api::Messages, &mut fields, tools.as_ref(), served)?;
+    fields.end()?;
+    Ok(json!({"input_tokens": prompt.ids.len()}))
 }
 
 /// The text of tokens.

@@ -43,7 +43,7 @@ pub(super) fn read(
     served: &Served,
 ) -> Result<Option<Tools>, Refusal> {
     let some = fields.0.get("tools").is_some_and(|tools| tools.as_array() != Some(&Vec::new()));
-    if !matches!(api, Api::Chat | Api::Messages) || !some {
+    if api == Api::Completions || !some {
         return Ok(None);
     }
     let list = fields.read("tools", "a list of tools", |value| value.as_array().cloned())?;
@@ -86,7 +86,11 @@ fn definition(api: Api, place: &str, tool: &Value) -> Result<Value, Refusal> {
             known(place, tool, &names)?;
             (tool, place.to_owned(), "input_schema")
         }
-        Api::Completions | Api::Chat | Api::Responses => {
+        Api::Responses => {
+            known(place, tool, &["type", "name", "description", "parameters", "strict"])?;
+            (tool, place.to_owned(), "parameters")
+        }
+        Api::Completions | Api::Chat => {
             known(place, tool, &["type", "function"])?;
             let at = format!("{place}.function");
             let inner = &tool["function"];
@@ -97,7 +101,7 @@ fn definition(api: Api, place: &str, tool: &Value) -> Result<Value, Refusal> {
     let kind = tool.get("type").and_then(Value::as_str);
     if !matches!(
         (api, kind),
-        (Api::Messages, None | Some("custom")) | (Api::Chat, Some("function"))
+        (Api::Messages, None | Some("custom")) | (Api::Chat | Api::Responses, Some("function"))
     ) {
         let field = format!("{place}.type");
         let message =
@@ -153,8 +157,17 @@ fn choice(
                     other["type"].as_str().unwrap_or("")
                 }
             };
-            let legal = "auto, none, required, or {\"type\": \"function\", \"function\": {\"name\": one of `tools`}}";
-            (legal, kind, &value["function"]["name"], several.unwrap_or(true))
+            let (legal, name) = match api {
+                Api::Responses => (
+                    "auto, none, required, or {\"type\": \"function\", \"name\": one of `tools`}",
+                    &value["name"],
+                ),
+                Api::Completions | Api::Chat | Api::Messages => (
+                    "auto, none, required, or {\"type\": \"function\", \"function\": {\"name\": one of `tools`}}",
+                    &value["function"]["name"],
+                ),
+            };
+            (legal, kind, name, several.unwrap_or(true))
         }
     };
     let named = name.as_str().filter(|name| names.contains(*name));

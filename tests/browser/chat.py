@@ -9,6 +9,7 @@ It needs `chromium` (or CHROMIUM=PATH).
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ def ended(page):
 
 def converse(page, shot):
     say, log = page.locator("#say"), page.locator("#log")
-    expect(page.locator("#state")).to_contain_text("requests")
+    expect(page.locator("#state")).to_contain_text(re.compile(r"requests, \d+% busy, \d+ tokens/s"), timeout=8000)
     assert page.title() == "llama3-rope-bf16", page.title()
     shot("empty")
     page.locator("summary").click()

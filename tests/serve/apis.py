@@ -130,7 +130,18 @@ def formats_and_tools(client, model):
     assert streamed.message.tool_calls[0].function.arguments == call.function.arguments, streamed
     ask["messages"] += [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
     assert client.chat.completions.create(**ask | {"tool_choice": "none"}).choices[0].message.tool_calls is None
+    # The same in the newer API; the model's items go back as they came.
+    flat = [{"type": "function", "name": "add", "parameters": schema, "strict": True}]
+    ask = dict(model=model, input=[{"role": "user", "content": "Hi"}], tools=flat, max_output_tokens=100, extra_body={"seed": 3})
+    with client.responses.stream(tool_choice={"type": "function", "name": "add"}, **ask) as stream:
+        kinds = [event.type for event in stream]
+        made = stream.get_final_response().output
+    assert "response.function_call_arguments.done" in kinds and [item.type for item in made] == ["function_call"], (kinds, made)
+    Pair.model_validate_json(made[0].arguments)
+    ask["input"] += made + [{"type": "function_call_output", "call_id": made[0].call_id, "output": "3"}]
+    assert client.responses.create(tool_choice="none", **ask).output[0].type == "message"
     with anthropic.Anthropic(base_url=root(client), api_key="none", max_retries=0, timeout=30) as other:
+        assert other.messages.count_tokens(model=model, messages=[{"role": "user", "content": "Hi"}]).input_tokens > 0
         ask = dict(model=model, max_tokens=100, messages=[{"role": "user", "content": "Hi"}], tools=[{"name": "add", "input_schema": schema}])
         with other.messages.stream(tool_choice={"type": "tool", "name": "add"}, **ask) as stream:
             last = stream.get_final_message()
@@ -256,6 +267,10 @@ def known_metrics(client, model):
     assert rise("request_success_total", "length") == 2
     assert rise("time_to_first_token_seconds_count") == rise("e2e_request_latency_seconds_bucket", bound="+Inf") == 2
     assert rise("inter_token_latency_seconds_count") == rise("time_per_output_token_seconds_count") == 9
+    # The other panels of vLLM's dashboard: one sample per sequence, and for the last one per request.
+    for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds", "prompt_tokens", "generation_tokens", "max_num_generation_tokens"):
+        assert rise(f"request_{name}_count") == 2, name
+    assert rise("request_prompt_tokens_sum") == rise("request_generation_tokens_sum") == 11
     for gauge in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert after[f"vllm:{gauge}", None, None] >= 0
     older = read(classic)

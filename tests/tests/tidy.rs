@@ -332,6 +332,18 @@ fn only_tests_ask_for_faults() {
     none(&problems);
 }
 
+/// The image is built without `rust-toolchain.toml`, by the compiler of its base image.
+#[test]
+fn the_image_has_the_compiler_of_the_repository() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
+    let toolchain = read("rust-toolchain.toml");
+    let channel = toolchain.lines().find_map(|line| line.strip_prefix("channel = \"")).unwrap();
+    let minor = channel.rsplit_once('.').unwrap().0;
+    let from = format!("FROM rust:{minor}-");
+    assert!(read("packaging/Dockerfile").contains(&from), "packaging/Dockerfile lacks {from}");
+    assert!(read(".dockerignore").lines().any(|line| line == "rust-toolchain.toml"));
+}
+
 #[test]
 fn modules_have_names() {
     let banned = ["utils", "util", "common", "helpers", "misc"];

@@ -269,7 +269,7 @@ fn request(jobs: &mpsc::Sender<Job>, admission: &Admission, number: u32) -> (Vec
                 kernels |= 1 << kernel;
             }
             Event::End(_) => return (tokens, kernels),
-            Event::Prompt(_) | Event::Reused(_) => {}
+            Event::Begun | Event::Prompt(_) | Event::Reused(_) => {}
         }
     }
 }

@@ -1,9 +1,10 @@
-"""Looks into running servers on a GPU, in parts: weights that arrive while requests wait (`wait_io`), evidence, a capture, and a server that tunes itself.
+"""Looks into running servers on a GPU, in parts: weights that arrive while requests wait (`wait_io`), evidence, a capture, answers that repeat, and
+servers that tune themselves.
 
     looking.py AMK MODEL PART...
 
-`streamed` wants a model of some GB that `amk export` wrote, `tune` a small preset. Prints one line of JSON a part; exits with 1 if something is not as it
-should be. The standard library only: the machine with the GPU has no network.
+`streamed` wants a model of some GB that `amk export` wrote; `repeats`, `tune` and `tune_batch` a small preset. Prints one line of JSON a part; exits with 1
+if something is not as it should be. The standard library only: the machine with the GPU has no network.
 """
 
 import json
@@ -18,6 +19,7 @@ import urllib.request
 
 WAIT = 60
 TOKENS = 800
+REPEATS = 1000
 PROMPT = [1, 17, 4242, 99]
 # A step reads its weights once; keys, values and whole units of the ring are the rest.
 MOST_OVER_WEIGHTS = 1.05
@@ -165,9 +167,16 @@ def capture(amk, folder):
     return good, {"positions": ran, **shown, "ops": list(found["one"][1].get("ops", {})), "gpu": top.get("gpu")}
 
 
-def tune(amk, model):
+def repeats(amk, model):
+    """1000 answers to one request are the same, with the log probabilities of each token and its rivals, in which every bit of a row of logits counts."""
+    with Server(amk, model, ["--deterministic", "--batch", "1", "--prefill", "steps"]) as server:
+        answers = {json.dumps(server.ask(PROMPT, 8, logprobs=5)["choices"][0]) for _ in range(REPEATS)}
+    return len(answers) == 1 and server.code == 0, {"asked": REPEATS, "different": len(answers) - 1, "answer": min(answers)[:200]}
+
+
+def tune(amk, model, more=()):
     """A server with a kernel for eight sequences and a slow start tunes the kernel for one between bursts, reaches its goal, and answers every request."""
-    with Server(amk, model, ["--schedule", "neutral", "--tune", "--goal", "20%", "--out", tempfile.mkdtemp()]) as server:
+    with Server(amk, model, [*more, "--schedule", "neutral", "--tune", "--goal", "20%", "--out", tempfile.mkdtemp()]) as server:
         asked, answers = 0, {}
 
         def one(index):
@@ -195,7 +204,12 @@ def tune(amk, model):
     return good, {"state": states[-1], "seconds": round(time.monotonic() - began, 1), "asked": asked + 4, "gain": gain, "kept": kept, **counts, "one_answer_per_kernel": alike, "fingerprints": fingerprints}
 
 
-PARTS = {"streamed": streamed, "evidence": evidence, "capture": capture, "tune": tune}
+def tune_batch(amk, model):
+    """The same of a server whose one kernel is for eight sequences."""
+    return tune(amk, model, ["--batch", "8"])
+
+
+PARTS = {part.__name__: part for part in (streamed, evidence, capture, repeats, tune, tune_batch)}
 
 
 def main():

@@ -6,6 +6,7 @@
     .ci/device_checks.py parted OUT PROMPT        the megakernel against the evaluated graph, up to the first different token
     .ci/device_checks.py same ANSWER < OTHER      two answers of `amk generate` have the same tokens
     .ci/device_checks.py gpus TRACE EVENTS GPUS   a trace has the workers of all GPUs on one clock, and what they hand each other
+    .ci/device_checks.py ring LOG                 each command that a log has from the ring has its answer there, under the same number
 """
 
 import json
@@ -40,6 +41,14 @@ def gpus(trace, path, count):
         f"within {step['gpu_clocks_within_ns']} ns; {between} of {len(tids['s'])} arrows between GPUs"
     )
     return len(named) == int(count) and between > 0 and step["gpu_clocks_within_ns"] < 20000
+
+
+def ring(path):
+    with open(path) as log:
+        entries = [json.loads(line) for line in log]
+    sent, answered = ([entry["sequence"] for entry in entries if entry.get("op") == op] for op in ("submission", "completion"))
+    print(f"  {len(sent)} commands in the ring, {len(answered)} answers")
+    return len(answered) > 0 and sent == answered
 
 
 def tokens(model):
@@ -88,7 +97,7 @@ def same(path):
     return equal
 
 
-CHECKS = {check.__name__: check for check in (correct, gpus, tokens, golden, parted, same)}
+CHECKS = {check.__name__: check for check in (correct, gpus, ring, tokens, golden, parted, same)}
 
 if __name__ == "__main__":
     sys.exit(0 if CHECKS[sys.argv[1]](*sys.argv[2:]) else 1)

@@ -47,8 +47,6 @@ use weights::{Arrival, boot};
 
 /// Rows of logits allocated on the device: longer runs are read in pieces.
 const LOGITS_ROWS: u32 = 160;
-/// How long a worker may wait inside a step, unless a test sets another limit.
-const DEADLINE: Duration = Duration::from_secs(2);
 /// Slots of a search, one for each side of a comparison.
 const SLOTS: usize = 2;
 /// Sweeps of the bandwidth measurement.
@@ -157,7 +155,7 @@ impl<'a> Gpu<'a> {
             tap: None,
             page: None,
             lost: false,
-            deadline: DEADLINE,
+            deadline: vm_host::deadline(),
             arrival: Arrival::default(),
             chunks_from: None,
             compiling_prompts: None,

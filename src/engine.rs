@@ -201,8 +201,8 @@ pub(crate) trait Engine {
         None
     }
 
-    /// Runs a lone sequence by this program from now on, the kernel of this number in the server's list. No sequence is
-    /// open, and none shares pages.
+    /// Runs by this program from now on, the kernel of this number in the server's list: a lone sequence where kernels are
+    /// switched by load, else all. No sequence is open, and none shares pages.
     fn switch(
         &mut self,
         _number: usize,
@@ -572,10 +572,8 @@ impl Engine for Megakernel<'_> {
         program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<(), String> {
-        if self.lone.is_none() && self.gpu.seqs() > 1 {
-            return Err("no kernel is for a lone sequence".to_owned());
-        }
-        let handle = self.gpu.prepare_lone(program, kernel).map_err(|error| error.to_string())?;
+        let handle =
+            self.gpu.prepare_searched(program, kernel).map_err(|error| error.to_string())?;
         let (slot, held) = match &mut self.lone {
             Some(lone) => (Kernel::Lone, lone),
             None => (Kernel::Batch, &mut self.program),

@@ -271,8 +271,8 @@ impl ServeArgs {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Tuning")]
 pub(crate) struct TuneArgs {
-    /// Search for a faster schedule of one sequence while no request is in the server, and switch to what the search
-    /// keeps.
+    /// Search for a faster schedule while no request is in the server, and switch to what the search keeps: of one
+    /// sequence, or with --batch of as many.
     #[arg(long)]
     pub(crate) tune: bool,
     /// End the search when the kept trials save this percentage of the first schedule's time.

@@ -168,6 +168,20 @@ fn counters_by_op_are_everywhere_the_same() {
         let metric = server.sum(&format!("amk_tasks_total{{op=\"{op}\"}} "));
         assert_eq!(Some(metric), tasks.as_u64(), "{op}");
     }
+    // Between two looks the workers together run passes of the same program.
+    let text = json!({"model": "toy", "prompt": [1, 2], "max_tokens": 1900, "ignore_eos": true});
+    let seen = std::thread::scope(|scope| {
+        scope.spawn(|| assert_eq!(server.complete(text).status, 200));
+        amk(runtime, &["top", "--once", "--json", "--every", "100"]).succeeds("amk.top.v2")
+    });
+    let workers = seen["ops"]["by_worker"].as_array().unwrap();
+    assert_eq!(Some(workers.len() as u64), seen["ops"]["programs"][0]["workers"].as_u64());
+    let between = |op: &str| workers.iter().filter_map(|of| of[op].as_u64()).sum::<u64>();
+    let total = |op: &str| seen["ops"]["tasks"][op].as_u64().unwrap();
+    assert!(between("matvec") > 0, "{seen}");
+    for op in tasks.keys() {
+        assert_eq!(between(op) * total("matvec"), total(op) * between("matvec"), "{op}");
+    }
     let shown = amk(runtime, &["top", "--once"]);
     assert!(
         shown.stdout.contains("matvec") && shown.stdout.contains("(derived)"),

@@ -27,6 +27,7 @@ const END: &str = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0
 const TOOL: &str = r#"#!/bin/sh
 [ "$1" = "--tool" ] || exit 7
 echo "$@" >> calls
+echo "$AMK_DEADLINE_S" >> deadline
 cat "$2.report"
 exit "$(cat "$2.exit" 2>/dev/null || echo 0)"
 "#;
@@ -52,6 +53,9 @@ fn sanitize(reports: &[(&str, &str, i32)], more: &[&str]) -> (i32, Value, String
         .unwrap();
     let document = serde_json::from_slice(&ran.stdout).unwrap();
     let calls = std::fs::read_to_string(path.join("calls")).unwrap_or_default();
+    // The tools slow a kernel down a thousand times.
+    let deadlines = std::fs::read_to_string(path.join("deadline")).unwrap_or_default();
+    assert!(deadlines.lines().all(|seconds| seconds == "120"), "{deadlines}");
     (ran.status.code().unwrap(), document, calls)
 }
 

@@ -22,6 +22,9 @@ const FOUND: i32 = 9;
 const TOKENS: &str = "1,2,3";
 const GENERATED: &str = "5";
 
+/// Seconds that a worker may wait under a tool, unless `AMK_DEADLINE_S` is set.
+const DEADLINE_S: &str = "120";
+
 /// What the tools said of a program.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Sanitized {
@@ -107,6 +110,9 @@ fn judge(sanitizer: &Path, tool: SanitizerTool, args: &SanitizeArgs) -> Result<J
         command.arg("--error-exitcode").arg(FOUND.to_string());
     }
     command.arg(inner.get_program()).args(inner.get_args());
+    if std::env::var_os("AMK_DEADLINE_S").is_none() {
+        command.env("AMK_DEADLINE_S", DEADLINE_S);
+    }
     let working = Spinner::on(format!("{} of {}", tool.name(), words(&inner).join(" ")));
     let began = Instant::now();
     let ended = child_process::run(command, "", Duration::from_secs(args.limit));

@@ -53,12 +53,12 @@ impl Gpu<'_> {
 }
 
 impl Bench for Gpu<'_> {
-    fn prepare_lone(
+    fn prepare_searched(
         &mut self,
         program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,
     ) -> Result<Handle, DeviceError> {
-        let seqs = std::mem::replace(&mut self.seqs, 1);
+        let seqs = std::mem::replace(&mut self.seqs, self.context.batch);
         let prepared = self.prepare(program, kernel);
         self.seqs = seqs;
         prepared
@@ -75,7 +75,7 @@ impl Bench for Gpu<'_> {
     fn leave(&mut self) {
         if std::mem::take(&mut self.searched) {
             self.sequences.fill(None);
-            (0..SLOTS as u32).for_each(|session| self.end_session(session));
+            (0..SLOTS as u32 * self.context.batch).for_each(|session| self.end_session(session));
         }
     }
 }
@@ -93,7 +93,8 @@ impl<'a> Compiler<'a> {
 
     /// Compiles these in the background.
     pub(crate) fn foresee(&mut self, kernels: &[KernelConfig]) {
-        let variants = kernels.iter().map(|kernel| self.context.variant(kernel, 1));
+        let variants =
+            kernels.iter().map(|kernel| self.context.variant(kernel, self.context.batch));
         if let Some(builds) = &mut self.builds {
             builds.ask(variants);
         }
@@ -101,7 +102,7 @@ impl<'a> Compiler<'a> {
 
     /// Returns when this one is compiled.
     pub(crate) fn compile(&self, kernel: &KernelConfig) -> Result<(), DeviceError> {
-        let variant = self.context.variant(kernel, 1);
+        let variant = self.context.variant(kernel, self.context.batch);
         self.builds.iter().for_each(|builds| builds.settle(&variant));
         let cache = vm_host::default_cache();
         let compiled = vm_host::compile(&variant, &self.context.target.arch, cache.as_deref());

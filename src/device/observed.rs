@@ -33,7 +33,7 @@ impl Gpu<'_> {
         let used = vm_host::process_memory(&self.info.uuid, std::process::id());
         page.edit(|edit| {
             // Streamed weights are counted as they arrive, by the thread that observes the kernel.
-            let (copied, streamed) = (self.arrival.copied, self.arrival.streaming.is_some());
+            let (copied, streamed) = (self.arrival.copied, self.streams_weights());
             let measured = streamed || copied.is_some();
             let known = if measured { Evidence::Measured } else { Evidence::Derived };
             edit.known(EvidenceFamily::Copy, known);

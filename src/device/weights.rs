@@ -77,6 +77,11 @@ impl Gpu<'_> {
         self.arrival.streaming = Some(streaming);
     }
 
+    /// Whether weights are loaded while the kernel is already resident.
+    pub(crate) fn streams_weights(&self) -> bool {
+        self.arrival.streaming.is_some()
+    }
+
     /// Reports how the weights were loaded, and the times of the first events in seconds since `began`.
     pub(crate) fn weights_report(&mut self, began: Instant) -> Result<Value, DeviceError> {
         let since = |at: Option<Instant>| at.map(|at| at.duration_since(began).as_secs_f64());

@@ -12,8 +12,9 @@ pub(crate) type Preempt = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// A machine that a search may use between requests. Its calls end early when a request comes.
 pub(crate) trait Bench: Served {
-    /// As [`Served::prepare`], for commands of one sequence, whatever the batch size of the machine.
-    fn prepare_lone(
+    /// As [`Served::prepare`], for commands of as many sequences as the search is about, whatever the batch size of the
+    /// machine.
+    fn prepare_searched(
         &mut self,
         program: &Arc<Verified<Program>>,
         kernel: &KernelConfig,

@@ -62,7 +62,10 @@ pub(crate) fn open<'a>(
             gpu.set_seqs(batch.seqs);
             let handle = gpu.prepare(batch.program, &batch.config.kernel)?;
             gpu.serve(handle, places as u32, kv_pool)?;
-            gpu.await_prompt_kernels();
+            // Weights that stream come meanwhile, and requests are taken at once.
+            if !gpu.streams_weights() {
+                gpu.await_prompt_kernels();
+            }
             let engine = Megakernel::new(gpu, handle, places).switching(lone);
             Box::new(if shares { engine.sharing() } else { engine })
         }

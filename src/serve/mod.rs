@@ -233,7 +233,7 @@ fn fresh_seed() -> u64 {
 
 /// Runs the server until Ctrl-C or SIGTERM.
 pub(crate) fn run(args: &ServeArgs) -> Outcome {
-    let context = Arc::new(Context::new(&args.model)?);
+    let context = Arc::new(context(args)?);
     let (device, mut gpu) = match args.model.place.device {
         DeviceChoice::Eval => ("eval", None),
         DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda => {
@@ -299,6 +299,15 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         exporter.into_iter().for_each(Exporter::finish);
         worked.and(listened)
     })
+}
+
+/// The model and its device. A search for a kernel that is pinned is about steps of its sequences.
+fn context(args: &ServeArgs) -> Result<Context, Failure> {
+    let context = Context::new(&args.model)?;
+    match args.seqs.filter(|_| args.tune.tune) {
+        Some(seqs) => context.for_steps_of(seqs),
+        None => Ok(context),
+    }
 }
 
 /// The kernels of the start, and their programs on the telemetry page.

@@ -43,6 +43,8 @@ struct Tuned {
     args: LoopArgs,
     /// The schedule that the server began with, and its number among the kernels.
     start: (ScheduleConfig, Arc<Verified<Program>>, usize),
+    /// How many sequences its kernel decodes at once: the context's steps have as many.
+    seqs: u32,
     table: Arc<KernelTable>,
     figures: Arc<TuneFigures>,
     admission: Admission,
@@ -80,14 +82,10 @@ pub(super) fn tuner(
     if args.log.command_log.is_some() {
         return refused("a command log names its kernels at the beginning; drop --command-log");
     }
+    // Where kernels are switched by load, the one for a lone sequence is tuned; else the only one.
     let (number, one) = match &lowered.lone {
         Some(lone) => (1, &**lone),
-        None if lowered.seqs == 1 => (0, lowered),
-        None => {
-            return refused(
-                "the kernel for one sequence is tuned, and --batch pins another; use --batch 1",
-            );
-        }
+        None => (0, lowered),
     };
     if device == "cuda" && vm_host::default_cache().is_none() {
         return refused(
@@ -102,15 +100,17 @@ pub(super) fn tuner(
         stop_within: args.tune.stop_within,
         out: args.tune.out.clone(),
         start: Some(one.config),
+        batch: (one.seqs > 1).then_some(one.seqs),
         ..LoopArgs::default()
     };
     search_loop::check(&terms)?;
     let (tasks, inbox) = mpsc::channel();
     let figures = Arc::<TuneFigures>::default();
-    figures.serves(&one.config.id(), &KernelTable::name(1, &one.program), 0.0);
+    figures.serves(&one.config.id(), &KernelTable::name(one.seqs, &one.program), 0.0);
     let tuned = Tuned {
         args: terms,
         start: (one.config, one.program.clone(), number),
+        seqs: one.seqs,
         table: table.clone(),
         figures: figures.clone(),
         admission: admission.clone(),
@@ -193,11 +193,11 @@ impl Tuned {
         program: &Arc<Verified<Program>>,
         gain: f64,
     ) -> Result<(), String> {
-        let number = self.table.add(1, program);
+        let number = self.table.add(self.seqs, program);
         let number = number.ok_or("the server has had as many schedules as it can name")?;
         let (kernel, program, slot) = (config.kernel, program.clone(), self.start.2);
         let (table, said) = (self.table.clone(), self.said.clone());
-        let name = KernelTable::name(1, &program);
+        let name = KernelTable::name(self.seqs, &program);
         let switched = ask(&self.tasks, move |engine| {
             engine.switch(number, &program, &kernel)?;
             said.program(slot, &program);
@@ -209,7 +209,7 @@ impl Tuned {
         switched.map_err(|error| error.to_string())??;
         self.figures.serves(&config.id(), &name, gain);
         report::say(&format!(
-            "tune: one sequence runs schedule {} now ({name}), which saves {:.1}% of the first one's time",
+            "tune: schedule {} runs now ({name}), which saves {:.1}% of the first one's time",
             config.id(),
             100.0 * gain
         ));

@@ -65,10 +65,16 @@ fn search(head: &abi::Telemetry) -> Option<Value> {
     })
 }
 
+/// Tasks by the names of their ops.
+fn by_op(ops: &ops::Ops) -> BTreeMap<&'static str, u64> {
+    ops::named(ops).collect()
+}
+
 pub(super) fn document(view: &View<'_>) -> Value {
     let head = &view.now.page.head;
     let since = Rates::since_start(&view.now.page, view.now.at_ns);
     let entered = |state: EntryState| head.entered[state as usize];
+    let workers_ops = ops::tasks_by_worker(&view.before.page, &view.now.page);
     let priorities = || [0, 1, 2].into_iter().map(process::priority);
     json!({
         "schema": "amk.top.v2",
@@ -117,7 +123,8 @@ pub(super) fn document(view: &View<'_>) -> Value {
         "ops": {
             "source": "derived",
             "programs": process::programs(None, &view.now.page),
-            "tasks": ops::named(&ops::tasks(&view.now.page)).collect::<BTreeMap<_, _>>(),
+            "tasks": by_op(&ops::tasks(&view.now.page)),
+            "by_worker": workers_ops.iter().map(by_op).collect::<Vec<_>>(),
         },
         "sessions": sessions(view),
         "workers": workers(view),

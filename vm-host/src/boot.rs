@@ -50,10 +50,17 @@ impl Default for BootOptions {
             logits_rows: 64,
             program_bytes: 96 << 20,
             records: 0,
-            deadline: Duration::from_secs(2),
+            deadline: deadline(),
             streaming: None,
         }
     }
+}
+
+/// How long a worker may wait by default: 2 s, or the whole seconds of `AMK_DEADLINE_S`, for tools that slow a kernel down.
+#[must_use]
+pub fn deadline() -> Duration {
+    let given = std::env::var("AMK_DEADLINE_S").ok().and_then(|seconds| seconds.parse().ok());
+    Duration::from_secs(given.unwrap_or(2))
 }
 
 /// Bytes of device memory for each loaded program, from the first one and the sequences of its kernel. Another schedule may

@@ -48,7 +48,7 @@ mod sampling;
 mod uring;
 mod weight_stream;
 
-pub use boot::BootOptions;
+pub use boot::{BootOptions, deadline};
 pub use card::Card;
 pub use compile::{
     Cubin, Resources, compile, compile_prefill, cuda_tool, default_cache, kernel_id, nvrtc_version,

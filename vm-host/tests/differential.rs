@@ -2,12 +2,11 @@
 //!
 //! Without a device every test here prints `skipped` and passes; with `AMK_REQUIRE_DEVICE=1` that is a failure. Run from the
 //! repository root, or with cargo. Under a tool that makes the kernel a hundred times slower, `AMK_TEST_MODELS` (names, separated by
-//! commas) selects some of the models, `AMK_TEST_DEADLINE_S` sets how long a worker may wait, and `AMK_TEST_POSITIONS` runs only that
+//! commas) selects some of the models, `AMK_DEADLINE_S` sets how long a worker may wait, and `AMK_TEST_POSITIONS` runs only that
 //! many first positions, once, instead of all of them and the tokens that follow, twice.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use abi::Opcode;
 
@@ -161,11 +160,7 @@ fn batch_variant(kernel: &ir::KernelConfig, graph: &ir::Graph, seqs: u32) -> vm_
 
 /// Boot options of these tests.
 fn boot_options() -> BootOptions {
-    let options = BootOptions { logits_rows: 80, sessions: 2, ..BootOptions::default() };
-    match number("AMK_TEST_DEADLINE_S") {
-        Some(seconds) => BootOptions { deadline: Duration::from_secs(seconds), ..options },
-        None => options,
-    }
+    BootOptions { logits_rows: 80, sessions: 2, ..BootOptions::default() }
 }
 
 struct Golden {

@@ -2,7 +2,7 @@
 //!
 //! Without a device the tests that need one print `skipped` and pass; with `AMK_REQUIRE_DEVICE=1` that is a failure. Presets with real shapes,
 //! and folders such as those of `amk quantize`, run if `AMK_PREFILL_PRESETS` names them (separated by commas). `AMK_PREFILL_EVAL` sets the longest prompt for which the graph is evaluated
-//! too, `AMK_TEST_DEADLINE_S` how long a worker of the resident kernel may wait. Every problem is collected, so that one run shows all.
+//! too, `AMK_DEADLINE_S` how long a worker of the resident kernel may wait. Every problem is collected, so that one run shows all.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -164,13 +164,7 @@ impl Bench {
     }
 
     fn boot(&self) -> Idle {
-        let deadline = number("AMK_TEST_DEADLINE_S").unwrap_or(2) as u64;
-        let options = BootOptions {
-            sessions: 2,
-            logits_rows: 2,
-            deadline: Duration::from_secs(deadline),
-            ..BootOptions::default()
-        };
+        let options = BootOptions { sessions: 2, logits_rows: 2, ..BootOptions::default() };
         Idle::boot(self.graph(), &*self.model.weights, &self.program, &self.variant, options)
             .unwrap_or_else(|error| panic!("{}: boot: {error}", self.graph().name))
     }

@@ -100,7 +100,7 @@ impl Device for Machine<'_> {
         // A program of its own: a device knows programs by their allocation, and the search releases what the server may
         // still run.
         let (of, with) = (Arc::new(Verified::clone(program)), *kernel);
-        let handle = self.on(move |bench| bench.prepare_lone(&of, &with))?;
+        let handle = self.on(move |bench| bench.prepare_searched(&of, &with))?;
         self.programs.push((program.clone(), *kernel, handle));
         Ok(handle)
     }

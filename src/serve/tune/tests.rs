@@ -216,10 +216,12 @@ struct Done {
     trials: usize,
 }
 
-fn context() -> Arc<Context> {
+/// The model, for steps of this many sequences.
+fn context(seqs: u32) -> Arc<Context> {
     let place =
         PlaceArgs { device: DeviceChoice::Cpu, kv_capacity: Some(160), ..PlaceArgs::default() };
-    Arc::new(Context::load("toy", &place).unwrap_or_else(|f| panic!("{}", f.message)))
+    let context = Context::load("toy", &place).and_then(|context| context.for_steps_of(seqs));
+    Arc::new(context.unwrap_or_else(|f| panic!("{}", f.message)))
 }
 
 fn tune_args(folder: &std::path::Path, more: &[&str]) -> ServeArgs {
@@ -301,15 +303,20 @@ fn clients(
 
 /// Runs a server from the neutral schedule with requests until its search has ended.
 fn served(script: Script, more: &[&str], busy: bool) -> Done {
+    served_by(1, script, more, busy)
+}
+
+/// The same with one kernel, for this many sequences.
+fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
     let folder = tempfile::tempdir().unwrap();
-    let (context, args) = (context(), tune_args(folder.path(), more));
+    let (context, args) = (context(seqs), tune_args(folder.path(), more));
     let config = context.neutral_config();
     let program = Arc::new(context.lowered(&config).unwrap_or_else(|f| panic!("{}", f.message)));
     let script = Script { first: program.id(), ..script };
     let table = Arc::new(KernelTable::default());
-    table.add(1, &program);
+    table.add(seqs, &program);
     let source = crate::schedule_choice::ScheduleSource::default();
-    let lowered = Lowered { config, program: program.clone(), seqs: 1, source, lone: None };
+    let lowered = Lowered { config, program: program.clone(), seqs, source, lone: None };
     let (admission, said) = (Admission::new(8), Sequences::default());
     let tuner = tuner(&args, ("cpu", Some(&lowered)), (&table, &said), &admission);
     let tuner = tuner.unwrap_or_else(|f| panic!("{}", f.message)).unwrap();
@@ -364,7 +371,7 @@ fn served(script: Script, more: &[&str], busy: bool) -> Done {
 impl Done {
     /// Each answer is by one schedule, and has the tokens of the first one.
     fn check(&self) {
-        let program = |name: &str| name.strip_prefix("b1-").unwrap().to_owned();
+        let program = |name: &str| name.split_once('-').unwrap().1.to_owned();
         for (number, (tokens, kernel)) in self.answers.iter().enumerate() {
             assert_eq!(
                 (tokens.len(), tokens),
@@ -390,6 +397,18 @@ fn from_a_slow_start_the_goal_is_reached_beside_requests() {
     assert!(done.answers.last().unwrap().1.ends_with(&id[..8]));
     assert!(done.figures.gain_now() >= 0.2);
     assert!(done.preempted > 0, "a request came while the machine was the search's");
+}
+
+/// A server whose kernel for batches is pinned tunes that one.
+#[test]
+fn a_kernel_for_batches_is_tuned_where_it_is_the_only_one() {
+    let done = served_by(8, Script::default(), &["--goal", "20%"], false);
+    done.check();
+    assert_eq!(done.state, "goal");
+    assert!(done.figures.gain_now() >= 0.2);
+    for (_, kernel) in &done.answers {
+        assert!(kernel.starts_with("b8-"), "{kernel}");
+    }
 }
 
 #[test]

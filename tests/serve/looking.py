@@ -1,0 +1,225 @@
+"""Looks into running servers on a GPU, in parts: weights that arrive while requests wait (`wait_io`), evidence, a capture, answers that repeat, and
+servers that tune themselves.
+
+    looking.py AMK MODEL PART...
+
+`streamed` wants a model of some GB that `amk export` wrote; `repeats`, `tune` and `tune_batch` a small preset. Prints one line of JSON a part; exits with 1
+if something is not as it should be. The standard library only: the machine with the GPU has no network.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+
+WAIT = 60
+TOKENS = 800
+REPEATS = 1000
+PROMPT = [1, 17, 4242, 99]
+# A step reads its weights once; keys, values and whole units of the ring are the rest.
+MOST_OVER_WEIGHTS = 1.05
+
+
+class Server:
+    """`amk serve` on the GPU, ended with the block."""
+
+    def __init__(self, amk, model, more, cores=None, env=None):
+        command = [amk, "serve", "--model", model, "--device", "cuda", "--addr", "127.0.0.1:0", "--kv-capacity", "2048"]
+        slow = (lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])) if cores else None
+        self.amk = amk
+        self.child = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=sys.stderr, text=True, preexec_fn=slow, env=env)
+        self.begun = time.monotonic()
+        document = ""
+        for line in self.child.stdout:
+            document += line
+            try:
+                self.document = json.loads(document)
+                break
+            except ValueError:
+                continue
+        else:
+            raise SystemExit(f"the server ended with {self.child.wait()} and no URL")
+        if "url" not in self.document:
+            raise SystemExit(f"no server: {self.document}")
+        self.ready_s = time.monotonic() - self.begun
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.child.send_signal(signal.SIGINT)
+        try:
+            self.code = self.child.wait(20)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.code = "killed"
+
+    def ask(self, prompt, tokens, **more):
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+        body["model"] = self.document["model"]
+        request = urllib.request.Request(self.document["url"] + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(request, timeout=WAIT))
+
+    def metrics(self):
+        return urllib.request.urlopen(self.document["url"].removesuffix("/v1") + "/metrics", timeout=WAIT).read().decode()
+
+    def metric(self, name):
+        text = self.metrics()
+        rows = [line.split() for line in text.splitlines() if line.split(" ")[0].split("{")[0] == name]
+        return sum(float(row[1]) for row in rows)
+
+    def state(self):
+        """The state of the search that tunes it."""
+        return self.metrics().split("amk_tune_schedule{", 1)[1].split('state="', 1)[1].split('"', 1)[0]
+
+    def look(self, *command):
+        """A command about this process: its exit code and document."""
+        ran = subprocess.run([self.amk, *command, "--pid", str(self.child.pid), "--json"], capture_output=True, text=True, timeout=WAIT)
+        return ran.returncode, json.loads(ran.stdout) if ran.stdout.strip() else {"stderr": ran.stderr[-300:]}
+
+
+def streamed(amk, folder):
+    """A request comes before the weights: its entry is in `wait_io`, in the ring and in the metrics, and its answer is that of a server that had them."""
+    want, waited, answers = None, 0, []
+    with Server(amk, folder, ["--prefill", "steps", "--batch", "1"]) as server:
+        want = server.ask(PROMPT, 24)["choices"][0]
+        _, before = server.look("inspect", "evidence")
+    streams = ["--prefill", "steps", "--batch", "1", "--stream-weights", "--read-weights-by", "io-uring"]
+    with Server(amk, folder, streams, cores=2) as server:
+        asked = threading.Thread(target=lambda: answers.append(server.ask(PROMPT, 24)["choices"][0]))
+        began = time.monotonic()
+        asked.start()
+        while asked.is_alive():
+            _, ring = server.look("inspect", "ring")
+            waited += ring["occupancy"]["wait_io"] > 0
+        asked.join()
+        took = time.monotonic() - began
+        _, ring = server.look("inspect", "ring")
+        code, evidence = server.look("inspect", "evidence")
+        waits = server.metric("amk_io_waits_total")
+    uploaded = [of["families"]["copy"]["figures"]["uploaded_bytes"] for of in (before, evidence)]
+    good = ring["entered"]["wait_io"] >= 1 and waits >= 1 and answers == [want] and code == 0 and uploaded[0] == uploaded[1]
+    return good, {
+        "ready_s": round(server.ready_s, 2), "answer_s": round(took, 2), "looks_in_wait_io": waited, "entered": ring["entered"], "io_waits": waits,
+        "same_answer": answers == [want], "evidence_exit": code, "derived": evidence["derived"], "missing": evidence["missing"], "uploaded_bytes": uploaded, "exit": server.code,
+    }
+
+
+def evidence(amk, folder):
+    """1000 positions: the bytes that the loaders asked for, the ring's totals against what was asked, residency with and without NVML."""
+    with Server(amk, folder, ["--prefill", "steps", "--batch", "1"]) as server:
+        _, before = server.look("inspect", "evidence")
+        server.ask([1], 1000)
+        time.sleep(0.2)
+        code, after = server.look("inspect", "evidence")
+        positions = server.metric("amk_positions_total")
+    copy = [of["families"]["copy"]["figures"] for of in (before, after)]
+    a_step = (copy[1]["streamed_bytes"] - copy[0]["streamed_bytes"]) / 1000
+    over = a_step / copy[1]["uploaded_bytes"]
+    ring = after["families"]["ring"]["figures"]
+    with tempfile.TemporaryDirectory() as empty:
+        open(os.path.join(empty, "libnvidia-ml.so.1"), "w").close()
+        env = {**os.environ, "LD_LIBRARY_PATH": empty + ":" + os.environ.get("LD_LIBRARY_PATH", "")}
+        with Server(amk, folder, ["--prefill", "steps", "--batch", "1"], env=env) as hidden:
+            hidden_code, without = hidden.look("inspect", "evidence")
+    residency = without["families"]["residency"]
+    good = code == 0 and after["complete"] and 0.9 < over < MOST_OVER_WEIGHTS and positions == 1000 and ring["entered"]["done"] == 1
+    good = good and hidden_code == 5 and without["derived"] == ["residency"] and residency["figures"]["resident_bytes"] > 0
+    return good, {
+        "exit": code, "bytes_a_step": a_step, "over_weights": round(over, 4), "positions": positions, "ring": ring, "read_ns": after["read_ns"],
+        "residency": after["families"]["residency"]["figures"], "without_nvml": [hidden_code, without["derived"], residency["figures"]],
+    }
+
+
+def capture(amk, folder):
+    """Two captures at once beside four clients: equal, nothing dropped, all positions; one of at most 100 events; and the state of the GPU in `top`."""
+    found = {}
+    with Server(amk, folder, []) as server:
+        server.ask(PROMPT, 8)
+        before = server.metric("amk_positions_total")
+
+        def traced(name, *more):
+            found[name] = server.look("trace", *more)
+
+        looks = [("one", "--seconds", "3"), ("two", "--seconds", "3"), ("few", "--seconds", "20", "--max-events", "100")]
+        threads = [threading.Thread(target=traced, args=look) for look in looks]
+        threads += [threading.Thread(target=server.ask, args=([1 + k, 2, 3], TOKENS)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3 if thread is threads[2] else 0)
+        time.sleep(1)
+        _, top = server.look("top", "--once")
+        for thread in threads:
+            thread.join()
+        ran = server.metric("amk_positions_total") - before
+        ring_code, _ = server.look("inspect", "ring")
+    pick = ["stopped_by", "events", "dropped", "positions", "tokens"]
+    shown = {name: {key: document.get(key) for key in pick} for name, (_, document) in found.items()}
+    whole = [shown[name] for name in ("one", "two")]
+    good = all(code == 0 for code, _ in found.values()) and ring_code == 0
+    good = good and all(of["dropped"] == 0 and of["positions"] == ran and of["tokens"] == 4 * TOKENS for of in whole)
+    good = good and shown["few"]["stopped_by"] == "events" and shown["few"]["events"] <= 100 and top.get("gpu") is not None
+    return good, {"positions": ran, **shown, "ops": list(found["one"][1].get("ops", {})), "gpu": top.get("gpu")}
+
+
+def repeats(amk, model):
+    """1000 answers to one request are the same, with the log probabilities of each token and its rivals, in which every bit of a row of logits counts."""
+    with Server(amk, model, ["--deterministic", "--batch", "1", "--prefill", "steps"]) as server:
+        answers = {json.dumps(server.ask(PROMPT, 8, logprobs=5)["choices"][0]) for _ in range(REPEATS)}
+    return len(answers) == 1 and server.code == 0, {"asked": REPEATS, "different": len(answers) - 1, "answer": min(answers)[:200]}
+
+
+def tune(amk, model, more=(), goal=20):
+    """A server with a kernel for eight sequences and a slow start tunes the kernel for one between bursts, reaches its goal, and answers every request."""
+    with Server(amk, model, [*more, "--schedule", "neutral", "--tune", "--goal", f"{goal}%", "--out", tempfile.mkdtemp()]) as server:
+        asked, answers = 0, {}
+
+        def one(index):
+            answer = server.ask([5 + index % 4, 6, 7], 48)
+            answers.setdefault((index % 4, answer["system_fingerprint"]), set()).add(json.dumps(answer["choices"][0]))
+
+        began, states = time.monotonic(), []
+        while time.monotonic() - began < 40 and (not states or states[-1] in ("waiting", "tuning")):
+            for width in (8, 1):
+                burst = [threading.Thread(target=one, args=(asked + k,)) for k in range(width)]
+                asked += width
+                for thread in burst:
+                    thread.start()
+                for thread in burst:
+                    thread.join()
+            time.sleep(1.5)
+            states.append(server.state())
+        for index in range(4):
+            one(asked + index)
+        gain, kept = server.metric("amk_tune_gain"), server.metric("amk_tune_kept_total")
+        counts = {name: server.metric(f"amk_tune_{name}") for name in ("trials_total", "refused_total", "rolled_back_total", "wait_seconds")}
+    alike = all(len(of) == 1 for of in answers.values())
+    good = states[-1] == "goal" and gain >= goal / 100 and kept >= 1 and server.code == 0
+    fingerprints = sorted({fingerprint for _, fingerprint in answers})
+    return good, {"state": states[-1], "seconds": round(time.monotonic() - began, 1), "asked": asked + 4, "gain": gain, "kept": kept, **counts, "one_answer_per_kernel": alike, "fingerprints": fingerprints}
+
+
+def tune_batch(amk, model):
+    """The same of a server whose one kernel is for eight sequences, whose schedule has less to gain."""
+    return tune(amk, model, ["--batch", "8"], 5)
+
+
+PARTS = {part.__name__: part for part in (streamed, evidence, capture, repeats, tune, tune_batch)}
+
+
+def main():
+    amk, model, *parts = sys.argv[1:]
+    failed = 0
+    for part in parts:
+        good, document = PARTS[part](amk, model)
+        failed |= not good
+        print(json.dumps({"part": part, "good": good, **document}), flush=True)
+    return failed
+
+
+sys.exit(main())

@@ -457,8 +457,7 @@ pub(crate) struct EvaluateArgs {
     #[arg(long, default_value_t = 0)]
     #[serde(default)]
     pub(crate) seed: u64,
-    /// Also race the program TIMES times against a copy of itself, as a search would, and count how often the copy
-    /// would be kept. Needs the GPU.
+    /// Also race the program TIMES times against its copy, as a search would, and count how often the copy would be kept. Needs the GPU.
     #[arg(long, value_name = "TIMES", value_parser = clap::value_parser!(u16).range(1..=4096))]
     #[serde(skip)]
     pub(crate) aa: Option<u16>,

@@ -6,7 +6,7 @@
 //! many first positions, once, instead of all of them and the tokens that follow, twice.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use abi::Opcode;
 
@@ -406,6 +406,23 @@ fn tasks_go_on_where_their_numbers_wrap() {
 #[test]
 fn odd_widths_compute_what_the_graph_says() {
     let Some(info) = device() else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let kernel = ir::ScheduleConfig::default().kernel;
+    let models = odd_widths(folder.path());
+    let variants = models.iter().flat_map(|(_, model, several)| {
+        several.iter().map(|&seqs| batch_variant(&kernel, &model.graph, seqs))
+    });
+    compile(&variants.collect::<Vec<_>>());
+    let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
+    for (what, model, several) in &models {
+        several.iter().for_each(|&seqs| check_graph(model, (text, 12), what, &info, seqs));
+    }
+}
+
+/// Models of odd widths with 16-bit weights and with codes, which are in `folder`: a name, and how many sequences their kernels have.
+fn odd_widths(folder: &Path) -> Vec<(String, model::Model, Vec<u32>)> {
+    let asked = number("AMK_TEST_BATCH").map(|seqs| seqs as u32);
+    let mut models = Vec::new();
     for (hidden, heads, kv_heads, ffn) in [
         (1920, 15, 3, 9728),
         (896, 7, 1, 4864),
@@ -425,26 +442,22 @@ fn odd_widths_compute_what_the_graph_says() {
             dtype: ir::DType::Bf16,
             ..model::Shape::default()
         };
-        let model = model::Model::random(shape, 7);
-        let asked = number("AMK_TEST_BATCH").map(|seqs| seqs as u32);
-        check_widths(&model, "bf16", &info, asked.unwrap_or(1));
+        let plain = model::Model::random(shape, 7);
         // The widest takes the processor half a minute in each format.
-        if hidden > 3000 {
-            continue;
-        }
-        for format in [model::Format::Fp8, model::Format::Int8, model::Format::Int4G128] {
-            let parent = tempfile::tempdir().expect("a folder");
-            let dir = parent.path().join("codes");
+        let formats = [model::Format::Fp8, model::Format::Int8, model::Format::Int4G128];
+        for format in formats.into_iter().filter(|_| hidden < 3000) {
+            let dir = folder.join(format!("{hidden} {format:?}"));
             let lm_head = (format != model::Format::Int4G128).then_some(format);
             let all = model::Quantisation { format, lm_head };
-            model::quantise(&model, all, &dir).unwrap_or_else(|e| panic!("{e}"));
+            model::quantise(&plain, all, &dir).unwrap_or_else(|e| panic!("{e}"));
             let codes = model::import(&dir).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(codes.graph.dtype, ir::DType::F16, "it is not dequantised");
-            for seqs in asked.map_or(vec![1, 8], |seqs| vec![seqs]) {
-                check_widths(&codes, &format!("{format:?}"), &info, seqs);
-            }
+            let several = asked.map_or(vec![1, 8], |seqs| vec![seqs]);
+            models.push((format!("{format:?}"), codes, several));
         }
+        models.push(("bf16".to_owned(), plain, vec![asked.unwrap_or(1)]));
     }
+    models
 }
 
 /// Heads whose width is no power of two: in one split and in several, which are merged by an op or by the product after them; across pages.
@@ -492,11 +505,6 @@ fn caches_of_codes_compute_what_the_graph_says() {
             check_graph(&model, (text, positions), &format!("codes, {name}, {text}"), &info, seqs);
         }
     }
-}
-
-fn check_widths(model: &model::Model, what: &str, info: &vm_host::DeviceInfo, seqs: u32) {
-    let text = r#"{"pipeline": {"stage_bytes": 32768, "stages": 4, "in_flight_bytes": 65536, "in_flight_before_wait_bytes": 32768}}"#;
-    check_graph(model, (text, 12), what, info, seqs);
 }
 
 /// The logits of so many positions under a schedule are those of the evaluated graph.

@@ -137,7 +137,7 @@ def evidence(amk, folder):
 
 
 def capture(amk, folder):
-    """Two captures at once beside four clients: equal, nothing dropped, all positions; one of at most 100 events; and the state of the GPU in `top`."""
+    """Two captures at once beside four clients: equal, nothing dropped, all positions; one of at most 20 events; and the state of the GPU in `top`."""
     found = {}
     with Server(amk, folder, []) as server:
         server.ask(PROMPT, 8)
@@ -146,7 +146,7 @@ def capture(amk, folder):
         def traced(name, *more):
             found[name] = server.look("trace", *more)
 
-        looks = [("one", "--seconds", "3"), ("two", "--seconds", "3"), ("few", "--seconds", "20", "--max-events", "100")]
+        looks = [("one", "--seconds", "3"), ("two", "--seconds", "3"), ("few", "--seconds", "20", "--max-events", "20")]
         threads = [threading.Thread(target=traced, args=look) for look in looks]
         threads += [threading.Thread(target=server.ask, args=([1 + k, 2, 3], TOKENS)) for k in range(4)]
         for thread in threads:
@@ -163,7 +163,7 @@ def capture(amk, folder):
     whole = [shown[name] for name in ("one", "two")]
     good = all(code == 0 for code, _ in found.values()) and ring_code == 0
     good = good and all(of["dropped"] == 0 and of["positions"] == ran and of["tokens"] == 4 * TOKENS for of in whole)
-    good = good and shown["few"]["stopped_by"] == "events" and shown["few"]["events"] <= 100 and top.get("gpu") is not None
+    good = good and shown["few"]["stopped_by"] == "events" and shown["few"]["events"] <= 20 and top.get("gpu") is not None
     return good, {"positions": ran, **shown, "ops": list(found["one"][1].get("ops", {})), "gpu": top.get("gpu")}
 
 

@@ -30,8 +30,12 @@ struct Kind {
 const RING: [&str; 5] =
     ["stage_copy_at", "stage_load", "stage_store", "values_pick", "amk_megakernel"];
 
-/// An access by one of the first two marks the word as a flag, whatever the function of the other access.
-const FLAG: [&str; 3] = ["flag_load", "flag_store", "amk_megakernel"];
+/// An access by one of the first three marks the word as a flag, whatever the function of the other access. `store_if` raises
+/// one too (`near`), and stores words that are no flags elsewhere.
+const FLAG: [&str; 5] = ["flag_load", "flag_store", "flag_acquire", "store_if", "amk_megakernel"];
+
+/// The functions by which the prefetcher stages a task.
+const STAGING: [&str; 2] = ["prefetcher_run", "plan_store"];
 
 const KINDS: [Kind; 3] = [
     Kind {
@@ -46,7 +50,7 @@ const KINDS: [Kind; 3] = [
     Kind {
         name: "staged task",
         ordered_by: "written by the prefetcher before it raises `fetched`, and not again before `done` says that every warp has left it",
-        fits: |write, other| write.function == "prefetcher_run" && !other.writes,
+        fits: |write, other| STAGING.contains(&&*write.function) && !other.writes,
     },
     Kind {
         name: "ring stage",

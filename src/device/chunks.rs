@@ -34,8 +34,6 @@ impl Gpu<'_> {
                 return Err(Failure::usage(format!("--prefill chunks: {why}")));
             }
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
-            // Of several GPUs only two have run chunks, of small models: who wants them says so.
-            (PrefillChoice::Auto, None) if self.context.target.devices > 1 => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };

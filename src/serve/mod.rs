@@ -449,10 +449,10 @@ fn lowered(
     match args.seqs {
         Some(seqs) => return lower(seqs),
         None if !on_gpu => return lower(1),
-        // Steps of several sequences on several GPUs are right on two cards and have not been timed, so they are opt-in.
+        // A server of several GPUs has not switched between kernels by load on cards, so batches are opt-in.
         None if context.target.devices > 1 => {
             report::say(
-                "note: sequences take turns: no batch on several GPUs has been measured; --batch 8 asks for one",
+                "note: sequences take turns on several GPUs; --batch 8 asks for a kernel that runs eight at once",
             );
             return lower(1);
         }

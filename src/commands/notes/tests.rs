@@ -49,8 +49,11 @@ fn the_questions_that_were_written_first_find_their_answers() {
         source.read(&root().join(place)).expect("pages");
     }
     let index = Index::of(&source.passages);
-    let missed = missed(&index, &asked, 5);
-    assert!(missed.len() <= 4, "recall at 5 is {} of 40; missed: {missed:#?}", 40 - missed.len());
+    for (most, enough) in [(3, 32), (5, 36)] {
+        let missed = missed(&index, &asked, most);
+        let found = 40 - missed.len();
+        assert!(found >= enough, "recall at {most} is {found} of 40; missed: {missed:#?}");
+    }
     for Asked { question, .. } in &asked {
         let notes = best(&index, question, 5);
         assert_eq!(notes.len(), 5, "{question}");

@@ -49,7 +49,7 @@ fn the_questions_that_were_written_first_find_their_answers() {
         source.read(&root().join(place)).expect("pages");
     }
     let index = Index::of(&source.passages);
-    for (most, enough) in [(3, 32), (5, 36)] {
+    for (most, enough) in [(3, 33), (5, 36)] {
         let missed = missed(&index, &asked, most);
         let found = 40 - missed.len();
         assert!(found >= enough, "recall at {most} is {found} of 40; missed: {missed:#?}");

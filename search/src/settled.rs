@@ -33,7 +33,7 @@ pub fn searched_values(
     let values = |&knob: &Knob| {
         let legal = legal_values(knob, graph, target);
         let kept = bits_of.filter(|_| decides_bits(knob)).map(|config| config.get(knob));
-        let only = kept.or_else(|| settled(knob)).filter(|value| legal.contains(value));
+        let only = kept.or_else(|| settled(knob).filter(|value| legal.contains(value)));
         (knob, only.map_or(legal, |value| vec![value]))
     };
     Knob::ALL.iter().map(values).collect()
@@ -82,7 +82,11 @@ mod tests {
     fn schedules_with_the_bits_of_one_differ_in_other_knobs_only() {
         let graph = model::preset("smollm2-135m").expect("a preset").graph;
         let target = Target::by_name("h200x2").expect("a target");
-        let one = neutral_config(&graph, &target);
+        let mut one = neutral_config(&graph, &target);
+        // A value that a search would not draw is kept too.
+        let drawn = legal_values(Knob::TilingAttentionKvSplit, &graph, &target);
+        one.tiling.attention.kv_split =
+            (2..).find(|&n| !drawn.contains(&Value::Number(n))).unwrap();
         for (knob, values) in searched_values(&graph, &target, Some(&one)) {
             if decides_bits(knob) {
                 assert_eq!(values, [one.get(knob)], "{knob}");

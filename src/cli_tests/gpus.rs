@@ -195,6 +195,7 @@ fn schedules_for_two_gpus_keep_the_bits_of_one() {
     amk(&[&search[..], &["--allow-other-bits"]].concat()).json();
     let resumed = ["loop", "--budget", "13", "--out", out, "--resume"];
     amk(&resumed).json();
+    amk(&["loop", "--model", "toy", "--device", "cpu", "--allow-other-bits"]).fails(2, &["--gpus"]);
     let proposer =
         ["loop", "--model", "toy", "--device", "cpu", "--gpus", "2", "--proposer", "cat"];
     amk(&proposer).fails(2, &["--allow-other-bits"]);

@@ -21,15 +21,10 @@ def start(amk, model, sequences, more):
     """The server's process and URL: it prints a document once it answers."""
     command = [amk, "serve", "--model", model, "--device", "cuda", "--addr", "127.0.0.1:0", "--kv-capacity", "512", "--batch", sequences, *more]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    document = ""
-    for line in server.stdout:
-        document += line
-        try:
-            answer = json.loads(document)
-        except ValueError:
-            continue
-        return server, answer["url"]
-    raise SystemExit(f"{' '.join(command)} ended with {server.wait()} and no URL")
+    answer = json.loads(server.stdout.readline() or "{}")
+    if "url" not in answer:
+        raise SystemExit(f"{' '.join(command)}: {answer}")
+    return server, answer["url"]
 
 
 def ask(url, model, index):

@@ -47,17 +47,10 @@ def start(amk, folder, more):
     """The server's process and URL."""
     command = [amk, "serve", "--model", folder, "--addr", "127.0.0.1:0", "--kv-capacity", "512", *more]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    document = ""
-    for line in server.stdout:
-        document += line
-        try:
-            answer = json.loads(document)
-        except ValueError:
-            continue
-        if "url" in answer:
-            return server, answer["url"]
-        raise SystemExit(f"{' '.join(command)}: {answer.get('message', answer)}")
-    raise SystemExit(f"{' '.join(command)} ended with {server.wait()} and no URL")
+    answer = json.loads(server.stdout.readline() or "{}")
+    if "url" not in answer:
+        raise SystemExit(f"{' '.join(command)}: {answer}")
+    return server, answer["url"]
 
 
 def ask(url, kind, temperature, seed):

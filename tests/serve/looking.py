@@ -34,16 +34,7 @@ class Server:
         self.amk = amk
         self.child = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=sys.stderr, text=True, preexec_fn=slow, env=env)
         self.begun = time.monotonic()
-        document = ""
-        for line in self.child.stdout:
-            document += line
-            try:
-                self.document = json.loads(document)
-                break
-            except ValueError:
-                continue
-        else:
-            raise SystemExit(f"the server ended with {self.child.wait()} and no URL")
+        self.document = json.loads(self.child.stdout.readline() or "{}")
         if "url" not in self.document:
             raise SystemExit(f"no server: {self.document}")
         self.ready_s = time.monotonic() - self.begun

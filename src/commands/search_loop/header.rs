@@ -285,6 +285,9 @@ impl Header {
             let config = if kept { config } else { for_steps(context, config) };
             self.start = Some(Start { source: json!(source), config });
         }
+        if self.other_bits && context.target.devices == 1 {
+            return Err(Failure::usage("--allow-other-bits is about several GPUs; add --gpus"));
+        }
         if self.kept_bits(context).is_some() && self.proposer.is_some() {
             return Err(Failure::usage(
                 "the schedules of a --proposer may differ from one GPU's in the last bits of their results: add --allow-other-bits",

@@ -11,9 +11,10 @@
 //! sequences end when one does. The kernel of several sequences has requirements besides the proof; [`Together::new`]
 //! checks these.
 //!
-//! **Windows.** Neighbouring sequences may run consecutive positions of one session in one step. A step may have
-//! such windows of several sessions, and single positions of others. In a window a sequence attends to keys and values that
-//! the ones before it make in the same step. It takes them from the words of these, not from the cache ([`window_reads`]). Why that is safe in a verified program:
+//! **Windows.** Neighbouring sequences of a step may run consecutive positions of one session: a window. A step may have
+//! windows of several sessions, and single positions of others. Attention at a position needs the keys and values of the
+//! positions before it. Those of the same window are made in the same step, so they are not in the cache yet, and are read
+//! where the step hands them over ([`window_reads`]). Why that is safe in a verified program:
 //!
 //! - A task of attention may read the key and value of its head whatever its split is, so the order was proven for these
 //!   words in every rotation. The words of another sequence are at the same place in its copy of the buffer, and the same

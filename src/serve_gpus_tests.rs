@@ -111,16 +111,8 @@ fn a_server_of_two_gpus_is_left_and_ended() {
 }
 
 #[test]
-fn what_a_server_of_several_gpus_does_not_do_is_refused_with_what_to_do() {
+fn a_batch_needs_gpus_whether_one_or_several() {
     let serve = ["serve", "--model", "toy", "--device", "cpu", "--addr", "127.0.0.1:0"];
-    for (flags, what) in [
-        (&["--gpus", "2"][..], "--stream-weights works on one GPU so far, not on h200x2"),
-        (&["--emulate", "2"], "--stream-weights works on one GPU so far, not on h200/2"),
-    ] {
-        let refused = amk(&[&serve[..], flags, &["--stream-weights"]].concat());
-        refused.fails(3, &[what, "leave it out", "without --gpus"]);
-    }
-    // A batch needs GPUs, one or several.
     let batch = ["--gpus", "2", "--batch", "4"];
     amk(&[&serve[..], &batch].concat()).fails(2, &["--batch is for --device cuda"]);
 }

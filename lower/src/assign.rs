@@ -138,7 +138,7 @@ mod tests {
             items,
             block,
             item_bytes,
-            split: Split::Even { granule: 1 },
+            split: Split::Even { granule: 1, sections: 1 },
         }
     }
 

@@ -1,7 +1,7 @@
 //! Splits a phase over devices: which of its items each device does.
 //!
 //! Every matrix is split by rows of its output, so that each word is summed by one worker in the order that it has on one
-//! device. A device has whole key/value heads, with their queries and caches; heads that do not divide are dealt as evenly
+//! device. Of experts each device has the same rows of all. A device has whole key/value heads, with their queries and caches; heads that do not divide are dealt as evenly
 //! as whole heads can be. What is small and needs the whole input (the embedding row, norms over all heads) is done on every
 //! device.
 
@@ -32,8 +32,8 @@ impl Device {
 pub(crate) enum Split {
     /// All of them, on every device.
     Whole,
-    /// A range of each, `granule` items being inseparable.
-    Even { granule: u32 },
+    /// A range of each of these sections, which are equally long, `granule` items being inseparable.
+    Even { granule: u32, sections: u32 },
     /// Those of its key/value heads. `parts` are the starts and lengths of what the heads share in order; an item has
     /// `granule` of their units, and one that two devices need is done on both.
     Heads { kv_heads: u32, parts: Vec<(u32, u32)>, granule: u32 },
@@ -47,9 +47,11 @@ impl Split {
             Self::Even { .. } | Self::Heads { .. } if device.of == 1 => {
                 joined(std::iter::once(0..items))
             }
-            Self::Even { granule } => {
-                let part = device.part(items.div_ceil(*granule));
-                joined(std::iter::once(part.start * granule..(part.end * granule).min(items)))
+            Self::Even { granule, sections } => {
+                let each = items / sections;
+                let part = device.part(each.div_ceil(*granule));
+                let part = part.start * granule..(part.end * granule).min(each);
+                joined((0..*sections).map(|s| s * each + part.start..s * each + part.end))
             }
             Self::Heads { kv_heads, parts, granule } => {
                 let heads = device.part(*kv_heads);
@@ -103,12 +105,23 @@ mod tests {
         (0..of).map(|index| split.runs(items, Device { index, of })).collect()
     }
 
+    fn even(granule: u32) -> Split {
+        Split::Even { granule, sections: 1 }
+    }
+
+    #[test]
+    fn each_section_is_dealt_alike() {
+        let split = Split::Even { granule: 2, sections: 3 };
+        assert_eq!(all(&split, 18, 2), [[0..2, 6..8, 12..14], [2..6, 8..12, 14..18]]);
+        assert_eq!(all(&split, 18, 1).concat(), joined(std::iter::once(0..18)));
+    }
+
     #[test]
     fn even_parts_are_whole_granules_and_cover_everything() {
-        assert_eq!(all(&Split::Even { granule: 2 }, 10, 2).concat(), [0..4, 4..10]);
-        assert_eq!(all(&Split::Even { granule: 1 }, 1, 2).concat(), joined(std::iter::once(0..1)));
+        assert_eq!(all(&even(2), 10, 2).concat(), [0..4, 4..10]);
+        assert_eq!(all(&even(1), 1, 2).concat(), joined(std::iter::once(0..1)));
         for (granule, items, of) in [(1, 17, 4), (2, 34, 8), (1, 3, 4), (2, 2, 2)] {
-            let runs = all(&Split::Even { granule }, items, of).concat();
+            let runs = all(&even(granule), items, of).concat();
             assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert_eq!(joined(runs), joined(std::iter::once(0..items)));
         }

@@ -531,7 +531,7 @@ impl Builder<'_> {
         let what = if matrix.format.is_scaled() { "scale" } else { "bias" };
         let constants = packed.constants.clone();
         let constants = constants.map(|map| self.constant(format!("{}_{what}", matrix.name), map));
-        let slots = params.units.max(1);
+        let (slots, sections) = (params.units.max(1), params.rows.max(1));
         let units = matrix.units_per_tile() * slots;
         // Several slots' columns are whole units of each.
         let whole = matrix.cols.next_multiple_of(matrix.format.unit_cols()) * slots;
@@ -540,7 +540,7 @@ impl Builder<'_> {
             matrix: packed.id.0,
             units,
             k_len,
-            rows: matrix.expert_rows() * params.rows.max(1),
+            rows: matrix.expert_rows() * sections,
             eps: norm.map_or(0.0, |_| self.graph.norm_eps),
             ..params
         };
@@ -551,7 +551,7 @@ impl Builder<'_> {
             items: params.rows.div_ceil(UNIT_ROWS),
             block: class.rows(self.config).map_or(1, |rows| rows / UNIT_ROWS) * interleaved,
             item_bytes: u64::from(params.units) * u64::from(matrix.format.unit_bytes()),
-            split: Split::Even { granule: interleaved },
+            split: Split::Even { granule: interleaved, sections },
             ..self.phase(class, n, Op::Matvec(params), input)
         }
     }
@@ -573,7 +573,7 @@ impl Builder<'_> {
             items: 0,
             block: 1,
             item_bytes: 0,
-            split: Split::Even { granule: 1 },
+            split: Split::Even { granule: 1, sections: 1 },
         }
     }
 

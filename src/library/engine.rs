@@ -301,9 +301,6 @@ impl Engine {
                 "--stream-weights and --check-weights are about the GPU; add --device cuda";
             return Err(Failure::usage(message));
         }
-        if self.streaming.is_some() {
-            context.one_gpu("--stream-weights")?;
-        }
         if request.speculate > speculate::GUESSES_MAX {
             let (got, most) = (request.speculate, speculate::GUESSES_MAX);
             return Err(Failure::usage(format!("--speculate {got}: 0 to {most} are possible")));

@@ -241,7 +241,6 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
-    check_gpus(args, &context)?;
     args.prefill.check(gpu.is_some())?;
     gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
     let kv_pool = kv_pool(args, device)?;
@@ -354,14 +353,6 @@ fn head(
         kernels: lowered.into_iter().flat_map(Lowered::all).map(of).collect(),
         ..Head::new(context, "serve", device)
     }
-}
-
-/// Refuses what a step on several GPUs does not do yet.
-fn check_gpus(args: &ServeArgs, context: &Context) -> Result<(), Failure> {
-    if args.stream.stream_weights {
-        context.one_gpu("--stream-weights")?;
-    }
-    Ok(())
 }
 
 /// Refuses what only a GPU can do.

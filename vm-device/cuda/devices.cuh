@@ -78,6 +78,17 @@ __device__ __forceinline__ bool devices_wait(Shared* sh) {
   }
   return true;
 }
+// The least of all devices' watermarks; of an abandoned stream, that it is, as soon as one device has heard of it.
+__device__ __forceinline__ uint32_t devices_watermark(Shared* sh) {
+  amk_weight_stream* const own = (amk_weight_stream*)sh->launch->weight_stream;
+  uint32_t least = load_relaxed(&own->watermark);
+#pragma unroll 1
+  for (uint32_t i = 0; i < AMK_DEVICES - 1 && least != AMK_WATERMARK_ABANDONED; ++i) {
+    uint32_t const there = load_relaxed(&at_distance(own, sh->peers[i])->watermark);
+    least = there == AMK_WATERMARK_ABANDONED || there < least ? there : least;
+  }
+  return least;
+}
 // The same thread of each other device, now and then: the host may ask this device to leave although the first one does not answer.
 __device__ __forceinline__ void device_look(Shared* sh) {
   amk_ring_indices* indices = (amk_ring_indices*)sh->launch->indices;

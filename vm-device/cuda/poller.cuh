@@ -72,7 +72,11 @@ __device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
   amk_weight_stream* weight_stream = (amk_weight_stream*)l.weight_stream;
   amk_ring_indices* indices = (amk_ring_indices*)l.indices;
   uint32_t const need = load_relaxed(&weight_stream->embedding);
+#if AMK_DEVICES > 1
+  while (devices_watermark(p.worker->shared) < need) { // each device reads its own
+#else
   while (load_relaxed(&weight_stream->watermark) < need) { // AMK_WATERMARK_ABANDONED is above any number of units
+#endif
     if (load_relaxed(&((amk_done*)l.done)->abort) != 0) {
       return false;
     }
@@ -91,7 +95,11 @@ __device__ __forceinline__ bool poller_wait_embedding(Poller& p) {
 
 // Rereads the watermark into p.weight_stream. Returns true when the rest of the weights was abandoned.
 __device__ __forceinline__ bool poller_abandoned(Poller& p) {
+#if AMK_DEVICES > 1
+  uint32_t const watermark = devices_watermark(p.worker->shared);
+#else
   uint32_t const watermark = load_relaxed(&((amk_weight_stream*)p.worker->shared->launch->weight_stream)->watermark);
+#endif
   acquire_release_fence();
   p.weight_stream = watermark != AMK_WATERMARK_ALL;
   return watermark == AMK_WATERMARK_ABANDONED;
@@ -122,6 +130,14 @@ __device__ __forceinline__ uint32_t prepare_rest(Poller& p, uint32_t position, u
   step_store(p, &step->index, 1);
   step_store(p, &step->logits_row, flags & 1);
   step_store(p, &step->steps, steps);
+#if AMK_SEQS > 1 && AMK_DEVICES > 1
+  amk_seqs* const to = (amk_seqs*)(step + 1); // no device has stored the next tokens, since its command was over
+  uint32_t const seqs = load_relaxed(&to->seqs);
+#pragma unroll 1
+  for (uint32_t i = 0; i < seqs; ++i) {
+    step_store(p, &to->token[i], host_load(session_tokens(l, load_relaxed(&to->session[i])) + load_relaxed(&to->position[i]) + 1));
+  }
+#endif
   return AMK_TRAP_NONE;
 }
 

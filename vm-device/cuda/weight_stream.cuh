@@ -4,6 +4,19 @@
 
 __device__ __forceinline__ amk_weight_stream* weight_stream_of(Shared* sh) { return (amk_weight_stream*)sh->launch->weight_stream; }
 
+#if AMK_DEVICES > 1
+// Whether a loader of some device waits for weights.
+__device__ __forceinline__ bool devices_wait_for_weights(Shared* sh) {
+  bool waits = load_relaxed(&weight_stream_of(sh)->waits) != load_relaxed(&weight_stream_of(sh)->resumed);
+#pragma unroll 1
+  for (uint64_t const distance : sh->peers) {
+    amk_weight_stream* const there = at_distance(weight_stream_of(sh), distance);
+    waits |= load_relaxed(&there->waits) != load_relaxed(&there->resumed);
+  }
+  return waits;
+}
+#endif
+
 // The loader, before the first stage of a run: waits until the run's units have arrived, `need` in stream order. The value read is kept in the
 // worker's `watermark`, so that nothing is polled once everything has arrived. If the rest is abandoned, a step that has begun continues: its
 // result is void. One that has not begun keeps waiting, so that no stage of a later step holds bytes that never arrived. Returns false when
@@ -56,7 +69,11 @@ __device__ __forceinline__ bool weight_stream_excuses(Shared* sh) {
 
 // Reports to the host whether the current command waits for weights.
 __device__ __forceinline__ void weight_stream_report(Shared* sh, uint32_t sequence) {
+#if AMK_DEVICES > 1
+  bool const waits = devices_wait_for_weights(sh);
+#else
   amk_weight_stream const* weight_stream = weight_stream_of(sh);
   bool const waits = load_relaxed(&weight_stream->waits) != load_relaxed(&weight_stream->resumed);
+#endif
   host_store(&((amk_ring_indices*)sh->launch->indices)->waiting, waits ? sequence : 0);
 }

@@ -118,20 +118,13 @@ pub(crate) fn check_cards(
     Ok(pages)
 }
 
-/// Refuses what a step of several devices does not do yet.
-pub(crate) fn check_devices(
-    devices: u32,
-    variant: &Variant,
-    options: &BootOptions,
-) -> Result<(), HostError> {
+/// Refuses a kernel of another number of devices.
+pub(crate) fn check_devices(devices: u32, variant: &Variant) -> Result<(), HostError> {
     if variant.devices != devices {
         return Err(HostError::Request(format!(
             "a kernel of {} devices for a program of {devices}",
             variant.devices
         )));
-    }
-    if devices > 1 && options.streaming.is_some() {
-        return Err(HostError::Request("weights are streamed on one GPU only so far".into()));
     }
     Ok(())
 }

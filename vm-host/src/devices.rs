@@ -10,6 +10,7 @@ use ir::program::{BufferSource, Load, Matrix, Program, Task};
 use crate::card::Card;
 use crate::driver::{Context, DeviceInfo};
 use crate::error::HostError;
+use crate::experts;
 
 /// The GPUs of a program: one for each device, or one that all devices share.
 pub(crate) struct Cards {
@@ -97,14 +98,15 @@ pub(crate) fn all_tiles(matrices: &[Matrix]) -> Tiles {
     matrices.iter().map(|matrix| std::iter::once(0..matrix.tiles()).collect()).collect()
 }
 
-/// The tiles that a device needs: those that its workers load, and the whole of a matrix whose rows are chosen at run time. The same for every
-/// program of a model on as many devices.
+/// The tiles that a device needs: those that its workers load, of experts from all, and the whole of a table whose rows are chosen at run
+/// time. The same for every program of a model on as many devices.
 pub(crate) fn tiles_of(program: &Program, device: u32) -> Tiles {
     let whole = all_tiles(&program.matrices);
     if program.topology.devices == 1 {
         return whole;
     }
     let mut tiles: Tiles = vec![Vec::new(); program.matrices.len()];
+    let mut of_experts = tiles.clone();
     for buffer in &program.buffers {
         if let BufferSource::Embedding(matrix) = buffer.source {
             tiles[matrix.index()].clone_from(&whole[matrix.index()]);
@@ -115,12 +117,18 @@ pub(crate) fn tiles_of(program: &Program, device: u32) -> Tiles {
         let (index, matrix) = (matrix.index(), &program.matrices[matrix.index()]);
         let tile = u64::from(matrix.units_per_tile());
         match selection {
-            Some(_) => tiles[index].clone_from(&whole[index]),
+            Some(selection) => {
+                of_experts[index].push(experts::tiles_loaded(matrix, selection, unit0, units))
+            }
             None => {
                 let end = (unit0 + u64::from(units)).div_ceil(tile);
                 tiles[index].push((unit0 / tile) as u32..end as u32);
             }
         }
+    }
+    for ((tiles, own), matrix) in tiles.iter_mut().zip(of_experts).zip(&program.matrices) {
+        let own = own.into_iter().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
+        tiles.extend(own.into_iter().flat_map(|own| experts::of_all(matrix, own)));
     }
     tiles.into_iter().map(joined).collect()
 }
@@ -188,14 +196,19 @@ pub(crate) fn place(runs: &[Range<u32>], first: u32, count: u32) -> Option<u64> 
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use ir::Target;
 
     use super::*;
 
-    fn lowered(name: &str, devices: u32) -> Program {
+    /// A preset or a folder of a family, lowered for several devices.
+    pub(crate) fn lowered(name: &str, devices: u32) -> Program {
         let target = Target::by_name("h200").expect("a known target").times(devices);
-        let graph = model::preset(name).expect("a preset").graph;
+        let folder = format!("{}/../corpus/families/{name}", env!("CARGO_MANIFEST_DIR"));
+        let graph = match model::preset(name) {
+            Some(preset) => preset.graph,
+            None => model::import(folder.as_ref()).expect("a folder").graph,
+        };
         let config = ir::schedule::default_config(&graph, &target);
         let config = ir::schedule::validate(config, &graph, &target).expect("it is legal");
         let options = lower::Options { kv_capacity: 64 };
@@ -204,7 +217,9 @@ mod tests {
 
     #[test]
     fn each_tile_has_a_place_and_what_is_not_chosen_at_run_time_has_one_alone() {
-        for (name, devices) in [("toy-2l", 2), ("toy-2l", 4), ("smollm2-135m", 2)] {
+        let presets = [("toy-2l", 2), ("toy-2l", 4), ("smollm2-135m", 2)];
+        let mixtures = [("gpt-oss-bf16", 2), ("qwen2-moe-bf16", 2), ("mixtral-bf16", 4)];
+        for (name, devices) in presets.into_iter().chain(mixtures) {
             let program = lowered(name, devices);
             let parts: Vec<Tiles> = (0..devices).map(|device| tiles_of(&program, device)).collect();
             for (index, matrix) in program.matrices.iter().enumerate() {

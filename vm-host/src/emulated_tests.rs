@@ -362,6 +362,16 @@ fn a_batch_on_several_devices_is_fed_on_all_what_it_says() {
         ("is_sampled(w) && !left(w) && device_of(w.shared) == 0", "is_sampled(w) && !left(w)"),
         ("exchange_collect(in_seq(w, w.thread), best);", ""),
         ("sampled ? exchange_token(of", "is_sampled(of) ? exchange_token(of"),
+        // The steps behind the first begin with the tokens that it began with.
+        (
+            "step_store(p, &to->token[i], host_load",
+            "step_store(p, &to->token[i], i < seqs ? to->token[i] : host_load",
+        ),
+        // A step begins when the first device has its embedding.
+        (
+            "devices_watermark(p.worker->shared) < need",
+            "load_relaxed(&weight_stream->watermark) < need",
+        ),
     ] {
         assert_ne!(says(2, Some((from, to))), expected, "nobody notices {to} for {from}");
     }

@@ -26,6 +26,7 @@ mod driver;
 #[path = "emulated_tests.rs"]
 mod emulated;
 mod error;
+mod experts;
 #[cfg(test)]
 mod fragments_tests;
 mod kernel_id;

@@ -15,6 +15,7 @@ use vm_device::Variant;
 
 use crate::devices::Placed;
 use crate::error::HostError;
+use crate::experts;
 use crate::pages::PageLayout;
 
 /// Bytes between two counters: one sector each, so that polls of one do not slow down accesses to another.
@@ -421,7 +422,8 @@ fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
     Ok(Tables { tasks, loads, queues, selections })
 }
 
-/// Where the choice of experts puts a load's units, without the logits' address.
+/// Where the choice of experts puts a load's units, without the logits' address. A device may have some rows of each expert:
+/// units are counted among those.
 fn selected(
     program: &Program,
     load: Load,
@@ -431,18 +433,27 @@ fn selected(
         return Ok(None);
     };
     let index = matrix.index();
-    let experts = tiles_at(program, part, index, 0..program.matrices[index].tiles())?;
-    let matrix = &program.matrices[index];
+    let (placed, matrix) = (&part.own.matrices[index], &program.matrices[index]);
+    let place = experts::Place::new(matrix, &placed.tiles)
+        .ok_or_else(|| not_here(part, &format!("rows of all experts of {}", matrix.name)))?;
+    let (segment, unit0) = place.of(matrix, selection, unit0 as u32);
     let routed = abi::Routed {
-        experts,
-        expert_units: (matrix.units() / u64::from(matrix.experts)) as u32,
-        segment: selection.segment,
-        unit0: unit0 as u32,
+        experts: placed.address,
+        expert_units: place.units,
+        segment,
+        unit0,
         slots: selection.slots,
         expert_len: matrix.experts,
         ..abi::Routed::default()
     };
     Ok(Some((selection, routed)))
+}
+
+fn not_here(part: Part<'_>, what: &str) -> HostError {
+    HostError::Request(format!(
+        "{what} are not on device {}: the program splits its matrices in another way than the machine was booted for",
+        part.device
+    ))
 }
 
 /// Address of consecutive tiles of a matrix on a device.
@@ -453,12 +464,9 @@ fn tiles_at(
     tiles: Range<u32>,
 ) -> Result<u64, HostError> {
     let (placed, matrix) = (&part.own.matrices[index], &program.matrices[index]);
-    let before = placed.before(tiles.start, tiles.end - tiles.start).ok_or_else(|| {
-        HostError::Request(format!(
-            "tiles {tiles:?} of {} are not on device {}: the program splits its matrices in another way than the machine was booted for",
-            matrix.name, part.device
-        ))
-    })?;
+    let before = placed.before(tiles.start, tiles.end - tiles.start);
+    let before =
+        before.ok_or_else(|| not_here(part, &format!("tiles {tiles:?} of {}", matrix.name)))?;
     Ok(placed.address + before * matrix.tile_bytes() as u64)
 }
 

@@ -178,7 +178,7 @@ impl Idle {
         let cards = Cards::open(&options.cards, devices)?;
         let info = cards.info()?;
         check_shape(graph, &options)?;
-        check_devices(devices, variant, &options)?;
+        check_devices(devices, variant)?;
         let pages = check_cards(&cards, graph, program, &options, variant.seqs)?;
         let compute = cards.on_cards(Stream::new)?;
         let modules = cards.on_cards(|| Ok(load_module(variant, &info)?.0))?;
@@ -283,7 +283,7 @@ impl Idle {
                 variant.seqs
             )));
         }
-        check_devices(self.cards.devices(), variant, &self.options)?;
+        check_devices(self.cards.devices(), variant)?;
         match self.kernels.iter().position(|(loaded, _)| loaded == variant) {
             Some(index) => self.kernels[..=index].rotate_right(1),
             None => {

@@ -88,9 +88,13 @@ impl Resident {
     /// If a copy fails.
     pub fn weight_stream_report(&mut self) -> Result<WeightStreamReport, HostError> {
         let idle = self.idle();
-        let block: Vec<abi::WeightStream> =
-            idle.memory.copier.values(idle.memory.regions[0].weight_stream(), 1)?;
-        let (waits, waited_s) = (block[0].waits, f64::from(block[0].waited_us) / 1e6);
+        let (mut waits, mut waited_s) = (0, 0.0);
+        for region in &idle.memory.regions {
+            let block: Vec<abi::WeightStream> =
+                idle.memory.copier.values(region.weight_stream(), 1)?;
+            waits += block[0].waits;
+            waited_s += f64::from(block[0].waited_us) / 1e6;
+        }
         Ok(WeightStreamReport { load: idle.load_report(), waits, waited_s })
     }
 

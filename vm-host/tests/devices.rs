@@ -20,9 +20,8 @@ mod batches;
 mod device;
 use device::device;
 
-/// Folders of the corpus: every element type, normed heads, biases, caps, norms after the products, codes of every kind. Several devices refuse
-/// experts.
-const MODELS: [&str; 13] = [
+/// Folders of the corpus: every element type, normed heads, biases, caps, norms after the products, codes of every kind, experts.
+const MODELS: [&str; 18] = [
     "golden/qwen3-qknorm-bf16",
     "golden/llama-tied-f32",
     "golden/mistral-f16",
@@ -36,6 +35,11 @@ const MODELS: [&str; 13] = [
     "quantised/ct-int8-llama",
     "quantised/ct-w4a16-asym-g128-qwen2",
     "quantised/fp8-block-llama",
+    "families/qwen3-moe-bf16",
+    "families/qwen2-moe-bf16",
+    "families/gpt-oss-bf16",
+    "quantised/fp8-block-qwen3-moe",
+    "quantised/mxfp4-gpt-oss",
 ];
 
 /// Schedules beside the default one, with edges by counter where they are within a device.

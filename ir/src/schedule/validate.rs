@@ -318,12 +318,6 @@ fn remote(config: &ScheduleConfig, graph: &Graph, target: &Target, found: &mut V
                 .suggest(format!("{knob} = flag_in_data")),
         );
     }
-    let routed = |layer: &crate::block::Layer| matches!(layer.mlp.body, FeedForward::Experts(_));
-    if graph.layers.iter().any(routed) {
-        let detail = "a route is read on the GPU that wrote it".to_owned();
-        let violation = Violation::new(Rule::SRemote, At::Graph, detail).value(target.devices);
-        found.add(violation.legal("1 GPU for a model with experts"));
-    }
     let tiles = graph.vocab.div_ceil(abi::UNIT_ROWS);
     if tiles < target.devices {
         let detail =

@@ -8,7 +8,7 @@ use lower::{Options, lower};
 use reference_vm::Order;
 use reference_vm::machine::{Machine, Outputs, Run};
 
-use crate::{Golden, each, each_family, each_quantised};
+use crate::{EXPERTS_QUANTISED, Golden, each, each_family, each_quantised, each_with_experts};
 
 fn target(sms: u32, devices: u32) -> Target {
     Target { sms, ..Target::by_name("h200").unwrap() }.times(devices)
@@ -156,6 +156,25 @@ fn families_and_codes_have_the_same_bits_on_two_devices() {
     };
     each_family(check);
     each_quantised(check);
+}
+
+/// Each device ranks the experts by logits of all devices, and has the same rows of every expert.
+#[test]
+fn experts_have_the_same_bits_on_two_and_four_devices() {
+    let check = |name: &str, golden: &Golden| {
+        for merge in [MergeGrouping::OProj, MergeGrouping::Separate] {
+            let config = split(golden, merge);
+            let one = bits(golden, config, &target(5, 1), Order::Waves);
+            for devices in [2, 4] {
+                let other = bits(golden, config, &target(5, devices), Order::Seeded(1));
+                assert!(one == other, "{name} on {devices} devices");
+            }
+        }
+    };
+    each_with_experts(check);
+    for (name, _) in EXPERTS_QUANTISED {
+        check(name, &Golden::open("quantised", name));
+    }
 }
 
 #[test]

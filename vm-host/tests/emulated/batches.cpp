@@ -51,7 +51,11 @@ inline void ring_release(uint32_t* p, uint32_t v) { *p = v; }
 inline void devices_fence() {}
 inline void flag_store(uint32_t* p, uint32_t v) { *p = v; }
 inline uint32_t flag_load(uint32_t const* p) { return *p; }
-inline void __nanosleep(uint32_t) { next_fiber(); }
+inline void weights_arrive();
+inline void __nanosleep(uint32_t) {
+  weights_arrive();
+  next_fiber();
+}
 inline void __syncwarp() { meet(fibers.running / 32); }
 inline uint32_t __reduce_or_sync(uint32_t, uint32_t v) {
   for (int o = 16; o > 0; o >>= 1) {
@@ -111,7 +115,7 @@ static amk_submission submissions[AMK_RING_ENTRIES];
 static amk_completion completions[AMK_RING_ENTRIES];
 static amk_ring_indices indices;
 static amk_program program;
-static amk_weight_stream weights;
+constexpr uint32_t EMBEDDING = 4; // units of weights
 constexpr uint32_t CANDIDATES = 3;
 // The memory of a device.
 struct Memory {
@@ -123,6 +127,7 @@ struct Memory {
   amk_exchange exchange[SEQS];
   float candidates[SEQS][CANDIDATES][2];
   uint32_t logits[SEQS]; // the step that they are of, counted from the launch
+  amk_weight_stream weights;
 };
 static Memory memory[AMK_DEVICES];
 static amk_launch launch[AMK_DEVICES];
@@ -131,6 +136,12 @@ static uint32_t steps_of[AMK_DEVICES];                   // begun since the laun
 static std::vector<uint32_t> ran[AMK_DEVICES][SEQS];     // the tokens of the steps of this command
 static std::vector<uint32_t> ran_ever[AMK_DEVICES][SEQS]; // and of all
 static uint32_t wrong;
+
+// Weights come to several devices unit by unit while the first waits, to one of them a unit at a time.
+inline void weights_arrive() {
+  uint32_t& at = memory[AMK_DEVICES > 1 ? draw() % AMK_DEVICES : 0].weights.watermark;
+  at = at < 2 * EMBEDDING ? at + 1 : AMK_WATERMARK_ALL;
+}
 
 // The next token of a sequence depends on all that it has been fed in this command, and on where.
 static uint32_t chosen(uint32_t device, uint32_t seq, uint32_t position) {
@@ -225,6 +236,7 @@ static void run(uint32_t worker, uint32_t thread) {
       return;
     }
     if (thread == 0) {
+      wrong += memory[device].weights.watermark < EMBEDDING; // it reads its embedding
       w.shared->step = memory[device].state.step;
       w.shared->seqs = memory[device].state.seqs;
     }
@@ -290,7 +302,6 @@ static void begin() {
   program.seq_bytes = sizeof memory[0].candidates[0];
   program.kv_capacity = STRIDE - 1;
   program.logits_rows = 1;
-  weights.watermark = AMK_WATERMARK_ALL;
   for (uint32_t d = 0; d < AMK_DEVICES; ++d) {
     amk_launch& l = launch[d];
     l.submissions = (uint64_t)submissions;
@@ -301,7 +312,9 @@ static void begin() {
     l.step = (uint64_t)&memory[d].state;
     l.done = (uint64_t)&memory[d].done;
     l.exchange = (uint64_t)memory[d].exchange;
-    l.weight_stream = (uint64_t)&weights;
+    memory[d].weights.watermark = AMK_DEVICES > 1 ? 0 : AMK_WATERMARK_ALL;
+    memory[d].weights.embedding = EMBEDDING;
+    l.weight_stream = (uint64_t)&memory[d].weights;
     l.program = (uint64_t)&program;
     l.deadline_ns = 1;
     l.sessions = SESSIONS;

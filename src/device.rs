@@ -592,11 +592,11 @@ impl Served for Gpu<'_> {
         program: Handle,
         which: &[BufferId],
     ) -> Result<Option<Vec<Vec<f32>>>, DeviceError> {
-        // Of several devices, each has written a part of what is not replicated.
-        if self.context.target.devices > 1 {
+        let Some(prepared) = self.programs.get(&program.0) else { return Ok(None) };
+        // The arena is the first device's.
+        if !prepared.program.each_has_whole(which) {
             return Ok(None);
         }
-        let Some(prepared) = self.programs.get(&program.0) else { return Ok(None) };
         let (Machine::Running(running), Some(loaded)) = (&mut self.machine, prepared.loaded) else {
             return Ok(None);
         };

@@ -420,7 +420,7 @@ fn kv_pool(args: &ServeArgs, device: &str) -> Result<KvPool, Failure> {
     Ok(KvPool::Positions(positions))
 }
 
-/// The schedule for the end of a full cache, where steps are slowest, or that of a batch, and its program. On one GPU the
+/// The schedule for the end of a full cache, where steps are slowest, or that of a batch, and its program. On GPUs the
 /// batch size is the largest that the places fill and the kernel supports, unless weights are codes or an argument sets it.
 fn lowered(
     context: &Context,
@@ -440,13 +440,6 @@ fn lowered(
     match args.seqs {
         Some(seqs) => return lower(seqs),
         None if !on_gpu => return lower(1),
-        // A server of several GPUs has not switched between kernels by load on cards, so batches are opt-in.
-        None if context.target.devices > 1 => {
-            report::say(
-                "note: sequences take turns on several GPUs; --batch 8 asks for a kernel that runs eight at once",
-            );
-            return lower(1);
-        }
         // Steps of several sequences with quantised weights are right on a GPU and have not been timed, so they are opt-in.
         None if context.graph().codes().is_some() => {
             report::say(

@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use abi::BufferKind;
+use abi::{BufferKind, Opcode};
 
 use super::Program;
 use crate::id::{BufferId, WorkerId};
@@ -59,6 +59,16 @@ impl Program {
     pub(super) fn is_shared(&self, buffer: BufferId) -> bool {
         self.buffers[buffer.index()].kind == BufferKind::Logits
             || self.topology.is_replicated(buffer)
+    }
+
+    /// Whether every device has all words of each of these: of a replicated buffer, and of a route, which each chooses itself.
+    #[must_use]
+    pub fn each_has_whole(&self, buffers: &[BufferId]) -> bool {
+        let tasks = || self.workers.iter().flat_map(|worker| &worker.tasks);
+        let chosen =
+            |id| tasks().any(|t| t.opcode == Opcode::Route && t.writes.contains(&Some(id)));
+        self.topology.devices == 1
+            || buffers.iter().all(|&id| self.topology.is_replicated(id) || chosen(id))
     }
 
     /// The words that a task of `device` reads as `buffer`, as a number: those of its device, or those of all.

@@ -7,6 +7,7 @@ use ir::{BufferId, Knob, Rule, ScheduleConfig, Target};
 use lower::{Options, lower};
 use reference_vm::Order;
 use reference_vm::machine::{Machine, Outputs, Run};
+use reference_vm::routes::places;
 
 use crate::{EXPERTS_QUANTISED, Golden, each, each_family, each_quantised, each_with_experts};
 
@@ -100,6 +101,13 @@ fn check_shape(program: &Program, target: &Target) {
     assert_eq!(program.topology.devices, target.devices);
     assert_eq!(program.workers.len(), (target.sms * target.devices) as usize);
     assert_eq!(program.topology.replicated.is_empty(), target.devices == 1);
+    let routes: Vec<BufferId> = places(program).iter().map(|place| place.buffer).collect();
+    assert!(
+        program.each_has_whole(&routes),
+        "a gate reads the experts that the first device chose"
+    );
+    let parts: Vec<BufferId> = (0..program.buffers.len() as u32).map(BufferId).collect();
+    assert_eq!(program.each_has_whole(&parts), target.devices == 1);
     let queues = program.workers.chunks(target.sms as usize);
     for queue in queues {
         let mut tasks = queue.iter().flat_map(|worker| &worker.tasks);

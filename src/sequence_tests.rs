@@ -118,7 +118,7 @@ fn text(
                 told.push(token)
             }
         };
-        let turn = sequence.turn(&mut machine, (0, 16), &mut tell, &mut || false);
+        let turn = sequence.turn(&mut machine, None, (0, 16), &mut tell, &mut || false);
         let (ran, finish) = turn.unwrap();
         assert!(ran <= 16 && sequence.fed == machine.ran.len());
         if let Some(finish) = finish {
@@ -231,7 +231,7 @@ fn a_rule_is_prepared_while_the_machine_runs() {
     });
     sequence.begin(&mut engine, 0).unwrap();
     let finish = loop {
-        let turn = sequence.turn(&mut engine, (0, 16), &mut |_| {}, &mut || false).unwrap();
+        let turn = sequence.turn(&mut engine, None, (0, 16), &mut |_| {}, &mut || false).unwrap();
         if let Some(finish) = turn.1 {
             break finish;
         }

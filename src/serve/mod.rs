@@ -46,17 +46,18 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
-use crate::cli::{DeviceChoice, ServeArgs, widest};
+use crate::cli::{DeviceChoice, GuessArgs, ServeArgs, widest};
 use crate::command_log::{CommandLog, Head, Kernel, Logged};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
-use crate::engine::{self, Built, Engine, KernelTable, Kernels, Opening, Preempt};
+use crate::engine::{self, Built, DraftModel, Engine, KernelTable, Kernels, Opening, Preempt};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences, snapshot};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, for_batch};
+use crate::speculate::Draft;
 
 use access::Keys;
 use answer::Heading;
@@ -242,6 +243,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         }
     };
     check_gpus(args, &context)?;
+    let draft = draft(args, &context, gpu.is_some())?;
     args.prefill.check(gpu.is_some())?;
     gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
     let kv_pool = kv_pool(args, device)?;
@@ -283,9 +285,10 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let preempt = tuner.as_ref().map(tune::Tuner::preempt);
         let of = (gpu, lowered.as_ref(), &*table, log.as_ref());
-        let engine = engine(&context, args, of, (places, kv_pool, preempt));
-        let worked = engine.and_then(|engine| {
-            let engine_loop = EngineLoop::new(engine, places, said);
+        let opened =
+            opened(draft.as_ref(), || engine(&context, args, of, (places, kv_pool, preempt)));
+        let worked = opened.and_then(|(engine, draft)| {
+            let engine_loop = EngineLoop::new(engine, places, said).with_draft(draft);
             loaded.send_replace(true);
             match tuner {
                 Some(tuner) => tuner.beside(&context, engine_loop, &inbox),
@@ -364,6 +367,16 @@ fn check_gpus(args: &ServeArgs, context: &Context) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The draft that the arguments name. What makes or loads kernels between requests could wait for its kernel.
+fn draft(args: &ServeArgs, context: &Context, on_gpu: bool) -> Result<Option<DraftModel>, Failure> {
+    let GuessArgs { speculate, draft } = &args.guesses;
+    let other = [("--tune", args.tune.tune), ("--stream-weights", args.stream.stream_weights)];
+    if let Some((flag, _)) = other.into_iter().find(|(_, given)| draft.is_some() && *given) {
+        return Err(Failure::usage(format!("{flag} is for one model: leave it or --draft out")));
+    }
+    DraftModel::of(draft.as_deref(), *speculate, (context, on_gpu))
+}
+
 /// Refuses what only a GPU can do.
 fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
     if args.stream.stream_weights {
@@ -403,6 +416,15 @@ fn engine<'a>(
         Some(log) => Box::new(Logged::new(engine, log.clone())),
         None => engine,
     })
+}
+
+/// Opens the draft, if there is one, before the kernel of the model is launched.
+fn opened<'a, E>(
+    draft: Option<&'a DraftModel>,
+    engine: impl FnOnce() -> Result<E, Failure>,
+) -> Result<(E, Option<Draft<'a>>), Failure> {
+    let draft = draft.map(DraftModel::open).transpose()?;
+    Ok((engine()?, draft))
 }
 
 /// Whether sequences with equal beginnings share pages of the cache.

@@ -113,13 +113,10 @@ fn a_draft_changes_no_token_and_its_guesses_are_counted() {
         (of("windows"), of("drafted"), of("drafts_accepted"))
     };
     let (_, drafted, accepted) = another(&[]);
-    assert!(drafted > 20 && 0 < accepted && accepted < drafted, "{accepted} of {drafted}");
+    assert!(drafted > 5 && 0 < accepted && accepted < drafted, "{accepted} of {drafted}");
     // Tokens that are nearly random: it is tried, and stops.
-    let (windows, drafted, accepted) = another(&["--temperature", "1", "--seed", "3"]);
-    assert!(
-        drafted > 10 && accepted * 5 < drafted && windows < 50,
-        "{accepted} of {drafted}, {windows} windows"
-    );
+    let (windows, drafted, _) = another(&["--temperature", "1", "--seed", "3"]);
+    assert!((5..60).contains(&drafted) && windows < 50, "{drafted} guesses in {windows} windows");
 }
 
 #[test]

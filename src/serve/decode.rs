@@ -11,6 +11,7 @@ use sessions::{Fair, Outcome, Report, Scheduler, SessionId, Tenant, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::figures::DraftFigures;
 use crate::engine::{Broken, Engine};
 use crate::observe::{Command, Sequences, TurnEnd};
 pub(super) use crate::sequence::{Finish, Work};
@@ -146,6 +147,7 @@ pub(super) use idle::{BetweenRequests, Task};
 pub(super) struct EngineLoop<'e> {
     /// Guesses for a sequence that is alone. Dropped before the engine: its kernel leaves first.
     draft: Option<Draft<'e>>,
+    drafted: DraftFigures,
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
     running: BTreeMap<SessionId, Running>,
@@ -168,9 +170,10 @@ impl<'e> EngineLoop<'e> {
         let (running, waiting) = (BTreeMap::new(), Fair::default());
         let (streams, between, piece_ran) = (true, None, false);
         let sharing = Sharing::default();
-        let draft = None;
+        let (draft, drafted) = (None, DraftFigures::default());
         Self {
             draft,
+            drafted,
             engine,
             scheduler,
             running,
@@ -183,9 +186,9 @@ impl<'e> EngineLoop<'e> {
         }
     }
 
-    /// With a draft model.
-    pub(super) fn with_draft(self, draft: Option<Draft<'e>>) -> Self {
-        Self { draft, ..self }
+    /// With a draft model, and where its guesses are counted.
+    pub(super) fn with_draft(self, draft: Option<Draft<'e>>, drafted: DraftFigures) -> Self {
+        Self { draft, drafted, ..self }
     }
 
     /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].
@@ -360,6 +363,7 @@ impl<'e> EngineLoop<'e> {
         let sequence = self.running.get_mut(&session).map(|running| &mut running.sequence);
         let (fed, guesses) =
             sequence.map_or_else(Default::default, |of| (of.fed, of.unpublished()));
+        self.drafted.add(&guesses);
         let end = TurnEnd {
             place: session.place(),
             first: fed.saturating_sub(ran),

@@ -115,6 +115,8 @@ pub(crate) struct Served {
     shares: bool,
     /// The most guesses of a step of a sequence, for requests that do not say.
     speculate: u32,
+    /// The model that guesses for it, as it was named.
+    draft: Option<String>,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     /// Made for the first request with a grammar; why there is none otherwise.
@@ -252,8 +254,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         "eval" => None,
         _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
-    let every = Duration::from_secs(u64::from(args.metrics_every));
-    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
+    let file = metrics_file(args);
     let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
     if let Some(gpu) = &mut gpu {
         observer.observe(gpu);
@@ -270,6 +271,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let access = (keys, args.cors.clone());
     let figures = Figures::new(&names(&context, args)[0], tenants);
     let figures = Arc::new(figures.with_tuning(tuner.as_ref().map(tune::Tuner::figures)));
+    let drafted = figures.draft.clone();
     let (exporter, spans) = exporter(&figures, observer.publisher().reader())?;
     let with = (jobs, observer.publisher().reader(), loading, (figures, spans));
     let served = Arc::new(serving(&context, args, of, (table.clone(), admission), with)?);
@@ -288,7 +290,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let opened =
             opened(draft.as_ref(), || engine(&context, args, of, (places, kv_pool, preempt)));
         let worked = opened.and_then(|(engine, draft)| {
-            let engine_loop = EngineLoop::new(engine, places, said).with_draft(draft);
+            let engine_loop = EngineLoop::new(engine, places, said).with_draft(draft, drafted);
             loaded.send_replace(true);
             match tuner {
                 Some(tuner) => tuner.beside(&context, engine_loop, &inbox),
@@ -427,6 +429,12 @@ fn opened<'a, E>(
     Ok((engine()?, draft))
 }
 
+/// The file of the metrics, if there is one.
+fn metrics_file(args: &ServeArgs) -> Option<MetricsFile> {
+    let every = Duration::from_secs(u64::from(args.metrics_every));
+    args.metrics_file.clone().map(|path| MetricsFile { path, every })
+}
+
 /// Whether sequences with equal beginnings share pages of the cache.
 fn shares(args: &ServeArgs) -> bool {
     // On a GPU keys and values of a prompt in chunks have other bits than those of steps, and those of one schedule
@@ -554,6 +562,7 @@ fn serving(
         seqs: lowered.map_or(1, |lowered| lowered.seqs),
         shares: shares(args),
         speculate: args.guesses.speculate,
+        draft: args.guesses.draft.clone(),
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         grammars: OnceLock::new(),
@@ -707,6 +716,7 @@ fn announce(
         "batch": served.seqs,
         "kernels": served.kernels.names().collect::<Vec<_>>(),
         "prefix_cache": served.shares,
+        "draft": served.draft,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

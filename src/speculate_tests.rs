@@ -43,7 +43,7 @@ fn continued(
         let (guesses, kernel) = match plan {
             Plan::Plain => (Vec::new(), 0),
             Plan::Window(guesses) => (guesses, 1),
-            plan => panic!("{plan:?} without a draft"),
+            plan @ (Plan::Draft(_) | Plan::Look(_)) => panic!("{plan:?} without a draft"),
         };
         assert!(guesses.len() <= most.min(room));
         // What a window gives: the choice behind each position whose guesses before it were right.
@@ -177,7 +177,7 @@ fn drafted(worth: &mut Worth, draft: &mut Simulated, count: usize) -> (f64, Tall
         let plan = guesser.next(room, Some(worth));
         let guessed = match plan {
             Plan::Draft(count) | Plan::Look(count) => draft.guess(&all, count, next),
-            _ => Guessed::default(),
+            Plan::Plain | Plan::Window(_) => Guessed::default(),
         };
         let (steps, guesses) = match &plan {
             Plan::Plain | Plan::Look(_) => {

@@ -32,6 +32,8 @@ pub(crate) struct Draft<'a> {
     samples: bool,
     /// Whether it failed, and guesses no more.
     broken: bool,
+    /// Microseconds of its commands, and their guesses.
+    spent: (f64, usize),
     pub(crate) worth: Worth,
 }
 
@@ -43,7 +45,14 @@ impl<'a> Draft<'a> {
         let samples =
             engine.choose_by(0, &How { sampling: &sampling, masked: false, stop: &[] })?;
         let (worth, fed, capacity) = (Worth::new(engine.timed()), Vec::new(), capacity as usize);
-        Ok(Self { engine, capacity, fed, samples, broken: false, worth })
+        let (broken, spent) = (false, (0.0, 0));
+        Ok(Self { engine, capacity, fed, samples, broken, spent, worth })
+    }
+
+    /// What a guess took so far, the text that was read before it included.
+    pub(crate) fn us_per_guess(&self) -> Option<f64> {
+        let (us, guesses) = self.spent;
+        (us > 0.0).then(|| us / guesses as f64)
     }
 
     /// Whether it can guess.
@@ -81,6 +90,8 @@ impl<'a> Draft<'a> {
             }
         };
         let us = self.engine.timed().then(|| began.elapsed().as_secs_f64() * 1e6);
+        self.spent.0 += us.unwrap_or(0.0);
+        self.spent.1 += tokens.len();
         Guessed { tokens, us, read }
     }
 

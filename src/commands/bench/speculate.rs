@@ -249,7 +249,8 @@ fn predicted(
     measured.verdict.ci_us = None;
     measured.verdict.pct_of_roofline = None;
     measured.verdict.latency_kind = Some(LatencyKind::Predicted);
-    report(measured, &tally, json!({"us": plain}), guesses);
+    let us_per_guess = draft.and(plain).map(|us| us * of_draft);
+    report(measured, &tally, (json!({"us": plain}), us_per_guess), guesses);
     Ok(())
 }
 
@@ -289,6 +290,8 @@ fn on_gpu(
         tally = Some(found);
         Ok::<f64, Failure>(us / found.tokens as f64)
     })?;
+    let us_per_guess = draft.as_ref().and_then(Draft::us_per_guess);
+    drop(draft);
     text.handle = one;
     let single = rounds(row.timing(), None, || {
         let began = Instant::now();
@@ -303,7 +306,7 @@ fn on_gpu(
     let per_token = bytes as f64 * tally.windows as f64 / tally.tokens.max(1) as f64;
     measured.bytes = Some(per_token as u64);
     measured.set_samples(samples, per_token / bandwidth * 1e6, row.args.seed);
-    report(measured, &tally, plain_of(&single, alone), guesses);
+    report(measured, &tally, (plain_of(&single, alone), us_per_guess), guesses);
     Ok(info)
 }
 
@@ -313,7 +316,12 @@ fn plain_of(single: &Samples, alone: &ScheduleConfig) -> serde_json::Value {
 }
 
 /// Adds what the windows gave, and the steps of one position beside them.
-fn report(measured: &mut Measured, tally: &Tally, plain: serde_json::Value, guesses: &Guesses<'_>) {
+fn report(
+    measured: &mut Measured,
+    tally: &Tally,
+    (plain, us_per_guess): (serde_json::Value, Option<f64>),
+    guesses: &Guesses<'_>,
+) {
     let most = guesses.most;
     let (us, one) = (measured.verdict.latency_us, plain["us"].as_f64());
     let per_step = tally.tokens as f64 / tally.windows.max(1) as f64;
@@ -321,6 +329,7 @@ fn report(measured: &mut Measured, tally: &Tally, plain: serde_json::Value, gues
     let mut document = tally.to_json();
     document["guesses"] = most.into();
     document["draft"] = json!(guesses.draft.map(DraftModel::name));
+    document["draft_us_per_guess"] = json!(us_per_guess);
     document["tokens_per_step"] = per_step.into();
     document["us_per_step"] = json!(us.map(|us| us * per_step));
     document["plain"] = plain;
@@ -338,6 +347,12 @@ fn report(measured: &mut Measured, tally: &Tally, plain: serde_json::Value, gues
             "plain",
             format!("{one:.1} us per token; windows give {ratio:.2} x the tokens"),
         ));
+    }
+    if let Some(draft) = guesses.draft {
+        let (name, drafted, us) =
+            (draft.name(), tally.drafted, crate::report::maybe(us_per_guess, "us"));
+        let line = format!("{drafted} of {} guesses by {name}, {us} each", tally.guessed);
+        measured.lines.push(("draft", line));
     }
     measured.fields.insert("speculation".to_owned(), document);
 }

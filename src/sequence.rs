@@ -224,7 +224,8 @@ impl Sequence {
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
         if self.guesser.is_some() && !self.chosen.is_empty() {
-            let draft = draft.filter(|draft| draft.works());
+            let tokens = self.work.prompt.len() + self.chosen.len();
+            let draft = draft.filter(|draft| draft.can_guess(tokens));
             return self.guessing_turn(engine, draft, (place, most), tell, preempt);
         }
         self.plain_turn(engine, (place, most), tell, preempt)

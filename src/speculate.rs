@@ -259,7 +259,7 @@ impl Guesser {
         let worth = worth.filter(|worth| !worth.waits() && room > 0);
         let drafts = worth.and_then(|worth| worth.best(self.most, |width| self.price(width)));
         let (width, gain) = self.best(drafts);
-        let goes_on = self.windows && worth.is_some_and(Worth::saved);
+        let goes_on = self.windows && drafts.is_some() && worth.is_some_and(Worth::saved);
         self.windows = goes_on || gain >= if self.windows { ENDS } else { BEGINS };
         let look = worth.and_then(Worth::look).map(|look| look.min(self.most).min(room));
         if !self.windows {

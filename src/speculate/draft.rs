@@ -55,9 +55,9 @@ impl<'a> Draft<'a> {
         (us > 0.0).then(|| us / guesses as f64)
     }
 
-    /// Whether it can guess.
-    pub(crate) fn works(&self) -> bool {
-        !self.broken
+    /// Whether it can guess behind this many tokens: it has not failed, and its cache reaches further.
+    pub(crate) fn can_guess(&self, tokens: usize) -> bool {
+        !self.broken && tokens < self.capacity
     }
 
     /// Runs tokens once, so that what they need is loaded before the model's kernel is resident.

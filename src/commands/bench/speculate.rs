@@ -133,8 +133,9 @@ fn with_draft(
         return Ok((found, false));
     }
     let guessed = draft.guess(text, count).tokens;
-    if !draft.works() {
-        return Err(Failure::refused("the draft model failed: there is nothing to time"));
+    if !draft.can_guess(text.len()) {
+        let why = "the draft model failed, or its positions end before those of the model";
+        return Err(Failure::refused(why));
     }
     if !given {
         return Ok((guessed, true));

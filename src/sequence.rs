@@ -11,7 +11,7 @@ use vm_host::Watch;
 use crate::constraint::{Constraint, Guide};
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
-use crate::speculate::{Draft, Guessed, Guesser, Offer, Plan, Tally, Worth};
+use crate::speculate::{Draft, Guessed, Guesser, Offer, Plan, Tally};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
 /// 0.2 ms; in commands of this length fewer than one token in a thousand come after it. Clients do not wait for the end:
@@ -308,8 +308,8 @@ impl Sequence {
         let left = self.work.limit as usize - self.chosen.len();
         let room = left.min(most as usize).saturating_sub(1);
         let Some(guesser) = self.informed() else { return Ok((0, None)) };
-        let worth = draft.as_deref().map(|draft| &draft.worth);
-        let slice = if worth.is_some_and(Worth::waits) { FIRST } else { LOOKED };
+        let worth = draft.as_deref().map(|draft| (&draft.worth, draft.unread(guesser.text())));
+        let slice = if worth.is_some_and(|(worth, _)| worth.waits()) { FIRST } else { LOOKED };
         let plan = guesser.next(room, worth);
         let guessed = match (&plan, draft.as_deref_mut()) {
             (Plan::Draft(count) | Plan::Look(count), Some(draft)) => {

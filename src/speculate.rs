@@ -251,17 +251,20 @@ impl Guesser {
     }
 
     /// How the next step is run, with no more than `room` guesses. A guess that is looked up costs nothing, so it comes
-    /// before those of a draft.
-    pub(crate) fn next(&mut self, room: usize, worth: Option<&Worth>) -> Plan {
+    /// before those of a draft, which has not read the last `unread` tokens of the text.
+    pub(crate) fn next(&mut self, room: usize, draft: Option<(&Worth, usize)>) -> Plan {
+        let worth = draft.map(|(worth, _)| worth);
         if let Some(us) = worth.and_then(Worth::plain).filter(|_| self.plain.median().is_none()) {
             self.plain.add(us); // of the texts before
         }
         let worth = worth.filter(|worth| !worth.waits() && room > 0);
-        let drafts = worth.and_then(|worth| worth.best(self.most, |width| self.price(width)));
+        let left = (draft.map_or(0, |(_, unread)| unread), room);
+        let drafts = worth.and_then(|worth| worth.best(self.most, left, |width| self.price(width)));
         let (width, gain) = self.best(drafts);
         let goes_on = self.windows && drafts.is_some() && worth.is_some_and(Worth::saved);
         self.windows = goes_on || gain >= if self.windows { ENDS } else { BEGINS };
-        let look = worth.and_then(Worth::look).map(|look| look.min(self.most).min(room));
+        let look = worth.and_then(|worth| worth.look(left.0, left.1));
+        let look = look.map(|look| look.min(self.most).min(room));
         if !self.windows {
             return look.map_or(Plan::Plain, Plan::Look);
         }

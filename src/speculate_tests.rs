@@ -140,6 +140,8 @@ fn window_us(positions: usize) -> f64 {
 struct Simulated {
     acceptance: f64,
     step: f64,
+    /// A token of a chunk.
+    chunk: f64,
     /// The tokens that it has run.
     fed: Vec<u32>,
 }
@@ -151,6 +153,11 @@ impl Simulated {
         mixed as f64 / f64::from(1 << 24) < self.acceptance
     }
 
+    fn unread(&self, text: &[u32]) -> usize {
+        let same = self.fed.iter().zip(text).take_while(|(fed, token)| fed == token).count();
+        text.len() - same.min(text.len() - 1)
+    }
+
     /// Guesses behind a text; what is unread is read in a chunk if there are many tokens.
     fn guess(&mut self, text: &[u32], count: usize, next: impl Fn(&[u32]) -> u32) -> Guessed {
         let mut all = text.to_vec();
@@ -158,23 +165,30 @@ impl Simulated {
             let token = next(&all);
             all.push(if self.right(all.len()) { token } else { token ^ 1 });
         }
-        let same = self.fed.iter().zip(text).take_while(|(fed, token)| fed == token).count();
-        let unread = text.len() - same.min(text.len() - 1);
-        let us = self.step * (count - 1 + unread.min(8)) as f64 + PAUSE;
+        let unread = self.unread(text);
+        let reads =
+            if unread > 16 { self.chunk * unread as f64 } else { self.step * unread as f64 };
+        let us = self.step * (count - 1) as f64 + reads + PAUSE;
         self.fed = all[..all.len() - 1].to_vec();
         Guessed { tokens: all.split_off(text.len()), us: Some(us), read: unread }
     }
 }
 
 /// Continues a text that cannot be looked up for so many tokens; the time, in steps of the model.
-fn drafted(worth: &mut Worth, draft: &mut Simulated, count: usize) -> (f64, Tally) {
+fn drafted(
+    worth: &mut Worth,
+    draft: &mut Simulated,
+    (prompt, count): (usize, usize),
+) -> (f64, Tally) {
     let next = |all: &[u32]| (all.len() as u32).wrapping_mul(2_654_435_761) >> 3;
-    let mut all = vec![7; 4];
+    let mut all: Vec<u32> =
+        (0..prompt as u32).map(|i| (i * i).wrapping_mul(2_654_435_761)).collect();
+    draft.fed.clear();
     let mut guesser = Guesser::new(&all, 7);
     let mut spent = 0.0;
-    while all.len() < count + 4 {
-        let room = (count + 4 - all.len()).saturating_sub(1);
-        let plan = guesser.next(room, Some(worth));
+    while all.len() < prompt + count {
+        let room = prompt + count - all.len() - 1;
+        let plan = guesser.next(room, Some((worth, draft.unread(&all))));
         let guessed = match plan {
             Plan::Draft(count) | Plan::Look(count) => draft.guess(&all, count, next),
             Plan::Plain | Plan::Window(_) => Guessed::default(),
@@ -212,8 +226,8 @@ fn a_draft_never_costs_much_and_is_near_the_best_number_of_guesses_where_it_pays
         for acceptance in [0.0, 0.3, 0.5, 0.7, 0.9] {
             let step = part * STEP;
             let mut worth = Worth::new(true);
-            let mut draft = Simulated { acceptance, step, fed: Vec::new() };
-            let (spent, tally) = drafted(&mut worth, &mut draft, 1000);
+            let mut draft = Simulated { acceptance, step, chunk: 0.02 * step, fed: Vec::new() };
+            let (spent, tally) = drafted(&mut worth, &mut draft, (4, 1000));
             let best = (1..=7).map(|n| fixed(acceptance, step, n)).fold(1.0, f64::min);
             let what = format!(
                 "acceptance {acceptance}, a guess {part} of a step: {spent:.0} steps for 1000, best {best:.3}: {tally:?}"
@@ -229,8 +243,8 @@ fn a_draft_never_costs_much_and_is_near_the_best_number_of_guesses_where_it_pays
 #[test]
 fn a_hopeless_draft_is_learned_once_and_one_that_becomes_better_is_noticed() {
     let text = |worth: &mut Worth, acceptance: f64| {
-        let mut draft = Simulated { acceptance, step: 0.1 * STEP, fed: Vec::new() };
-        drafted(worth, &mut draft, 1000).0
+        let mut draft = Simulated { acceptance, step: 0.1 * STEP, chunk: 7.0, fed: Vec::new() };
+        drafted(worth, &mut draft, (4, 1000)).0
     };
     let mut worth = Worth::new(true);
     let first = text(&mut worth, 0.0);
@@ -243,11 +257,24 @@ fn a_hopeless_draft_is_learned_once_and_one_that_becomes_better_is_noticed() {
     assert!(again <= 1000.0 / 0.97, "{again}: what the text before saved is not lost here");
 }
 
+/// Reading a token takes 50 us: of 4000 as long as 55 steps of the model.
+#[test]
+fn a_long_text_is_read_only_where_enough_tokens_are_left() {
+    let mut worth = Worth::new(true);
+    let mut draft = Simulated { acceptance: 0.8, step: 0.1 * STEP, chunk: 50.0, fed: Vec::new() };
+    let (long, tally) = drafted(&mut worth, &mut draft, (4000, 1000));
+    assert!(long < 700.0 && tally.drafted > 500, "{long}: {tally:?}");
+    let (short, tally) = drafted(&mut worth, &mut draft, (4000, 40));
+    assert!(short < 41.0 && tally.drafted == 0, "{short}: {tally:?}");
+    let (short, tally) = drafted(&mut worth, &mut draft, (40, 40));
+    assert!(short < 30.0 && tally.drafted > 20, "{short}: {tally:?}");
+}
+
 #[test]
 fn guesses_of_a_draft_are_counted_by_their_source() {
     let mut guesser = Guesser::new(&[1, 2, 3], 4);
     let mut worth = Worth::new(false);
-    let Plan::Draft(count) = guesser.next(20, Some(&worth)) else { panic!("it is tried") };
+    let Plan::Draft(count) = guesser.next(20, Some((&worth, 3))) else { panic!("it is tried") };
     let guessed = Guessed { tokens: vec![4, 5, 9], us: None, read: 3 };
     guesser.learn((&Plan::Draft(count), &guessed), (&[4, 5, 6], None), Some(&mut worth));
     let Tally { guessed, accepted, rejected, drafted, drafts_accepted, .. } = guesser.tally;

@@ -12,6 +12,7 @@ use crate::context::Context;
 use crate::device::probe::look_at;
 use crate::failure::Failure;
 use crate::memory::{self, Use};
+use crate::report;
 use crate::schedule_choice::{Auto, choose};
 use crate::speculate::Draft;
 
@@ -42,6 +43,8 @@ impl DraftModel {
         }
         let device = if on_gpu { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
         let gpus = on_gpu.then(|| free_gpu(name, model)).transpose()?;
+        let beside = gpus.map_or_else(String::new, |gpu| format!(" on GPU {}", gpu.cards()[0]));
+        report::say(&format!("draft model: {name}{beside}"));
         let target = model.named_target.clone().filter(|_| model.target.devices == 1);
         let place = PlaceArgs { target, device, gpus, kv: model.kv(), ..PlaceArgs::default() };
         // Never more positions than the model: it guesses no further.

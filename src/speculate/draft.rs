@@ -60,6 +60,13 @@ impl<'a> Draft<'a> {
         !self.broken && tokens < self.capacity
     }
 
+    /// The tokens of a text that it has to read: those from where its own differ, and the last one in any case, from whose
+    /// logits the next is sampled.
+    pub(crate) fn unread(&self, text: &[u32]) -> usize {
+        let same = self.fed.iter().zip(text).take_while(|(fed, token)| fed == token).count();
+        text.len() - same.min(text.len().saturating_sub(1))
+    }
+
     /// Runs tokens once, so that what they need is loaded before the model's kernel is resident.
     pub(crate) fn warm(&mut self, tokens: &[u32]) -> Result<(), Failure> {
         self.read(tokens, 0)?;
@@ -98,9 +105,7 @@ impl<'a> Draft<'a> {
     /// Goes back to where its sequence is the beginning of a text, reads the rest and samples. Also returns the number of
     /// tokens that it read.
     fn continued(&mut self, text: &[u32], most: usize) -> Result<(Vec<u32>, usize), Broken> {
-        let same = self.fed.iter().zip(text).take_while(|(fed, token)| fed == token).count();
-        // The last token is run in any case: what follows it is sampled from its logits.
-        let same = same.min(text.len() - 1);
+        let same = text.len() - self.unread(text);
         if same < self.fed.len() {
             self.engine.rewind(0, same)?;
             self.fed.truncate(same);

@@ -12,6 +12,8 @@ const LOOKED: usize = 4;
 /// Tokens that a draft reads at most where the text went on as in the last window: the last guess, which it has not run,
 /// and the token behind it.
 const READS: usize = 2;
+/// Tokens of a text whose reading takes much longer than guesses behind it.
+const LONG: usize = 64;
 /// Steps of the model that each token pays for: of the time of a text that cannot be guessed, this part goes to looks.
 pub(super) const PAYS: f64 = 0.015;
 /// Steps of the model that guesses saved and may lose again before they end: the last ones may have been wrong by chance.
@@ -34,6 +36,8 @@ pub(crate) struct Worth {
     acceptance: f64,
     /// Its commands, by the number of guesses.
     times: Vec<Times>,
+    /// Reading a token of a long text.
+    reads: Times,
     /// A step of the model without guesses.
     plain: Times,
     /// Whether steps take as long as they will: else prices are those expected.
@@ -45,9 +49,9 @@ pub(crate) struct Worth {
 
 impl Worth {
     pub(crate) fn new(timed: bool) -> Self {
-        let (times, plain) =
-            (vec![Times::default(); super::GUESSES_MAX as usize + 1], Times::default());
-        Self { acceptance: HOPED, times, plain, timed, debt: 0.0 }
+        let times = vec![Times::default(); super::GUESSES_MAX as usize + 1];
+        let (reads, plain) = (Times::default(), Times::default());
+        Self { acceptance: HOPED, times, reads, plain, timed, debt: 0.0 }
     }
 
     /// What a step of the model takes without guesses, in microseconds.
@@ -65,21 +69,36 @@ impl Worth {
         self.debt < 0.0
     }
 
-    /// The guesses of a look, if one is paid for.
-    pub(super) fn look(&self) -> Option<usize> {
-        (self.debt <= 0.0).then_some(LOOKED)
+    /// The guesses of a look, if one is paid for: also by the tokens that are left, if it has to read the text before.
+    pub(super) fn look(&self, unread: usize, left: usize) -> Option<usize> {
+        let paid = self.debt <= 0.0 && self.reading(unread) <= PAYS * left as f64;
+        paid.then_some(LOOKED)
     }
 
-    /// The best number of guesses, if it is better than a window without any. `windows`: what windows take by their
-    /// positions.
-    pub(super) fn best(&self, most: usize, windows: impl Fn(usize) -> f64) -> Option<Drafted> {
+    /// What reading a text takes, in steps of the model; nothing before it was timed.
+    fn reading(&self, unread: usize) -> f64 {
+        let us = self.reads.median().zip(self.plain.median()).filter(|_| unread > READS);
+        us.map_or(0.0, |(us, plain)| us / plain * unread as f64)
+    }
+
+    /// The best number of guesses, if it is better than a window without any, and saves more of the tokens that are left
+    /// than reading the text takes. `windows`: what windows take by their positions.
+    pub(super) fn best(
+        &self,
+        most: usize,
+        (unread, left): (usize, usize),
+        windows: impl Fn(usize) -> f64,
+    ) -> Option<Drafted> {
         let of = |guesses| {
             let tokens = expected(self.acceptance, guesses);
             Drafted { guesses, tokens, price: windows(guesses + 1) + self.price(guesses) }
         };
         let gain = |of: &Drafted| of.tokens / of.price;
         let all = (1..=most).map(of).filter(|of| gain(of) > 1.0 / windows(1));
-        all.max_by(|a, b| gain(a).total_cmp(&gain(b)))
+        let best = all.max_by(|a, b| gain(a).total_cmp(&gain(b)))?;
+        let saves = (1.0 - best.price / best.tokens) * left as f64;
+        let reading = self.reading(unread);
+        (reading == 0.0 || reading < saves).then_some(best)
     }
 
     /// What this many guesses take, in steps of the model.
@@ -96,11 +115,14 @@ impl Worth {
         us.into_iter().for_each(|us| self.plain.add(us));
     }
 
-    /// Notes what guesses took, if there was no more to read before them than a window leaves.
+    /// Notes what guesses took if there was no more to read before them than a window leaves, else what reading took.
     fn timed(&mut self, Guessed { tokens, us, read }: &Guessed) {
-        let times =
-            self.times.get_mut(tokens.len()).filter(|_| *read <= READS && !tokens.is_empty());
-        times.into_iter().zip(us).for_each(|(times, us)| times.add(*us));
+        let Some(us) = us.filter(|_| !tokens.is_empty()) else { return };
+        match *read {
+            ..=READS => self.times[tokens.len()].add(us),
+            LONG.. => self.reads.add(us / *read as f64),
+            _ => {}
+        }
     }
 
     /// Notes how many guesses were right, and whether one behind these was wrong.

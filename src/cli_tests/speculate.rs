@@ -103,6 +103,18 @@ fn a_draft_changes_no_token_and_its_guesses_are_counted() {
     assert_eq!((&tally["drafts_acceptance"], &tally["rejected"]), (&1.0.into(), &0.into()));
     assert!(tally["drafted"].as_u64().unwrap() > 30, "{tally}");
 
+    // A copy in fewer bits is mostly right.
+    let home = folder();
+    let copy = home.path().join("fp8");
+    let copy = copy.to_str().unwrap();
+    amk(&["quantize", "--model", &model, "--format", "fp8", "--out", copy])
+        .succeeds("amk.quantize.v1");
+    let by_copy =
+        generated(&model, &["--max-new-tokens", "60", "--speculate", "4", "--draft", copy]);
+    assert_eq!(by_copy["tokens"], own["tokens"]);
+    let acceptance = by_copy["speculation"]["drafts_acceptance"].as_f64().unwrap();
+    assert!((0.5..1.0).contains(&acceptance), "{acceptance}");
+
     let another = |how: &[&str]| {
         let how = [&["--max-new-tokens", "200"], how].concat();
         let plain = generated("toy-2l", &how);

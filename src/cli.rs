@@ -645,12 +645,8 @@ pub(crate) struct BenchArgs {
     /// Time a step of this many sequences at once, and a step of one for comparison: 2, 4 or 8. Needs the GPU, and weights of 16 bits or codes.
     #[arg(long = "batch", value_name = "N", value_parser = gpu::several, conflicts_with_all = ["bundle", "peers", "gguf", "prefill"])]
     pub(crate) sequences: Option<u32>,
-    /// Time the tokens of one sequence where each step checks up to this many guesses of the next tokens, and plain steps for comparison.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=7), conflicts_with_all = ["bundle", "peers", "gguf", "prefill", "sequences", "manifest", "phase"])]
-    pub(crate) speculate: Option<u32>,
-    /// With --speculate: guesses are the true tokens, and wrong with the probability 1 - A, instead of looked up in the text.
-    #[arg(long, value_name = "A", requires = "speculate", value_parser = text::probability)]
-    pub(crate) acceptance: Option<f64>,
+    #[command(flatten)]
+    pub(crate) windows: WindowArgs,
     /// Append the figures to this file as a row of comma-separated values; a new file begins with the names of the columns.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["manifest", "phase"])]
     pub(crate) csv: Option<PathBuf>,

@@ -15,6 +15,7 @@ use crate::device::Gpu;
 use crate::failure::Failure;
 
 mod bench;
+mod draft;
 mod feed;
 mod hosted;
 mod kernel_choice;
@@ -25,6 +26,7 @@ mod shared_pages;
 mod windows;
 
 pub(crate) use bench::{Bench, Preempt};
+pub(crate) use draft::DraftModel;
 pub(crate) use hosted::{graph, reference, reference_of};
 use kernel_choice::{ALONE, Kernel, KernelChoice};
 pub(crate) use kernel_table::KernelTable;
@@ -190,6 +192,14 @@ pub(crate) trait Engine {
     fn keep(&mut self, place: usize, _tokens: &[u32]) -> Result<(), Broken> {
         Err(Broken::Sequence(format!("the machine has no windows for place {place}")))
     }
+
+    /// Takes a sequence back to its first positions: what it runs next is behind these.
+    fn rewind(&mut self, place: usize, _positions: usize) -> Result<(), Broken> {
+        Err(Broken::Sequence(format!("the machine does not take place {place} back")))
+    }
+
+    /// Ends the resident kernel, if there is one: the next command launches it again.
+    fn rest(&mut self) {}
 
     /// The kernel that ran the last command, by its index in the server's list; 0 where there is one.
     fn kernel(&self) -> usize {
@@ -556,6 +566,23 @@ impl Engine for Megakernel<'_> {
     fn keep(&mut self, place: usize, tokens: &[u32]) -> Result<(), Broken> {
         self.ran(place, tokens.iter().copied(), tokens.len() as u32);
         Ok(())
+    }
+
+    fn rewind(&mut self, place: usize, positions: usize) -> Result<(), Broken> {
+        let held = self.places.get_mut(place).ok_or_else(|| unknown(place))?;
+        // Full pages of a sequence that shares them are never written again.
+        if self.shares || positions > held.position as usize {
+            return Err(Broken::Sequence(format!(
+                "place {place} cannot go to {positions} positions"
+            )));
+        }
+        (held.position, held.late) = (positions as u32, None);
+        held.fed.truncate(positions);
+        Ok(())
+    }
+
+    fn rest(&mut self) {
+        self.gpu.rest();
     }
 
     fn kernel(&self) -> usize {

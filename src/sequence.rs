@@ -11,7 +11,7 @@ use vm_host::Watch;
 use crate::constraint::{Constraint, Guide};
 use crate::engine::{Advanced, Broken, Engine, How, Observer, PROMPT_SLICE};
 use crate::host_rules::HostRules;
-use crate::speculate::{Guesser, Offer, Plan, Tally};
+use crate::speculate::{Draft, Guessed, Guesser, Offer, Plan, Tally};
 
 /// New tokens of a command if the device samples them and no other sequence waits. Between two commands is a pause of some
 /// 0.2 ms; in commands of this length fewer than one token in a thousand come after it. Clients do not wait for the end:
@@ -27,6 +27,9 @@ pub(crate) const BESIDE_CHUNKS: usize = 2;
 
 /// Steps of one position after which a sequence looks whether its tokens could have been guessed.
 const LOOKED: u64 = 32;
+
+/// The same while a draft waits for the time of such a step, with which its guesses are compared.
+const FIRST: u64 = 4;
 
 /// A generation request.
 #[derive(Clone, Debug)]
@@ -211,16 +214,19 @@ impl Sequence {
     }
 
     /// A turn of `most` positions: a piece of the prompt, or new tokens. Returns the number of positions run, and the
-    /// ending if the text has ended.
+    /// ending if the text has ended. A draft guesses where the text has nothing to look up.
     pub(crate) fn turn(
         &mut self,
         engine: &mut dyn Engine,
+        draft: Option<&mut Draft<'_>>,
         (place, most): (usize, u64),
         tell: Tell<'_>,
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
         if self.guesser.is_some() && !self.chosen.is_empty() {
-            return self.guessing_turn(engine, (place, most), tell, preempt);
+            let tokens = self.work.prompt.len() + self.chosen.len();
+            let draft = draft.filter(|draft| draft.can_guess(tokens));
+            return self.guessing_turn(engine, draft, (place, most), tell, preempt);
         }
         self.plain_turn(engine, (place, most), tell, preempt)
     }
@@ -294,6 +300,7 @@ impl Sequence {
     fn guessing_turn(
         &mut self,
         engine: &mut dyn Engine,
+        mut draft: Option<&mut Draft<'_>>,
         (place, most): (usize, u64),
         tell: Tell<'_>,
         preempt: &mut dyn FnMut() -> bool,
@@ -301,36 +308,56 @@ impl Sequence {
         let left = self.work.limit as usize - self.chosen.len();
         let room = left.min(most as usize).saturating_sub(1);
         let Some(guesser) = self.informed() else { return Ok((0, None)) };
-        let (plan, before, began) = (guesser.next(room), self.chosen.len(), Instant::now());
-        let (ran, finish) = match &plan {
-            Plan::Plain => self.plain_turn(engine, (place, most.min(LOOKED)), tell, preempt)?,
-            Plan::Window(guesses) if self.chosen_there => {
-                let (tokens, told) = ([&self.chosen[before - 1..], guesses].concat(), 0);
-                let (kernel, guide) = (&mut self.kernel, None);
-                let mut teller = Teller { kernel, told, guide, tell, preempt };
-                let done = engine.speculate(&[(place, &tokens)], &mut teller)?.pop();
-                let done = done.unwrap_or_else(|| Err("no answer".to_owned()));
-                let done = done.map_err(Broken::Sequence)?;
-                (done.ran, self.took(done, told, tell))
+        let worth = draft.as_deref().map(|draft| (&draft.worth, draft.unread(guesser.text())));
+        let slice = if worth.is_some_and(|(worth, _)| worth.waits()) { FIRST } else { LOOKED };
+        let plan = guesser.next(room, worth);
+        let guessed = match (&plan, draft.as_deref_mut()) {
+            (Plan::Draft(count) | Plan::Look(count), Some(draft)) => {
+                draft.guess(guesser.text(), *count)
             }
-            Plan::Window(guesses) => self.window_turn(engine, (place, guesses), tell)?,
+            _ => Guessed::default(),
         };
-        let tokens = &self.chosen[before..];
-        let us = began.elapsed().as_secs_f64() * 1e6;
-        let timed = engine.timed();
-        let Some(guesser) = &mut self.guesser else { return Ok((ran, finish)) };
-        match plan {
-            Plan::Plain => {
-                let each = us / tokens.len().max(1) as f64;
-                guesser.stepped(tokens, timed.then_some(each));
+        let (before, kernel, began) = (self.chosen.len(), engine.kernel(), Instant::now());
+        let (ran, finish) = match &plan {
+            Plan::Plain | Plan::Look(_) => {
+                self.plain_turn(engine, (place, most.min(slice)), tell, preempt)?
             }
-            Plan::Window(guesses) => guesser.ran(&guesses, tokens, timed.then_some(us)),
-        }
+            Plan::Window(guesses) => self.window_turn(engine, (place, guesses), tell, preempt)?,
+            Plan::Draft(_) => self.window_turn(engine, (place, &guessed.tokens), tell, preempt)?,
+        };
+        let us = began.elapsed().as_secs_f64() * 1e6;
+        // A launch of the other kernel is in no price.
+        let us = (engine.timed() && engine.kernel() == kernel).then_some(us);
+        let tokens = &self.chosen[before..];
+        let Some(guesser) = &mut self.guesser else { return Ok((ran, finish)) };
+        let worth = draft.map(|draft| &mut draft.worth);
+        guesser.learn((&plan, &guessed), (tokens, us), worth);
         Ok((ran, finish))
     }
 
-    /// A window whose tokens the host samples, row by row until a guess was wrong.
+    /// A window with these guesses.
     fn window_turn(
+        &mut self,
+        engine: &mut dyn Engine,
+        (place, guesses): (usize, &[u32]),
+        tell: Tell<'_>,
+        preempt: &mut dyn FnMut() -> bool,
+    ) -> Result<(usize, Option<Finish>), Broken> {
+        if !self.chosen_there {
+            return self.host_window(engine, (place, guesses), tell);
+        }
+        let tokens = [self.unfed(), guesses].concat();
+        let (kernel, told, guide) = (&mut self.kernel, 0, None);
+        let mut teller = Teller { kernel, told, guide, tell, preempt };
+        let done = engine.speculate(&[(place, &tokens)], &mut teller)?.pop();
+        let told = teller.told;
+        let done = done.unwrap_or_else(|| Err("no answer".to_owned()));
+        let done = done.map_err(Broken::Sequence)?;
+        Ok((done.ran, self.took(done, told, tell)))
+    }
+
+    /// A window whose tokens the host samples, row by row until a guess was wrong.
+    fn host_window(
         &mut self,
         engine: &mut dyn Engine,
         (place, guesses): (usize, &[u32]),

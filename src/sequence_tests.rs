@@ -11,12 +11,15 @@ struct Sampler {
     stop: Vec<u32>,
     windows: usize,
     penalty: bool,
+    /// Of 8 tokens a text soon repeats, of many not.
+    many: bool,
 }
 
 impl Sampler {
     fn next(&self) -> u32 {
         let last = &self.ran[self.ran.len().saturating_sub(self.span)..];
-        last.iter().fold(self.seed, |sum, t| sum.wrapping_mul(31).wrapping_add(*t)) >> 7 & 7
+        let of = last.iter().fold(self.seed, |sum, t| sum.wrapping_mul(31).wrapping_add(*t));
+        if self.many { of.wrapping_mul(2_654_435_761) >> 12 } else { of >> 7 & 7 }
     }
 
     /// Runs tokens, then samples until a stop token or `count`; all but the last are run.
@@ -43,6 +46,11 @@ impl Engine for Sampler {
     }
 
     fn end(&mut self, _: usize) {}
+
+    fn rewind(&mut self, _: usize, positions: usize) -> Result<(), Broken> {
+        self.ran.truncate(positions);
+        Ok(())
+    }
 
     fn choose_by(&mut self, _: usize, how: &How<'_>) -> Result<bool, Broken> {
         self.stop = how.stop.to_vec();
@@ -92,12 +100,18 @@ impl Engine for Sampler {
 }
 
 /// A text, and the number of windows that ran it.
-fn text(
-    machine: Sampler,
+fn text(machine: Sampler, speculate: u32, settings: (u32, u32, f32)) -> (Vec<u32>, Finish, usize) {
+    let (told, finish, windows, _) = drafted(machine, None, speculate, settings);
+    (told, finish, windows)
+}
+
+/// The same with a draft, and what its windows gave.
+fn drafted(
+    mut machine: Sampler,
+    mut draft: Option<&mut Draft<'_>>,
     speculate: u32,
     (limit, stop, penalty): (u32, u32, f32),
-) -> (Vec<u32>, Finish, usize) {
-    let mut machine = machine;
+) -> (Vec<u32>, Finish, usize, Tally) {
     let work = Work {
         prompt: vec![1, 2, 3, 1, 2],
         limit,
@@ -118,7 +132,8 @@ fn text(
                 told.push(token)
             }
         };
-        let turn = sequence.turn(&mut machine, (0, 16), &mut tell, &mut || false);
+        let draft = draft.as_deref_mut();
+        let turn = sequence.turn(&mut machine, draft, (0, 16), &mut tell, &mut || false);
         let (ran, finish) = turn.unwrap();
         assert!(ran <= 16 && sequence.fed == machine.ran.len());
         if let Some(finish) = finish {
@@ -127,7 +142,8 @@ fn text(
     };
     assert_eq!(told, sequence.chosen);
     assert_eq!(sequence.fed + 1, 5 + told.len(), "the last token is not run");
-    (told, finish, machine.windows)
+    let tally = sequence.guesser.map_or_else(Tally::default, |guesser| guesser.tally);
+    (told, finish, machine.windows, tally)
 }
 
 #[test]
@@ -147,6 +163,31 @@ fn a_machine_that_samples_gives_the_same_text_with_guesses() {
         stops += usize::from(finish == Finish::Stop);
     }
     assert!(windows > 300 && stops > 5, "{windows} windows, {stops} stops");
+}
+
+/// A draft that chooses as the machine does is always right, another one nearly never; it follows one text after the other.
+#[test]
+fn a_draft_changes_no_text_and_guesses_before_anything_repeats() {
+    let machine = |seed, span| Sampler { seed, span, many: true, ..Sampler::default() };
+    for right in [true, false] {
+        let mut sum = Tally::default();
+        for span in 1..4 {
+            let engine = machine(if right { 3 } else { 4 }, span);
+            let mut draft = Draft::new(Box::new(engine), 1000).unwrap();
+            for limit in [2, 30, 60] {
+                let settings = (limit, 9, 1.0);
+                let (plain, ..) = text(machine(3, span), 0, settings);
+                let model = machine(3, span);
+                let (guessed, _, _, tally) = drafted(model, Some(&mut draft), 4, settings);
+                assert_eq!(guessed, plain, "{right} {span} {limit}");
+                sum.drafted += tally.drafted;
+                sum.drafts_accepted += tally.drafts_accepted;
+                sum.drafts_rejected += tally.drafts_rejected;
+            }
+        }
+        assert!(sum.drafted > 10, "{right}: {sum:?}");
+        assert_eq!(sum.drafts_rejected == 0, right, "{sum:?}");
+    }
 }
 
 #[test]
@@ -231,7 +272,7 @@ fn a_rule_is_prepared_while_the_machine_runs() {
     });
     sequence.begin(&mut engine, 0).unwrap();
     let finish = loop {
-        let turn = sequence.turn(&mut engine, (0, 16), &mut |_| {}, &mut || false).unwrap();
+        let turn = sequence.turn(&mut engine, None, (0, 16), &mut |_| {}, &mut || false).unwrap();
         if let Some(finish) = turn.1 {
             break finish;
         }

@@ -378,6 +378,41 @@ fn a_guessed_answer_is_the_same() {
     assert!(message.contains("0 to 7"), "{message}");
 }
 
+/// The same with a draft, whose guesses are counted apart. Beside another request nobody has it.
+#[test]
+fn an_answer_with_a_draft_is_the_same() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/golden/llama3-rope-bf16");
+    let flags = ["--speculate", "4", "--draft", model];
+    let server = Server::start(&[&["--model", model, "--device", "cpu"], &flags[..]].concat());
+    let ask = |most: u32, seed: u32| {
+        let (prompt, temperature) = ([3, 5, 8, 13 + seed], f64::from(seed) / 8.0);
+        let fields = json!({"model": "llama3-rope-bf16", "prompt": prompt, "max_tokens": 40, "temperature": temperature, "seed": seed, "ignore_eos": true, "speculative.n_max": most});
+        server.complete(fields).text()
+    };
+    let drafted = || {
+        let metrics = server.get("/metrics").body;
+        ["guessed", "accepted"].map(|name| {
+            let prefix = format!("amk_draft_{name}_tokens_total");
+            let line = metrics.lines().find(|line| line.starts_with(&prefix));
+            let count = line.and_then(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok());
+            count.unwrap_or_else(|| panic!("{metrics}"))
+        })
+    };
+    let plain: Vec<String> = (0..4).map(|seed| ask(0, seed)).collect();
+    assert_eq!(drafted(), [0.0, 0.0], "a request may do without");
+    for seed in 0..4 {
+        assert_eq!(ask(4, seed), plain[seed as usize]);
+    }
+    let [guessed, accepted] = drafted();
+    assert!(guessed > 30.0 && accepted <= guessed && accepted > 20.0, "{accepted} of {guessed}");
+    let ask = &ask;
+    let together: Vec<String> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|seed| scope.spawn(move || ask(4, seed))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(together, plain);
+}
+
 /// Concurrent requests take turns, and none changes another.
 #[test]
 fn requests_beside_each_other_do_not_meet() {

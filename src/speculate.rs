@@ -1,4 +1,5 @@
-//! Guesses of the next tokens, by looking the last ones up in the text so far, and when they are worth a window.
+//! Guesses of the next tokens, by looking the last ones up in the text so far or by a draft model, and when they are worth a
+//! window.
 //!
 //! Everything here is a function of the tokens and of the times that it is given: it reads no clock. A guess never changes a
 //! token: the machine chooses each token as without it, and a guess only decides how many positions a step has.
@@ -7,9 +8,14 @@ use std::collections::HashMap;
 
 use serde_json::{Value, json};
 
+mod draft;
 mod share;
+mod worth;
 
+pub(crate) use draft::{Draft, Guessed};
 pub(crate) use share::{Offer, Sharing};
+pub(crate) use worth::Worth;
+use worth::{Drafted, expected};
 
 /// Most guesses of a window, beside the next token.
 pub(crate) const GUESSES_MAX: u32 = abi::SEQS_MAX as u32 - 1;
@@ -46,6 +52,10 @@ impl Lookup {
 
     pub(crate) fn len(&self) -> usize {
         self.tokens.len()
+    }
+
+    pub(crate) fn text(&self) -> &[u32] {
+        &self.tokens
     }
 
     pub(crate) fn push(&mut self, token: u32) {
@@ -107,6 +117,10 @@ pub(crate) struct Tally {
     pub(crate) rejected: u64,
     /// Tokens of these steps.
     pub(crate) tokens: u64,
+    /// Of all guesses, of those that were right, and of windows with a wrong one: those of a draft.
+    pub(crate) drafted: u64,
+    pub(crate) drafts_accepted: u64,
+    pub(crate) drafts_rejected: u64,
 }
 
 /// How the next tokens are run.
@@ -116,6 +130,10 @@ pub(crate) enum Plan {
     Plain,
     /// A window with these guesses; without any, one position on the kernel of windows.
     Window(Vec<u32>),
+    /// A window with this many guesses of the draft.
+    Draft(usize),
+    /// As [`Plan::Plain`], compared with this many guesses of the draft: whether it has become better.
+    Look(usize),
 }
 
 /// What a window of this many positions is expected to take, in steps of the kernel for one sequence: more than batches of
@@ -125,9 +143,30 @@ pub(crate) fn price(positions: usize) -> f64 {
 }
 
 impl Tally {
+    /// Counts a window: its guesses, how many were right and whether one was wrong, its tokens, and whether a draft guessed.
+    pub(crate) fn add(
+        &mut self,
+        guesses: usize,
+        (right, wrong): (usize, bool),
+        tokens: usize,
+        drafted: bool,
+    ) {
+        self.windows += 1;
+        self.guessed += guesses as u64;
+        self.accepted += right as u64;
+        self.rejected += u64::from(wrong);
+        self.tokens += tokens as u64;
+        if drafted {
+            self.drafted += guesses as u64;
+            self.drafts_accepted += right as u64;
+            self.drafts_rejected += u64::from(wrong);
+        }
+    }
+
     /// The fields of documents.
     pub(crate) fn to_json(self) -> Value {
-        let Self { windows, guessed, accepted, rejected, tokens } = self;
+        let Self { windows, guessed, accepted, rejected, tokens, .. } = self;
+        let Self { drafted, drafts_accepted, drafts_rejected, .. } = self;
         let over = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
         json!({
             "windows": windows,
@@ -137,6 +176,9 @@ impl Tally {
             "rejected": rejected,
             "acceptance": over(accepted, accepted + rejected),
             "tokens_per_window": over(tokens, windows),
+            "drafted": drafted,
+            "drafts_accepted": drafts_accepted,
+            "drafts_acceptance": over(drafts_accepted, drafts_accepted + drafts_rejected),
         })
     }
 }
@@ -186,6 +228,9 @@ impl Guesser {
             accepted: self.tally.accepted - before.accepted,
             rejected: self.tally.rejected - before.rejected,
             tokens: self.tally.tokens - before.tokens,
+            drafted: self.tally.drafted - before.drafted,
+            drafts_accepted: self.tally.drafts_accepted - before.drafts_accepted,
+            drafts_rejected: self.tally.drafts_rejected - before.drafts_rejected,
         }
     }
 
@@ -200,32 +245,49 @@ impl Guesser {
         Offer { acceptance, guesses: self.lookup.guess(most) }
     }
 
-    /// How the next step is run, with no more than `room` guesses.
-    pub(crate) fn next(&mut self, room: usize) -> Plan {
-        let (width, gain) = self.best();
-        self.windows = gain >= if self.windows { ENDS } else { BEGINS };
-        if !self.windows {
-            return Plan::Plain;
-        }
-        Plan::Window(self.lookup.guess(width.min(room)))
+    /// The text so far.
+    pub(crate) fn text(&self) -> &[u32] {
+        self.lookup.text()
     }
 
-    /// The best number of guesses of a window, and the tokens per time with it, in those of steps of one position.
-    fn best(&self) -> (usize, f64) {
+    /// How the next step is run, with no more than `room` guesses. A guess that is looked up costs nothing, so it comes
+    /// before those of a draft, which has not read the last `unread` tokens of the text.
+    pub(crate) fn next(&mut self, room: usize, draft: Option<(&Worth, usize)>) -> Plan {
+        let worth = draft.map(|(worth, _)| worth);
+        if let Some(us) = worth.and_then(Worth::plain).filter(|_| self.plain.median().is_none()) {
+            self.plain.add(us); // of the texts before
+        }
+        let worth = worth.filter(|worth| !worth.waits() && room > 0);
+        let left = (draft.map_or(0, |(_, unread)| unread), room);
+        let drafts = worth.and_then(|worth| worth.best(self.most, left, |width| self.price(width)));
+        let (width, gain) = self.best(drafts);
+        let goes_on = self.windows && drafts.is_some() && worth.is_some_and(Worth::saved);
+        self.windows = goes_on || gain >= if self.windows { ENDS } else { BEGINS };
+        let look = worth.and_then(|worth| worth.look(left.0, left.1));
+        let look = look.map(|look| look.min(self.most).min(room));
+        if !self.windows {
+            return look.map_or(Plan::Plain, Plan::Look);
+        }
+        let guesses = self.lookup.guess(width.min(room));
+        match drafts.map(|drafts| drafts.guesses.min(room)).or(look) {
+            Some(count) if guesses.is_empty() => Plan::Draft(count),
+            _ => Plan::Window(guesses),
+        }
+    }
+
+    /// The best number of guesses of a window that are looked up, and the tokens per time with it, in those of steps of one
+    /// position. Where there are none, a window has those of a draft, or one position.
+    fn best(&self, drafts: Option<Drafted>) -> (usize, f64) {
+        let (tokens, steps) = drafts.map_or((1.0, self.price(1)), |of| (of.tokens, of.price));
         let gain = |guesses: usize| {
             let mean =
                 |with: f64, without: f64| self.coverage * with + (1.0 - self.coverage) * without;
-            mean(self.expected(guesses), 1.0) / mean(self.price(guesses + 1), self.price(1))
+            mean(expected(self.acceptance, guesses), tokens) / mean(self.price(guesses + 1), steps)
         };
         let better = |best: (usize, f64), guesses| {
             if gain(guesses) > best.1 { (guesses, gain(guesses)) } else { best }
         };
         (1..=self.most).fold((0, 0.0), better)
-    }
-
-    /// Tokens that a window with this many guesses is expected to give.
-    fn expected(&self, guesses: usize) -> f64 {
-        (0..=guesses as i32).map(|right| self.acceptance.powi(right)).sum()
     }
 
     /// What a window of this many positions takes, in steps of the kernel for one sequence. Before one was timed: what the
@@ -236,6 +298,35 @@ impl Guesser {
         let timed = self.times.iter().enumerate().filter_map(|(of, t)| Some((of, t.median()?)));
         let nearest = timed.min_by_key(|(of, _)| of.abs_diff(positions));
         nearest.map_or(expected, |(_, us)| us / plain)
+    }
+
+    /// Notes what a turn by a plan gave, with these guesses of the draft, and the microseconds that it took.
+    pub(crate) fn learn(
+        &mut self,
+        (plan, guessed): (&Plan, &Guessed),
+        (tokens, us): (&[u32], Option<f64>),
+        worth: Option<&mut Worth>,
+    ) {
+        match (plan, worth) {
+            (Plan::Window(guesses), worth) => {
+                self.ran(guesses, tokens, us);
+                worth.into_iter().for_each(|worth| worth.gave(tokens.len()));
+            }
+            (Plan::Draft(_), Some(worth)) => {
+                worth.gave(tokens.len());
+                self.ran_drafted(worth, guessed, (tokens, us));
+            }
+            (_, worth) => {
+                let each = us.map(|us| us / tokens.len().max(1) as f64);
+                self.stepped(tokens, each);
+                let Some(worth) = worth else { return };
+                worth.stepped(each);
+                worth.gave(tokens.len());
+                if let Plan::Look(_) = plan {
+                    worth.looked(guessed, tokens);
+                }
+            }
+        }
     }
 
     /// Notes tokens that steps of one position gave, and what each step took. The guesses that there would have been are
@@ -253,20 +344,33 @@ impl Guesser {
     /// Notes what a window with these guesses gave, and what it took.
     pub(crate) fn ran(&mut self, guesses: &[u32], tokens: &[u32], us: Option<f64>) {
         self.looked(!guesses.is_empty());
-        let right = tokens.iter().zip(guesses).take_while(|(token, guess)| token == guess).count();
+        let (right, wrong) = self.counted(guesses, tokens, us);
+        self.tally.add(guesses.len(), (right, wrong), tokens.len(), false);
         (0..right).for_each(|_| self.judged(true));
-        let wrong = right < guesses.len() && right < tokens.len();
         if wrong {
             self.judged(false);
         }
-        self.tally.rejected += u64::from(wrong);
+    }
+
+    /// The same of guesses of a draft.
+    fn ran_drafted(
+        &mut self,
+        worth: &mut Worth,
+        guessed: &Guessed,
+        (tokens, us): (&[u32], Option<f64>),
+    ) {
+        self.looked(false);
+        let (right, wrong) = self.counted(&guessed.tokens, tokens, us);
+        self.tally.add(guessed.tokens.len(), (right, wrong), tokens.len(), true);
+        worth.ran(guessed, (right, wrong), (tokens.len(), us));
+    }
+
+    /// Counts a window. Returns how many guesses were right, and whether one was wrong.
+    fn counted(&mut self, guesses: &[u32], tokens: &[u32], us: Option<f64>) -> (usize, bool) {
         tokens.iter().for_each(|&token| self.lookup.push(token));
-        self.tally.windows += 1;
-        self.tally.guessed += guesses.len() as u64;
-        self.tally.accepted += right as u64;
-        self.tally.tokens += tokens.len() as u64;
         let times = self.times.get_mut(guesses.len() + 1);
         times.into_iter().zip(us).for_each(|(times, us)| times.add(us));
+        compared(guesses, tokens)
     }
 
     fn looked(&mut self, found: bool) {
@@ -276,6 +380,12 @@ impl Guesser {
     fn judged(&mut self, right: bool) {
         self.acceptance = KEEPS * self.acceptance + (1.0 - KEEPS) * f64::from(u8::from(right));
     }
+}
+
+/// How many guesses were right, and whether one behind these was wrong.
+fn compared(guesses: &[u32], tokens: &[u32]) -> (usize, bool) {
+    let right = tokens.iter().zip(guesses).take_while(|(token, guess)| token == guess).count();
+    (right, right < guesses.len() && right < tokens.len())
 }
 
 #[cfg(test)]

@@ -1,3 +1,4 @@
+use super::worth::PAYS;
 use super::*;
 use proptest::prelude::*;
 
@@ -38,10 +39,11 @@ fn continued(
     let mut guesser = Guesser::new(prompt, most);
     while all.len() < prompt.len() + count {
         let room = prompt.len() + count - all.len() - 1;
-        let plan = guesser.next(room);
+        let plan = guesser.next(room, None);
         let (guesses, kernel) = match plan {
             Plan::Plain => (Vec::new(), 0),
             Plan::Window(guesses) => (guesses, 1),
+            plan @ (Plan::Draft(_) | Plan::Look(_)) => panic!("{plan:?} without a draft"),
         };
         assert!(guesses.len() <= most.min(room));
         // What a window gives: the choice behind each position whose guesses before it were right.
@@ -124,4 +126,162 @@ fn windows_that_take_too_long_are_given_up() {
     let dear = |positions: usize| if positions == 0 { 600.0 } else { 20_000.0 };
     let (_, tally, _) = continued(&[1, 2, 3, 4, 5], (300, 7), next, dear);
     assert!(tally.windows <= 2, "{tally:?}");
+}
+
+/// Steps of 3600 us: those of qwen3-8b, a window of it, and between two commands 210 us.
+const STEP: f64 = 3600.0;
+const PAUSE: f64 = 210.0;
+
+fn window_us(positions: usize) -> f64 {
+    STEP * price(positions) + PAUSE
+}
+
+/// A draft whose guesses are right with a probability, wherever they begin, and whose step takes a part of one of the model.
+struct Simulated {
+    acceptance: f64,
+    step: f64,
+    /// A token of a chunk.
+    chunk: f64,
+    /// The tokens that it has run.
+    fed: Vec<u32>,
+}
+
+impl Simulated {
+    fn right(&self, position: usize) -> bool {
+        let mixed = (position as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let mixed = (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40;
+        mixed as f64 / f64::from(1 << 24) < self.acceptance
+    }
+
+    fn unread(&self, text: &[u32]) -> usize {
+        let same = self.fed.iter().zip(text).take_while(|(fed, token)| fed == token).count();
+        text.len() - same.min(text.len() - 1)
+    }
+
+    /// Guesses behind a text; what is unread is read in a chunk if there are many tokens.
+    fn guess(&mut self, text: &[u32], count: usize, next: impl Fn(&[u32]) -> u32) -> Guessed {
+        let mut all = text.to_vec();
+        for _ in 0..count {
+            let token = next(&all);
+            all.push(if self.right(all.len()) { token } else { token ^ 1 });
+        }
+        let unread = self.unread(text);
+        let reads =
+            if unread > 16 { self.chunk * unread as f64 } else { self.step * unread as f64 };
+        let us = self.step * (count - 1) as f64 + reads + PAUSE;
+        self.fed = all[..all.len() - 1].to_vec();
+        Guessed { tokens: all.split_off(text.len()), us: Some(us), read: unread }
+    }
+}
+
+/// Continues a text that cannot be looked up for so many tokens; the time, in steps of the model.
+fn drafted(
+    worth: &mut Worth,
+    draft: &mut Simulated,
+    (prompt, count): (usize, usize),
+) -> (f64, Tally) {
+    let next = |all: &[u32]| (all.len() as u32).wrapping_mul(2_654_435_761) >> 3;
+    let mut all: Vec<u32> =
+        (0..prompt as u32).map(|i| (i * i).wrapping_mul(2_654_435_761)).collect();
+    draft.fed.clear();
+    let mut guesser = Guesser::new(&all, 7);
+    let mut spent = 0.0;
+    while all.len() < prompt + count {
+        let room = prompt + count - all.len() - 1;
+        let plan = guesser.next(room, Some((worth, draft.unread(&all))));
+        let guessed = match plan {
+            Plan::Draft(count) | Plan::Look(count) => draft.guess(&all, count, next),
+            Plan::Plain | Plan::Window(_) => Guessed::default(),
+        };
+        let (steps, guesses) = match &plan {
+            Plan::Plain | Plan::Look(_) => {
+                (if worth.waits() { 4 } else { 32 }.min(room + 1), &[][..])
+            }
+            Plan::Window(guesses) => (0, &guesses[..]),
+            Plan::Draft(_) => (0, &guessed.tokens[..]),
+        };
+        let mut tokens = vec![next(&all)];
+        let right = |tokens: &[u32]| guesses.get(tokens.len() - 1) == tokens.last();
+        while tokens.len() < steps || steps == 0 && right(&tokens) {
+            tokens.push(next(&[&all[..], &tokens].concat()));
+        }
+        let us = if steps > 0 { steps as f64 * STEP } else { window_us(guesses.len() + 1) };
+        spent += us + guessed.us.unwrap_or(0.0);
+        guesser.learn((&plan, &guessed), (&tokens, Some(us)), Some(worth));
+        all.extend(tokens);
+    }
+    (spent / STEP, guesser.tally)
+}
+
+/// Steps of the model per token with always so many guesses. Where all were right, the draft reads one token more.
+fn fixed(acceptance: f64, step: f64, guesses: usize) -> f64 {
+    let read = acceptance.powi(guesses as i32);
+    let draft = (step * (guesses as f64 + read) + PAUSE) / STEP;
+    (window_us(guesses + 1) / STEP + draft) / expected(acceptance, guesses)
+}
+
+#[test]
+fn a_draft_never_costs_much_and_is_near_the_best_number_of_guesses_where_it_pays() {
+    for part in [0.1, 0.4] {
+        for acceptance in [0.0, 0.3, 0.5, 0.7, 0.9] {
+            let step = part * STEP;
+            let mut worth = Worth::new(true);
+            let mut draft = Simulated { acceptance, step, chunk: 0.02 * step, fed: Vec::new() };
+            let (spent, tally) = drafted(&mut worth, &mut draft, (4, 1000));
+            let best = (1..=7).map(|n| fixed(acceptance, step, n)).fold(1.0, f64::min);
+            let what = format!(
+                "acceptance {acceptance}, a guess {part} of a step: {spent:.0} steps for 1000, best {best:.3}: {tally:?}"
+            );
+            assert!(spent <= 1000.0 / 0.97, "{what}");
+            if best < 1.0 / 1.15 {
+                assert!(spent <= 1100.0 * best, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hopeless_draft_is_learned_once_and_one_that_becomes_better_is_noticed() {
+    let text = |worth: &mut Worth, acceptance: f64| {
+        let mut draft = Simulated { acceptance, step: 0.1 * STEP, chunk: 7.0, fed: Vec::new() };
+        drafted(worth, &mut draft, (4, 1000)).0
+    };
+    let mut worth = Worth::new(true);
+    let first = text(&mut worth, 0.0);
+    let second = text(&mut worth, 0.0);
+    // Looks alone: a part of the time that is bounded.
+    assert!(second <= 1000.0 * (1.0 + PAYS) + 1.0 && second < first + 4.0, "{first}, {second}");
+    let better = text(&mut worth, 0.9);
+    assert!(better < 700.0, "{better}");
+    let again = text(&mut worth, 0.0);
+    assert!(again <= 1000.0 / 0.97, "{again}: what the text before saved is not lost here");
+}
+
+/// Reading a token takes 50 us: of 4000 as long as 55 steps of the model.
+#[test]
+fn a_long_text_is_read_only_where_enough_tokens_are_left() {
+    let mut worth = Worth::new(true);
+    let mut draft = Simulated { acceptance: 0.8, step: 0.1 * STEP, chunk: 50.0, fed: Vec::new() };
+    let (long, tally) = drafted(&mut worth, &mut draft, (4000, 1000));
+    assert!(long < 700.0 && tally.drafted > 500, "{long}: {tally:?}");
+    let (short, tally) = drafted(&mut worth, &mut draft, (4000, 40));
+    assert!(short < 41.0 && tally.drafted == 0, "{short}: {tally:?}");
+    let (short, tally) = drafted(&mut worth, &mut draft, (40, 40));
+    assert!(short < 30.0 && tally.drafted > 20, "{short}: {tally:?}");
+}
+
+#[test]
+fn guesses_of_a_draft_are_counted_by_their_source() {
+    let mut guesser = Guesser::new(&[1, 2, 3], 4);
+    let mut worth = Worth::new(false);
+    let Plan::Draft(count) = guesser.next(20, Some((&worth, 3))) else { panic!("it is tried") };
+    let guessed = Guessed { tokens: vec![4, 5, 9], us: None, read: 3 };
+    guesser.learn((&Plan::Draft(count), &guessed), (&[4, 5, 6], None), Some(&mut worth));
+    let Tally { guessed, accepted, rejected, drafted, drafts_accepted, .. } = guesser.tally;
+    assert_eq!((guessed, accepted, rejected, drafted, drafts_accepted), (3, 2, 1, 3, 2));
+    guesser.learn((&Plan::Window(vec![7]), &Guessed::default()), (&[7, 8], None), Some(&mut worth));
+    let tally = guesser.tally.to_json();
+    assert_eq!((&tally["accepted"], &tally["drafts_accepted"]), (&3.into(), &2.into()));
+    assert_eq!(tally["drafts_acceptance"], 2.0 / 3.0);
+    assert_eq!(guesser.text(), [1, 2, 3, 4, 5, 6, 7, 8]);
 }

@@ -113,6 +113,12 @@ impl Tokenizer {
         serde_json::to_value(&self.inner).map_err(|e| ModelError::Tokenizer(e.to_string()))
     }
 
+    /// Whether both have the same tokens with the same ids.
+    #[must_use]
+    pub fn has_tokens_of(&self, other: &Self) -> bool {
+        self.inner.get_vocab(true) == other.inner.get_vocab(true)
+    }
+
     /// Whether the folder has a chat template.
     #[must_use]
     pub fn has_chat_template(&self) -> bool {

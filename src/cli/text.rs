@@ -98,11 +98,30 @@ pub(crate) struct GenerateArgs {
 }
 
 /// Guessed tokens of `generate`, `chat` and `serve`.
-#[derive(Clone, Copy, Debug, Default, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub(crate) struct GuessArgs {
     /// Guess up to this many next tokens from the text so far and check them in one step, while that is faster. No token changes. Default: none.
     #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=7))]
     pub(crate) speculate: u32,
+    /// A small model of the same vocabulary that guesses where the text has nothing to look up, while that is faster. On cuda it
+    /// runs on the first GPU that the model does not use.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", requires = "speculate")]
+    pub(crate) draft: Option<String>,
+}
+
+/// Guessed tokens of `bench`.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct WindowArgs {
+    /// Time the tokens of one sequence where each step checks up to this many guesses of the next tokens, and plain steps for comparison.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=7), conflicts_with_all = ["bundle", "peers", "gguf", "prefill", "sequences", "manifest", "phase"])]
+    pub(crate) speculate: Option<u32>,
+    /// With --speculate: guesses are the true tokens, and wrong with the probability 1 - A, instead of looked up in the text.
+    #[arg(long, value_name = "A", requires = "speculate", value_parser = probability)]
+    pub(crate) acceptance: Option<f64>,
+    /// With --speculate: a small model of the same vocabulary guesses where the text has nothing to look up, on cuda on the first
+    /// GPU that the model does not use. With --acceptance it takes its time, and the guesses are those of --acceptance.
+    #[arg(long, value_name = "DIR|ORG/NAME|PRESET", requires = "speculate")]
+    pub(crate) draft: Option<String>,
 }
 
 /// A log of the commands of `generate` and `serve`.

@@ -172,7 +172,7 @@ pub(crate) fn run(args: &BenchArgs) -> Outcome {
 impl<'a> Row<'a> {
     /// Loads the model and chooses the schedule; refuses what cannot be timed before any device is opened.
     fn new(args: &'a BenchArgs) -> Result<Self, Failure> {
-        let work = match (args.sequences, args.prefill, args.speculate) {
+        let work = match (args.sequences, args.prefill, args.windows.speculate) {
             (Some(sequences), _, _) => Work::Batch(sequences),
             (None, Some(tokens), _) => Work::Prompt(tokens),
             (None, None, Some(guesses)) => Work::Windows(guesses),

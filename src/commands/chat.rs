@@ -11,15 +11,16 @@ use serde_json::json;
 use sessions::Priority;
 use vm_host::KvPool;
 
-use crate::cli::{ChatArgs, DeviceChoice};
+use crate::cli::{ChatArgs, DeviceChoice, GuessArgs};
 use crate::context::Context;
-use crate::engine::{self, Engine, Megakernel, SharedPages, Windows};
+use crate::engine::{self, DraftModel, Engine, Megakernel, SharedPages, Windows};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::host_rules::HostRules;
 use crate::live_text::LiveText;
 use crate::memory::{self, Use};
 use crate::schedule_choice::{Auto, Chosen, choose};
 use crate::sequence::{SLICE, Sequence, Told, Work};
+use crate::speculate::Draft;
 use crate::spinner::Spinner;
 use crate::{interrupt, report};
 
@@ -47,34 +48,41 @@ pub(crate) fn run(args: &ChatArgs) -> Outcome {
         DeviceChoice::Cpu | DeviceChoice::Cuda => (context.open_here(false)?, false),
     };
     args.prefill.check(gpu.is_some())?;
+    let GuessArgs { speculate, draft } = &args.guesses;
+    let draft = DraftModel::of(draft.as_deref(), *speculate, (&context, gpu.is_some()))?;
     let host = Use::Host { sequences: 2, positions: context.kv_capacity.into() };
     memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
     if gpu.is_none() && on_graph {
         let shared = Some(SharedPages::new(1, context.kv_capacity, context.graph().layers.len()));
-        return converse(args, &context, &tokenizer, &mut engine::graph(&context, shared));
+        if draft.is_some() {
+            return Err(DraftModel::no_windows());
+        }
+        return converse(args, &context, &tokenizer, (&mut engine::graph(&context, shared), None));
     }
+    let draft = draft.as_ref().map(DraftModel::open).transpose()?;
     let Chosen { config, .. } = choose(&context, &args.config, context.kv_capacity, Auto::Fastest)?;
     let program = Arc::new(context.lowered(&config)?);
     let Some(mut gpu) = gpu else {
         let shared = Some(SharedPages::new(1, context.kv_capacity, context.graph().layers.len()));
         let mut machine = engine::reference(&context, &program, shared);
-        return converse(args, &context, &tokenizer, &mut machine);
+        return converse(args, &context, &tokenizer, (&mut machine, draft));
     };
     gpu.set_prefill(args.prefill.prefill)?;
     let handle = gpu.prepare(&program, &config.kernel)?;
     if let Some(windows) = Windows::of(&context, &config, args.guesses.speculate)? {
-        return converse(args, &context, &tokenizer, &mut windows.boot(gpu, handle)?.sharing());
+        let mut engine = windows.boot(gpu, handle)?.sharing();
+        return converse(args, &context, &tokenizer, (&mut engine, draft));
     }
     gpu.serve(handle, 1, KvPool::Full)?;
-    converse(args, &context, &tokenizer, &mut Megakernel::new(gpu, handle, 1).sharing())
+    converse(args, &context, &tokenizer, (&mut Megakernel::new(gpu, handle, 1).sharing(), None))
 }
 
-/// Reads lines and answers them until the input ends.
+/// Reads lines and answers them until the input ends. The draft's kernel has left afterwards.
 fn converse(
     args: &ChatArgs,
     context: &Context,
     tokenizer: &Tokenizer,
-    engine: &mut dyn Engine,
+    (engine, mut draft): (&mut dyn Engine, Option<Draft<'_>>),
 ) -> Outcome {
     interrupt::catch("answers", |_| {
         if !ANSWERING.load(Ordering::SeqCst) {
@@ -107,7 +115,7 @@ fn converse(
         messages.push(message("user", line));
         match prompt(args, context, tokenizer, &messages)? {
             Ok(work) => {
-                let text = answer(context, tokenizer, engine, work)?;
+                let text = answer(context, tokenizer, (engine, draft.as_mut()), work)?;
                 messages.push(message("assistant", text));
             }
             Err(why) => {
@@ -179,7 +187,7 @@ fn prompt(
 fn answer(
     context: &Context,
     tokenizer: &Tokenizer,
-    engine: &mut dyn Engine,
+    (engine, mut draft): (&mut dyn Engine, Option<&mut Draft<'_>>),
     work: Work,
 ) -> Result<String, Failure> {
     interrupt::forget();
@@ -193,6 +201,7 @@ fn answer(
         let most = if sequence.chosen.is_empty() { engine.prompt_slice() } else { SLICE as u64 };
         let turn = sequence.turn(
             engine,
+            draft.as_deref_mut(),
             (0, most),
             &mut |told| {
                 if let Told::Token(token, _) = told {

@@ -8,8 +8,9 @@ use model::Message;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::json;
 
-use crate::cli::GenerateArgs;
+use crate::cli::{GenerateArgs, GuessArgs};
 use crate::config_source::ConfigSource;
+use crate::engine::DraftModel;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::library::{Engine, Prompt, Request};
 use crate::live_text::LiveText;
@@ -25,6 +26,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     engine.streaming = args.stream.streaming();
     engine.check_weights = args.check_weights;
     engine.log.clone_from(&args.log);
+    let GuessArgs { speculate, draft } = &args.guesses;
+    if draft.is_some() && args.stream.stream_weights {
+        let message =
+            "--stream-weights is for one model, and --draft loads another before: leave one out";
+        return Err(Failure::usage(message));
+    }
+    let on = (engine.context(), engine.on_gpu());
+    engine.draft = DraftModel::of(draft.as_deref(), *speculate, on)?;
     let graph = engine.context().graph();
     let request = Request {
         prompt: prompt(args)?,

@@ -109,6 +109,28 @@ impl Gpu<'_> {
         self.activate(handle, false).map(|_| ())
     }
 
+    /// Boots for one sequence with a program, and launches no kernel: the first command does. So what other GPUs of this
+    /// process allocate waits for none.
+    pub(crate) fn boot(&mut self, handle: Handle) -> Result<(), DeviceError> {
+        let prepared = self.prepared(handle)?;
+        let (variant, program) = (prepared.variant, prepared.program.clone());
+        let idle = self.idle(&program, &variant)?;
+        self.machine = Machine::Idle(Box::new(idle));
+        Ok(())
+    }
+
+    /// Ends the kernel, if it is resident.
+    pub(crate) fn rest(&mut self) {
+        self.machine = match std::mem::replace(&mut self.machine, Machine::Absent) {
+            // One that does not exit is lost to this process, which the next command says.
+            Machine::Running(running) => {
+                let stopped = self.stop(*running);
+                stopped.map_or(Machine::Absent, |idle| Machine::Idle(Box::new(idle)))
+            }
+            machine @ (Machine::Absent | Machine::Idle(_)) => machine,
+        };
+    }
+
     /// The occupancy of the key/value caches, if there is a machine.
     pub(crate) fn pages(&self) -> Option<Occupancy> {
         match &self.machine {

@@ -159,6 +159,10 @@ where
         self.keep_of_window(place, tokens)
     }
 
+    fn rewind(&mut self, place: usize, positions: usize) -> Result<(), Broken> {
+        self.rewound(place, positions)
+    }
+
     fn kernel(&self) -> usize {
         self.kernel
     }

@@ -91,6 +91,20 @@ where
     }
 }
 
+impl<S: Cached, B, R> Hosted<S, B, R> {
+    pub(super) fn rewound(&mut self, place: usize, positions: usize) -> Result<(), Broken> {
+        let (sequence, _) = self.sequences.get_mut(&place).ok_or_else(|| unknown(place))?;
+        // What drops wrong guesses drops more, but not pages that others may have.
+        if S::WINDOW == 1 || self.shared.is_some() || positions > sequence.positions() {
+            return Err(Broken::Sequence(format!(
+                "place {place} cannot go to {positions} positions"
+            )));
+        }
+        sequence.truncate(positions);
+        Ok(())
+    }
+}
+
 impl Megakernel<'_> {
     /// The window of a place's next tokens, on the kernel of several sequences.
     fn window<'t>(&self, place: usize, tokens: &'t [u32]) -> Result<Window<'t>, Broken> {

@@ -19,14 +19,14 @@ use crate::cli::{
 };
 use crate::command_log::{CommandLog, Ended, Head, Kernel, Logged};
 use crate::context::Context;
-use crate::engine::{self, Engine as Machine, Megakernel, Windows};
+use crate::engine::{self, DraftModel, Engine as Machine, Megakernel, Windows};
 use crate::failure::Failure;
 use crate::host_rules::HostRules;
 use crate::memory::{self, Use};
 use crate::observe::{Command, Observer, Sequences, TurnEnd};
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose};
 use crate::sequence::{SLICE, Sequence, Told, Work};
-use crate::speculate::{self, Tally};
+use crate::speculate::{self, Draft, Tally};
 
 /// A model that continues prompts: `amk generate`, called from a program.
 ///
@@ -55,6 +55,8 @@ pub struct Engine {
     pub(crate) check_weights: bool,
     /// Where its commands are logged.
     pub(crate) log: CommandLogArgs,
+    /// What guesses beside the text.
+    pub(crate) draft: Option<DraftModel>,
 }
 
 /// What to continue.
@@ -196,6 +198,7 @@ impl Engine {
             streaming: None,
             check_weights: false,
             log: CommandLogArgs::default(),
+            draft: None,
         })
     }
 
@@ -245,7 +248,7 @@ impl Engine {
         }
     }
 
-    fn on_gpu(&self) -> bool {
+    pub(crate) fn on_gpu(&self) -> bool {
         self.context.device == DeviceChoice::Cuda
     }
 
@@ -350,7 +353,7 @@ impl Engine {
         if context.device == DeviceChoice::Eval {
             let mut graph = engine::graph(context, None);
             let log = self.begin_log(None)?;
-            return logged(log, &mut graph, context, (work, keep), (&mut said, on_token));
+            return logged(log, &mut graph, context, (work, keep, None), (&mut said, on_token));
         }
         // For the end of the generation, where steps are slowest.
         let tokens = u32::try_from(work.positions()).unwrap_or(u32::MAX);
@@ -362,13 +365,14 @@ impl Engine {
         let program = Arc::new(context.lowered(&config)?);
         said.program(0, &program);
         let log = self.begin_log(Some((&program, &config)))?;
+        let draft = self.draft.as_ref().map(DraftModel::open).transpose()?;
+        let work = (work, keep, draft);
         let generated = if on_gpu {
-            let (prompt, tap) = (work.prompt.len(), log.as_ref().map(CommandLog::tap));
-            let windows = Windows::of(context, &config, work.speculate)?;
+            let (prompt, tap) = (work.0.prompt.len(), log.as_ref().map(CommandLog::tap));
+            let windows = Windows::of(context, &config, work.0.speculate)?;
             let built = (&program, &config, windows.as_ref());
             let mut kernel = self.kernel(built, (prompt, keep), (observer, tap))?;
-            let mut generated =
-                logged(log, &mut kernel, context, (work, keep), (&mut said, on_token))?;
+            let mut generated = logged(log, &mut kernel, context, work, (&mut said, on_token))?;
             generated.weights = kernel.gpu().weights_report(self.began)?;
             if self.check_weights {
                 generated.weights_check = kernel.gpu().check_weights()?;
@@ -376,7 +380,7 @@ impl Engine {
             generated
         } else {
             let mut machine = engine::reference(context, &program, None);
-            logged(log, &mut machine, context, (work, keep), (&mut said, on_token))?
+            logged(log, &mut machine, context, work, (&mut said, on_token))?
         };
         Ok(Generated { schedule: Some(source), ..generated })
     }
@@ -426,12 +430,15 @@ impl Engine {
     }
 }
 
+/// A text, whether its logits are kept, and what guesses beside it.
+type Job<'d> = (Work, bool, Option<Draft<'d>>);
+
 /// Generates, with a log of the machine's commands if there is one.
 fn logged(
     log: Option<CommandLog>,
     machine: &mut dyn Machine,
     context: &Context,
-    work: (Work, bool),
+    work: Job<'_>,
     told: (&mut Sequences, OnToken<'_>),
 ) -> Result<Generated, Failure> {
     let Some(log) = log else { return continued(machine, context, work, told) };
@@ -440,11 +447,11 @@ fn logged(
     Ok(Generated { command_log: Some(ended), ..generated? })
 }
 
-/// Runs the prompt and generates until the text ends or the callback ends it.
+/// Runs the prompt and generates until the text ends or the callback ends it. The draft's kernel has left afterwards.
 fn continued(
     machine: &mut dyn Machine,
     context: &Context,
-    (work, keep): (Work, bool),
+    (work, keep, mut draft): Job<'_>,
     (said, on_token): (&mut Sequences, OnToken<'_>),
 ) -> Result<Generated, Failure> {
     let scored = work.logprobs.is_some();
@@ -472,7 +479,8 @@ fn continued(
             }
             Told::Prompt(_) | Told::Kernel(_) => {}
         };
-        let turn = sequence.turn(machine, (0, most as u64), &mut tell, &mut || stopped.get());
+        let place = (0, most as u64);
+        let turn = sequence.turn(machine, draft.as_mut(), place, &mut tell, &mut || stopped.get());
         let (ran, ended) = turn.map_err(|broken| match machine.lost() {
             Some(why) => Failure::missing(why),
             None => Failure::from(broken),

@@ -44,6 +44,7 @@ fn served() -> Served {
         seqs: 8,
         shares: true,
         speculate: 0,
+        draft: None,
         eos: Vec::new(),
         tokenizer: None,
         grammars: OnceLock::new(),

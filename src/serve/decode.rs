@@ -11,11 +11,12 @@ use sessions::{Fair, Outcome, Report, Scheduler, SessionId, Tenant, Turn};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::figures::DraftFigures;
 use crate::engine::{Broken, Engine};
 use crate::observe::{Command, Sequences, TurnEnd};
 pub(super) use crate::sequence::{Finish, Work};
 use crate::sequence::{Sequence, Told};
-use crate::speculate::Sharing;
+use crate::speculate::{Draft, Sharing};
 
 /// A request on its way to the decode thread. Dropping it frees its place in the queue.
 #[derive(Debug)]
@@ -105,12 +106,13 @@ impl Running {
     fn turn(
         &mut self,
         engine: &mut dyn Engine,
+        draft: Option<&mut Draft<'_>>,
         (place, most): (usize, u64),
         preempt: &mut dyn FnMut() -> bool,
     ) -> Result<(usize, Option<Finish>), Broken> {
         let Self { sequence, to, .. } = self;
         let mut preempt = || preempt() || to.is_closed();
-        sequence.turn(engine, (place, most), &mut |told| say(to, told), &mut preempt)
+        sequence.turn(engine, draft, (place, most), &mut |told| say(to, told), &mut preempt)
     }
 }
 
@@ -143,6 +145,9 @@ fn takes(inbox: &Receiver<Job>, waiting: &mut Fair<Job>) -> bool {
 pub(super) use idle::{BetweenRequests, Task};
 
 pub(super) struct EngineLoop<'e> {
+    /// Guesses for a sequence that is alone. Dropped before the engine: its kernel leaves first.
+    draft: Option<Draft<'e>>,
+    drafted: DraftFigures,
     engine: Box<dyn Engine + 'e>,
     scheduler: Scheduler,
     running: BTreeMap<SessionId, Running>,
@@ -165,7 +170,25 @@ impl<'e> EngineLoop<'e> {
         let (running, waiting) = (BTreeMap::new(), Fair::default());
         let (streams, between, piece_ran) = (true, None, false);
         let sharing = Sharing::default();
-        Self { engine, scheduler, running, waiting, said, streams, between, sharing, piece_ran }
+        let (draft, drafted) = (None, DraftFigures::default());
+        Self {
+            draft,
+            drafted,
+            engine,
+            scheduler,
+            running,
+            waiting,
+            said,
+            streams,
+            between,
+            sharing,
+            piece_ran,
+        }
+    }
+
+    /// With a draft model, and where its guesses are counted.
+    pub(super) fn with_draft(self, draft: Option<Draft<'e>>, drafted: DraftFigures) -> Self {
+        Self { draft, drafted, ..self }
     }
 
     /// Runs until all senders are dropped; unfinished requests then receive [`Finish::Leaving`].
@@ -309,7 +332,9 @@ impl<'e> EngineLoop<'e> {
         self.said.begin(&[(place, first)], sequence.next(most).len());
         let began = Instant::now();
         let mut preempt = || takes(inbox, &mut self.waiting);
-        let done = running.turn(&mut *self.engine, (place, most), &mut preempt);
+        // It has one sequence: in turns of several it would read each text again.
+        let draft = self.draft.as_mut().filter(|_| !others);
+        let done = running.turn(&mut *self.engine, draft, (place, most), &mut preempt);
         let took = began.elapsed();
         let positions = done.as_ref().map_or(0, |(ran, _)| *ran);
         let tokens = running.sequence.chosen.len() - chosen;
@@ -338,6 +363,7 @@ impl<'e> EngineLoop<'e> {
         let sequence = self.running.get_mut(&session).map(|running| &mut running.sequence);
         let (fed, guesses) =
             sequence.map_or_else(Default::default, |of| (of.fed, of.unpublished()));
+        self.drafted.add(&guesses);
         let end = TurnEnd {
             place: session.place(),
             first: fed.saturating_sub(ran),

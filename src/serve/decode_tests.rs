@@ -778,7 +778,7 @@ fn a_turn_yields() {
     running.sequence.begin(&mut engine, 0).unwrap();
     let ((jobs, inbox), mut waiting) = (channel(), Fair::default());
     let mut turn =
-        || running.turn(&mut engine, (0, 8), &mut || takes(&inbox, &mut waiting)).unwrap();
+        || running.turn(&mut engine, None, (0, 8), &mut || takes(&inbox, &mut waiting)).unwrap();
     assert_eq!(turn(), (8, None));
     let entered = admission.enter();
     assert_eq!(turn(), (8, None), "a request that is still being read stops nobody");

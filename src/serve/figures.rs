@@ -15,6 +15,7 @@ use telemetry::Page;
 
 use super::tenants::Tenants;
 use super::tune::TuneFigures;
+use crate::speculate::Tally;
 
 /// Bounds of times to the first token, in seconds: vLLM's.
 const FIRST: [f64; 22] = [
@@ -53,6 +54,30 @@ pub(super) struct Ran {
     pub(super) decode: Option<Duration>,
 }
 
+/// What a draft guessed. Clones count together.
+#[derive(Clone, Debug, Default)]
+pub(super) struct DraftFigures {
+    guessed: Counter,
+    accepted: Counter,
+}
+
+impl DraftFigures {
+    /// Adds what windows gave.
+    pub(super) fn add(&self, windows: &Tally) {
+        self.guessed.inc_by(windows.drafted);
+        self.accepted.inc_by(windows.drafts_accepted);
+    }
+
+    fn register(&self, registry: &mut Registry) {
+        for (name, help, counter) in [
+            ("guessed", "Of the guessed tokens, those of the draft model", &self.guessed),
+            ("accepted", "Of these, tokens that were right", &self.accepted),
+        ] {
+            registry.register(format!("amk_draft_{name}_tokens"), help, counter.clone());
+        }
+    }
+}
+
 /// The metrics of requests.
 pub(super) struct Figures {
     registry: Registry,
@@ -75,6 +100,7 @@ pub(super) struct Figures {
     drafts: Counter,
     drafted: Counter,
     accepted: Counter,
+    pub(super) draft: DraftFigures,
     success: Family<[(&'static str, &'static str); 1], Counter>,
     tenants: Arc<Tenants>,
 }
@@ -109,10 +135,12 @@ impl Figures {
             drafts: Counter::default(),
             drafted: Counter::default(),
             accepted: Counter::default(),
+            draft: DraftFigures::default(),
             success: Family::default(),
             tenants,
         };
         figures.register();
+        figures.draft.register(&mut figures.registry);
         figures.tenants.register(&mut figures.registry);
         figures
     }

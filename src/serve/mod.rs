@@ -46,17 +46,18 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use vm_host::KvPool;
 
-use crate::cli::{DeviceChoice, ServeArgs, widest};
+use crate::cli::{DeviceChoice, GuessArgs, ServeArgs, widest};
 use crate::command_log::{CommandLog, Head, Kernel, Logged};
 use crate::constraint::Constraint;
 use crate::context::Context;
 use crate::device::Gpu;
-use crate::engine::{self, Built, Engine, KernelTable, Kernels, Opening, Preempt};
+use crate::engine::{self, Built, DraftModel, Engine, KernelTable, Kernels, Opening, Preempt};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::memory::{self, Use};
 use crate::observe::{MetricsFile, Observer, Sequences, snapshot};
 use crate::report;
 use crate::schedule_choice::{Auto, Chosen, ScheduleSource, choose, for_batch};
+use crate::speculate::Draft;
 
 use access::Keys;
 use answer::Heading;
@@ -114,6 +115,8 @@ pub(crate) struct Served {
     shares: bool,
     /// The most guesses of a step of a sequence, for requests that do not say.
     speculate: u32,
+    /// The model that guesses for it, as it was named.
+    draft: Option<String>,
     eos: Vec<u32>,
     tokenizer: Option<Arc<Tokenizer>>,
     /// Made for the first request with a grammar; why there is none otherwise.
@@ -241,6 +244,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
+    let draft = draft(args, &context, gpu.is_some())?;
     args.prefill.check(gpu.is_some())?;
     gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
     let kv_pool = kv_pool(args, device)?;
@@ -249,8 +253,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         "eval" => None,
         _ => Some(lowered(&context, args, places, gpu.is_some())?),
     };
-    let every = Duration::from_secs(u64::from(args.metrics_every));
-    let file = args.metrics_file.clone().map(|path| MetricsFile { path, every });
+    let file = metrics_file(args);
     let observer = Observer::start(&context, ("serve", device), places as u32, file)?;
     if let Some(gpu) = &mut gpu {
         observer.observe(gpu);
@@ -267,6 +270,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
     let access = (keys, args.cors.clone());
     let figures = Figures::new(&names(&context, args)[0], tenants);
     let figures = Arc::new(figures.with_tuning(tuner.as_ref().map(tune::Tuner::figures)));
+    let drafted = figures.draft.clone();
     let (exporter, spans) = exporter(&figures, observer.publisher().reader())?;
     let with = (jobs, observer.publisher().reader(), loading, (figures, spans));
     let served = Arc::new(serving(&context, args, of, (table.clone(), admission), with)?);
@@ -282,9 +286,10 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
         let http = http.map_err(|error| Failure::usage(format!("no thread: {error}")))?;
         let preempt = tuner.as_ref().map(tune::Tuner::preempt);
         let of = (gpu, lowered.as_ref(), &*table, log.as_ref());
-        let engine = engine(&context, args, of, (places, kv_pool, preempt));
-        let worked = engine.and_then(|engine| {
-            let engine_loop = EngineLoop::new(engine, places, said);
+        let opened =
+            opened(draft.as_ref(), || engine(&context, args, of, (places, kv_pool, preempt)));
+        let worked = opened.and_then(|(engine, draft)| {
+            let engine_loop = EngineLoop::new(engine, places, said).with_draft(draft, drafted);
             loaded.send_replace(true);
             match tuner {
                 Some(tuner) => tuner.beside(&context, engine_loop, &inbox),
@@ -355,6 +360,16 @@ fn head(
     }
 }
 
+/// The draft that the arguments name. What makes or loads kernels between requests could wait for its kernel.
+fn draft(args: &ServeArgs, context: &Context, on_gpu: bool) -> Result<Option<DraftModel>, Failure> {
+    let GuessArgs { speculate, draft } = &args.guesses;
+    let other = [("--tune", args.tune.tune), ("--stream-weights", args.stream.stream_weights)];
+    if let Some((flag, _)) = other.into_iter().find(|(_, given)| draft.is_some() && *given) {
+        return Err(Failure::usage(format!("{flag} is for one model: leave it or --draft out")));
+    }
+    DraftModel::of(draft.as_deref(), *speculate, (context, on_gpu))
+}
+
 /// Refuses what only a GPU can do.
 fn check_without_gpu(args: &ServeArgs) -> Result<(), Failure> {
     if args.stream.stream_weights {
@@ -394,6 +409,21 @@ fn engine<'a>(
         Some(log) => Box::new(Logged::new(engine, log.clone())),
         None => engine,
     })
+}
+
+/// Opens the draft, if there is one, before the kernel of the model is launched.
+fn opened<'a, E>(
+    draft: Option<&'a DraftModel>,
+    engine: impl FnOnce() -> Result<E, Failure>,
+) -> Result<(E, Option<Draft<'a>>), Failure> {
+    let draft = draft.map(DraftModel::open).transpose()?;
+    Ok((engine()?, draft))
+}
+
+/// The file of the metrics, if there is one.
+fn metrics_file(args: &ServeArgs) -> Option<MetricsFile> {
+    let every = Duration::from_secs(u64::from(args.metrics_every));
+    args.metrics_file.clone().map(|path| MetricsFile { path, every })
 }
 
 /// Whether sequences with equal beginnings share pages of the cache.
@@ -516,6 +546,7 @@ fn serving(
         seqs: lowered.map_or(1, |lowered| lowered.seqs),
         shares: shares(args),
         speculate: args.guesses.speculate,
+        draft: args.guesses.draft.clone(),
         eos: graph.eos.clone(),
         tokenizer: context.model.tokenizer()?.map(Arc::new),
         grammars: OnceLock::new(),
@@ -669,6 +700,7 @@ fn announce(
         "batch": served.seqs,
         "kernels": served.kernels.names().collect::<Vec<_>>(),
         "prefix_cache": served.shares,
+        "draft": served.draft,
         "schedule_source": served.schedule,
         "tokenizer": served.tokenizer.is_some(),
         "metrics": metrics.map(|addr| format!("http://{addr}/metrics")),

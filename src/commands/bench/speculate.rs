@@ -1,6 +1,6 @@
 //! Windows: tokens per time where each step checks guesses, beside steps of one position. The guesses are the true tokens,
-//! spoiled with a given probability, or those that are looked up in the text. The tokens must be those of plain decoding by
-//! the same kernel.
+//! spoiled with a given probability, or those that are looked up in the text, and of a draft model where there are none. The
+//! tokens must be those of plain decoding by the same kernel.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,9 +19,10 @@ use crate::cli::PrefillChoice;
 use crate::commands::evaluate::stop_on_our_fault;
 use crate::context::Context;
 use crate::device::Gpu;
+use crate::engine::DraftModel;
 use crate::failure::Failure;
 use crate::schedule_choice::spread;
-use crate::speculate::{Lookup, Tally, kernel_seqs, price};
+use crate::speculate::{Draft, Lookup, Tally, kernel_seqs, price};
 use crate::spinner::Spinner;
 
 /// Tokens of a block of windows; and of the only one on the reference VM.
@@ -102,6 +103,7 @@ struct Guesses<'a> {
     acceptance: Option<f64>,
     /// Where the sequence of draws begins, from 0 to 1.
     begins: f64,
+    draft: Option<&'a DraftModel>,
 }
 
 impl Guesses<'_> {
@@ -119,10 +121,34 @@ impl Guesses<'_> {
     }
 }
 
+/// Guesses of a window, and whether they are a draft's. With given guesses it takes its time for as many.
+fn with_draft(
+    draft: &mut Draft<'_>,
+    (guesses, text): (&Guesses<'_>, &[u32]),
+    found: Vec<u32>,
+) -> Result<(Vec<u32>, bool), Failure> {
+    let given = guesses.acceptance.is_some();
+    let count = if given { found.len() } else { guesses.most };
+    if count == 0 || !given && !found.is_empty() {
+        return Ok((found, false));
+    }
+    let guessed = draft.guess(text, count).tokens;
+    if !draft.can_guess(text.len()) {
+        let why = "the draft model failed, or its positions end before those of the model";
+        return Err(Failure::refused(why));
+    }
+    if !given {
+        return Ok((guessed, true));
+    }
+    draft.pretend(text, &found);
+    Ok((found, true))
+}
+
 /// Runs a block of windows, and counts what they gave. `None` if a token is not the true one.
 fn block(
     text: &mut dyn Text,
     (guesses, truth): (&Guesses<'_>, &[u32]),
+    mut draft: Option<&mut Draft<'_>>,
     count: usize,
 ) -> Result<Option<Tally>, Failure> {
     let first = guesses.prompt.len();
@@ -130,7 +156,11 @@ fn block(
     lookup.push(truth[0]);
     let (mut done, mut tally) = (0, Tally::default());
     while done < count {
-        let guessed = guesses.of(tally.windows, done, truth, &lookup);
+        let found = guesses.of(tally.windows, done, truth, &lookup);
+        let (guessed, drafted) = match draft.as_deref_mut() {
+            Some(draft) => with_draft(draft, (guesses, lookup.text()), found)?,
+            None => (found, false),
+        };
         let tokens = [&truth[done..=done], &guessed].concat();
         let chosen = text.window((first + done) as u32, &tokens)?.accepted(&guessed);
         if chosen.is_empty() || !truth[done + 1..].starts_with(&chosen) {
@@ -138,11 +168,8 @@ fn block(
         }
         chosen.iter().for_each(|&token| lookup.push(token));
         done += chosen.len();
-        tally.windows += 1;
-        tally.guessed += guessed.len() as u64;
-        tally.accepted += chosen.len() as u64 - 1;
-        tally.rejected += u64::from(chosen.len() <= guessed.len());
-        tally.tokens += chosen.len() as u64;
+        let judged = (chosen.len() - 1, chosen.len() <= guessed.len());
+        tally.add(guessed.len(), judged, chosen.len(), drafted);
     }
     Ok(Some(tally))
 }
@@ -163,8 +190,10 @@ pub(super) fn measure(row: &Row<'_>, most: u32) -> Result<Measured, Failure> {
     }
     let prompt = draw_tokens(args.seed, context.graph().vocab, args.context as usize);
     let begins = f64::from(draw_tokens(args.seed, 1 << 20, 1)[0]) / f64::from(1 << 20);
-    let (most, acceptance) = (most as usize, args.acceptance);
-    let guesses = Guesses { prompt: &prompt, most, acceptance, begins };
+    let (draft, acceptance) = (args.windows.draft.as_deref(), args.windows.acceptance);
+    let draft = DraftModel::of(draft, most, (context, others.is_some()))?;
+    let (most, draft) = (most as usize, draft.as_ref());
+    let guesses = Guesses { prompt: &prompt, most, acceptance, begins, draft };
     match others {
         None => predicted(context, &config, &guesses, &mut measured)?,
         Some(others) => {
@@ -199,16 +228,21 @@ fn predicted(
     let program = context.lowered(config)?;
     let machine = Machine::new(&program, context.graph(), &*context.model.weights);
     let machine = machine.map_err(|error| Failure::refused(error.to_string()))?;
-    let Guesses { prompt, most, .. } = *guesses;
+    let Guesses { prompt, most, draft, .. } = *guesses;
     let mut text = OnReference { machine, prompt };
     let truth = text.plain(TOKENS_OF_REFERENCE + most as u32 + 2)?;
-    let tally = block(&mut text, (guesses, &truth), TOKENS_OF_REFERENCE as usize)?;
+    let mut opened = draft.map(DraftModel::open).transpose()?;
+    let of = (guesses, &truth[..]);
+    let tally = block(&mut text, of, opened.as_mut(), TOKENS_OF_REFERENCE as usize)?;
     let Some(tally) = tally else {
         measured.refuse(OTHER_TOKENS.to_owned());
         return Ok(());
     };
     let plain = measured.verdict.latency_us;
-    let per_window = plain.map(|us| us * price(most + 1));
+    // A draft's step is predicted by the bytes that it reads.
+    let of_draft = draft.map_or(0.0, |draft| draft.part_of(context));
+    let drafted = of_draft * tally.drafted as f64 / tally.windows as f64;
+    let per_window = plain.map(|us| us * (price(most + 1) + drafted));
     let per_token = per_window.map(|us| us * tally.windows as f64 / tally.tokens as f64);
     let share = tally.windows as f64 / tally.tokens as f64;
     measured.verdict.latency_us = per_token;
@@ -216,7 +250,8 @@ fn predicted(
     measured.verdict.ci_us = None;
     measured.verdict.pct_of_roofline = None;
     measured.verdict.latency_kind = Some(LatencyKind::Predicted);
-    report(measured, &tally, json!({"us": plain}), most);
+    let us_per_guess = draft.and(plain).map(|us| us * of_draft);
+    report(measured, &tally, (json!({"us": plain}), us_per_guess), guesses);
     Ok(())
 }
 
@@ -228,8 +263,10 @@ fn on_gpu(
     measured: &mut Measured,
 ) -> Result<search::DeviceInfo, Failure> {
     let context = &row.context;
-    let Guesses { prompt, most, .. } = *guesses;
+    let Guesses { prompt, most, draft, .. } = *guesses;
     let mut gpu = row.open()?;
+    // Its kernel leaves before the memory of the model is freed.
+    let mut draft = draft.map(DraftModel::open).transpose()?;
     let info = gpu.describe();
     gpu.set_prefill(PrefillChoice::Auto)?;
     let program =
@@ -248,12 +285,14 @@ fn on_gpu(
     let mut tally = None;
     let samples = rounds(row.timing(), info.uuid.as_deref(), || {
         let began = Instant::now();
-        let found = block(&mut text, (guesses, &truth), TOKENS as usize)?;
+        let found = block(&mut text, (guesses, &truth), draft.as_mut(), TOKENS as usize)?;
         let us = began.elapsed().as_secs_f64() * 1e6;
         let found = found.ok_or_else(|| Failure::refused(OTHER_TOKENS))?;
         tally = Some(found);
         Ok::<f64, Failure>(us / found.tokens as f64)
     })?;
+    let us_per_guess = draft.as_ref().and_then(Draft::us_per_guess);
+    drop(draft);
     text.handle = one;
     let single = rounds(row.timing(), None, || {
         let began = Instant::now();
@@ -268,7 +307,7 @@ fn on_gpu(
     let per_token = bytes as f64 * tally.windows as f64 / tally.tokens.max(1) as f64;
     measured.bytes = Some(per_token as u64);
     measured.set_samples(samples, per_token / bandwidth * 1e6, row.args.seed);
-    report(measured, &tally, plain_of(&single, alone), most);
+    report(measured, &tally, (plain_of(&single, alone), us_per_guess), guesses);
     Ok(info)
 }
 
@@ -278,12 +317,20 @@ fn plain_of(single: &Samples, alone: &ScheduleConfig) -> serde_json::Value {
 }
 
 /// Adds what the windows gave, and the steps of one position beside them.
-fn report(measured: &mut Measured, tally: &Tally, plain: serde_json::Value, most: usize) {
+fn report(
+    measured: &mut Measured,
+    tally: &Tally,
+    (plain, us_per_guess): (serde_json::Value, Option<f64>),
+    guesses: &Guesses<'_>,
+) {
+    let most = guesses.most;
     let (us, one) = (measured.verdict.latency_us, plain["us"].as_f64());
     let per_step = tally.tokens as f64 / tally.windows.max(1) as f64;
     let ratio = us.zip(one).map(|(us, one)| one / us);
     let mut document = tally.to_json();
     document["guesses"] = most.into();
+    document["draft"] = json!(guesses.draft.map(DraftModel::name));
+    document["draft_us_per_guess"] = json!(us_per_guess);
     document["tokens_per_step"] = per_step.into();
     document["us_per_step"] = json!(us.map(|us| us * per_step));
     document["plain"] = plain;
@@ -301,6 +348,12 @@ fn report(measured: &mut Measured, tally: &Tally, plain: serde_json::Value, most
             "plain",
             format!("{one:.1} us per token; windows give {ratio:.2} x the tokens"),
         ));
+    }
+    if let Some(draft) = guesses.draft {
+        let (name, drafted, us) =
+            (draft.name(), tally.drafted, crate::report::maybe(us_per_guess, "us"));
+        let line = format!("{drafted} of {} guesses by {name}, {us} each", tally.guessed);
+        measured.lines.push(("draft", line));
     }
     measured.fields.insert("speculation".to_owned(), document);
 }
@@ -336,8 +389,9 @@ mod tests {
         let mut text = Counting { windows: Vec::new(), wrong };
         let truth = text.plain(80).unwrap();
         let prompt = [1, 2, 3];
-        let guesses = Guesses { prompt: &prompt, most: 5, acceptance, begins: 0.3 };
-        let tally = block(&mut text, (&guesses, &truth), 64).unwrap();
+        let (most, begins, draft) = (5, 0.3, None);
+        let guesses = Guesses { prompt: &prompt, most, acceptance, begins, draft };
+        let tally = block(&mut text, (&guesses, &truth), None, 64).unwrap();
         (tally, text.windows.len())
     }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use abi::{
     Activity, EntryState, EventTrack, EventWords, Evidence, EvidenceFamily, ProgramWords,
-    SequenceEnd, SessionWords, TELEMETRY_OPS,
+    SequenceEnd, SessionWords, TELEMETRY_OPS, Telemetry,
 };
 use ir::program::Program;
 use sessions::{Priority, Ring};
@@ -61,6 +61,11 @@ impl Sequences {
         if let Some(page) = &self.page {
             page.edit(change);
         }
+    }
+
+    /// Changes figures of the process.
+    pub(crate) fn head(&self, change: impl FnOnce(&mut Telemetry)) {
+        self.edit(|edit| change(edit.head()));
     }
 
     /// Changes the activity of the machine's owner.

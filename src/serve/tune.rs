@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
-use search::Device;
+use search::{Device, Interval};
 
 use super::Lowered;
 use super::decode::{Admission, BetweenRequests, EngineLoop, Job, Task};
@@ -29,6 +29,7 @@ mod figures;
 mod machine;
 
 use adopter::Adopter;
+use figures::NOTHING;
 pub(super) use figures::TuneFigures;
 use machine::{Machine, ask};
 
@@ -105,8 +106,8 @@ pub(super) fn tuner(
     };
     search_loop::check(&terms)?;
     let (tasks, inbox) = mpsc::channel();
-    let figures = Arc::<TuneFigures>::default();
-    figures.serves(&one.config.id(), &KernelTable::name(one.seqs, &one.program), 0.0);
+    let figures = Arc::new(TuneFigures::new(said));
+    figures.serves(&one.config.id(), &KernelTable::name(one.seqs, &one.program), NOTHING);
     let tuned = Tuned {
         args: terms,
         start: (one.config, one.program.clone(), number),
@@ -191,7 +192,7 @@ impl Tuned {
         &self,
         config: &ScheduleConfig,
         program: &Arc<Verified<Program>>,
-        gain: f64,
+        gain: Interval,
     ) -> Result<(), String> {
         let number = self.table.add(self.seqs, program);
         let number = number.ok_or("the server has had as many schedules as it can name")?;
@@ -211,7 +212,7 @@ impl Tuned {
         report::say(&format!(
             "tune: schedule {} runs now ({name}), which saves {:.1}% of the first one's time",
             config.id(),
-            100.0 * gain
+            100.0 * gain.low
         ));
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use abi::{Activity, EntryState, SequenceEnd};
+use abi::{Activity, EntryState, SequenceEnd, TuneState};
 use serde_json::{Value, json};
 use telemetry::{Rates, Stalls, ops, text};
 
@@ -65,6 +65,24 @@ fn search(head: &abi::Telemetry) -> Option<Value> {
     })
 }
 
+/// What a server that tunes itself has found so far.
+fn tuning(head: &abi::Telemetry) -> Option<Value> {
+    let state = TuneState::new(head.tune_state).filter(|state| *state != TuneState::Off)?;
+    let runs = matches!(state, TuneState::Waiting | TuneState::Tuning);
+    let share = |millionths: u32| f64::from(millionths) / 1e6;
+    Some(json!({
+        "state": state.name(),
+        "stopped": (!runs).then_some(state.name()),
+        "trials": head.tune_trials,
+        "kept": head.tune_kept,
+        "refused": head.tune_refused,
+        "rolled_back": head.tune_rolled_back,
+        "gain_ci": {"low": share(head.tune_gain_low), "high": share(head.tune_gain_high)},
+        "wait_s": share(head.tune_wait_us),
+        "schedule": format!("{:016x}", head.tune_schedule),
+    }))
+}
+
 /// Tasks by the names of their ops.
 fn by_op(ops: &ops::Ops) -> BTreeMap<&'static str, u64> {
     ops::named(ops).collect()
@@ -114,6 +132,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
         },
         "gpu": head.gpu(),
         "search": search(head),
+        "tuning": tuning(head),
         "kv_pages": {"all": head.kv_pages, "held": head.kv_held, "promised": head.kv_promised},
         "telemetry": {
             "writes": head.writes,

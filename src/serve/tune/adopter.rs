@@ -9,6 +9,7 @@ use search::{
 };
 
 use super::Tuned;
+use super::figures::NOTHING;
 use super::machine::Machine;
 use crate::commands::search_loop::{Found, Progress, Watch};
 use crate::context::Context;
@@ -81,7 +82,7 @@ impl<'a> Adopter<'a> {
             ));
             figures.rolled_back();
             let (config, program, _) = &tuned.start;
-            if let Err(why) = tuned.switch(config, program, 0.0) {
+            if let Err(why) = tuned.switch(config, program, NOTHING) {
                 report::say(&format!("tune: {why}"));
             }
         }

@@ -214,6 +214,8 @@ struct Done {
     /// Tokens and kernels of each answer; several kernels are a fault.
     answers: Vec<(Vec<u32>, String)>,
     trials: usize,
+    /// The head of the telemetry page at the end.
+    page: abi::Telemetry,
 }
 
 /// The model, for steps of this many sequences.
@@ -317,7 +319,9 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
     table.add(seqs, &program);
     let source = crate::schedule_choice::ScheduleSource::default();
     let lowered = Lowered { config, program: program.clone(), seqs, source, lone: None };
-    let (admission, said) = (Admission::new(8), Sequences::default());
+    let at = telemetry::Folder::at(folder.path());
+    let (page, _) = telemetry::Publisher::new(&at, |_| {}).unwrap();
+    let (admission, said) = (Admission::new(8), Sequences::new(&page, true));
     let tuner = tuner(&args, ("cpu", Some(&lowered)), (&table, &said), &admission);
     let tuner = tuner.unwrap_or_else(|f| panic!("{}", f.message)).unwrap();
     let figures = tuner.tuned.figures.clone();
@@ -365,6 +369,7 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
         served,
         answers: answers.collect(),
         trials,
+        page: crate::observe::snapshot(&page.reader()).unwrap().head,
     }
 }
 
@@ -430,6 +435,7 @@ fn what_the_confirmation_reverts_leaves_the_server() {
     assert!(served.len() > 1 && served[0] < 100.0, "{served:?}");
     assert_eq!(served.last(), Some(&100.0), "back to the first");
     assert_eq!((done.figures.rolled_back_now(), done.figures.gain_now()), (1, 0.0));
+    assert_eq!((done.page.tune_rolled_back, done.page.tune_gain_high), (1, 0));
     assert_eq!(done.answers.last().unwrap().1, done.answers[0].1);
 }
 
@@ -437,4 +443,14 @@ fn what_the_confirmation_reverts_leaves_the_server() {
 fn without_time_between_requests_nothing_is_tuned() {
     let done = served(Script::default(), &["--goal", "20%"], true);
     assert_eq!((done.trials, done.served.len()), (0, 0));
+}
+
+/// The page has a state for each end of a search.
+#[test]
+fn every_end_has_a_name_on_the_page() {
+    use search::StoppedBy::{Bound, Exhausted, Goal, Interrupted, Time, Trials};
+    let ends = [Bound, Exhausted, Goal, Interrupted, Time, Trials].map(search::StoppedBy::name);
+    for name in ends.into_iter().chain(["waiting", "tuning", "failed"]) {
+        assert!(abi::TuneState::ALL.iter().any(|state| state.name() == name), "{name}");
+    }
 }

@@ -140,7 +140,10 @@ fn a_server_that_tunes_itself_shows_what_it_found() {
     (head.tune_state, head.tune_trials, head.tune_kept) = (abi::TuneState::Goal as u32, 9, 2);
     (head.tune_gain_low, head.tune_gain_high) = (215_000, 240_000);
     let shown = rendered(&view(&before, &now), (100, 24));
-    assert!(shown.contains("goal, 9 trials, 2 kept, 0 refused, 0 rolled back, saves 22%"), "{shown}");
+    assert!(
+        shown.contains("goal, 9 trials, 2 kept, 0 refused, 0 rolled back, saves 22%"),
+        "{shown}"
+    );
     let document = super::document::document(&view(&before, &now));
     assert_eq!(document["tuning"]["stopped"], "goal");
     assert_eq!(document["tuning"]["gain_ci"], serde_json::json!({"low": 0.215, "high": 0.24}));

@@ -119,7 +119,7 @@ wire_enum! {
 
 wire_struct! {
     /// Head of the page: its process, what it has done, and how long it took.
-    amk_telemetry align(64) size(1920)
+    amk_telemetry align(64) size(1984)
     pub struct Telemetry {
         /// `AMKTELEM`, the file's magic.
         pub magic: [u8; 8],
@@ -289,12 +289,20 @@ wire_struct! {
         pub tune_wait_us: u32,
         /// Id of the current schedule.
         pub tune_schedule: u64,
+        /// Of sequences that have left: `required` of their windows.
+        pub left_required: u64,
+        /// `lookahead` of these.
+        pub left_lookahead: u64,
+        /// `accepted` of these.
+        pub left_accepted: u64,
+        /// Zero.
+        pub reserved_words: [u64; 5],
     }
 }
 
 wire_struct! {
     /// A sequence in its place.
-    amk_telemetry_session align(64) size(64)
+    amk_telemetry_session align(64) size(128)
     pub struct SessionWords {
         /// Number among all opened sequences, from one; zero if the place is free.
         pub serial: u64,
@@ -314,6 +322,18 @@ wire_struct! {
         pub turn_ns: u64,
         /// When its client was last sent tokens; before the first ones, when its request arrived.
         pub told_ns: u64,
+        /// Positions that its windows had to run, one of each.
+        pub required: u64,
+        /// Positions that they ran for guesses.
+        pub lookahead: u64,
+        /// Of both, positions that stand.
+        pub stood: u64,
+        /// Of both, positions that are run again: their guess was wrong, or behind a wrong one.
+        pub rerun: u64,
+        /// Guesses that were right, and behind right ones only.
+        pub accepted: u64,
+        /// Zero.
+        pub reserved: [u64; 3],
     }
 }
 

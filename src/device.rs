@@ -31,6 +31,8 @@ mod hang_tests;
 mod observed;
 mod open;
 pub(crate) mod probe;
+#[cfg(all(test, debug_assertions))]
+mod race_tests;
 mod sequences;
 mod sharing;
 mod slots;

@@ -8,7 +8,7 @@ use super::*;
 /// A server in a folder of its own, where its search is.
 fn server(folder: &Path, more: &[&str]) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_amk"));
-    command.current_dir(folder);
+    command.current_dir(folder).env("XDG_RUNTIME_DIR", folder);
     let base = ["--model", "toy", "--device", "cpu", "--kv-capacity", "160"];
     Server::start_by(command, &[&base[..], more].concat())
 }
@@ -29,6 +29,17 @@ impl Server {
         let line = line.unwrap_or_else(|| panic!("{text}"));
         let rest = line.split_once(&format!("{label}=\"")).unwrap().1;
         rest.split('"').next().unwrap().to_owned()
+    }
+
+    /// The same in `amk top`, once the page has it.
+    fn tuning(&self, folder: &Path) -> Value {
+        let pid = self.document["pid"].to_string();
+        let mut top = super::super::command(
+            folder,
+            &["top", "--once", "--json", "--every", "50", "--pid", &pid],
+        );
+        let looked = top.env("XDG_RUNTIME_DIR", folder).output().unwrap();
+        super::super::ran(looked).succeeds("amk.top.v2")["tuning"].take()
     }
 
     /// Text and fingerprint of a greedy answer to one of some prompts.
@@ -70,6 +81,8 @@ fn a_server_with_a_slow_start_reaches_its_goal_and_answers_the_same_meanwhile() 
     assert_eq!(tuned.schedule("state"), "goal");
     assert!(tuned.tuned("kept_total") >= 1.0 && tuned.tuned("gain") >= 0.2);
     assert_eq!([tuned.tuned("refused_total"), tuned.tuned("rolled_back_total")], [0.0; 2]);
+    shows_the_metrics(&tuned, folder.path());
+    assert_eq!(plain.tuning(folder.path()), Value::Null);
     for _ in 0..7 {
         answers.push(tuned.answer(answers.len() as u64));
     }
@@ -111,6 +124,21 @@ fn a_server_with_a_slow_start_reaches_its_goal_and_answers_the_same_meanwhile() 
     assert_eq!(amk_in(folder.path(), &["runs", "verify", "search"]).code, 0);
     tuned.interrupt();
     assert_eq!(tuned.end(), 0);
+}
+
+/// `amk top` shows a search that has ended as `/metrics` does.
+fn shows_the_metrics(tuned: &Server, folder: &Path) {
+    let tuning = tuned.tuning(folder);
+    for name in ["trials", "kept", "refused", "rolled_back"] {
+        assert_eq!(tuning[name].as_f64(), Some(tuned.tuned(&format!("{name}_total"))), "{tuning}");
+    }
+    let state = tuned.schedule("state");
+    for name in ["state", "stopped"] {
+        assert_eq!(tuning[name], *state, "{tuning}");
+    }
+    assert_eq!(tuning["schedule"], *tuned.schedule("schedule"), "{tuning}");
+    let [low, high] = ["low", "high"].map(|end| tuning["gain_ci"][end].as_f64().unwrap());
+    assert!((low - tuned.tuned("gain")).abs() <= 1e-6 && low <= high && high < 1.0, "{tuning}");
 }
 
 #[test]

@@ -38,6 +38,7 @@ pub use task::{
 pub use telemetry::{
     Activity, EventTrack, EventWords, Evidence, EvidenceFamily, ProgramWords, SequenceEnd,
     SessionWords, TELEMETRY_EVENTS, TELEMETRY_MAGIC, TELEMETRY_OPS, TELEMETRY_PROGRAMS,
-    TELEMETRY_VERSION, Telemetry, ThrottleReason, WorkerHeartbeat, WorkerWords, telemetry_structs,
+    TELEMETRY_VERSION, Telemetry, ThrottleReason, TuneState, WorkerHeartbeat, WorkerWords,
+    telemetry_structs,
 };
 pub use transition::{CHANGES, Change, Side, Transition, transition};

@@ -74,6 +74,32 @@ wire_enum! {
 }
 
 wire_enum! {
+    /// What the search of a server that tunes itself is doing, or why it stopped.
+    TuneState {
+        /// There is none.
+        Off = 0 "off",
+        /// It has not begun: the graph is being evaluated.
+        Waiting = 1 "waiting",
+        /// It is tuning.
+        Tuning = 2 "tuning",
+        /// It ended with an error.
+        Failed = 3 "failed",
+        /// It reached its goal.
+        Goal = 4 "goal",
+        /// It is as near to the bound as was asked.
+        Bound = 5 "bound",
+        /// It has done its trials.
+        Trials = 6 "trials",
+        /// Its time was up.
+        Time = 7 "time",
+        /// It found no new schedule.
+        Exhausted = 8 "exhausted",
+        /// The server ended.
+        Interrupted = 9 "interrupted",
+    }
+}
+
+wire_enum! {
     /// Why a GPU's clocks are held down. An idle GPU and clocks that were set on purpose are not among the reasons.
     ThrottleReason {
         /// The driver keeps to the power limit.
@@ -93,7 +119,7 @@ wire_enum! {
 
 wire_struct! {
     /// Head of the page: its process, what it has done, and how long it took.
-    amk_telemetry align(64) size(1920)
+    amk_telemetry align(64) size(1984)
     pub struct Telemetry {
         /// `AMKTELEM`, the file's magic.
         pub magic: [u8; 8],
@@ -245,6 +271,30 @@ wire_struct! {
         pub search_best: u32,
         /// Its latency in nanoseconds per token; zero while nothing is correct.
         pub search_best_ns: u32,
+        /// What the search of a server that tunes itself is doing, a `TuneState`.
+        pub tune_state: u32,
+        /// Its trials.
+        pub tune_trials: u32,
+        /// Of these, those that it kept.
+        pub tune_kept: u32,
+        /// Of these, those that failed the gate before a switch.
+        pub tune_refused: u32,
+        /// Schedules that were taken back after they had served.
+        pub tune_rolled_back: u32,
+        /// What the current schedule saves of the first one's time, in parts of a million: the low end of the interval.
+        pub tune_gain_low: u32,
+        /// The high end.
+        pub tune_gain_high: u32,
+        /// Longest wait of a request for the search, in microseconds.
+        pub tune_wait_us: u32,
+        /// Id of the current schedule.
+        pub tune_schedule: u64,
+        /// Of sequences that have left: `required` of their windows.
+        pub left_required: u64,
+        /// `lookahead` of these.
+        pub left_lookahead: u64,
+        /// `accepted` of these.
+        pub left_accepted: u64,
         /// Zero.
         pub reserved_words: [u64; 5],
     }
@@ -252,7 +302,7 @@ wire_struct! {
 
 wire_struct! {
     /// A sequence in its place.
-    amk_telemetry_session align(64) size(64)
+    amk_telemetry_session align(64) size(128)
     pub struct SessionWords {
         /// Number among all opened sequences, from one; zero if the place is free.
         pub serial: u64,
@@ -272,6 +322,18 @@ wire_struct! {
         pub turn_ns: u64,
         /// When its client was last sent tokens; before the first ones, when its request arrived.
         pub told_ns: u64,
+        /// Positions that its windows had to run, one of each.
+        pub required: u64,
+        /// Positions that they ran for guesses.
+        pub lookahead: u64,
+        /// Of both, positions that stand.
+        pub stood: u64,
+        /// Of both, positions that are run again: their guess was wrong, or behind a wrong one.
+        pub rerun: u64,
+        /// Guesses that were right, and behind right ones only.
+        pub accepted: u64,
+        /// Zero.
+        pub reserved: [u64; 3],
     }
 }
 
@@ -403,7 +465,7 @@ wire_struct! {
 /// First bytes of a page.
 pub const TELEMETRY_MAGIC: [u8; 8] = *b"AMKTELEM";
 /// Bumped on every change of the page.
-pub const TELEMETRY_VERSION: u32 = 5;
+pub const TELEMETRY_VERSION: u32 = 6;
 /// Programs of the page: the one for batches, and the one for a lone sequence.
 pub const TELEMETRY_PROGRAMS: usize = 2;
 /// Opcodes that the page counts.

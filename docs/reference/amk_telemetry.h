@@ -2,7 +2,7 @@
 (BLESS=1 cargo test -p tests docs). Each field's comment begins with its offset. */
 #include <stdint.h>
 
-/* 1920 bytes. */
+/* 1984 bytes. */
 struct amk_telemetry {
   uint8_t magic[8];                    /* 0: `AMKTELEM`, the file's magic. */
   uint32_t version;                    /* 8: Version of the layout. */
@@ -78,10 +78,22 @@ struct amk_telemetry {
   uint32_t search_trials;              /* 1868: Trials of a search so far. */
   uint32_t search_best;                /* 1872: The trial that leads. */
   uint32_t search_best_ns;             /* 1876: Its latency in nanoseconds per token; zero while nothing is correct. */
-  uint64_t reserved_words[5];          /* 1880: Zero. */
+  uint32_t tune_state;                 /* 1880: What the search of a server that tunes itself is doing, a `TuneState`. */
+  uint32_t tune_trials;                /* 1884: Its trials. */
+  uint32_t tune_kept;                  /* 1888: Of these, those that it kept. */
+  uint32_t tune_refused;               /* 1892: Of these, those that failed the gate before a switch. */
+  uint32_t tune_rolled_back;           /* 1896: Schedules that were taken back after they had served. */
+  uint32_t tune_gain_low;              /* 1900: What the current schedule saves of the first one's time, in parts of a million: the low end of the interval. */
+  uint32_t tune_gain_high;             /* 1904: The high end. */
+  uint32_t tune_wait_us;               /* 1908: Longest wait of a request for the search, in microseconds. */
+  uint64_t tune_schedule;              /* 1912: Id of the current schedule. */
+  uint64_t left_required;              /* 1920: Of sequences that have left: `required` of their windows. */
+  uint64_t left_lookahead;             /* 1928: `lookahead` of these. */
+  uint64_t left_accepted;              /* 1936: `accepted` of these. */
+  uint64_t reserved_words[5];          /* 1944: Zero. */
 };
 
-/* 64 bytes. */
+/* 128 bytes. */
 struct amk_telemetry_session {
   uint64_t serial;                     /* 0: Number among all opened sequences, from one; zero if the place is free. */
   uint32_t priority;                   /* 8: 0 low, 1 normal, 2 high. */
@@ -92,6 +104,12 @@ struct amk_telemetry_session {
   uint64_t opened_ns;                  /* 40: When it was opened. */
   uint64_t turn_ns;                    /* 48: When it last had a turn. */
   uint64_t told_ns;                    /* 56: When its client was last sent tokens; before the first ones, when its request arrived. */
+  uint64_t required;                   /* 64: Positions that its windows had to run, one of each. */
+  uint64_t lookahead;                  /* 72: Positions that they ran for guesses. */
+  uint64_t stood;                      /* 80: Of both, positions that stand. */
+  uint64_t rerun;                      /* 88: Of both, positions that are run again: their guess was wrong, or behind a wrong one. */
+  uint64_t accepted;                   /* 96: Guesses that were right, and behind right ones only. */
+  uint64_t reserved[3];                /* 104: Zero. */
 };
 
 /* 64 bytes. */

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::measure::Interval;
 use crate::run::StoppedBy;
 use crate::trial::{Outcome, Trial};
 
@@ -20,7 +21,7 @@ impl Enough {
     /// Whether the trials so far, of which `champion` is the incumbent, are enough, and of which of the two.
     pub(crate) fn reached(self, trials: &[Trial], champion: Option<&Trial>) -> Option<StoppedBy> {
         let champion = champion?;
-        if self.goal.is_some_and(|goal| saved(trials) >= goal) {
+        if self.goal.is_some_and(|goal| saved(trials).low >= goal) {
             return Some(StoppedBy::Goal);
         }
         let above = above_bound(champion)?;
@@ -28,12 +29,14 @@ impl Enough {
     }
 }
 
-/// The share of the baseline's time that the incumbent saves at least: each kept trial counts with the low end of its interval.
+/// The share of the baseline's time that the incumbent saves: the ends of the kept trials' intervals, multiplied.
 #[must_use]
-pub fn saved(trials: &[Trial]) -> f64 {
+pub fn saved(trials: &[Trial]) -> Interval {
     let kept = trials.iter().filter(|trial| trial.outcome == Outcome::Kept);
-    let lows = kept.filter_map(|trial| trial.gain).map(|gain| gain.low);
-    1.0 - lows.map(|low| 1.0 - low).product::<f64>()
+    let left = kept.filter_map(|trial| trial.gain).fold([1.0; 2], |[most, least], gain| {
+        [most * (1.0 - gain.low), least * (1.0 - gain.high)]
+    });
+    Interval { low: 1.0 - left[0], high: 1.0 - left[1] }
 }
 
 /// How far a trial's time is above the larger of its two bounds, bytes and hand-offs, as a share of that bound.
@@ -46,7 +49,6 @@ fn above_bound(trial: &Trial) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measure::Interval;
     use crate::verdict::Verdict;
 
     fn trial(outcome: Outcome, low: f64, us: [f64; 3]) -> Trial {
@@ -68,7 +70,8 @@ mod tests {
             trial(Outcome::Reverted, 0.50, us),
             trial(Outcome::Kept, 0.20, us),
         ];
-        assert!((saved(&trials) - 0.28).abs() < 1e-12);
+        let Interval { low, high } = saved(&trials);
+        assert!((low - 0.28).abs() < 1e-12 && (high - (1.0 - 0.85 * 0.75)).abs() < 1e-12);
         let enough = |goal| Enough { goal: Some(goal), stop_within: None };
         let reached = |goal: f64| enough(goal).reached(&trials, trials.last());
         assert_eq!((reached(0.27), reached(0.29)), (Some(StoppedBy::Goal), None));

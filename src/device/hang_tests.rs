@@ -292,7 +292,7 @@ fn every_fault_is_reported_and_the_next_run_is_right() {
     }
     let context = context();
     let (program, kernel) = (program(&context), context.neutral_config().kernel);
-    let sources = endless_kernel();
+    let sources = changed_kernel(endless);
     let mut device = open(&context, sources.path());
     let handle = device.prepare(&program, &kernel).unwrap_or_else(|e| panic!("{e}"));
     let right = device.run(handle, &TOKENS, 0).unwrap_or_else(|e| panic!("{e}")).logits;
@@ -307,13 +307,13 @@ fn every_fault_is_reported_and_the_next_run_is_right() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The sources of a kernel whose `sample` does not end from some position on.
-fn endless_kernel() -> tempfile::TempDir {
+/// The sources of a kernel with a change, for `AMK_KERNEL_DIR`.
+pub(super) fn changed_kernel(change: fn(&vm_device::Source) -> String) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for source in vm_device::SOURCES {
         let path = folder.path().join(source.name);
         std::fs::create_dir_all(path.parent().expect("a folder")).expect("it is made");
-        std::fs::write(path, endless(source)).expect("it is written");
+        std::fs::write(path, change(source)).expect("it is written");
     }
     folder
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use abi::{
     Activity, EntryState, EventTrack, EventWords, Evidence, EvidenceFamily, ProgramWords,
-    SequenceEnd, SessionWords, TELEMETRY_OPS,
+    SequenceEnd, SessionWords, TELEMETRY_OPS, Telemetry,
 };
 use ir::program::Program;
 use sessions::{Priority, Ring};
@@ -61,6 +61,11 @@ impl Sequences {
         if let Some(page) = &self.page {
             page.edit(change);
         }
+    }
+
+    /// Changes figures of the process.
+    pub(crate) fn head(&self, change: impl FnOnce(&mut Telemetry)) {
+        self.edit(|edit| change(edit.head()));
     }
 
     /// Changes the activity of the machine's owner.
@@ -196,8 +201,12 @@ impl Sequences {
     /// A sequence has ended and left its place.
     pub(crate) fn close(&self, place: usize, ending: SequenceEnd, ring: &Ring) {
         self.edit(|edit| {
-            *edit.session(place) = SessionWords::default();
-            edit.head().endings[ending as usize] += 1;
+            let left = std::mem::take(edit.session(place));
+            let head = edit.head();
+            head.left_required += left.required;
+            head.left_lookahead += left.lookahead;
+            head.left_accepted += left.accepted;
+            head.endings[ending as usize] += 1;
             states(edit.head(), ring);
         });
     }
@@ -214,6 +223,12 @@ fn add(edit: &mut Edit<'_>, turn: &TurnEnd) {
     let had_the_machine = session.state == EntryState::Claimed as u32;
     session.positions += turn.positions as u64;
     session.tokens += turn.tokens as u64;
+    let Tally { windows, guessed, accepted, .. } = turn.guesses;
+    session.required += windows;
+    session.lookahead += guessed;
+    session.stood += windows + accepted;
+    session.rerun += guessed - accepted;
+    session.accepted += accepted;
     let told_ns = session.told_ns;
     if turn.tokens > 0 {
         session.told_ns = now;
@@ -221,9 +236,9 @@ fn add(edit: &mut Edit<'_>, turn: &TurnEnd) {
     let SessionWords { serial, turn_ns, priority, .. } = *session;
     let head = edit.head();
     head.tokens += turn.tokens as u64;
-    head.windows += turn.guesses.windows;
-    head.guessed += turn.guesses.guessed;
-    head.accepted += turn.guesses.accepted;
+    head.windows += windows;
+    head.guessed += guessed;
+    head.accepted += accepted;
     if let Some(sum) = head.priority_positions.get_mut(priority as usize) {
         *sum += turn.positions as u64;
     }
@@ -285,7 +300,18 @@ fn opened(serial: u64, priority: Priority, state: u32, goal: u64) -> SessionWord
     let now = now_ns();
     let (positions, tokens) = (0, 0);
     let (opened_ns, turn_ns, told_ns) = (now, now, now);
-    SessionWords { serial, priority, state, positions, goal, tokens, opened_ns, turn_ns, told_ns }
+    SessionWords {
+        serial,
+        priority,
+        state,
+        positions,
+        goal,
+        tokens,
+        opened_ns,
+        turn_ns,
+        told_ns,
+        ..SessionWords::default()
+    }
 }
 
 /// The states of all commands, and the number of times each was entered.
@@ -318,5 +344,20 @@ mod tests {
             assert_eq!(counts.iter().sum::<u32>(), 4, "{counts:?}");
             assert_eq!(counts[EntryState::Claimed as usize], 2);
         }
+    }
+
+    #[test]
+    fn a_wrong_guess_is_run_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (page, _) = Publisher::new(&telemetry::Folder::at(dir.path()), |_| {}).unwrap();
+        let guesses = Tally { windows: 2, guessed: 5, accepted: 2, ..Tally::default() };
+        let turn = TurnEnd { positions: 7, tokens: 4, guesses, ..TurnEnd::default() };
+        let mut words = SessionWords::default();
+        page.edit(|edit| {
+            add(edit, &turn);
+            words = *edit.session(0);
+        });
+        assert_eq!((words.required, words.lookahead), (2, 5));
+        assert_eq!((words.stood, words.rerun, words.accepted), (4, 3, 2));
     }
 }

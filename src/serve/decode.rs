@@ -142,7 +142,7 @@ fn takes(inbox: &Receiver<Job>, waiting: &mut Fair<Job>) -> bool {
     }
 }
 
-pub(super) use idle::{BetweenRequests, Task};
+pub(super) use idle::{BetweenRequests, PATIENCE, Task};
 
 pub(super) struct EngineLoop<'e> {
     /// Guesses for a sequence that is alone. Dropped before the engine: its kernel leaves first.
@@ -215,7 +215,11 @@ impl<'e> EngineLoop<'e> {
                     }
                 }
             }
-            self.admit();
+            if !self.holds_requests() {
+                self.admit();
+            } else if self.running.is_empty() {
+                self.turn_of_search();
+            }
             self.weights();
             match self.scheduler.next(self.slice()) {
                 Some(turn) if self.streams => self.wait_io(turn),

@@ -1,5 +1,7 @@
 //! Batched sequences with a scripted engine.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::*;
 use crate::constraint::tests::Even;
 
@@ -378,4 +380,62 @@ fn plain_sequences_come_first() {
     asked.push((vec![2; 390], 1, 7));
     let steps = guessing(engine(), &asked);
     assert!(steps.iter().all(|of| of.len() < 3) && steps.len() < of_two / 2, "{steps:?}");
+}
+
+/// Every look at a page that is being written has each position of a window in one state, and all right guesses in one
+/// sequence or among those that have left.
+#[test]
+fn ten_thousand_looks_at_windows_add_up() {
+    const LOOKS: u64 = 10_000;
+    let home = tempfile::tempdir().unwrap();
+    let folder = telemetry::Folder::at(&home.path().join("amk"));
+    let (page, _) = telemetry::Publisher::new(&folder, |edit| edit.head().places = 4).unwrap();
+    let over = AtomicBool::new(false);
+    let engine = Scripted { chooses: true, width: 8, window: 8, ..Scripted::default() };
+    let (reader, said) = (page.reader(), Sequences::new(&page, true));
+    let (mut seen, mut open) = (telemetry::Page::boxed(), 0);
+    std::thread::scope(|scope| {
+        let served = scope.spawn(|| {
+            said_beside(engine, 4, said, |jobs| {
+                let admission = Admission::new(8);
+                while !over.load(Ordering::Relaxed) {
+                    let ask = |place: u32| {
+                        let (mut job, events) = job(&[1 + place; 3], 300, &admission);
+                        job.work.speculate = 7;
+                        jobs.send(job).unwrap();
+                        events
+                    };
+                    let events: Vec<_> = (0..4).map(ask).collect();
+                    events.into_iter().for_each(|events| assert_eq!(heard(events).0.len(), 300));
+                }
+            });
+        });
+        for _ in 0..LOOKS {
+            reader.read(&mut seen).unwrap();
+            open += add_up(&crate::top::document::windows(&seen));
+        }
+        over.store(true, Ordering::Relaxed);
+        served.join().unwrap();
+    });
+    assert!(open > LOOKS as usize, "{open} open sequences were seen");
+    reader.read(&mut seen).unwrap();
+    let head = &seen.head;
+    assert!(head.accepted > 1000, "{}", head.accepted);
+    let left = [head.left_required, head.left_lookahead, head.left_accepted];
+    assert_eq!(left, [head.windows, head.guessed, head.accepted]);
+}
+
+/// Checks a look and returns the number of its open sequences.
+fn add_up(windows: &serde_json::Value) -> usize {
+    let open = windows["open"].as_array().unwrap();
+    let mut accepted = windows["left"]["accepted"].as_u64().unwrap();
+    for of in open {
+        let count = |name: &str| of[name].as_u64().unwrap();
+        let states = ["published", "claimed", "done", "wait_io", "yield", "requeue", "fault"];
+        let in_states: u64 = states.into_iter().map(count).sum();
+        assert_eq!(count("required") + count("lookahead"), in_states, "{of}");
+        accepted += count("accepted");
+    }
+    assert_eq!(accepted, windows["accepted"].as_u64().unwrap(), "{windows}");
+    open.len()
 }

@@ -1,7 +1,7 @@
 //! `amk serve --tune`: the search of `amk loop`, on the machine of the server between its requests.
 //!
 //! The search has a thread of its own, which lowers, compiles and decides. What needs the machine is a task for the
-//! thread that owns it, done while no request is in the server. A schedule that the search keeps passes the gate once
+//! thread that owns it, done while no request is in the server, or in a turn where there always is one. A schedule that the search keeps passes the gate once
 //! more, on other tokens, and then runs the requests that come; the confirmation at the end can still roll it back.
 
 use std::cell::RefCell;
@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
-use search::Device;
+use search::{Device, Interval};
 
 use super::Lowered;
-use super::decode::{Admission, BetweenRequests, EngineLoop, Job, Task};
+use super::decode::{Admission, BetweenRequests, EngineLoop, Job, PATIENCE, Task};
 use crate::cli::{LoopArgs, ServeArgs};
 use crate::commands::search_loop;
 use crate::context::Context;
@@ -29,6 +29,7 @@ mod figures;
 mod machine;
 
 use adopter::Adopter;
+use figures::NOTHING;
 pub(super) use figures::TuneFigures;
 use machine::{Machine, ask};
 
@@ -50,6 +51,10 @@ struct Tuned {
     admission: Admission,
     said: Sequences,
     tasks: mpsc::Sender<Task>,
+    /// How long it waits for an idle moment.
+    patience: Duration,
+    /// Whether it has the machine although requests wait.
+    has_turn: Arc<AtomicBool>,
     over: Arc<AtomicBool>,
 }
 
@@ -105,8 +110,9 @@ pub(super) fn tuner(
     };
     search_loop::check(&terms)?;
     let (tasks, inbox) = mpsc::channel();
-    let figures = Arc::<TuneFigures>::default();
-    figures.serves(&one.config.id(), &KernelTable::name(one.seqs, &one.program), 0.0);
+    let (patience, has_turn) = (PATIENCE, Arc::<AtomicBool>::default());
+    let figures = Arc::new(TuneFigures::new(said));
+    figures.serves(&one.config.id(), &KernelTable::name(one.seqs, &one.program), NOTHING);
     let tuned = Tuned {
         args: terms,
         start: (one.config, one.program.clone(), number),
@@ -116,16 +122,26 @@ pub(super) fn tuner(
         admission: admission.clone(),
         said: said.clone(),
         tasks,
+        patience,
+        has_turn: has_turn.clone(),
         over: Arc::default(),
     };
-    Ok(Some(Tuner { tuned, between: BetweenRequests { tasks: inbox, figures } }))
+    let between = BetweenRequests::new(inbox, patience, has_turn, figures);
+    Ok(Some(Tuner { tuned, between }))
 }
 
 impl Tuner {
-    /// Whether a request has come.
+    /// Whether a request has come that ends the search's work early.
     pub(super) fn preempt(&self) -> Preempt {
-        let admission = self.tuned.admission.clone();
-        Arc::new(move || admission.inside() > 0)
+        let (admission, has_turn) = (self.tuned.admission.clone(), self.tuned.has_turn.clone());
+        Arc::new(move || admission.inside() > 0 && !has_turn.load(Ordering::Relaxed))
+    }
+
+    /// Another time to wait for an idle moment.
+    #[cfg(test)]
+    fn patient_for(self, patience: Duration) -> Self {
+        let Self { tuned, between } = self;
+        Self { tuned: Tuned { patience, ..tuned }, between: between.patient_for(patience) }
     }
 
     pub(super) fn figures(&self) -> &TuneFigures {
@@ -191,7 +207,7 @@ impl Tuned {
         &self,
         config: &ScheduleConfig,
         program: &Arc<Verified<Program>>,
-        gain: f64,
+        gain: Interval,
     ) -> Result<(), String> {
         let number = self.table.add(self.seqs, program);
         let number = number.ok_or("the server has had as many schedules as it can name")?;
@@ -211,7 +227,7 @@ impl Tuned {
         report::say(&format!(
             "tune: schedule {} runs now ({name}), which saves {:.1}% of the first one's time",
             config.id(),
-            100.0 * gain
+            100.0 * gain.low
         ));
         Ok(())
     }

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use abi::{Activity, EntryState, SequenceEnd};
+use abi::{Activity, EntryState, SequenceEnd, SessionWords, TuneState};
 use serde_json::{Value, json};
-use telemetry::{Rates, Stalls, ops, text};
+use telemetry::{Page, Rates, Stalls, ops, text};
 
 use super::View;
 use crate::process::{self, by_name};
@@ -65,6 +65,53 @@ fn search(head: &abi::Telemetry) -> Option<Value> {
     })
 }
 
+/// What a server that tunes itself has found so far.
+fn tuning(head: &abi::Telemetry) -> Option<Value> {
+    let state = TuneState::new(head.tune_state).filter(|state| *state != TuneState::Off)?;
+    let runs = matches!(state, TuneState::Waiting | TuneState::Tuning);
+    let share = |millionths: u32| f64::from(millionths) / 1e6;
+    Some(json!({
+        "state": state.name(),
+        "stopped": (!runs).then_some(state.name()),
+        "trials": head.tune_trials,
+        "kept": head.tune_kept,
+        "refused": head.tune_refused,
+        "rolled_back": head.tune_rolled_back,
+        "gain_ci": {"low": share(head.tune_gain_low), "high": share(head.tune_gain_high)},
+        "wait_s": share(head.tune_wait_us),
+        "schedule": format!("{:016x}", head.tune_schedule),
+    }))
+}
+
+/// Positions of the windows of each open sequence, by what became of them, and of those that have left. A sequence whose
+/// command is not done has one more position to run: it is in the command's state.
+pub(crate) fn windows(page: &Page) -> Value {
+    let of = |(place, session): (usize, &SessionWords)| {
+        let mut counts = [0; EntryState::ALL.len()];
+        counts[EntryState::Done as usize] = session.stood;
+        counts[EntryState::Requeue as usize] = session.rerun;
+        let state = EntryState::new(session.state);
+        let next = state.filter(|state| !matches!(state, EntryState::Empty | EntryState::Done));
+        next.iter().for_each(|state| counts[*state as usize] += 1);
+        let names = EntryState::ALL.iter().map(|state| state.name());
+        let mut window = by_name(names.skip(1), &counts[1..]);
+        window["serial"] = session.serial.into();
+        window["place"] = place.into();
+        window["required"] = (session.required + u64::from(next.is_some())).into();
+        window["lookahead"] = session.lookahead.into();
+        window["accepted"] = session.accepted.into();
+        window
+    };
+    let head = &page.head;
+    json!({
+        "open": page.open().map(of).collect::<Vec<_>>(),
+        "left": {
+            "required": head.left_required, "lookahead": head.left_lookahead, "accepted": head.left_accepted,
+        },
+        "accepted": head.accepted,
+    })
+}
+
 /// Tasks by the names of their ops.
 fn by_op(ops: &ops::Ops) -> BTreeMap<&'static str, u64> {
     ops::named(ops).collect()
@@ -114,6 +161,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
         },
         "gpu": head.gpu(),
         "search": search(head),
+        "tuning": tuning(head),
         "kv_pages": {"all": head.kv_pages, "held": head.kv_held, "promised": head.kv_promised},
         "telemetry": {
             "writes": head.writes,
@@ -127,6 +175,7 @@ pub(super) fn document(view: &View<'_>) -> Value {
             "by_worker": workers_ops.iter().map(by_op).collect::<Vec<_>>(),
         },
         "sessions": sessions(view),
+        "windows": windows(&view.now.page),
         "workers": workers(view),
         "others": view.others,
     })

@@ -1,6 +1,6 @@
 //! Draws a view: readable at 80 by 24, on any terminal, also without colour.
 
-use abi::{Activity, EntryState, SequenceEnd, Telemetry, Trap, WorkerWords};
+use abi::{Activity, EntryState, SequenceEnd, Telemetry, Trap, TuneState, WorkerWords};
 use ratatui::Frame;
 
 use ratatui::layout::Rect;
@@ -161,6 +161,24 @@ fn search(sheet: &mut Sheet, view: &View<'_>) {
         ),
     };
     sheet.row("best", best);
+}
+
+/// The search of a server that tunes itself.
+fn tuning(sheet: &mut Sheet, head: &Telemetry) {
+    let Some(state) = TuneState::new(head.tune_state).filter(|state| *state != TuneState::Off)
+    else {
+        return;
+    };
+    let gain = percent(f64::from(head.tune_gain_low) / 1e6);
+    let text = format!(
+        "{}, {} trials, {} kept, {} refused, {} rolled back, saves {gain}",
+        state.name(),
+        head.tune_trials,
+        head.tune_kept,
+        head.tune_refused,
+        head.tune_rolled_back
+    );
+    sheet.row("tuning", text);
 }
 
 fn figures(sheet: &mut Sheet, view: &View<'_>) {
@@ -396,6 +414,7 @@ fn sheet(view: &View<'_>, area: Rect, colours: Colours) -> Vec<Line<'static>> {
     }
     figures(&mut sheet, view);
     ring(&mut sheet, view);
+    tuning(&mut sheet, &view.now.page.head);
     let count = view.now.page.running().len();
     let per_row = width.saturating_sub(5).max(10) / 10 * 10;
     // A title, a warning, the rows; and the line of keys below.

@@ -1,6 +1,6 @@
 //! `amk top`: shows what a running `amk` is doing, from its telemetry page. It only reads, at no cost to the observed process.
 
-mod document;
+pub(crate) mod document;
 mod draw;
 #[cfg(test)]
 mod tests;

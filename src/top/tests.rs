@@ -132,6 +132,28 @@ fn a_search_without_a_gpu_has_its_trials() {
 }
 
 #[test]
+fn a_server_that_tunes_itself_shows_what_it_found() {
+    let (before, mut now) = (served(START + SECOND, 12_000), served(START + 3 * SECOND, 12_000));
+    assert!(!rendered(&view(&before, &now), (100, 24)).contains("tuning"));
+    assert_eq!(super::document::document(&view(&before, &now))["tuning"], serde_json::Value::Null);
+    let head = &mut now.page.head;
+    (head.tune_state, head.tune_trials, head.tune_kept) = (abi::TuneState::Goal as u32, 9, 2);
+    (head.tune_gain_low, head.tune_gain_high) = (215_000, 240_000);
+    let shown = rendered(&view(&before, &now), (100, 24));
+    assert!(
+        shown.contains("goal, 9 trials, 2 kept, 0 refused, 0 rolled back, saves 22%"),
+        "{shown}"
+    );
+    let document = super::document::document(&view(&before, &now));
+    assert_eq!(document["tuning"]["stopped"], "goal");
+    assert_eq!(document["tuning"]["gain_ci"], serde_json::json!({"low": 0.215, "high": 0.24}));
+    now.page.head.tune_state = abi::TuneState::Tuning as u32;
+    let document = super::document::document(&view(&before, &now));
+    assert_eq!(document["tuning"]["state"], "tuning");
+    assert_eq!(document["tuning"]["stopped"], serde_json::Value::Null);
+}
+
+#[test]
 fn a_stalled_worker_is_named() {
     let (before, mut now) =
         (served(START + 9 * SECOND, 12_000), served(START + 10 * SECOND, 12_000));

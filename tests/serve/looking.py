@@ -3,7 +3,7 @@ servers that tune themselves.
 
     looking.py AMK MODEL PART...
 
-`streamed` wants a model of some GB that `amk export` wrote; `repeats`, `tune` and `tune_batch` a small preset. Prints one line of JSON a part; exits with 1
+`streamed` wants a model of some GB that `amk export` wrote; `repeats` and `tune*` a small preset. Prints one line of JSON a part; exits with 1
 if something is not as it should be. The standard library only: the machine with the GPU has no network.
 """
 
@@ -55,6 +55,17 @@ class Server:
         body["model"] = self.document["model"]
         request = urllib.request.Request(self.document["url"] + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
         return json.load(urllib.request.urlopen(request, timeout=WAIT))
+
+    def gaps(self, prompt, tokens):
+        """A stream: its text, and the seconds between its events after the first."""
+        body = {"model": self.document["model"], "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(self.document["url"] + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        times, text = [], ""
+        for line in urllib.request.urlopen(request, timeout=WAIT):
+            if line.startswith(b"data: {"):
+                times.append(time.monotonic())
+                text += json.loads(line[6:])["choices"][0]["text"]
+        return text, [b - a for a, b in zip(times, times[1:])]
 
     def metrics(self):
         return urllib.request.urlopen(self.document["url"].removesuffix("/v1") + "/metrics", timeout=WAIT).read().decode()
@@ -200,7 +211,50 @@ def tune_batch(amk, model):
     return tune(amk, model, ["--batch", "8"], 5)
 
 
-PARTS = {part.__name__: part for part in (streamed, evidence, capture, repeats, tune, tune_batch)}
+def crowd(server, ends):
+    """16 clients that send the next request at once, until it ends: p99 of the gaps in their streams, and the different texts of each prompt."""
+    gaps, texts, failed = [], {}, []
+
+    def client(index):
+        prompt = [5 + index % 4, 6, 7]
+        while not ends():
+            try:
+                text, between = server.gaps(prompt, 128)
+            except Exception as error:  # any failed request is a finding
+                failed.append(str(error))
+                return
+            gaps.extend(between)
+            texts.setdefault(index % 4, set()).add(text)
+
+    threads = [threading.Thread(target=client, args=(index,)) for index in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gaps.sort()
+    return 1e3 * gaps[len(gaps) * 99 // 100], texts, failed
+
+
+def tune_busy(amk, model):
+    """16 clients leave no idle moment: the search has turns, reaches its goal, and p99 of the gaps in streams is at most 1.5 of a server without it."""
+    slow = ["--schedule", "neutral", "--batch", "8"]
+    with Server(amk, model, slow) as server:
+        until = time.monotonic() + 10
+        before_ms, _, failed = crowd(server, lambda: time.monotonic() > until)
+    with Server(amk, model, [*slow, "--tune", "--goal", "5%", "--out", tempfile.mkdtemp()]) as server:
+        began = time.monotonic()
+        during_ms, texts, more = crowd(server, lambda: time.monotonic() - began > 150 or server.state() not in ("waiting", "tuning"))
+        seconds = time.monotonic() - began
+        _, top = server.look("top", "--once")
+    tuning, failed = top["tuning"], failed + more
+    good = tuning["stopped"] == "goal" and tuning["gain_ci"]["low"] >= 0.05 and during_ms <= 1.5 * before_ms and not failed and server.code == 0
+    return good, {
+        "seconds": round(seconds, 1), "tuning": tuning, "p99_gap_ms": [round(before_ms, 3), round(during_ms, 3)],
+        "failed": failed[:3], "texts": {prompt: len(of) for prompt, of in texts.items()},
+    }
+
+
+PARTS = {part.__name__: part for part in (streamed, evidence, capture, repeats, tune, tune_batch, tune_busy)}
 
 
 def main():

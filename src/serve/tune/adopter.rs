@@ -1,7 +1,7 @@
 //! What a search keeps becomes the schedule of the server, and what its confirmation reverts leaves it.
 
 use std::cell::RefCell;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ir::schedule::ScheduleConfig;
 use search::{
@@ -9,6 +9,7 @@ use search::{
 };
 
 use super::Tuned;
+use super::figures::NOTHING;
 use super::machine::Machine;
 use crate::commands::search_loop::{Found, Progress, Watch};
 use crate::context::Context;
@@ -81,7 +82,7 @@ impl<'a> Adopter<'a> {
             ));
             figures.rolled_back();
             let (config, program, _) = &tuned.start;
-            if let Err(why) = tuned.switch(config, program, 0.0) {
+            if let Err(why) = tuned.switch(config, program, NOTHING) {
                 report::say(&format!("tune: {why}"));
             }
         }
@@ -91,9 +92,11 @@ impl<'a> Adopter<'a> {
 }
 
 impl Watch for Adopter<'_> {
-    /// Waits for a moment without requests first: the search works beside none.
+    /// Waits for a moment without requests first: where there is one, the search's own work is beside none.
     fn stopped(&self) -> bool {
-        while self.tuned.admission.inside() > 0 && !self.tuned.is_over() {
+        let began = Instant::now();
+        let busy = || self.tuned.admission.inside() > 0 && began.elapsed() < self.tuned.patience;
+        while busy() && !self.tuned.is_over() {
             std::thread::sleep(LOOK_EVERY);
         }
         self.tuned.is_over()

@@ -1,4 +1,4 @@
-//! The figures of a server that tunes itself, in `/metrics`.
+//! The figures of a server that tunes itself, in `/metrics` and on the telemetry page.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,14 +7,23 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use abi::TuneState;
+use search::Interval;
+
+use crate::observe::Sequences;
+
 type Share = Gauge<f64, AtomicU64>;
 
 /// State of the search, the schedule of one sequence, and its kernel's name in fingerprints.
 type Labels = [(&'static str, String); 3];
 
+/// What a schedule saves: nothing.
+pub(super) const NOTHING: Interval = Interval { low: 0.0, high: 0.0 };
+
 /// The figures.
 #[derive(Default)]
 pub(in crate::serve) struct TuneFigures {
+    page: Sequences,
     info: Family<Labels, Gauge>,
     labels: std::sync::Mutex<Labels>,
     trials: Counter,
@@ -22,11 +31,36 @@ pub(in crate::serve) struct TuneFigures {
     refused: Counter,
     rolled_back: Counter,
     gain: Share,
+    gain_high: Share,
     wait: Share,
     wait_ns: AtomicU64,
 }
 
 impl TuneFigures {
+    pub(super) fn new(page: &Sequences) -> Self {
+        Self { page: page.clone(), ..Self::default() }
+    }
+
+    /// Writes the figures on the page.
+    fn show(&self) {
+        let [state, schedule, _] =
+            self.labels.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        let known = TuneState::ALL.iter().find(|known| known.name() == state.1);
+        let count = |counter: &Counter| u32::try_from(counter.get()).unwrap_or(u32::MAX);
+        let millionths = |share: &Share| (share.get() * 1e6).round() as u32;
+        self.page.head(|head| {
+            head.tune_state = known.copied().unwrap_or(TuneState::Off) as u32;
+            head.tune_trials = count(&self.trials);
+            head.tune_kept = count(&self.kept);
+            head.tune_refused = count(&self.refused);
+            head.tune_rolled_back = count(&self.rolled_back);
+            head.tune_gain_low = millionths(&self.gain);
+            head.tune_gain_high = millionths(&self.gain_high);
+            head.tune_wait_us = (self.wait.get() * 1e6).round() as u32;
+            head.tune_schedule = u64::from_str_radix(&schedule.1, 16).unwrap_or_default();
+        });
+    }
+
     pub(in crate::serve) fn register(&self, registry: &mut Registry) {
         let mut add = |name: &str, help: &str, counter: &Counter| {
             registry.register(format!("amk_tune_{name}"), help, counter.clone());
@@ -60,11 +94,13 @@ impl TuneFigures {
 
     pub(super) fn state(&self, state: &str) {
         self.relabel(|labels| labels[0].1 = state.to_owned());
+        self.show();
     }
 
     /// The schedule that serves from now on, its kernel's name, and what it saves.
-    pub(super) fn serves(&self, schedule: &str, kernel: &str, gain: f64) {
-        self.gain.set(gain);
+    pub(super) fn serves(&self, schedule: &str, kernel: &str, gain: Interval) {
+        self.gain.set(gain.low);
+        self.gain_high.set(gain.high);
         self.relabel(|labels| {
             let state = std::mem::take(&mut labels[0].1);
             *labels = [
@@ -73,25 +109,30 @@ impl TuneFigures {
                 ("kernel", kernel.to_owned()),
             ];
         });
+        self.show();
     }
 
     pub(super) fn trial(&self, kept: bool) {
         self.trials.inc();
         self.kept.inc_by(u64::from(kept));
+        self.show();
     }
 
     pub(super) fn refused(&self) {
         self.refused.inc();
+        self.show();
     }
 
     pub(super) fn rolled_back(&self) {
         self.rolled_back.inc();
+        self.show();
     }
 
     /// A request has waited this long for work of the search.
     pub(in crate::serve) fn waited(&self, ns: u64) {
         let most = self.wait_ns.fetch_max(ns, Ordering::Relaxed).max(ns);
         self.wait.set(most as f64 / 1e9);
+        self.show();
     }
 }
 

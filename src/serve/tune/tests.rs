@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
 use ir::sampling::Sampling;
@@ -203,6 +204,9 @@ impl Engine for Clocked<'_> {
     }
 }
 
+/// Clients without a pause.
+const CROWD: usize = 4;
+
 /// What a server did while it tuned itself.
 struct Done {
     state: String,
@@ -213,7 +217,8 @@ struct Done {
     served: Vec<(String, f64)>,
     /// Tokens and kernels of each answer; several kernels are a fault.
     answers: Vec<(Vec<u32>, String)>,
-    trials: usize,
+    /// The head of the telemetry page at the end.
+    page: abi::Telemetry,
 }
 
 /// The model, for steps of this many sequences.
@@ -276,37 +281,51 @@ fn request(jobs: &mpsc::Sender<Job>, admission: &Admission, number: u32) -> (Vec
     }
 }
 
-/// Sends requests until the search has ended; a busy server always has one more inside.
+/// Clients that send the next request at once, until the search has ended.
+fn crowd(
+    jobs: &mpsc::Sender<Job>,
+    admission: &Admission,
+    figures: &TuneFigures,
+) -> Vec<(Vec<u32>, u32)> {
+    let (next, began) = (AtomicU32::new(0), Instant::now());
+    let answers = Mutex::new(BTreeMap::new());
+    std::thread::scope(|scope| {
+        for _ in 0..CROWD {
+            scope.spawn(|| {
+                while !figures.has_ended() {
+                    assert!(began.elapsed() < Duration::from_secs(120), "it does not end");
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    let answer = request(jobs, admission, number);
+                    answers.lock().unwrap().insert(number, answer);
+                }
+            });
+        }
+    });
+    answers.into_inner().unwrap().into_values().collect()
+}
+
+/// Sends requests until the search has ended, with idle moments between.
 fn clients(
     jobs: &mpsc::Sender<Job>,
     admission: &Admission,
     figures: &TuneFigures,
-    busy: bool,
 ) -> Vec<(Vec<u32>, u32)> {
-    let mut answers = Vec::new();
-    let inside = busy.then(|| admission.enter().unwrap());
-    let (began, mut ready) = (Instant::now(), None);
-    // A busy one goes on until the search could have done some trials.
-    let enough = |ready: &mut Option<Instant>| {
-        let begun = figures.state_now() != "waiting";
-        begun && ready.get_or_insert_with(Instant::now).elapsed() > Duration::from_millis(800)
-    };
-    while !(figures.has_ended() || busy && enough(&mut ready)) {
+    let (mut answers, began) = (Vec::new(), Instant::now());
+    while !figures.has_ended() {
         assert!(began.elapsed() < Duration::from_secs(120), "it does not end");
         answers.push(request(jobs, admission, answers.len() as u32));
         std::thread::sleep(Duration::from_millis(40));
     }
-    drop(inside);
     answers.push(request(jobs, admission, answers.len() as u32));
     answers
 }
 
 /// Runs a server from the neutral schedule with requests until its search has ended.
-fn served(script: Script, more: &[&str], busy: bool) -> Done {
-    served_by(1, script, more, busy)
+fn served(script: Script, more: &[&str]) -> Done {
+    served_by(1, script, more, false)
 }
 
-/// The same with one kernel, for this many sequences.
+/// The same with one kernel, for this many sequences, and whether clients leave no time between requests.
 fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
     let folder = tempfile::tempdir().unwrap();
     let (context, args) = (context(seqs), tune_args(folder.path(), more));
@@ -317,9 +336,14 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
     table.add(seqs, &program);
     let source = crate::schedule_choice::ScheduleSource::default();
     let lowered = Lowered { config, program: program.clone(), seqs, source, lone: None };
-    let (admission, said) = (Admission::new(8), Sequences::default());
+    let at = telemetry::Folder::at(folder.path());
+    let (page, _) = telemetry::Publisher::new(&at, |_| {}).unwrap();
+    let (admission, said) = (Admission::new(8), Sequences::new(&page, true));
     let tuner = tuner(&args, ("cpu", Some(&lowered)), (&table, &said), &admission);
-    let tuner = tuner.unwrap_or_else(|f| panic!("{}", f.message)).unwrap();
+    let mut tuner = tuner.unwrap_or_else(|f| panic!("{}", f.message)).unwrap();
+    if busy {
+        tuner = tuner.patient_for(Duration::from_millis(5));
+    }
     let figures = tuner.tuned.figures.clone();
     let seen: Arc<Mutex<(usize, Vec<String>)>> = Arc::default();
     let programs = |number| table.program(number).unwrap();
@@ -341,7 +365,10 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
     let (jobs, inbox) = mpsc::channel();
     let answers = std::thread::scope(|scope| {
         let (admission, figures) = (&admission, &figures);
-        let clients = scope.spawn(move || clients(&jobs, admission, figures, busy));
+        let clients = scope.spawn(move || match busy {
+            true => crowd(&jobs, admission, figures),
+            false => clients(&jobs, admission, figures),
+        });
         assert_eq!(tuner.beside(&context, engine_loop, &inbox), Ok(()));
         clients.join().unwrap()
     });
@@ -355,16 +382,13 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
         })
         .collect();
     let answers = answers.into_iter().map(|(tokens, kernels)| (tokens, table.names_of(kernels)));
-    let rows = std::fs::read_to_string(folder.path().join("search/ledger.jsonl"));
-    let trials = rows
-        .map_or(0, |rows| rows.lines().filter(|row| row.contains("\"kind\":\"trial\"")).count());
     Done {
         state: figures.state_now(),
         figures,
         preempted,
         served,
         answers: answers.collect(),
-        trials,
+        page: crate::observe::snapshot(&page.reader()).unwrap().head,
     }
 }
 
@@ -389,7 +413,7 @@ impl Done {
 
 #[test]
 fn from_a_slow_start_the_goal_is_reached_beside_requests() {
-    let done = served(Script::default(), &["--goal", "20%"], false);
+    let done = served(Script::default(), &["--goal", "20%"]);
     done.check();
     assert_eq!(done.state, "goal");
     let (id, us) = done.served.last().expect("a switch");
@@ -414,7 +438,7 @@ fn a_kernel_for_batches_is_tuned_where_it_is_the_only_one() {
 #[test]
 fn what_fails_the_gate_before_a_switch_never_serves() {
     let script = Script { wrong_below: 80.0, ..Script::default() };
-    let done = served(script, &["--budget", "40"], false);
+    let done = served(script, &["--budget", "40"]);
     done.check();
     assert!(done.figures.refused_now() > 0, "the fastest are wrong");
     assert!(done.served.iter().all(|(_, us)| *us >= 80.0), "{:?}", done.served);
@@ -424,17 +448,39 @@ fn what_fails_the_gate_before_a_switch_never_serves() {
 #[test]
 fn what_the_confirmation_reverts_leaves_the_server() {
     let script = Script { fades: true, ..Script::default() };
-    let done = served(script, &["--goal", "10%"], false);
+    let done = served(script, &["--goal", "10%"]);
     done.check();
     let served: Vec<f64> = done.served.iter().map(|(_, us)| *us).collect();
     assert!(served.len() > 1 && served[0] < 100.0, "{served:?}");
     assert_eq!(served.last(), Some(&100.0), "back to the first");
     assert_eq!((done.figures.rolled_back_now(), done.figures.gain_now()), (1, 0.0));
+    assert_eq!((done.page.tune_rolled_back, done.page.tune_gain_high), (1, 0));
     assert_eq!(done.answers.last().unwrap().1, done.answers[0].1);
 }
 
+/// No request ends the search's work: it works in turns.
 #[test]
-fn without_time_between_requests_nothing_is_tuned() {
-    let done = served(Script::default(), &["--goal", "20%"], true);
-    assert_eq!((done.trials, done.served.len()), (0, 0));
+fn beside_clients_without_a_pause_the_search_has_turns() {
+    let done = served_by(8, Script::default(), &["--goal", "20%"], true);
+    assert_eq!(done.state, "goal");
+    assert!(done.figures.gain_now() >= 0.2 && !done.served.is_empty());
+    assert!(done.answers.len() > 8 * CROWD, "{} answers", done.answers.len());
+    let mut texts = BTreeMap::new();
+    for (number, (tokens, kernel)) in done.answers.iter().enumerate() {
+        let text = texts.entry(number % 7).or_insert_with(|| tokens.clone());
+        assert_eq!((tokens.len(), tokens), (6, &*text), "request {number}");
+        assert!(!kernel.contains('+'), "two schedules in an answer: {kernel}");
+    }
+    let (_, last) = done.answers.last().unwrap();
+    assert!(last.ends_with(&done.served.last().unwrap().0[..8]), "{last}");
+}
+
+/// The page has a state for each end of a search.
+#[test]
+fn every_end_has_a_name_on_the_page() {
+    use search::StoppedBy::{Bound, Exhausted, Goal, Interrupted, Time, Trials};
+    let ends = [Bound, Exhausted, Goal, Interrupted, Time, Trials].map(search::StoppedBy::name);
+    for name in ends.into_iter().chain(["waiting", "tuning", "failed"]) {
+        assert!(abi::TuneState::ALL.iter().any(|state| state.name() == name), "{name}");
+    }
 }

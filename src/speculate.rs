@@ -121,6 +121,8 @@ pub(crate) struct Tally {
     pub(crate) drafted: u64,
     pub(crate) drafts_accepted: u64,
     pub(crate) drafts_rejected: u64,
+    /// Times that a draft guessed beside steps of one position.
+    pub(crate) looks: u64,
 }
 
 /// How the next tokens are run.
@@ -166,7 +168,8 @@ impl Tally {
     /// The fields of documents.
     pub(crate) fn to_json(self) -> Value {
         let Self { windows, guessed, accepted, rejected, tokens, .. } = self;
-        let Self { drafted, drafts_accepted, drafts_rejected, .. } = self;
+        let Self { drafted, drafts_accepted, drafts_rejected, looks, .. } = self;
+        let found = (accepted - drafts_accepted, rejected - drafts_rejected);
         let over = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
         json!({
             "windows": windows,
@@ -179,6 +182,8 @@ impl Tally {
             "drafted": drafted,
             "drafts_accepted": drafts_accepted,
             "drafts_acceptance": over(drafts_accepted, drafts_accepted + drafts_rejected),
+            "lookups_acceptance": over(found.0, found.0 + found.1),
+            "draft_looks": looks,
         })
     }
 }
@@ -231,6 +236,7 @@ impl Guesser {
             drafted: self.tally.drafted - before.drafted,
             drafts_accepted: self.tally.drafts_accepted - before.drafts_accepted,
             drafts_rejected: self.tally.drafts_rejected - before.drafts_rejected,
+            looks: self.tally.looks - before.looks,
         }
     }
 
@@ -324,6 +330,7 @@ impl Guesser {
                 worth.gave(tokens.len());
                 if let Plan::Look(_) = plan {
                     worth.looked(guessed, tokens);
+                    self.tally.looks += 1;
                 }
             }
         }

@@ -283,5 +283,9 @@ fn guesses_of_a_draft_are_counted_by_their_source() {
     let tally = guesser.tally.to_json();
     assert_eq!((&tally["accepted"], &tally["drafts_accepted"]), (&3.into(), &2.into()));
     assert_eq!(tally["drafts_acceptance"], 2.0 / 3.0);
-    assert_eq!(guesser.text(), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!((&tally["lookups_acceptance"], &tally["draft_looks"]), (&1.0.into(), &0.into()));
+    let looked = Guessed { tokens: vec![1, 1], us: None, read: 1 };
+    guesser.learn((&Plan::Look(2), &looked), (&[1, 2], None), Some(&mut worth));
+    assert_eq!((guesser.tally.looks, guesser.tally.drafted), (1, 3), "no window had them");
+    assert_eq!(guesser.text(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]);
 }

@@ -244,7 +244,6 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
             (if gpu.is_some() { "cuda" } else { "cpu" }, gpu)
         }
     };
-    check_gpus(args, &context)?;
     let draft = draft(args, &context, gpu.is_some())?;
     args.prefill.check(gpu.is_some())?;
     gpu.as_ref().map_or_else(|| check_without_gpu(args), |_| Ok(()))?;
@@ -309,6 +308,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
 /// The model and its device. A search for a kernel that is pinned is about steps of its sequences.
 fn context(args: &ServeArgs) -> Result<Context, Failure> {
     let context = Context::new(&args.model)?;
+    check_gpus(args, &context)?;
     match args.seqs.filter(|_| args.tune.tune) {
         Some(seqs) => context.for_steps_of(seqs),
         None => Ok(context),

@@ -27,11 +27,13 @@ pub(crate) struct DraftModel {
 }
 
 impl DraftModel {
-    /// Loads the draft of this name, if there is one, for a model that runs on GPUs or on the reference VM.
+    /// Loads the draft of this name, if there is one, for a model that runs on GPUs or on the reference VM, with the schedule
+    /// for texts of `tokens`.
     pub(crate) fn of(
         name: Option<&str>,
         guesses: u32,
         (model, on_gpu): (&Context, bool),
+        tokens: u32,
     ) -> Result<Option<Self>, Failure> {
         let Some(name) = name else { return Ok(None) };
         if guesses == 0 {
@@ -53,8 +55,8 @@ impl DraftModel {
         check_vocabulary(&context, model)?;
         let host = Use::Host { sequences: 1, positions: context.kv_capacity.into() };
         memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
-        let config = ConfigArgs::default();
-        let config = choose(&context, &config, context.kv_capacity, Auto::Fastest)?.config;
+        let tokens = tokens.min(context.kv_capacity);
+        let config = choose(&context, &ConfigArgs::default(), tokens, Auto::Fastest)?.config;
         let program = Arc::new(context.lowered(&config)?);
         Ok(Some(Self { context, config, program }))
     }

@@ -277,7 +277,7 @@ impl Engine {
         })
     }
 
-    fn prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
+    pub(crate) fn prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
         let tokenizer = || {
             self.tokenizer().ok_or_else(|| {
                 Failure::usage(format!(

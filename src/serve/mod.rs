@@ -376,7 +376,7 @@ fn draft(args: &ServeArgs, context: &Context, on_gpu: bool) -> Result<Option<Dra
     if let Some((flag, _)) = other.into_iter().find(|(_, given)| draft.is_some() && *given) {
         return Err(Failure::usage(format!("{flag} is for one model: leave it or --draft out")));
     }
-    DraftModel::of(draft.as_deref(), *speculate, (context, on_gpu))
+    DraftModel::of(draft.as_deref(), *speculate, (context, on_gpu), context.kv_capacity)
 }
 
 /// Refuses what only a GPU can do.

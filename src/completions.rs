@@ -1,4 +1,5 @@
-//! Completion scripts of shells: what `clap` writes, with the names of presets after `--model` and of GPUs after `--target`.
+//! Completion scripts of shells: what `clap` writes, with the names of presets after `--model` and `--draft`, and of GPUs
+//! after `--target`.
 
 use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
 use clap_complete::Shell;
@@ -21,7 +22,7 @@ fn named(command: clap::Command) -> clap::Command {
         PossibleValuesParser::new(names.into_iter().map(PossibleValue::new)).into()
     };
     let command = command.mut_args(|arg| match arg.get_long() {
-        Some("model") => arg.value_parser(known(presets())),
+        Some("model" | "draft") => arg.value_parser(known(presets())),
         Some("target") => arg.value_parser(known(ir::Target::names().collect())),
         _ => arg,
     });

@@ -214,7 +214,7 @@ impl Sequence {
     }
 
     /// A turn of `most` positions: a piece of the prompt, or new tokens. Returns the number of positions run, and the
-    /// ending if the text has ended. A draft guesses where the text has nothing to look up.
+    /// ending if the text has ended. A draft guesses where the text has nothing better.
     pub(crate) fn turn(
         &mut self,
         engine: &mut dyn Engine,

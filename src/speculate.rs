@@ -15,7 +15,7 @@ mod worth;
 pub(crate) use draft::{Draft, Guessed};
 pub(crate) use share::{Offer, Sharing};
 pub(crate) use worth::Worth;
-use worth::{Drafted, expected};
+use worth::{Expected, expected};
 
 /// Most guesses of a window, beside the next token.
 pub(crate) const GUESSES_MAX: u32 = abi::SEQS_MAX as u32 - 1;
@@ -121,6 +121,8 @@ pub(crate) struct Tally {
     pub(crate) drafted: u64,
     pub(crate) drafts_accepted: u64,
     pub(crate) drafts_rejected: u64,
+    /// Times that a draft guessed beside steps of one position.
+    pub(crate) looks: u64,
 }
 
 /// How the next tokens are run.
@@ -166,7 +168,8 @@ impl Tally {
     /// The fields of documents.
     pub(crate) fn to_json(self) -> Value {
         let Self { windows, guessed, accepted, rejected, tokens, .. } = self;
-        let Self { drafted, drafts_accepted, drafts_rejected, .. } = self;
+        let Self { drafted, drafts_accepted, drafts_rejected, looks, .. } = self;
+        let found = (accepted - drafts_accepted, rejected - drafts_rejected);
         let over = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
         json!({
             "windows": windows,
@@ -179,6 +182,8 @@ impl Tally {
             "drafted": drafted,
             "drafts_accepted": drafts_accepted,
             "drafts_acceptance": over(drafts_accepted, drafts_accepted + drafts_rejected),
+            "lookups_acceptance": over(found.0, found.0 + found.1),
+            "draft_looks": looks,
         })
     }
 }
@@ -231,6 +236,7 @@ impl Guesser {
             drafted: self.tally.drafted - before.drafted,
             drafts_accepted: self.tally.drafts_accepted - before.drafts_accepted,
             drafts_rejected: self.tally.drafts_rejected - before.drafts_rejected,
+            looks: self.tally.looks - before.looks,
         }
     }
 
@@ -250,8 +256,9 @@ impl Guesser {
         self.lookup.text()
     }
 
-    /// How the next step is run, with no more than `room` guesses. A guess that is looked up costs nothing, so it comes
-    /// before those of a draft, which has not read the last `unread` tokens of the text.
+    /// How the next step is run, with no more than `room` guesses. Those that are looked up cost nothing, so a draft guesses
+    /// only where there are none, or where they are right so rarely that its own give more tokens per time. It has not read
+    /// the last `unread` tokens of the text.
     pub(crate) fn next(&mut self, room: usize, draft: Option<(&Worth, usize)>) -> Plan {
         let worth = draft.map(|(worth, _)| worth);
         if let Some(us) = worth.and_then(Worth::plain).filter(|_| self.plain.median().is_none()) {
@@ -269,25 +276,38 @@ impl Guesser {
             return look.map_or(Plan::Plain, Plan::Look);
         }
         let guesses = self.lookup.guess(width.min(room));
-        match drafts.map(|drafts| drafts.guesses.min(room)).or(look) {
-            Some(count) if guesses.is_empty() => Plan::Draft(count),
+        let found = self.looked_up(guesses.len());
+        match (drafts, look) {
+            (Some(drafts), _) if guesses.is_empty() || drafts.gain() > found.gain() => {
+                Plan::Draft(drafts.guesses.min(room))
+            }
+            (None, Some(look)) if guesses.is_empty() => Plan::Draft(look),
             _ => Plan::Window(guesses),
         }
     }
 
     /// The best number of guesses of a window that are looked up, and the tokens per time with it, in those of steps of one
-    /// position. Where there are none, a window has those of a draft, or one position.
-    fn best(&self, drafts: Option<Drafted>) -> (usize, f64) {
-        let (tokens, steps) = drafts.map_or((1.0, self.price(1)), |of| (of.tokens, of.price));
+    /// position. Where there are none, or a draft's are better, a window has those of a draft, or one position.
+    fn best(&self, drafts: Option<Expected>) -> (usize, f64) {
+        let without = drafts.unwrap_or_else(|| self.looked_up(0));
         let gain = |guesses: usize| {
+            let found = self.looked_up(guesses);
+            let better = drafts.filter(|drafts| drafts.gain() > found.gain());
+            let with = better.unwrap_or(found);
             let mean =
                 |with: f64, without: f64| self.coverage * with + (1.0 - self.coverage) * without;
-            mean(expected(self.acceptance, guesses), tokens) / mean(self.price(guesses + 1), steps)
+            mean(with.tokens, without.tokens) / mean(with.price, without.price)
         };
         let better = |best: (usize, f64), guesses| {
             if gain(guesses) > best.1 { (guesses, gain(guesses)) } else { best }
         };
         (1..=self.most).fold((0, 0.0), better)
+    }
+
+    /// What a window with this many guesses that are looked up is expected to give and take.
+    fn looked_up(&self, guesses: usize) -> Expected {
+        let (tokens, price) = (expected(self.acceptance, guesses), self.price(guesses + 1));
+        Expected { guesses, tokens, price }
     }
 
     /// What a window of this many positions takes, in steps of the kernel for one sequence. Before one was timed: what the
@@ -324,6 +344,7 @@ impl Guesser {
                 worth.gave(tokens.len());
                 if let Plan::Look(_) = plan {
                     worth.looked(guessed, tokens);
+                    self.tally.looks += 1;
                 }
             }
         }
@@ -346,6 +367,7 @@ impl Guesser {
         self.looked(!guesses.is_empty());
         let (right, wrong) = self.counted(guesses, tokens, us);
         self.tally.add(guesses.len(), (right, wrong), tokens.len(), false);
+        tokens.iter().for_each(|&token| self.lookup.push(token));
         (0..right).for_each(|_| self.judged(true));
         if wrong {
             self.judged(false);
@@ -359,15 +381,14 @@ impl Guesser {
         guessed: &Guessed,
         (tokens, us): (&[u32], Option<f64>),
     ) {
-        self.looked(false);
+        self.stepped(tokens, None);
         let (right, wrong) = self.counted(&guessed.tokens, tokens, us);
         self.tally.add(guessed.tokens.len(), (right, wrong), tokens.len(), true);
         worth.ran(guessed, (right, wrong), (tokens.len(), us));
     }
 
-    /// Counts a window. Returns how many guesses were right, and whether one was wrong.
+    /// Notes the time of a window. Returns how many guesses were right, and whether one was wrong.
     fn counted(&mut self, guesses: &[u32], tokens: &[u32], us: Option<f64>) -> (usize, bool) {
-        tokens.iter().for_each(|&token| self.lookup.push(token));
         let times = self.times.get_mut(guesses.len() + 1);
         times.into_iter().zip(us).for_each(|(times, us)| times.add(us));
         compared(guesses, tokens)

@@ -175,12 +175,21 @@ impl Simulated {
 }
 
 /// Continues a text that cannot be looked up for so many tokens; the time, in steps of the model.
-fn drafted(
+fn drafted(worth: &mut Worth, draft: &mut Simulated, tokens: (usize, usize)) -> (f64, Tally) {
+    drafted_of(worth, draft, tokens, u32::MAX)
+}
+
+/// The same with tokens below `vocab`: of few tokens something is always found, and wrong.
+fn drafted_of(
     worth: &mut Worth,
     draft: &mut Simulated,
     (prompt, count): (usize, usize),
+    vocab: u32,
 ) -> (f64, Tally) {
-    let next = |all: &[u32]| (all.len() as u32).wrapping_mul(2_654_435_761) >> 3;
+    let next = |all: &[u32]| {
+        let mixed = (all.len() as u32).wrapping_mul(2_654_435_761);
+        ((mixed ^ mixed >> 15).wrapping_mul(0x9E37_79B9) >> 3) % vocab
+    };
     let mut all: Vec<u32> =
         (0..prompt as u32).map(|i| (i * i).wrapping_mul(2_654_435_761)).collect();
     draft.fed.clear();
@@ -257,6 +266,16 @@ fn a_hopeless_draft_is_learned_once_and_one_that_becomes_better_is_noticed() {
     assert!(again <= 1000.0 / 0.97, "{again}: what the text before saved is not lost here");
 }
 
+#[test]
+fn a_draft_comes_before_what_is_found_and_wrong() {
+    let mut worth = Worth::new(true);
+    let step = 0.1 * STEP;
+    let mut draft = Simulated { acceptance: 0.8, step, chunk: 7.0, fed: Vec::new() };
+    let (spent, tally) = drafted_of(&mut worth, &mut draft, (40, 1000), 12);
+    let best = (1..=7).map(|n| fixed(0.8, step, n)).fold(1.0, f64::min);
+    assert!(spent < 1150.0 * best && tally.drafted * 10 > tally.guessed * 9, "{spent}: {tally:?}");
+}
+
 /// Reading a token takes 50 us: of 4000 as long as 55 steps of the model.
 #[test]
 fn a_long_text_is_read_only_where_enough_tokens_are_left() {
@@ -283,5 +302,9 @@ fn guesses_of_a_draft_are_counted_by_their_source() {
     let tally = guesser.tally.to_json();
     assert_eq!((&tally["accepted"], &tally["drafts_accepted"]), (&3.into(), &2.into()));
     assert_eq!(tally["drafts_acceptance"], 2.0 / 3.0);
-    assert_eq!(guesser.text(), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!((&tally["lookups_acceptance"], &tally["draft_looks"]), (&1.0.into(), &0.into()));
+    let looked = Guessed { tokens: vec![1, 1], us: None, read: 1 };
+    guesser.learn((&Plan::Look(2), &looked), (&[1, 2], None), Some(&mut worth));
+    assert_eq!((guesser.tally.looks, guesser.tally.drafted), (1, 3), "no window had them");
+    assert_eq!(guesser.text(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]);
 }

@@ -103,8 +103,8 @@ pub(crate) struct GuessArgs {
     /// Guess up to this many next tokens from the text so far and check them in one step, while that is faster. No token changes. Default: none.
     #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=7))]
     pub(crate) speculate: u32,
-    /// A small model of the same vocabulary that guesses where the text has nothing to look up, while that is faster. On cuda it
-    /// runs on the first GPU that the model does not use.
+    /// A small model of the same vocabulary that guesses where the text has nothing better to look up, while that is faster. On
+    /// cuda it runs on the first GPU that the model does not use.
     #[arg(long, value_name = "DIR|ORG/NAME|PRESET", requires = "speculate")]
     pub(crate) draft: Option<String>,
 }

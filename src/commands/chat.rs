@@ -49,7 +49,8 @@ pub(crate) fn run(args: &ChatArgs) -> Outcome {
     };
     args.prefill.check(gpu.is_some())?;
     let GuessArgs { speculate, draft } = &args.guesses;
-    let draft = DraftModel::of(draft.as_deref(), *speculate, (&context, gpu.is_some()))?;
+    let on = (&context, gpu.is_some());
+    let draft = DraftModel::of(draft.as_deref(), *speculate, on, context.kv_capacity)?;
     let host = Use::Host { sequences: 2, positions: context.kv_capacity.into() };
     memory::check(&context.model, if gpu.is_some() { Use::Device } else { host })?;
     if gpu.is_none() && on_graph {

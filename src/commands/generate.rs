@@ -26,14 +26,6 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     engine.streaming = args.stream.streaming();
     engine.check_weights = args.check_weights;
     engine.log.clone_from(&args.log);
-    let GuessArgs { speculate, draft } = &args.guesses;
-    if draft.is_some() && args.stream.stream_weights {
-        let message =
-            "--stream-weights is for one model, and --draft loads another before: leave one out";
-        return Err(Failure::usage(message));
-    }
-    let on = (engine.context(), engine.on_gpu());
-    engine.draft = DraftModel::of(draft.as_deref(), *speculate, on)?;
     let graph = engine.context().graph();
     let request = Request {
         prompt: prompt(args)?,
@@ -44,6 +36,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
         keep_logits: args.logits.is_some(),
         speculate: args.guesses.speculate,
     };
+    engine.draft = draft(args, &engine, &request)?;
+    let graph = engine.context().graph();
     let working = Spinner::on(format!("generating with {}", graph.name));
     let mut live = LiveText::new(engine.tokenizer(), working);
     let generated = engine.generate_with(&request, |token| {
@@ -63,6 +57,24 @@ pub(crate) fn run(args: &GenerateArgs) -> Outcome {
     document["between_tokens_ms"] = json!(gaps);
     report::document(&document)?;
     Ok(Exit::Yes)
+}
+
+/// The draft that the arguments name, for a text as long as the request's may become.
+fn draft(
+    args: &GenerateArgs,
+    engine: &Engine,
+    request: &Request,
+) -> Result<Option<DraftModel>, Failure> {
+    let GuessArgs { speculate, draft } = &args.guesses;
+    let Some(name) = draft else { return Ok(None) };
+    if args.stream.stream_weights {
+        let message =
+            "--stream-weights is for one model, and --draft loads another before: leave one out";
+        return Err(Failure::usage(message));
+    }
+    let tokens = engine.prompt(&request.prompt)?.len().saturating_add(request.max_new_tokens);
+    let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+    DraftModel::of(Some(name), *speculate, (engine.context(), engine.on_gpu()), tokens)
 }
 
 /// Tokens in the format of `--tokens`.

@@ -27,11 +27,13 @@ pub(crate) struct DraftModel {
 }
 
 impl DraftModel {
-    /// Loads the draft of this name, if there is one, for a model that runs on GPUs or on the reference VM.
+    /// Loads the draft of this name, if there is one, for a model that runs on GPUs or on the reference VM, with the schedule
+    /// for texts of `tokens`.
     pub(crate) fn of(
         name: Option<&str>,
         guesses: u32,
         (model, on_gpu): (&Context, bool),
+        tokens: u32,
     ) -> Result<Option<Self>, Failure> {
         let Some(name) = name else { return Ok(None) };
         if guesses == 0 {
@@ -53,8 +55,8 @@ impl DraftModel {
         check_vocabulary(&context, model)?;
         let host = Use::Host { sequences: 1, positions: context.kv_capacity.into() };
         memory::check(&context.model, if on_gpu { Use::Device } else { host })?;
-        let config = ConfigArgs::default();
-        let config = choose(&context, &config, context.kv_capacity, Auto::Fastest)?.config;
+        let tokens = tokens.min(context.kv_capacity);
+        let config = choose(&context, &ConfigArgs::default(), tokens, Auto::Fastest)?.config;
         let program = Arc::new(context.lowered(&config)?);
         Ok(Some(Self { context, config, program }))
     }
@@ -100,7 +102,7 @@ impl DraftModel {
 
 /// The first GPU that a model does not use: its resident kernel has all multiprocessors of those that it does.
 fn free_gpu(name: &str, model: &Context) -> Result<Gpus, Failure> {
-    let free = (0..).find(|card| !model.cards.contains(card)).unwrap_or(0);
+    let free = first_free(&model.cards);
     look_at(&model.target, free).map_err(|error| {
         let needed = model.cards.len() + 1;
         Failure::missing(format!(
@@ -108,6 +110,10 @@ fn free_gpu(name: &str, model: &Context) -> Result<Gpus, Failure> {
         ))
     })?;
     format!("cuda:{free}").parse().map_err(Failure::bug)
+}
+
+fn first_free(cards: &[u32]) -> u32 {
+    (0..).find(|card| !cards.contains(card)).unwrap_or(0)
 }
 
 /// Refuses a draft whose tokens are not those of the model: its guesses would be others.
@@ -130,4 +136,31 @@ fn check_vocabulary(draft: &Context, model: &Context) -> Result<(), Failure> {
         return refused(format!("its tokenizer has other tokens than that of {}", of_model.0));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gpu_of_a_draft_is_the_first_that_the_model_leaves() {
+        let free = [&[0][..], &[0, 1], &[1], &[0, 2, 3]].map(first_free);
+        assert_eq!(free, [1, 2, 0, 1]);
+    }
+
+    #[test]
+    fn presets_of_a_family_guess_for_each_other() {
+        let context = |name: &str| {
+            let place = PlaceArgs { device: DeviceChoice::Cpu, ..PlaceArgs::default() };
+            Context::open(name, &place).unwrap()
+        };
+        for (model, draft, fits) in [
+            ("qwen3-8b", "qwen3-0.6b", true),
+            ("llama-3.1-8b", "llama-3.2-1b", true),
+            ("llama-3.1-8b", "qwen3-0.6b", false),
+        ] {
+            let checked = check_vocabulary(&context(draft), &context(model));
+            assert_eq!(checked.is_ok(), fits, "{draft} for {model}");
+        }
+    }
 }

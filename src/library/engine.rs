@@ -130,6 +130,8 @@ pub struct Generated {
     command_log: Option<Ended>,
     /// What windows gave, if tokens were guessed.
     speculation: Option<Tally>,
+    /// Microseconds per guess of a draft.
+    draft_us: Option<f64>,
 }
 
 impl Generated {
@@ -152,6 +154,7 @@ impl Generated {
         }
         if let Some(tally) = &self.speculation {
             document["speculation"] = tally.to_json();
+            document["speculation"]["draft_us_per_guess"] = json!(self.draft_us);
         }
         if let Some(ended) = &self.command_log {
             document["command_log"] = json!(ended);
@@ -274,7 +277,7 @@ impl Engine {
         })
     }
 
-    fn prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
+    pub(crate) fn prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
         let tokenizer = || {
             self.tokenizer().ok_or_else(|| {
                 Failure::usage(format!(
@@ -498,6 +501,7 @@ fn continued(
         logits: sequence.rows.unwrap_or_default(),
         logprobs: scored.then_some(scores),
         speculation: sequence.guesser.map(|guesser| guesser.tally),
+        draft_us: draft.as_ref().and_then(Draft::us_per_guess),
         ..Generated::default()
     })
 }

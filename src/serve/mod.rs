@@ -308,6 +308,7 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
 /// The model and its device. A search for a kernel that is pinned is about steps of its sequences.
 fn context(args: &ServeArgs) -> Result<Context, Failure> {
     let context = Context::new(&args.model)?;
+    check_gpus(args, &context)?;
     match args.seqs.filter(|_| args.tune.tune) {
         Some(seqs) => context.for_steps_of(seqs),
         None => Ok(context),
@@ -367,7 +368,7 @@ fn draft(args: &ServeArgs, context: &Context, on_gpu: bool) -> Result<Option<Dra
     if let Some((flag, _)) = other.into_iter().find(|(_, given)| draft.is_some() && *given) {
         return Err(Failure::usage(format!("{flag} is for one model: leave it or --draft out")));
     }
-    DraftModel::of(draft.as_deref(), *speculate, (context, on_gpu))
+    DraftModel::of(draft.as_deref(), *speculate, (context, on_gpu), context.kv_capacity)
 }
 
 /// Refuses what only a GPU can do.

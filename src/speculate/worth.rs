@@ -21,12 +21,19 @@ const CREDIT: f64 = 8.0;
 /// Part of the acceptance that each further guess keeps: the last 25 or so decide.
 const KEEPS: f64 = 0.96;
 
-/// The guesses of a draft for one step, and what they are expected to give and take: tokens, and steps of the model.
+/// A number of guesses for one step, and what they are expected to give and take: tokens, and steps of the model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Drafted {
+pub(super) struct Expected {
     pub(super) guesses: usize,
     pub(super) tokens: f64,
     pub(super) price: f64,
+}
+
+impl Expected {
+    /// Tokens per time, in those of steps of one position.
+    pub(super) fn gain(self) -> f64 {
+        self.tokens / self.price
+    }
 }
 
 /// The worth of a draft's guesses.
@@ -88,14 +95,13 @@ impl Worth {
         most: usize,
         (unread, left): (usize, usize),
         windows: impl Fn(usize) -> f64,
-    ) -> Option<Drafted> {
+    ) -> Option<Expected> {
         let of = |guesses| {
             let tokens = expected(self.acceptance, guesses);
-            Drafted { guesses, tokens, price: windows(guesses + 1) + self.price(guesses) }
+            Expected { guesses, tokens, price: windows(guesses + 1) + self.price(guesses) }
         };
-        let gain = |of: &Drafted| of.tokens / of.price;
-        let all = (1..=most).map(of).filter(|of| gain(of) > 1.0 / windows(1));
-        let best = all.max_by(|a, b| gain(a).total_cmp(&gain(b)))?;
+        let all = (1..=most).map(of).filter(|of| of.gain() > 1.0 / windows(1));
+        let best = all.max_by(|a, b| a.gain().total_cmp(&b.gain()))?;
         let saves = (1.0 - best.price / best.tokens) * left as f64;
         let reading = self.reading(unread);
         (reading == 0.0 || reading < saves).then_some(best)

@@ -191,7 +191,7 @@ pub(super) fn measure(row: &Row<'_>, most: u32) -> Result<Measured, Failure> {
     let prompt = draw_tokens(args.seed, context.graph().vocab, args.context as usize);
     let begins = f64::from(draw_tokens(args.seed, 1 << 20, 1)[0]) / f64::from(1 << 20);
     let (draft, acceptance) = (args.windows.draft.as_deref(), args.windows.acceptance);
-    let draft = DraftModel::of(draft, most, (context, others.is_some()))?;
+    let draft = DraftModel::of(draft, most, (context, others.is_some()), args.context)?;
     let (most, draft) = (most as usize, draft.as_ref());
     let guesses = Guesses { prompt: &prompt, most, acceptance, begins, draft };
     match others {

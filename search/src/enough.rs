@@ -33,9 +33,9 @@ impl Enough {
 #[must_use]
 pub fn saved(trials: &[Trial]) -> Interval {
     let kept = trials.iter().filter(|trial| trial.outcome == Outcome::Kept);
-    let left = kept.filter_map(|trial| trial.gain).fold([1.0; 2], |[most, least], gain| {
-        [most * (1.0 - gain.low), least * (1.0 - gain.high)]
-    });
+    let left = kept
+        .filter_map(|trial| trial.gain)
+        .fold([1.0; 2], |[most, least], gain| [most * (1.0 - gain.low), least * (1.0 - gain.high)]);
     Interval { low: 1.0 - left[0], high: 1.0 - left[1] }
 }
 

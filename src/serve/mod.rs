@@ -308,7 +308,6 @@ pub(crate) fn run(args: &ServeArgs) -> Outcome {
 /// The model and its device. A search for a kernel that is pinned is about steps of its sequences.
 fn context(args: &ServeArgs) -> Result<Context, Failure> {
     let context = Context::new(&args.model)?;
-    check_gpus(args, &context)?;
     match args.seqs.filter(|_| args.tune.tune) {
         Some(seqs) => context.for_steps_of(seqs),
         None => Ok(context),

@@ -243,7 +243,7 @@ def tune_busy(amk, model):
         before_ms, _, failed = crowd(server, lambda: time.monotonic() > until)
     with Server(amk, model, [*slow, "--tune", "--goal", "5%", "--out", tempfile.mkdtemp()]) as server:
         began = time.monotonic()
-        during_ms, texts, more = crowd(server, lambda: time.monotonic() - began > 150 or server.state() not in ("waiting", "tuning"))
+        during_ms, texts, more = crowd(server, lambda: time.monotonic() - began > 300 or server.state() not in ("waiting", "tuning"))
         seconds = time.monotonic() - began
         _, top = server.look("top", "--once")
     tuning, failed = top["tuning"], failed + more

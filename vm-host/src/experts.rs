@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use ir::program::{Matrix, Selection};
 
+use crate::devices::Placed;
+
 /// Tiles of each expert.
 fn tiles_each(matrix: &Matrix) -> u32 {
     matrix.tiles() / matrix.experts
@@ -34,16 +36,37 @@ pub(crate) fn of_all(matrix: &Matrix, own: Range<u32>) -> impl Iterator<Item = R
     (0..matrix.experts).map(move |expert| expert * each + own.start..expert * each + own.end)
 }
 
+/// Where the choice of experts puts a load's units, counted among those that a device has, without the logits' address;
+/// `None` if it has not the same of each expert.
+pub(crate) fn record(
+    matrix: &Matrix,
+    placed: &Placed,
+    selection: Selection,
+    unit0: u32,
+) -> Option<abi::Routed> {
+    let place = Place::new(matrix, &placed.tiles)?;
+    let (segment, unit0) = place.of(matrix, selection, unit0);
+    Some(abi::Routed {
+        experts: placed.address,
+        expert_units: place.units,
+        segment,
+        unit0,
+        slots: selection.slots,
+        expert_len: matrix.experts,
+        ..abi::Routed::default()
+    })
+}
+
 /// Which units of each expert lie on a device. Those of an expert lie one after the other, and experts in order.
-pub(crate) struct Place {
+struct Place {
     /// Those before the first one.
     before: u32,
-    pub(crate) units: u32,
+    units: u32,
 }
 
 impl Place {
     /// The place of experts whose tiles on a device are these; `None` if it has not the same of each.
-    pub(crate) fn new(matrix: &Matrix, runs: &[Range<u32>]) -> Option<Self> {
+    fn new(matrix: &Matrix, runs: &[Range<u32>]) -> Option<Self> {
         let whole = 0..tiles_each(matrix);
         let own = match runs {
             [all] if *all == (0..matrix.tiles()) => whole,
@@ -57,7 +80,7 @@ impl Place {
     }
 
     /// The segment and the first unit of a load, as [`abi::Routed`] counts them: among the units that are here.
-    pub(crate) fn of(&self, matrix: &Matrix, selection: Selection, unit0: u32) -> (u32, u32) {
+    fn of(&self, matrix: &Matrix, selection: Selection, unit0: u32) -> (u32, u32) {
         let Selection { segment, slots, .. } = selection;
         let (slot, round) = (unit0 / segment % slots, unit0 / (segment * slots));
         let unit = round * segment + unit0 % segment - self.before;

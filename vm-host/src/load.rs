@@ -422,8 +422,7 @@ fn tables(program: &Program, part: Part<'_>) -> Result<Tables, HostError> {
     Ok(Tables { tasks, loads, queues, selections })
 }
 
-/// Where the choice of experts puts a load's units, without the logits' address. A device may have some rows of each expert:
-/// units are counted among those.
+/// Where the choice of experts puts a load's units, without the logits' address.
 fn selected(
     program: &Program,
     load: Load,
@@ -434,18 +433,8 @@ fn selected(
     };
     let index = matrix.index();
     let (placed, matrix) = (&part.own.matrices[index], &program.matrices[index]);
-    let place = experts::Place::new(matrix, &placed.tiles)
+    let routed = experts::record(matrix, placed, selection, unit0 as u32)
         .ok_or_else(|| not_here(part, &format!("rows of all experts of {}", matrix.name)))?;
-    let (segment, unit0) = place.of(matrix, selection, unit0 as u32);
-    let routed = abi::Routed {
-        experts: placed.address,
-        expert_units: place.units,
-        segment,
-        unit0,
-        slots: selection.slots,
-        expert_len: matrix.experts,
-        ..abi::Routed::default()
-    };
     Ok(Some((selection, routed)))
 }
 

@@ -174,7 +174,8 @@ impl Simulated {
     }
 }
 
-/// Continues a text that cannot be looked up for so many tokens; the time, in steps of the model.
+/// Generates tokens behind a prompt, of `(prompt, count)` tokens, with guesses of the draft alone, since the lookup finds
+/// nothing. Returns the time in steps of the model, and the tally.
 fn drafted(worth: &mut Worth, draft: &mut Simulated, tokens: (usize, usize)) -> (f64, Tally) {
     drafted_of(worth, draft, tokens, u32::MAX)
 }
@@ -222,7 +223,8 @@ fn drafted_of(
     (spent / STEP, guesser.tally)
 }
 
-/// Steps of the model per token with always so many guesses. Where all were right, the draft reads one token more.
+/// The time per token, in steps of the model, of windows with this many guesses each. After a window whose guesses were
+/// all right, the draft has one token more to read.
 fn fixed(acceptance: f64, step: f64, guesses: usize) -> f64 {
     let read = acceptance.powi(guesses as i32);
     let draft = (step * (guesses as f64 + read) + PAUSE) / STEP;

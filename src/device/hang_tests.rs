@@ -193,19 +193,24 @@ impl Served for Faulty<'_> {
     }
 }
 
-/// Runs this binary as a device process.
-fn be_a_device(faults: String) {
-    let context = context();
+/// Runs this binary as a device process, with what `wrap` makes of its GPU.
+pub(super) fn serve_gpu<'a, D: Served + 'a>(context: &'a Context, wrap: impl Fn(Gpu<'a>) -> D) {
     let monitor = observe::SharedMonitor::default();
-    let page = observe::publisher(&context, ("test", "cuda"), 0).expect("memory for a page");
+    let page = observe::publisher(context, ("test", "cuda"), 0).expect("memory for a page");
     let watch = Kernel::new(monitor.clone(), page);
     let open = |board: &Board| {
-        let mut gpu = Gpu::open(&context, Some(board), true).map_err(device_error)?;
+        let mut gpu = Gpu::open(context, Some(board), true).map_err(device_error)?;
         gpu.monitor = monitor;
-        gpu.deadline = DEADLINE;
-        Ok(Faulty { gpu, faults, runs: 0 })
+        Ok(wrap(gpu))
     };
     remote::serve(watch, open).unwrap_or_else(|error| panic!("{error}"));
+}
+
+fn be_a_device(faults: String) {
+    serve_gpu(&context(), |mut gpu| {
+        gpu.deadline = DEADLINE;
+        Faulty { gpu, faults: faults.clone(), runs: 0 }
+    });
 }
 
 /// A device whose processes have the faults above, and then none. The process of the endless op compiles the kernel in `endless`.

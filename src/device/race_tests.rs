@@ -8,15 +8,13 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use remote::{Board, Limits, Remote, Room};
+use remote::{Limits, Remote, Room};
 use search::{DivergenceClass, Rejection, Timing, assess, device_positions};
 
-use super::child::Kernel;
-use super::hang_tests::changed_kernel;
-use super::{Gpu, LOGITS_ROWS, device_error};
+use super::LOGITS_ROWS;
+use super::hang_tests::{changed_kernel, serve_gpu};
 use crate::cli::{DeviceChoice, PlaceArgs};
 use crate::context::Context;
-use crate::observe;
 
 /// Set in a device process.
 const IS_DEVICE: &str = "AMK_TEST_RACE";
@@ -66,15 +64,7 @@ fn be_a_part(device: bool) {
         let built = vm_host::compile(&variant, &context.target.arch, None);
         return drop(built.unwrap_or_else(|error| panic!("{error}")));
     }
-    let monitor = observe::SharedMonitor::default();
-    let page = observe::publisher(&context, ("test", "cuda"), 0).expect("memory for a page");
-    let watch = Kernel::new(monitor.clone(), page);
-    let open = |board: &Board| {
-        let mut gpu = Gpu::open(&context, Some(board), true).map_err(device_error)?;
-        gpu.monitor = monitor;
-        Ok(gpu)
-    };
-    remote::serve(watch, open).unwrap_or_else(|error| panic!("{error}"));
+    serve_gpu(&context, |gpu| gpu);
 }
 
 /// This binary as a part of the test, with the kernel of this folder.
@@ -150,6 +140,8 @@ fn same_bits(
 /// Compiles the planted kernel, if there is a compiler.
 fn compiles(folder: &Path) {
     if let Err(error) = vm_host::nvrtc_version() {
+        let required = std::env::var_os("AMK_REQUIRE_NVRTC").is_some();
+        assert!(!required, "NVRTC is required: {error}");
         eprintln!("skipped: {error}");
         return;
     }

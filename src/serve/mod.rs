@@ -470,10 +470,11 @@ fn lowered(
     match args.seqs {
         Some(seqs) => return lower(seqs),
         None if !on_gpu => return lower(1),
-        // Steps of several sequences with quantised weights are right on a GPU and have not been timed, so they are opt-in.
+        // Steps of several sequences with quantised weights are timed for one model, and kernels of them have not been
+        // switched by load on a GPU, so they are opt-in.
         None if context.graph().codes().is_some() => {
             report::say(
-                "note: sequences take turns: no batch of quantised weights has been measured; --batch 8 asks for one",
+                "note: sequences take turns, since the weights are quantised; --batch 8 asks for steps of eight sequences",
             );
             return lower(1);
         }

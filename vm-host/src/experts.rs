@@ -67,13 +67,10 @@ struct Place {
 impl Place {
     /// The place of experts whose tiles on a device are these; `None` if it has not the same of each.
     fn new(matrix: &Matrix, runs: &[Range<u32>]) -> Option<Self> {
-        let whole = 0..tiles_each(matrix);
         let own = match runs {
-            [all] if *all == (0..matrix.tiles()) => whole,
-            runs => runs
-                .first()
-                .filter(|_| of_all(matrix, runs[0].clone()).eq(runs.iter().cloned()))?
-                .clone(),
+            [all] if *all == (0..matrix.tiles()) => 0..tiles_each(matrix),
+            [first, ..] if of_all(matrix, first.clone()).eq(runs.iter().cloned()) => first.clone(),
+            _ => return None,
         };
         let tile = matrix.units_per_tile();
         Some(Self { before: own.start * tile, units: (own.end - own.start) * tile })

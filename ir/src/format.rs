@@ -6,6 +6,8 @@
 //! stream brings both.
 //! This file has the only packer.
 
+use std::borrow::Cow;
+
 use abi::{CodeBlock, Scalar, Scales, UNIT_BYTES, UNIT_ROW_BYTES, UNIT_ROWS, Unpack};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -216,6 +218,18 @@ impl Format {
             out.extend_from_slice(&stored);
             out.extend_from_slice(&scales[self.scale_place(row)..][..scale_bytes]);
         }
+    }
+
+    /// Stored elements, rounded as packing does, so that what was packed can be compared with them.
+    #[must_use]
+    pub fn rounded(self, mut stored: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+        if self == Self::Bf16AsF16 {
+            for element in stored.to_mut().as_chunks_mut::<2>().0 {
+                let half = f16::from_f32(bf16::from_le_bytes(*element).to_f32());
+                *element = bf16::from_f32(half.to_f32()).to_le_bytes();
+            }
+        }
+        stored
     }
 
     /// Brings a stored row of a unit into the form that the kernel reads.
@@ -567,6 +581,9 @@ mod tests {
         }
         let small = 2f32.powi(-18) * 1.992_187_5;
         assert!((packed(small) - small).abs() <= 2f32.powi(-25) && packed(small) != small);
+        let stored = bf16::from_f32(small).to_le_bytes();
+        let rounded = Format::Bf16AsF16.rounded(Cow::Borrowed(&stored));
+        assert_eq!(rounded[..], bf16::from_f32(packed(small)).to_le_bytes());
     }
 
     #[test]

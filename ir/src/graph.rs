@@ -192,6 +192,12 @@ impl Graph {
         self.layers.iter().any(|layer| layer.gated().is_none())
     }
 
+    /// The type that matrices of these floats are multiplied in ([`Dims::operand`]).
+    #[must_use]
+    pub fn operand(&self, stored: DType) -> DType {
+        Dims::from(self).operand(stored, self.has_experts())
+    }
+
     /// The longest vectors that its matrices are multiplied with on a device.
     #[must_use]
     pub fn vectors(&self) -> Vectors {

@@ -156,7 +156,7 @@ fn import_as(dir: &Path, form: Form) -> Result<Model, ModelError> {
     if let Some(refused) = graph.heads_refused() {
         notes.push(format!("no kernel: {refused}"));
     }
-    shape.dtype = graph.dtype;
+    shape.dtype = graph.tensor(graph.embed).dtype;
     Ok(Model { graph, shape, weights, origin: Origin::Folder(dir.to_path_buf()), notes })
 }
 

@@ -233,7 +233,7 @@ impl Shape {
         let still = unrotated.then(|| vec![0.0; self.head_dim as usize / 2]);
         // A residual stream divided by its factor has the same norms, if epsilon is divided by the square.
         let scale = options.residual_scale;
-        let graph = Graph {
+        let mut graph = Graph {
             name: self.name.clone(),
             family: self.family.model_type().to_owned(),
             hidden: self.hidden,
@@ -264,6 +264,7 @@ impl Shape {
             eos: self.eos.clone(),
             bos: self.bos,
         };
+        graph.dtype = graph.operand(self.dtype);
         (graph, tensors.pieces)
     }
 

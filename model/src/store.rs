@@ -392,7 +392,7 @@ fn matched(
     }
     problems.extend(extra(found, tied));
     if let Some((_, dtype)) = first_matrix {
-        graph.dtype = dtype;
+        graph.dtype = graph.operand(dtype);
     }
     if problems.is_empty() { Ok(sources) } else { Err(problems) }
 }

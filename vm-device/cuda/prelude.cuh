@@ -64,7 +64,11 @@ constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE, SCALED_UNITS = AMK_U
 // Whether vectors are staged as the high 16-bit half of each element, without the low one: beside codes, which are coarser than f16, where two
 // halves of the longest vector would leave a short ring. A mixture's route would be another too often. Same as ir::Graph::one_half.
 constexpr uint32_t LONGEST_VECTOR = AMK_FFN > AMK_HIDDEN ? (AMK_FFN > AMK_Q_WIDTH ? AMK_FFN : AMK_Q_WIDTH) : (AMK_HIDDEN > AMK_Q_WIDTH ? AMK_HIDDEN : AMK_Q_WIDTH);
+#if AMK_DTYPE == AMK_DTYPE_F16 && AMK_UNPACK == 1 // floats alone, as f16
+constexpr bool ONE_HALF = (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) == 0 && LONGEST_VECTOR > AMK_TWO_HALVES_MAX;
+#else
 constexpr bool ONE_HALF = MIXED && (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) == 0 && LONGEST_VECTOR > AMK_TWO_HALVES_MAX;
+#endif
 
 // Whether registers are left over: the scales of codes and wide heads take them all, and what else is kept in some would be spilled.
 constexpr bool SPARE_REGISTERS = !MIXED && AMK_HEAD_DIM <= 128;

@@ -98,10 +98,10 @@ pub enum HostError {
         /// Bytes free.
         free: u64,
     },
-    /// A weight file cannot be read.
+    /// A weight file cannot be read, or a matrix not be packed.
     #[error("{path}: {message}")]
     Weights {
-        /// The file.
+        /// The file, or the matrix.
         path: String,
         /// What went wrong.
         message: String,

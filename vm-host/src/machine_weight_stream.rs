@@ -98,7 +98,8 @@ impl Resident {
         Ok(WeightStreamReport { load: idle.load_report(), waits, waited_s })
     }
 
-    /// Compares every matrix on the device with its file, tensor by tensor. Takes as long as copying all of them back.
+    /// Compares every matrix on the device with its file, tensor by tensor, rounded as it was when it was packed. Takes as
+    /// long as copying all of them back.
     ///
     /// # Errors
     /// If a copy fails.
@@ -114,7 +115,7 @@ impl Resident {
             let rows = rows_by_tensor(matrix);
             checks.par_extend(rows.par_iter().map(|(&tensor, rows)| {
                 let of = graph.tensor(tensor);
-                let stored = weights.read(tensor);
+                let stored = matrix.format.rounded(weights.read(tensor));
                 TensorCheck {
                     tensor: of.name.clone(),
                     bytes: stored.len() as u64,

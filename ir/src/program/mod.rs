@@ -313,12 +313,20 @@ impl Dims {
         self.hidden.max(self.heads.saturating_mul(self.head_dim)).max(self.ffn)
     }
 
-    /// Whether the kernel multiplies with one 16-bit half of a vector's elements, so that the ring is longer: beside codes,
-    /// which are coarser than f16, if some vector is long. Mixtures, whose routes follow small differences, get both halves.
-    /// Same as ONE_HALF in vm-device/cuda/prelude.cuh.
+    /// Whether the kernel multiplies with one half of f16 of a vector's elements, so that the ring is longer: if some vector
+    /// is long. Mixtures, whose routes follow small differences, get both halves. Same as ONE_HALF in
+    /// vm-device/cuda/prelude.cuh.
     #[must_use]
-    pub fn one_half(&self, codes: bool, experts: bool) -> bool {
-        codes && !experts && self.longest_vector() > abi::TWO_HALVES_MAX
+    pub fn one_half(&self, experts: bool) -> bool {
+        self.dtype == DType::F16 && self.operand(DType::Bf16, experts) == DType::F16
+    }
+
+    /// The type that matrices of these floats are multiplied in: their own; or f16 for bf16 where some vector is long, of
+    /// which one half of f16 is enough, where bf16 takes two.
+    #[must_use]
+    pub fn operand(&self, stored: DType, experts: bool) -> DType {
+        let long = self.longest_vector() > abi::TWO_HALVES_MAX;
+        if stored == DType::Bf16 && long && !experts { DType::F16 } else { stored }
     }
 }
 

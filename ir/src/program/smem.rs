@@ -19,19 +19,18 @@ pub struct Vectors {
 impl Vectors {
     /// Those of matrices with these columns and formats, of which some are `experts`.
     pub fn new(dims: &Dims, experts: bool, matrices: impl Iterator<Item = (u32, Format)>) -> Self {
-        let (mut plain, mut digit_bytes, mut codes) = (0, 0, false);
+        let (mut plain, mut digit_bytes) = (0, 0);
         for (cols, format) in matrices {
             if format.has_digits() {
                 digit_bytes = digit_bytes.max(format.units_per_tile(cols) * format.digit_bytes());
             } else {
                 plain = plain.max(cols);
             }
-            codes |= format.is_scaled();
         }
         if digit_bytes == 0 || experts {
             plain = dims.longest_vector();
         }
-        Self { plain, one_half: dims.one_half(codes, experts), digit_bytes }
+        Self { plain, one_half: dims.one_half(experts), digit_bytes }
     }
 }
 

@@ -52,7 +52,9 @@ fn presets_have_the_published_sizes_and_cost_nothing_until_read() {
         // Without the scales of codes.
         let tensors = model.graph.tensors.iter().filter(|t| !t.name.ends_with("_scale"));
         assert_eq!(tensors.map(|t| t.len()).sum::<usize>(), parameters, "{name}");
-        let dtype = if model.graph.codes().is_some() { DType::F16 } else { DType::Bf16 };
+        // Beside codes, and where one half of a long vector is enough.
+        let f16 = model.graph.codes().is_some() || ["qwen3-32b", "llama-3.1-70b"].contains(&name);
+        let dtype = if f16 { DType::F16 } else { DType::Bf16 };
         assert_eq!((model.graph.dtype, &model.graph.name[..]), (dtype, name));
         assert!(matches!(model.origin, Origin::Random { .. }) && model.folder().is_none());
     }

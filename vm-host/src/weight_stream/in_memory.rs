@@ -40,11 +40,11 @@ pub(crate) fn land<T: Target>(
         for part in &*half {
             wait_until(COPY_LIMIT, || target.copied(part.index))?;
         }
-        half.par_iter_mut().zip(pieces).for_each(|(part, piece)| {
+        half.par_iter_mut().zip(pieces).try_for_each(|(part, piece)| {
             // SAFETY: its last copy is over, and the target has kept the memory.
             let out = unsafe { &mut part.bytes_mut()[..plan.packed_bytes(piece)] };
-            pack_from(plan, piece, &held, out);
-        });
+            pack_from(plan, piece, &held, out)
+        })?;
         for (part, piece) in half.iter().zip(pieces) {
             let bytes = plan.packed_bytes(piece);
             for &place in &piece.places {
@@ -74,16 +74,16 @@ fn hold<'a>(pieces: &[Piece], weights: &'a dyn Weights, held: &mut Held<'a>) {
 }
 
 /// Packs a piece with several threads: there are fewer pieces than processors.
-fn pack_from(plan: &Plan, piece: &Piece, held: &Held<'_>, out: &mut [u8]) {
+fn pack_from(plan: &Plan, piece: &Piece, held: &Held<'_>, out: &mut [u8]) -> Result<(), HostError> {
     const PARTS: u32 = 4;
     let matrix = &plan.matrices[piece.matrix];
     let row_bytes = matrix.format.row_bytes(matrix.cols);
     let tiles = piece.tiles.div_ceil(PARTS).max(1);
     let parts = out.par_chunks_mut(tiles as usize * matrix.tile_bytes());
-    parts.zip(0..piece.tiles.div_ceil(tiles)).for_each(|(out, part)| {
+    parts.zip(0..piece.tiles.div_ceil(tiles)).try_for_each(|(out, part)| {
         let row = |tensor: TensorId, row: u32| -> &[u8] {
             held.get(&tensor).map_or(&[], |held| &held[row as usize * row_bytes..][..row_bytes])
         };
-        pack(matrix, piece.tile0 + part * tiles, row, out);
-    });
+        pack(matrix, piece.tile0 + part * tiles, row, out)
+    })
 }

@@ -227,10 +227,16 @@ fn crew(plan: &Plan, reads: &Mutex<Receiver<Read>>, tell: &Sender<Message>, gate
         let packed = gate.pass(|| {
             // SAFETY: the gate is open, so the memory is there; the slot came back, so its last copy is over.
             let out = unsafe { staging.bytes_mut() };
-            pack(matrix, piece.tile0, row, &mut out[..plan.packed_bytes(piece)]);
+            pack(matrix, piece.tile0, row, &mut out[..plan.packed_bytes(piece)])
         });
-        let slot = Slot { io: job.buffer, staging };
-        if packed.is_none() || tell.send(Message::Packed { piece: job.piece, slot }).is_err() {
+        let message = match packed {
+            None => return,
+            Some(Err(error)) => Message::Failed(error),
+            Some(Ok(())) => {
+                Message::Packed { piece: job.piece, slot: Slot { io: job.buffer, staging } }
+            }
+        };
+        if tell.send(message).is_err() {
             return;
         }
     }

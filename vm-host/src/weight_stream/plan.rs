@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use ir::TensorId;
+use half::f16;
 use ir::program::Matrix;
+use ir::{Format, TensorId};
 
 use crate::devices::{Tiles, place};
 use crate::error::HostError;
@@ -140,12 +141,15 @@ fn reads(matrix: &Matrix, tile0: u32, tiles: u32) -> Vec<TensorRows> {
 }
 
 /// Packs as many tiles as `out` has room for, from `tile0` on. `row` returns a stored row; missing rows are zero.
+///
+/// # Errors
+/// If an element of bf16 has no f16 to be multiplied as.
 pub(crate) fn pack<'a>(
     matrix: &Matrix,
     tile0: u32,
     row: impl Fn(TensorId, u32) -> &'a [u8],
     out: &mut [u8],
-) {
+) -> Result<(), HostError> {
     let tile_bytes = matrix.tile_bytes();
     for (tile, out) in (tile0..).zip(out.chunks_exact_mut(tile_bytes)) {
         let rows = std::array::from_fn(|inner| {
@@ -153,5 +157,19 @@ pub(crate) fn pack<'a>(
             found.map_or(&[][..], |(tensor, index)| row(tensor, index))
         });
         matrix.format.pack(&rows, out);
+        if matrix.format == Format::Bf16AsF16 && has_infinities(out) {
+            let message = "has an element beyond 65504, the largest f16, in which bf16 is multiplied beside codes or vectors of more than \
+                           16384 elements: store its tensors as float32"
+                .to_owned();
+            return Err(HostError::Weights { path: matrix.name.clone(), message });
+        }
     }
+    Ok(())
+}
+
+/// Whether some f16 is infinite.
+fn has_infinities(halves: &[u8]) -> bool {
+    let infinite = |half: &[u8; 2]| u16::from_le_bytes(*half) & 0x7fff == f16::INFINITY.to_bits();
+    // Without a branch for each, so that it costs little beside the packing.
+    halves.as_chunks::<2>().0.iter().fold(false, |any, half| any | infinite(half))
 }

@@ -312,6 +312,24 @@ fn a_plan_names_every_unit_once_and_in_the_order_of_a_step() {
     }
 }
 
+/// 65280 is the largest bf16 that is an f16, 65536 the next.
+#[test]
+fn a_bf16_that_is_no_f16_is_refused_where_it_would_be_one() {
+    let map = RowMap { parts: vec![(Some(TensorId(0)), 16)], interleaved: false };
+    let packed = |format, value: f32| {
+        let matrix = Matrix { name: "down".into(), map: map.clone(), cols: 64, format, experts: 1 };
+        let mut row = [0; 128];
+        row[66..68].copy_from_slice(&half::bf16::from_f32(value).to_le_bytes());
+        let rows = |_, at| if at == 13 { &row[..] } else { &[0; 128][..] };
+        let mut out = vec![0; matrix.bytes() as usize];
+        pack(&matrix, 0, rows, &mut out).map_err(|error| error.to_string())
+    };
+    assert_eq!(packed(Format::Bf16AsF16, -65280.0), Ok(()));
+    let error = packed(Format::Bf16AsF16, -65536.0).expect_err("it is infinite");
+    assert!(error.starts_with("down: has an element beyond 65504"), "{error}");
+    assert_eq!(packed(Format::Bf16, -65536.0), Ok(()));
+}
+
 /// Matrices whose rows and columns fill no tile and no unit, in both kinds of map.
 #[test]
 fn odd_shapes_are_padded_as_the_kernel_pads_them() {
@@ -360,13 +378,14 @@ fn odd_shapes_are_padded_as_the_kernel_pads_them() {
                 let source = |tensor: TensorId, index: u32| {
                     &weights.0[tensor.index()][index as usize * row..][..row]
                 };
-                pack(&matrix, piece.tile0, source, out);
+                pack(&matrix, piece.tile0, source, out).expect("it is packed");
             }
             let expected = packed_by_definition(&matrix, &weights);
             assert!(packed == expected, "{dtype:?} of {cols} columns, {:?}", matrix.map);
             // The comparison detects a difference: the same bytes of another tile.
             let mut other = vec![0; matrix.units_per_tile() as usize * 512];
-            pack(&matrix, 1, |t, i| &weights.0[t.index()][i as usize * row..][..row], &mut other);
+            let source = |t: TensorId, i| &weights.0[t.index()][i as usize * row..][..row];
+            pack(&matrix, 1, source, &mut other).expect("it is packed");
             assert!(other != expected[..other.len()], "{dtype:?} of {cols} columns");
         }
     }

@@ -66,6 +66,10 @@ impl<'a> Adopter<'a> {
             }
         };
         let spoils = self.wrong == Some(*config);
+        if spoils && machine.is_none() {
+            let why = "--tune-plant spoils what a device computes, and predictions are compared here: use --device cuda";
+            return Err(DeviceError::Unavailable { reason: why.to_owned() }.into());
+        }
         machine.iter_mut().for_each(|machine| machine.spoil(spoils));
         let mut device = machine.as_mut().map(|machine| machine as &mut dyn Device);
         let mut verdict = assess::begin(gate, device.as_deref(), config);

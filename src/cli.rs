@@ -538,10 +538,10 @@ pub(crate) struct LoopArgs {
     #[arg(skip)]
     #[serde(skip)]
     pub(crate) fixed: Option<FixedTerms>,
-    /// The schedule of a server that tunes itself: never given on a command line.
+    /// Of a server that tunes itself: never given on a command line.
     #[arg(skip)]
     #[serde(skip)]
-    pub(crate) start: Option<ir::ScheduleConfig>,
+    pub(crate) start: Option<TuneStart>,
 }
 
 #[derive(Debug, Args)]

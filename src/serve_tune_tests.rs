@@ -154,6 +154,16 @@ fn a_server_that_has_nothing_to_gain_says_so() {
     }
 }
 
+/// Without a device there is nothing to spoil: the planted lever is not kept as if it were right.
+#[test]
+fn planted_levers_want_a_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let tune = ["--schedule", "neutral", "--tune", "--tune-plant", "--out", "search"];
+    let tuned = server(folder.path(), &tune);
+    wait_for("the end", || !["waiting", "tuning"].contains(&&*tuned.schedule("state")));
+    assert_eq!((&*tuned.schedule("state"), tuned.tuned("kept_total")), ("failed", 0.0));
+}
+
 /// The end does not wait for the end of the search.
 #[test]
 fn a_server_ends_while_it_tunes() {
@@ -175,6 +185,7 @@ fn what_cannot_be_tuned_or_would_not_stay_true_is_refused() {
     refused(&["--tune", "--command-log", "log"], &["--command-log"]);
     refused(&["--tune", "--goal", "100"], &["--goal 100 is out of range"]);
     refused(&["--goal", "20%"], &["--help"]);
+    refused(&["--tune-plant"], &["--help"]);
     let args = ["serve", "--model", "toy", "--addr", "127.0.0.1:0", "--device", "eval", "--tune"];
     amk(&args).fails(2, &["--device eval"]);
 }

@@ -277,9 +277,9 @@ wire_struct! {
         pub tune_trials: u32,
         /// Of these, those that it kept.
         pub tune_kept: u32,
-        /// Of these, those that failed the gate before a switch.
+        /// Better schedules that failed the gate before a switch, and never served.
         pub tune_refused: u32,
-        /// Schedules that were taken back after they had served.
+        /// Better schedules that were taken back: these, and those that the confirmation reverted.
         pub tune_rolled_back: u32,
         /// What the current schedule saves of the first one's time, in parts of a million: the low end of the interval.
         pub tune_gain_low: u32,

@@ -81,8 +81,8 @@ struct amk_telemetry {
   uint32_t tune_state;                 /* 1880: What the search of a server that tunes itself is doing, a `TuneState`. */
   uint32_t tune_trials;                /* 1884: Its trials. */
   uint32_t tune_kept;                  /* 1888: Of these, those that it kept. */
-  uint32_t tune_refused;               /* 1892: Of these, those that failed the gate before a switch. */
-  uint32_t tune_rolled_back;           /* 1896: Schedules that were taken back after they had served. */
+  uint32_t tune_refused;               /* 1892: Better schedules that failed the gate before a switch, and never served. */
+  uint32_t tune_rolled_back;           /* 1896: Better schedules that were taken back: these, and those that the confirmation reverted. */
   uint32_t tune_gain_low;              /* 1900: What the current schedule saves of the first one's time, in parts of a million: the low end of the interval. */
   uint32_t tune_gain_high;             /* 1904: The high end. */
   uint32_t tune_wait_us;               /* 1908: Longest wait of a request for the search, in microseconds. */

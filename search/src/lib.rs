@@ -79,7 +79,7 @@ pub use measure::{
 };
 pub use propose::{Change, Origin, TrialRecord, TrialRecords, changes, fit_caps, generator};
 pub use rejection::{BitsDiffer, ExpectedError, Rejection};
-pub use run::{Search, SearchError, Step, StoppedBy, WastedSpeculation};
+pub use run::{LastGate, Search, SearchError, Step, StoppedBy, WastedSpeculation};
 pub use settings::{Clock, Settings};
 pub use settled::searched_values;
 pub use trial::{

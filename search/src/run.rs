@@ -20,6 +20,7 @@ use crate::enough::Enough;
 use crate::gate::Gate;
 use crate::history::{Asked, Guess, History, Proposal};
 use crate::propose::Origin;
+use crate::rejection::Rejection;
 use crate::settings::{Clock, Settings, no_clock};
 use crate::strategy::{Known, SearchSpace, Strategy, StrategyName, strategy};
 use crate::trial::{Confirmation, Outcome, Skipped, Spent, Trial};
@@ -83,6 +84,9 @@ pub enum SearchError {
     },
 }
 
+/// A gate of the caller for a trial that is to be kept.
+pub type LastGate<'a> = Box<dyn FnMut(&Trial) -> Result<(), Rejection> + 'a>;
+
 /// A search under way.
 pub struct Search<'a> {
     gate: Gate<'a>,
@@ -90,7 +94,7 @@ pub struct Search<'a> {
     fleet: Fleet<'a>,
     settings: Arc<Settings>,
     enough: Enough,
-    /// Whether that is reached, and which of the two. The race at the end does not change it.
+    /// Whether that is reached, and which of the two. A race at the end does not change it.
     reached: Option<StoppedBy>,
     strategy: Arc<dyn Strategy>,
     /// The trials so far, with the checks for those of a ledger.
@@ -104,6 +108,7 @@ pub struct Search<'a> {
     spent: Spent,
     /// Threads that work ahead of the search.
     helpers: Option<Helpers<'a>>,
+    last_gate: Option<LastGate<'a>>,
 }
 
 impl<'a> Search<'a> {
@@ -148,6 +153,7 @@ impl<'a> Search<'a> {
             clock: no_clock,
             spent: Spent::default(),
             helpers: None,
+            last_gate: None,
         }
     }
 
@@ -157,7 +163,15 @@ impl<'a> Search<'a> {
         Self { strategy, ..self }
     }
 
-    /// Ends the search before its budget is spent, as soon as this is reached. The race at its end takes place all the same.
+    /// Lets a trial that is to be kept pass this gate before it leads. One that fails is recorded as a failed trial, and the
+    /// search goes on from its incumbent.
+    #[must_use]
+    pub fn with_last_gate(self, gate: LastGate<'a>) -> Self {
+        Self { last_gate: Some(gate), ..self }
+    }
+
+    /// Ends the search before its budget is spent, as soon as this is reached. There is no race at its end after a goal, which
+    /// asks for enough and not for the best.
     #[must_use]
     pub fn until(self, enough: Enough) -> Self {
         Self { enough, ..self }
@@ -269,8 +283,24 @@ impl<'a> Search<'a> {
             }));
         };
         let trial = Trial { left_out: self.fleet.take_left_out(), ..trial };
+        let trial = self.past_last_gate(trial)?;
         self.record(trial.clone());
         Ok(Step::Trial(Box::new(trial)))
+    }
+
+    /// Runs the caller's gate on a trial that is to be kept.
+    fn past_last_gate(&mut self, mut trial: Trial) -> Result<Trial, SearchError> {
+        if trial.outcome != Outcome::Kept {
+            return Ok(trial);
+        }
+        match self.last_gate.as_mut().map_or(Ok(()), |gate| gate(&trial)) {
+            Ok(()) => {}
+            Err(Rejection::Failed(gone @ DeviceError::Unavailable { .. })) => {
+                return Err(SearchError::Device(gone));
+            }
+            Err(why) => trial.fail(&why),
+        }
+        Ok(trial)
     }
 
     /// The job for a trial, on one of several cards or on the only device (`None`).
@@ -322,7 +352,8 @@ impl<'a> Search<'a> {
     /// The schedules that are still to be raced, if this search has a race.
     fn finals(&self) -> Vec<ScheduleConfig> {
         let measured = self.rows.terms.kind == Some(LatencyKind::MeasuredGpu);
-        let finalists = if measured { self.settings.finalists } else { 0 };
+        let races = measured && self.reached != Some(StoppedBy::Goal);
+        let finalists = if races { self.settings.finalists } else { 0 };
         finals::remaining(self.trials(), &self.history.past, finalists)
     }
 

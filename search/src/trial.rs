@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use strum::IntoStaticStr;
 
+use crate::assess;
 use crate::decide::Decision;
 use crate::device::{Costs, DeviceError};
 use crate::measure::Interval;
@@ -220,6 +221,32 @@ pub struct Trial {
     pub began_s: f64,
     /// Seconds of search when it ended. The caller sets it from its clock.
     pub ended_s: f64,
+}
+
+impl Trial {
+    /// Makes a trial that was to be kept one that failed the caller's gate: what is wrong has no time.
+    pub(crate) fn fail(&mut self, why: &Rejection) {
+        let verdict = Verdict {
+            latency_us: None,
+            latency_kind: None,
+            ci_us: None,
+            bound_us: None,
+            pct_of_roofline: None,
+            ..std::mem::take(&mut self.verdict)
+        };
+        *self = Self {
+            outcome: Outcome::from(why),
+            why: format!("before it was to lead: {why}"),
+            gain: None,
+            threshold: None,
+            predicted_us: None,
+            simpler: None,
+            samples_us: Vec::new(),
+            verdict,
+            ..std::mem::take(self)
+        };
+        assess::refuse(&mut self.verdict, why);
+    }
 }
 
 /// The champion's confirmation: on fresh tokens and, if there is a device, against the baseline.

@@ -13,6 +13,9 @@ use search::{
 };
 use tests::scripted::{Behaviour, ScriptedDevice};
 
+#[path = "scripted/last_gate.rs"]
+mod last_gate;
+
 const KV_CAPACITY: u32 = 24;
 
 struct Bench {

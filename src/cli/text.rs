@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::builder::TypedValueParser;
 use clap::{ArgGroup, Args};
+use ir::ScheduleConfig;
 use search::Budget;
 use vm_host::{ReadBy, Streaming};
 
@@ -306,6 +307,18 @@ pub(crate) struct TuneArgs {
     /// Where its ledger, table and best schedule go. Default: a new folder in runs/.
     #[arg(long, value_name = "DIR", requires = "tune")]
     pub(crate) out: Option<PathBuf>,
+    /// For tests: try a slow schedule first, then one whose gate before a switch fails.
+    #[arg(long, hide = true, requires = "tune")]
+    pub(crate) tune_plant: bool,
+}
+
+/// What the search of a server begins with.
+#[derive(Clone, Debug)]
+pub(crate) struct TuneStart {
+    /// The schedule that serves.
+    pub(crate) config: ScheduleConfig,
+    /// Schedules to try first, for tests.
+    pub(crate) planted: Vec<ScheduleConfig>,
 }
 
 #[derive(Debug, Args)]

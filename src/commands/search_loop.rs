@@ -42,7 +42,7 @@ mod watch;
 
 use cards::Opened;
 use header::Header;
-use proposer::{OnlyCandidate, Proposer};
+use proposer::{OnlyCandidate, Planted, Proposer};
 use store_sink::StoreSink;
 
 pub(crate) use document::cards as cards_of;
@@ -154,6 +154,7 @@ fn searched(
             ),
         };
         let search = search.with_strategy(strategy).with_clock(spent::clock).until(header.enough);
+        let search = search.with_last_gate(Box::new(|trial| watch.accepts(trial)));
         let mut search = search.with_helpers(scope, helpers, threads);
         let began_s = past.trials.iter().map(|trial| trial.ended_s).fold(0.0, f64::max);
         let lines: Vec<Vec<String>> = past.trials.iter().map(cells).collect();
@@ -346,7 +347,13 @@ fn strategy(
     let model =
         CostModel::new(graph, &context.target, context.kv_capacity, &positions, Rates::shipped());
     let known = Known { predictions: Some(Arc::new(model)), runs: header.known.clone() };
-    Ok(search::strategy::strategy(header.strategy, search_space, known))
+    let then = search::strategy::strategy(header.strategy, search_space, known);
+    Ok(match &args.start {
+        Some(start) if !start.planted.is_empty() => {
+            Arc::new(Planted { first: start.planted.clone(), then })
+        }
+        Some(_) | None => then,
+    })
 }
 
 fn absorb(search: &mut Search<'_>, past: Vec<Trial>) -> Result<(), Failure> {

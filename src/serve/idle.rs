@@ -32,9 +32,11 @@ pub(in crate::serve) const PATIENCE: Duration = Duration::from_secs(1);
 const DRAIN: Duration = Duration::from_secs(2);
 
 /// How long a turn begins new tasks. The last one is finished: a request waits for this, a task, and the open sequences.
-const TURN_OF_SEARCH: Duration = Duration::from_millis(100);
+/// A turn costs those sequences' end and, since their requests had the machine, the tokens of the search again, so that
+/// a short one leaves no time for the search itself.
+const TURN_OF_SEARCH: Duration = Duration::from_millis(500);
 
-/// How long the machine waits for the next task of a turn.
+/// How long the machine waits at least for the next task of a turn.
 const LINGER: Duration = Duration::from_millis(5);
 
 /// After a turn requests have the machine for this many times as long as they were held back.
@@ -72,6 +74,11 @@ impl Pace {
                 self.holds.is_some()
             }
         }
+    }
+
+    /// How long a turn that begins now waits for a task: as long as it took to begin, which the next turn would take again.
+    fn linger(&self, now: Instant) -> Duration {
+        self.holds.map_or(LINGER, |since| LINGER.max(now - since))
     }
 
     /// Requests go on. Returns how long they were held back.
@@ -197,8 +204,11 @@ impl EngineLoop<'_> {
         self.said.enter(Activity::Running);
         between.has_turn.store(true, Ordering::Relaxed);
         let began = Instant::now();
-        while began.elapsed() < TURN_OF_SEARCH && self.engine.lost().is_none() {
-            let Some(Ok(task)) = between.task(LINGER) else { break };
+        let linger = between.pace.linger(began);
+        while let Some(left) = TURN_OF_SEARCH.checked_sub(began.elapsed())
+            && self.engine.lost().is_none()
+        {
+            let Some(Ok(task)) = between.task(linger.min(left)) else { break };
             task(&mut *self.engine);
         }
         between.has_turn.store(false, Ordering::Relaxed);

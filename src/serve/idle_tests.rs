@@ -28,6 +28,18 @@ fn requests_have_nine_tenths_of_the_time() {
     }
 }
 
+/// A turn waits for the search's next task for as long as it took to begin.
+#[test]
+fn a_turn_that_was_dear_waits_longer_for_a_task() {
+    let (mut pace, now) = (Pace::new(PATIENCE), Instant::now());
+    assert!(!pace.holds(now) && pace.holds(now + PATIENCE));
+    let begun = now + PATIENCE;
+    assert_eq!(pace.linger(begun + MS), LINGER);
+    assert_eq!(pace.linger(begun + 300 * MS), 300 * MS);
+    pace.ended(begun + 300 * MS);
+    assert_eq!(pace.linger(begun + 400 * MS), LINGER);
+}
+
 /// It has waited for a second in vain before requests are held back.
 #[test]
 fn an_idle_moment_comes_first() {

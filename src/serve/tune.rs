@@ -1,8 +1,9 @@
 //! `amk serve --tune`: the search of `amk loop`, on the machine of the server between its requests.
 //!
 //! The search has a thread of its own, which lowers, compiles and decides. What needs the machine is a task for the
-//! thread that owns it, done while no request is in the server, or in a turn where there always is one. A schedule that the search keeps passes the gate once
-//! more, on other tokens, and then runs the requests that come; the confirmation at the end can still roll it back.
+//! thread that owns it, done while no request is in the server, or in a turn where there always is one. A schedule that the
+//! search is to keep passes the gate once more, on other tokens, and then runs the requests that come; otherwise the search
+//! goes on from the one before. The confirmation at the end can still roll it back.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use search::{Device, Interval};
 
 use super::Lowered;
 use super::decode::{Admission, BetweenRequests, EngineLoop, Job, PATIENCE, Task};
-use crate::cli::{LoopArgs, ServeArgs};
+use crate::cli::{LoopArgs, ServeArgs, TuneStart};
 use crate::commands::search_loop;
 use crate::context::Context;
 use crate::device::hardware::{CardIdentity, Hardware, ThisMachine};
@@ -27,11 +28,13 @@ use crate::report;
 mod adopter;
 mod figures;
 mod machine;
+mod plant;
 
 use adopter::Adopter;
 use figures::NOTHING;
 pub(super) use figures::TuneFigures;
 use machine::{Machine, ask};
+use plant::Plant;
 
 /// How long the end of the server waits for the search, which stops after its current trial.
 const GRACE: Duration = Duration::from_secs(10);
@@ -44,6 +47,8 @@ struct Tuned {
     args: LoopArgs,
     /// The schedule that the server began with, and its number among the kernels.
     start: (ScheduleConfig, Arc<Verified<Program>>, usize),
+    /// Whether it tries two levers that it must not keep.
+    plants: bool,
     /// How many sequences its kernel decodes at once: the context's steps have as many.
     seqs: u32,
     table: Arc<KernelTable>,
@@ -104,7 +109,7 @@ pub(super) fn tuner(
         goal: args.tune.goal,
         stop_within: args.tune.stop_within,
         out: args.tune.out.clone(),
-        start: Some(one.config),
+        start: Some(TuneStart { config: one.config, planted: Vec::new() }),
         batch: (one.seqs > 1).then_some(one.seqs),
         ..LoopArgs::default()
     };
@@ -116,6 +121,7 @@ pub(super) fn tuner(
     let tuned = Tuned {
         args: terms,
         start: (one.config, one.program.clone(), number),
+        plants: args.tune.tune_plant,
         seqs: one.seqs,
         table: table.clone(),
         figures: figures.clone(),
@@ -185,9 +191,14 @@ impl Tuner {
 impl Tuned {
     fn run(&self, context: &Context) {
         let kernel_id = |kernel: &_| context.kernel_id(kernel);
+        let config = self.start.0;
+        let plant = self.plants.then(|| Plant::of(context, &config));
+        let planted = plant.iter().flat_map(|plant| [plant.slow, plant.wrong]).collect();
+        let args = LoopArgs { start: Some(TuneStart { config, planted }), ..self.args.clone() };
+        let wrong = plant.map(|plant| plant.wrong);
         let state = RefCell::default();
-        let adopter = Adopter { tuned: self, context, kernel_id: &kernel_id, state };
-        let found = search_loop::answer_in(&self.args, &adopter, self, context);
+        let adopter = Adopter { tuned: self, context, kernel_id: &kernel_id, wrong, state };
+        let found = search_loop::answer_in(&args, &adopter, self, context);
         match found {
             Ok(found) => adopter.ended(&found.document),
             Err(_) if self.is_over() => {} // the machine has gone with the server

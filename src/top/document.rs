@@ -66,7 +66,7 @@ fn search(head: &abi::Telemetry) -> Option<Value> {
 }
 
 /// What a server that tunes itself has found so far.
-fn tuning(head: &abi::Telemetry) -> Option<Value> {
+pub(crate) fn tuning(head: &abi::Telemetry) -> Option<Value> {
     let state = TuneState::new(head.tune_state).filter(|state| *state != TuneState::Off)?;
     let runs = matches!(state, TuneState::Waiting | TuneState::Tuning);
     let share = |millionths: u32| f64::from(millionths) / 1e6;

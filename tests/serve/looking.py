@@ -20,6 +20,8 @@ import urllib.request
 WAIT = 60
 TOKENS = 800
 REPEATS = 1000
+# Tokens of a text of `tune_busy`.
+TEXT = 128
 PROMPT = [1, 17, 4242, 99]
 # A step reads its weights once; keys, values and whole units of the ring are the rest.
 MOST_OVER_WEIGHTS = 1.05
@@ -57,15 +59,17 @@ class Server:
         return json.load(urllib.request.urlopen(request, timeout=WAIT))
 
     def gaps(self, prompt, tokens):
-        """A stream: its text, and the seconds between its events after the first."""
+        """A stream: its text and fingerprint, and the seconds between its events after the first."""
         body = {"model": self.document["model"], "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         request = urllib.request.Request(self.document["url"] + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        times, text = [], ""
+        times, text, fingerprint = [], "", None
         for line in urllib.request.urlopen(request, timeout=WAIT):
             if line.startswith(b"data: {"):
                 times.append(time.monotonic())
-                text += json.loads(line[6:])["choices"][0]["text"]
-        return text, [b - a for a, b in zip(times, times[1:])]
+                chunk = json.loads(line[6:])
+                text += chunk["choices"][0]["text"]
+                fingerprint = chunk["system_fingerprint"]
+        return text, fingerprint, [b - a for a, b in zip(times, times[1:])]
 
     def metrics(self):
         return urllib.request.urlopen(self.document["url"].removesuffix("/v1") + "/metrics", timeout=WAIT).read().decode()
@@ -211,20 +215,23 @@ def tune_batch(amk, model):
     return tune(amk, model, ["--batch", "8"], 5)
 
 
+def prompt_of(index):
+    return [5 + index % 4, 6, 7]
+
+
 def crowd(server, ends):
-    """16 clients that send the next request at once, until it ends: p99 of the gaps in their streams, and the different texts of each prompt."""
+    """16 clients that send the next request at once, until it ends: p99 of the gaps in their streams, and the different texts of each prompt by fingerprint."""
     gaps, texts, failed = [], {}, []
 
     def client(index):
-        prompt = [5 + index % 4, 6, 7]
         while not ends():
             try:
-                text, between = server.gaps(prompt, 128)
+                text, fingerprint, between = server.gaps(prompt_of(index), TEXT)
             except Exception as error:  # any failed request is a finding
                 failed.append(str(error))
                 return
             gaps.extend(between)
-            texts.setdefault(index % 4, set()).add(text)
+            texts.setdefault((index % 4, fingerprint), set()).add(text)
 
     threads = [threading.Thread(target=client, args=(index,)) for index in range(16)]
     for thread in threads:
@@ -235,22 +242,49 @@ def crowd(server, ends):
     return 1e3 * gaps[len(gaps) * 99 // 100], texts, failed
 
 
+def trials_of(search):
+    with open(os.path.join(search, "ledger.jsonl")) as ledger:
+        rows = [json.loads(line).get("record", {}) for line in ledger]
+    return [row for row in rows if row.get("kind") == "trial"]
+
+
+def repeated(amk, model, trials, texts):
+    """Whether a server without a search gives each text again, with the schedule that its fingerprint names. Kernels for several sequences: `amk generate`
+    has those for one."""
+    for fingerprint in {of for _, of in texts}:
+        rows = [row for row in trials if fingerprint.endswith("-b8-" + row["verdict"]["program_id"][:8])]
+        if not rows:
+            return f"{fingerprint} has no trial"
+        with Server(amk, model, ["--batch", "8", "--no-prefix-cache", "--config", json.dumps(rows[0]["config"])]) as server:
+            for (index, of), answers in texts.items():
+                text, again, _ = server.gaps(prompt_of(index), TEXT) if of == fingerprint else ("", None, None)
+                if of == fingerprint and ({text} != answers or again != of):
+                    return f"prompt {index} of {fingerprint} is another text from {again}"
+    return "all"
+
+
 def tune_busy(amk, model):
-    """16 clients leave no idle moment: the search has turns, reaches its goal, and p99 of the gaps in streams is at most 1.5 of a server without it."""
+    """16 clients leave no idle moment: the search has turns, keeps no planted lever, reaches its goal, p99 of the gaps in streams is at most 1.5 of a
+    server without it, and each text is repeated by its fingerprint."""
     slow = ["--schedule", "neutral", "--batch", "8"]
     with Server(amk, model, slow) as server:
         until = time.monotonic() + 10
         before_ms, _, failed = crowd(server, lambda: time.monotonic() > until)
-    with Server(amk, model, [*slow, "--tune", "--goal", "5%", "--out", tempfile.mkdtemp()]) as server:
+    search = os.path.join(tempfile.mkdtemp(), "search")
+    with Server(amk, model, [*slow, "--tune", "--goal", "20%", "--tune-plant", "--out", search]) as server:
         began = time.monotonic()
         during_ms, texts, more = crowd(server, lambda: time.monotonic() - began > 300 or server.state() not in ("waiting", "tuning"))
         seconds = time.monotonic() - began
         _, top = server.look("top", "--once")
-    tuning, failed = top["tuning"], failed + more
-    good = tuning["stopped"] == "goal" and tuning["gain_ci"]["low"] >= 0.05 and during_ms <= 1.5 * before_ms and not failed and server.code == 0
+    tuning, failed, trials = top["tuning"], failed + more, trials_of(search)
+    again = repeated(amk, model, trials, texts)
+    good = tuning["stopped"] == "goal" and tuning["kept"] >= 1 and tuning["rolled_back"] >= 1 and tuning["gain_ci"]["low"] >= 0.2
+    good = good and [row["outcome"] for row in trials[1:3]] == ["reverted", "disagreed"] and again == "all"
+    good = good and during_ms <= 1.5 * before_ms and not failed and server.code == 0
     return good, {
         "seconds": round(seconds, 1), "tuning": tuning, "p99_gap_ms": [round(before_ms, 3), round(during_ms, 3)],
-        "failed": failed[:3], "texts": {prompt: len(of) for prompt, of in texts.items()},
+        "failed": len(failed), "errors": failed[:3], "texts": {f"{prompt} {by}": len(of) for (prompt, by), of in texts.items()}, "repeated": again,
+        "trials": [[row["origin"], row["outcome"], row["gain"], round(row["began_s"], 1), round(row["ended_s"], 1), row["spent"]["total_s"]] for row in trials],
     }
 
 

@@ -17,6 +17,8 @@ const TITLE: f64 = 0.3;
 const FIGURE: f64 = 0.2;
 /// What a passage gains from the best one of its section, as a share of that one's score.
 const SECTION: f64 = 0.5;
+/// How many passages of one page are in an answer: a page that repeats the words of a question would fill it.
+const OF_PAGE: usize = 2;
 
 /// The words of passages.
 pub(super) struct Index<'a> {
@@ -50,7 +52,7 @@ impl<'a> Index<'a> {
         (&passage.file, &passage.title)
     }
 
-    /// The best passages with their scores, best first; of equals the first.
+    /// The best passages with their scores, best first; of equals the first. Of a page at most [`OF_PAGE`].
     pub(super) fn best(&self, question: &str, most: usize) -> Vec<(&'a Passage, f64)> {
         let count = self.passages.len() as f64;
         let mean = self.lengths.iter().sum::<f64>() / count.max(1.0);
@@ -73,7 +75,14 @@ impl<'a> Index<'a> {
         let mut ranked: Vec<(usize, f64)> =
             scores.iter().map(|(&at, &score)| with_section((at, score))).collect();
         ranked.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        ranked.truncate(most);
-        ranked.into_iter().map(|(at, score)| (&self.passages[at], score)).collect()
+        let mut of_page: BTreeMap<&Path, usize> = BTreeMap::new();
+        let ranked = ranked.into_iter().map(|(at, score)| (&self.passages[at], score));
+        let few = ranked.filter(|(passage, _)| {
+            let shown = of_page.entry(&passage.file).or_default();
+            *shown += 1;
+            // Trials of a ledger are separate results, not one text.
+            passage.trial.is_some() || *shown <= OF_PAGE
+        });
+        few.take(most).collect()
     }
 }

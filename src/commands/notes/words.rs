@@ -1,4 +1,5 @@
-//! Words of a text as the index compares them: in lower case, without endings, identifiers whole and in parts.
+//! Words of a text as the index compares them: in lower case, without endings, identifiers whole, by the end of their path,
+//! and in parts.
 
 /// Words that say nothing about the subject.
 const STOP: &[&str] = &[
@@ -58,6 +59,10 @@ fn add(token: &str, found: &mut Vec<String>) {
     let is_number = token.parse::<f64>().is_ok();
     let parts: Vec<&str> = token.split(['_', '.', '-']).filter(|part| !part.is_empty()).collect();
     if parts.len() > 1 && !is_number {
+        // A knob is also called by the end of its path: `kv_split` is `tiling.attention.kv_split`.
+        let of_path = token.split('.').map(|name| name.trim_matches(['_', '-']));
+        let names = of_path.filter(|name| name.contains('_') && *name != token);
+        found.extend(names.map(str::to_owned));
         found.extend(parts.into_iter().filter(|part| !STOP.contains(part)).map(stem));
     }
 }
@@ -93,8 +98,9 @@ mod tests {
         same("spilled", "spills");
         assert_eq!(
             words("tiling.attention.kv_split"),
-            ["tiling.attention.kv_split", "til", "attention", "kv", "split"]
+            ["tiling.attention.kv_split", "kv_split", "til", "attention", "kv", "split"]
         );
+        assert_eq!(words("kv_split"), ["kv_split", "kv", "split"]);
         assert_eq!(words("7, 9, 11 384"), ["7", "9", "11384"]);
         assert_eq!(words("0.97 and 3.5 us"), ["0.97", "3.5", "us"]);
         assert_ne!(words("stage"), words("storage"));

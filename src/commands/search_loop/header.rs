@@ -272,7 +272,8 @@ impl Header {
             }
             let raced = args.fixed.as_ref().and_then(|fixed| fixed.race);
             self.start = raced.map(|[config, _]| Start { source: json!({"kind": "race"}), config });
-            if let Some(config) = args.start {
+            if let Some(start) = &args.start {
+                let config = start.config;
                 self.start = Some(Start { source: json!({"kind": "served"}), config });
             }
         }

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use schemars::JsonSchema;
-use search::{Budget, Trial};
+use search::{Budget, Rejection, Trial};
 use serde::Serialize;
 
 use crate::failure::Exit;
@@ -49,6 +49,11 @@ pub(crate) trait Watch {
 
     /// All is ready and the first trial is next.
     fn begins(&self, progress: &Progress);
+
+    /// The last gate of a trial that is to be kept; an error makes it a failed one.
+    fn accepts(&self, _trial: &Trial) -> Result<(), Rejection> {
+        Ok(())
+    }
 
     /// Another trial is on the disk.
     fn trial(&self, progress: &Progress, trial: &Trial);

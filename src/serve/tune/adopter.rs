@@ -1,11 +1,15 @@
-//! What a search keeps becomes the schedule of the server, and what its confirmation reverts leaves it.
+//! What a search keeps becomes the schedule of the server, if it passes one more gate, and what its confirmation reverts
+//! leaves it.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ir::program::{Program, Verified};
 use ir::schedule::ScheduleConfig;
 use search::{
-    Decision, Device, Gate, KernelId, Outcome as End, Rejection, Trial, assess, device_positions,
+    Decision, Device, DeviceError, Gate, KernelId, Outcome as End, Rejection, Trial, assess,
+    device_positions,
 };
 
 use super::Tuned;
@@ -26,6 +30,8 @@ pub(super) struct Adopter<'a> {
     pub(super) tuned: &'a Tuned,
     pub(super) context: &'a Context,
     pub(super) kernel_id: KernelId<'a>,
+    /// A planted schedule whose gate before a switch fails.
+    pub(super) wrong: Option<ScheduleConfig>,
     pub(super) state: RefCell<State<'a>>,
 }
 
@@ -34,6 +40,8 @@ pub(super) struct State<'a> {
     /// The gate before a switch and the machine, from the first switch on.
     gate: Option<(Gate<'a>, Option<Machine<'a>>)>,
     trials: Vec<Trial>,
+    /// What has passed it and is to serve next.
+    accepted: Option<Arc<Verified<Program>>>,
     /// Whether another schedule than the first one serves.
     switched: bool,
 }
@@ -47,26 +55,39 @@ impl<'a> Adopter<'a> {
         Ok((gate.map_err(|failure| failure.message)?, machine))
     }
 
-    /// Lets a schedule that was kept run requests, if it passes the gate on tokens that the search did not have.
-    fn adopt(&self, config: &ScheduleConfig) -> Result<(), String> {
+    /// The gate before a switch, on tokens that the search did not have. Returns the program that passed.
+    fn last_gate(&self, config: &ScheduleConfig) -> Result<Arc<Verified<Program>>, Rejection> {
         let state = &mut *self.state.borrow_mut();
-        let gain = search::saved(&state.trials);
         let (gate, machine) = match &mut state.gate {
             Some(there) => there,
-            none => none.insert(self.gate()?),
+            none => {
+                let unavailable = |reason| DeviceError::Unavailable { reason };
+                none.insert(self.gate().map_err(unavailable)?)
+            }
         };
+        let spoils = self.wrong == Some(*config);
+        if spoils && machine.is_none() {
+            let why = "--tune-plant spoils what a device computes, and predictions are compared here: use --device cuda";
+            return Err(DeviceError::Unavailable { reason: why.to_owned() }.into());
+        }
+        machine.iter_mut().for_each(|machine| machine.spoil(spoils));
         let mut device = machine.as_mut().map(|machine| machine as &mut dyn Device);
         let mut verdict = assess::begin(gate, device.as_deref(), config);
-        let failed = |why: Rejection| why.to_string();
-        let candidate = assess::lower(gate, config, &mut verdict).map_err(failed)?;
+        let candidate = assess::lower(gate, config, &mut verdict)?;
         let program = candidate.program.clone();
         let passed = assess::assess(gate, device.as_deref_mut(), candidate, &mut verdict);
-        let switched = passed.map_err(failed).map(|_| ());
-        let switched = switched.and_then(|()| self.tuned.switch(config, &program, gain));
-        state.switched |= switched.is_ok();
-        // The engine has prepared one for itself.
+        // The engine prepares one for itself.
         device.into_iter().for_each(|device| device.release(&program, &config.kernel));
-        switched
+        passed.map(|_| program)
+    }
+
+    /// Lets a schedule that was kept run requests.
+    fn adopt(&self, config: &ScheduleConfig) -> Result<(), String> {
+        let state = &mut *self.state.borrow_mut();
+        let program = state.accepted.take().ok_or("it has not passed the gate before a switch")?;
+        self.tuned.switch(config, &program, search::saved(&state.trials))?;
+        state.switched = true;
+        Ok(())
     }
 
     /// The end of the search: its confirmation decides whether the server keeps what it has.
@@ -86,6 +107,8 @@ impl<'a> Adopter<'a> {
                 report::say(&format!("tune: {why}"));
             }
         }
+        let kept = confirmation.filter(|c| switched && c.decision == Decision::Kept);
+        kept.and_then(|c| c.gain).into_iter().for_each(|gain| figures.confirmed(gain));
         figures.state(&found.stopped_by);
         report::say(&format!("tune: stopped: {}", found.stopped_by));
     }
@@ -106,6 +129,23 @@ impl Watch for Adopter<'_> {
         self.tuned.figures.state("tuning");
     }
 
+    fn accepts(&self, trial: &Trial) -> Result<(), Rejection> {
+        let passed = self.last_gate(&trial.config);
+        match passed {
+            Ok(program) => {
+                self.state.borrow_mut().accepted = Some(program);
+                Ok(())
+            }
+            Err(gone @ Rejection::Failed(DeviceError::Unavailable { .. })) => Err(gone),
+            Err(why) => {
+                self.tuned.figures.refused();
+                let trial = trial.trial;
+                report::say(&format!("tune: trial {trial} is better and does not serve: {why}"));
+                Err(why)
+            }
+        }
+    }
+
     fn trial(&self, _: &Progress, trial: &Trial) {
         let figures = &self.tuned.figures;
         self.state.borrow_mut().trials.push(trial.clone());
@@ -114,7 +154,6 @@ impl Watch for Adopter<'_> {
             return;
         }
         if let Err(why) = self.adopt(&trial.config) {
-            figures.refused();
             report::say(&format!("tune: trial {} does not serve: {why}", trial.trial));
         }
     }

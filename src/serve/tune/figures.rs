@@ -67,12 +67,12 @@ impl TuneFigures {
         };
         add("trials", "Trials of the search that tunes the server", &self.trials);
         add("kept", "Trials that it kept", &self.kept);
-        add("refused", "Of these, those that failed the gate before a switch", &self.refused);
         add(
             "rolled_back",
-            "Schedules that were taken back after they had served",
+            "Schedules that were better and were taken back, by the gate before a switch or by the confirmation",
             &self.rolled_back,
         );
+        add("refused", "Of these, those that failed the gate before a switch", &self.refused);
         let help = "The share of the first schedule's time that the current one saves";
         registry.register("amk_tune_gain", help, self.gain.clone());
         let help = "The longest wait of a request for work of the search";
@@ -118,8 +118,16 @@ impl TuneFigures {
         self.show();
     }
 
+    /// A better schedule is taken back before it serves.
     pub(super) fn refused(&self) {
         self.refused.inc();
+        self.rolled_back();
+    }
+
+    /// The confirmation has measured what the schedule saves.
+    pub(super) fn confirmed(&self, gain: Interval) {
+        self.gain.set(gain.low);
+        self.gain_high.set(gain.high);
         self.show();
     }
 

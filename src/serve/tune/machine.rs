@@ -1,6 +1,7 @@
 //! The machine of a running server as the device of a search.
 
 use std::sync::{Arc, mpsc};
+use std::time::Instant;
 
 use ir::BufferId;
 use ir::program::{Program, Verified};
@@ -36,6 +37,8 @@ pub(super) struct Machine<'a> {
     compiler: Option<Compiler<'a>>,
     programs: Vec<(Arc<Verified<Program>>, KernelConfig, Handle)>,
     costs: Costs,
+    /// Whether it gives wrong values, for a test.
+    spoils: bool,
 }
 
 impl<'a> Machine<'a> {
@@ -53,7 +56,13 @@ impl<'a> Machine<'a> {
             compiler: compiles.then(|| Compiler::new(context)),
             programs: Vec::new(),
             costs: Costs::default(),
+            spoils: false,
         }))
+    }
+
+    /// Whether runs give wrong values from now on.
+    pub(super) fn spoil(&mut self, spoils: bool) {
+        self.spoils = spoils;
     }
 
     /// Does something with the machine, again until no request ends it early.
@@ -83,6 +92,35 @@ impl<'a> Machine<'a> {
     }
 }
 
+/// Times the first round of a plan, and more of them for as long as that one took: where requests had the machine, their
+/// tokens are run again before it, which takes longer than a round. A request costs the round that it comes in.
+fn some_rounds(
+    bench: &mut dyn Bench,
+    handles: [Handle; 2],
+    plan: &Plan<'_>,
+    vocab: usize,
+) -> Result<Samples, DeviceError> {
+    let one = |bench: &mut dyn Bench, warmup| {
+        let mut last = vec![0.0; 2 * vocab];
+        let (rounds, last_chosen) =
+            bench.time(handles, &Plan { rounds: 1, warmup, ..*plan }, &mut last)?;
+        let (incumbent, candidate) = last.split_at(vocab);
+        let last_logits = [incumbent.to_vec(), candidate.to_vec()];
+        Ok(Samples { rounds, last_logits, last_chosen, ..Samples::default() })
+    };
+    let began = Instant::now();
+    let mut done = one(bench, plan.warmup)?;
+    let until = began + 2 * began.elapsed();
+    while done.rounds.len() < plan.rounds && Instant::now() < until {
+        match one(bench, 0) {
+            Ok(more) => done.extend(more),
+            Err(_) if bench.take_preempted() => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done)
+}
+
 impl Device for Machine<'_> {
     fn describe(&self) -> DeviceInfo {
         self.info.clone()
@@ -107,7 +145,7 @@ impl Device for Machine<'_> {
 
     fn run(&mut self, program: Handle, tokens: &[u32], first: usize) -> Result<Ran, DeviceError> {
         let (tokens, vocab) = (tokens.to_vec(), self.vocab);
-        let (rows, chosen) = self.on(move |bench| {
+        let (mut rows, chosen) = self.on(move |bench| {
             if first > 0 && !bench.holds(program, &tokens[..first]) {
                 // A request has had the machine since.
                 let mut rows = vec![0.0; first * vocab];
@@ -117,6 +155,9 @@ impl Device for Machine<'_> {
             let chosen = bench.run(program, &tokens, first, &mut rows)?;
             Ok((rows, chosen))
         })?;
+        if self.spoils {
+            rows.iter_mut().for_each(|value| *value = 1.0 - *value);
+        }
         let logits = rows.chunks(vocab).map(<[f32]>::to_vec).collect();
         Ok(Ran { logits, chosen, ..Ran::default() })
     }
@@ -142,7 +183,7 @@ impl Device for Machine<'_> {
         self.info.uuid.as_deref().and_then(clocks)
     }
 
-    /// Times round by round, so that a request costs a search no more than one.
+    /// Times a few rounds at a time, so that a request costs a search no more than one.
     fn time(
         &mut self,
         contenders: [Contender<'_>; 2],
@@ -150,19 +191,14 @@ impl Device for Machine<'_> {
     ) -> Result<Samples, DeviceError> {
         let handles = contenders.map(|contender| contender.handle());
         let mut samples = Samples::default();
-        for round in 0..plan.rounds {
+        while samples.rounds.len() < plan.rounds {
             let (tokens, first, vocab) = (plan.tokens.to_vec(), plan.first, self.vocab);
-            let warmup = if round == 0 { plan.warmup } else { 0 };
-            let (times, last, chosen) = self.on(move |bench| {
-                let plan = Plan { tokens: &tokens, first, rounds: 1, warmup };
-                let mut last = vec![0.0; 2 * vocab];
-                let (times, chosen) = bench.time(handles, &plan, &mut last)?;
-                Ok((times, last, chosen))
-            })?;
-            samples.rounds.extend(times);
-            let (incumbent, candidate) = last.split_at(vocab);
-            samples.last_logits = [incumbent.to_vec(), candidate.to_vec()];
-            samples.last_chosen = chosen;
+            let warmup = if samples.rounds.is_empty() { plan.warmup } else { 0 };
+            let rounds = plan.rounds - samples.rounds.len();
+            samples.extend(self.on(move |bench| {
+                let plan = Plan { tokens: &tokens, first, rounds, warmup };
+                some_rounds(bench, handles, &plan, vocab)
+            })?);
         }
         Ok(samples)
     }
@@ -175,5 +211,91 @@ impl Device for Machine<'_> {
             bench.release(handle);
             Ok(())
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use remote::Served;
+
+    use super::*;
+
+    /// A machine whose first round takes 100 ms and whose others take none; a request comes in one of them.
+    struct Rounds {
+        timed: usize,
+        preempted_in: usize,
+        preempted: bool,
+    }
+
+    impl Served for Rounds {
+        fn describe(&self) -> DeviceInfo {
+            DeviceInfo::default()
+        }
+
+        fn prepare(
+            &mut self,
+            _: &Arc<Verified<Program>>,
+            _: &KernelConfig,
+        ) -> Result<Handle, DeviceError> {
+            Ok(Handle(0))
+        }
+
+        fn run(
+            &mut self,
+            _: Handle,
+            _: &[u32],
+            _: usize,
+            _: &mut [f32],
+        ) -> Result<Vec<u32>, DeviceError> {
+            Ok(Vec::new())
+        }
+
+        fn time(
+            &mut self,
+            _: [Handle; 2],
+            plan: &Plan<'_>,
+            _: &mut [f32],
+        ) -> Result<(Vec<[f64; 4]>, [u32; 2]), DeviceError> {
+            self.timed += 1;
+            assert_eq!((plan.rounds, plan.warmup), (1, usize::from(self.timed == 1)));
+            if self.timed == self.preempted_in {
+                self.preempted = true;
+                return Err(DeviceError::Unavailable { reason: "a request came".to_owned() });
+            }
+            if self.timed == 1 {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            Ok((vec![[self.timed as f64; 4]], [0; 2]))
+        }
+
+        fn release(&mut self, _: Handle) {}
+    }
+
+    impl Bench for Rounds {
+        fn holds(&self, _: Handle, _: &[u32]) -> bool {
+            false
+        }
+
+        fn take_preempted(&mut self) -> bool {
+            std::mem::take(&mut self.preempted)
+        }
+    }
+
+    /// Rounds of a plan of ten that one task times, and whether it is made again.
+    fn timed(preempted_in: usize) -> (Vec<f64>, bool) {
+        let mut bench = Rounds { timed: 0, preempted_in, preempted: false };
+        let plan = Plan { tokens: &[1, 2], first: 1, rounds: 10, warmup: 1 };
+        let done = some_rounds(&mut bench, [Handle(0); 2], &plan, 1).unwrap_or_default();
+        (done.rounds.iter().map(|round| round[0]).collect(), bench.take_preempted())
+    }
+
+    /// What precedes a first round is paid once, and a request costs the round that it comes in.
+    #[test]
+    fn a_task_times_several_rounds_and_a_request_ends_it_early() {
+        assert_eq!(timed(0), ((1..=10).map(f64::from).collect(), false));
+        assert_eq!(timed(3), (vec![1.0, 2.0], false));
+        assert_eq!(timed(1), (Vec::new(), true), "there is nothing to keep");
     }
 }

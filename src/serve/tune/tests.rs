@@ -11,14 +11,16 @@ use ir::schedule::KernelConfig;
 use reference_vm::machine::{Machine as ReferenceVm, Run};
 use reference_vm::{Order, argmax};
 use remote::Served as Driver;
-use search::{Costs, DeviceError, DeviceInfo, Handle, Plan};
+use search::{Costs, DeviceError, DeviceInfo, Handle, Outcome, Plan, Trial};
+use serde_json::json;
 use sessions::{Priority, Tenant};
 use tokio::sync::mpsc::unbounded_channel;
 
 use super::*;
-use crate::cli::{DeviceChoice, PlaceArgs};
+use crate::cli::{DeviceChoice, ModelArgs, PlaceArgs};
 use crate::engine::{Bench, Broken, Engine, reference_of};
 use crate::host_rules::HostRules;
+use crate::sequence::Finish;
 use crate::serve::decode::{Event, Work};
 
 /// What is made up about a machine.
@@ -26,10 +28,12 @@ use crate::serve::decode::{Event, Work};
 struct Script {
     /// Programs that take less than this are wrong on tokens that the search did not have.
     wrong_below: f64,
-    /// Whether what has led takes its time twice when it is confirmed.
+    /// Whether what has served takes its time twice when it is confirmed.
     fades: bool,
     /// The program that the server begins with.
     first: String,
+    /// The levers of `--tune-plant`: the slow one, and the one whose last gate fails.
+    planted: Option<[String; 2]>,
 }
 
 /// The machine.
@@ -46,14 +50,21 @@ struct Clocked<'a> {
     led: BTreeSet<String>,
     preempt: Preempt,
     preempted: bool,
+    /// Sequences of requests.
+    open: BTreeSet<usize>,
     /// Calls that ended early, and the programs that were switched to.
     seen: Arc<Mutex<(usize, Vec<String>)>>,
 }
 
-/// Microseconds of a program: 60 to 100, and 100 of the first.
+/// Microseconds of a program: 60 to 100, and 100 of the first; of planted ones 150 and 60.
 fn us(script: &Script, id: &str) -> f64 {
     let number = u64::from_str_radix(&id[..4], 16).unwrap();
-    if id == script.first { 100.0 } else { 60.0 + (number % 40) as f64 }
+    match &script.planted {
+        _ if id == script.first => 100.0,
+        Some([slow, _]) if id == slow => 150.0,
+        Some([_, wrong]) if id == wrong => 60.0,
+        Some(_) | None => 60.0 + (number % 40) as f64,
+    }
 }
 
 impl Clocked<'_> {
@@ -62,6 +73,8 @@ impl Clocked<'_> {
     }
 
     fn check(&mut self) -> Result<(), DeviceError> {
+        // So no gap between two tokens of a request has work of the search in it.
+        assert!(self.open.is_empty(), "the search works beside open sequences");
         if !(self.preempt)() {
             return Ok(());
         }
@@ -133,11 +146,9 @@ impl Driver for Clocked<'_> {
         self.check()?;
         let ids = programs.map(|program| self.id(program));
         let mut times = ids.each_ref().map(|id| us(&self.script, id));
-        // Only a confirmation times what has led against the first one.
+        // Only a confirmation times what has served against the first one.
         if self.script.fades && ids[0] == self.script.first && self.led.contains(&ids[1]) {
             times[1] *= 2.0;
-        } else if ids[0] != ids[1] {
-            self.led.insert(ids[0].clone());
         }
         let vocab = self.context.graph().vocab as usize;
         let mut chosen = [0; 2];
@@ -171,6 +182,7 @@ impl Bench for Clocked<'_> {
 impl Engine for Clocked<'_> {
     fn begin(&mut self, place: usize, positions: u64, prompt: &[u32]) -> Result<usize, Broken> {
         self.sequences.clear();
+        self.open.insert(place);
         self.engine.begin(place, positions, prompt)
     }
 
@@ -179,6 +191,7 @@ impl Engine for Clocked<'_> {
     }
 
     fn end(&mut self, place: usize) {
+        self.open.remove(&place);
         self.engine.end(place);
     }
 
@@ -197,6 +210,7 @@ impl Engine for Clocked<'_> {
         kernel: &KernelConfig,
     ) -> Result<(), String> {
         self.seen.lock().unwrap().1.push(program.id());
+        self.led.insert(program.id());
         // A device knows programs by their allocation: the search would release what the server runs.
         let searched = self.programs.iter().any(|searched| Arc::ptr_eq(searched, program));
         assert!(!searched, "the server has a program of the search");
@@ -219,6 +233,8 @@ struct Done {
     answers: Vec<(Vec<u32>, String)>,
     /// The head of the telemetry page at the end.
     page: abi::Telemetry,
+    /// The trials in the ledger.
+    rows: Vec<Trial>,
 }
 
 /// The model, for steps of this many sequences.
@@ -275,7 +291,10 @@ fn request(jobs: &mpsc::Sender<Job>, admission: &Admission, number: u32) -> (Vec
                 tokens.push(id);
                 kernels |= 1 << kernel;
             }
-            Event::End(_) => return (tokens, kernels),
+            Event::End(finish) => {
+                assert_eq!(finish, Finish::Length);
+                return (tokens, kernels);
+            }
             Event::Begun | Event::Prompt(_) | Event::Reused(_) => {}
         }
     }
@@ -331,7 +350,8 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
     let (context, args) = (context(seqs), tune_args(folder.path(), more));
     let config = context.neutral_config();
     let program = Arc::new(context.lowered(&config).unwrap_or_else(|f| panic!("{}", f.message)));
-    let script = Script { first: program.id(), ..script };
+    let planted = args.tune.tune_plant.then(|| planted(&context, &config));
+    let script = Script { first: program.id(), planted, ..script };
     let table = Arc::new(KernelTable::default());
     table.add(seqs, &program);
     let source = crate::schedule_choice::ScheduleSource::default();
@@ -358,9 +378,10 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
         led: BTreeSet::new(),
         preempt: tuner.preempt(),
         preempted: false,
+        open: BTreeSet::new(),
         seen: seen.clone(),
     };
-    let first = engine.script.first.clone();
+    let (first, planted) = (engine.script.first.clone(), engine.script.planted.clone());
     let engine_loop = EngineLoop::new(Box::new(engine), 8, said);
     let (jobs, inbox) = mpsc::channel();
     let answers = std::thread::scope(|scope| {
@@ -373,7 +394,7 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
         clients.join().unwrap()
     });
     let (preempted, switched) = seen.lock().unwrap().clone();
-    let script = Script { first, ..Script::default() };
+    let script = Script { first, planted, ..Script::default() };
     let served = switched
         .into_iter()
         .map(|id| {
@@ -389,7 +410,23 @@ fn served_by(seqs: u32, script: Script, more: &[&str], busy: bool) -> Done {
         served,
         answers: answers.collect(),
         page: crate::observe::snapshot(&page.reader()).unwrap().head,
+        rows: trials(&folder.path().join("search/ledger.jsonl")),
     }
+}
+
+/// The programs of the levers of `--tune-plant`.
+fn planted(context: &Context, config: &ScheduleConfig) -> [String; 2] {
+    let Plant { slow, wrong } = Plant::of(context, config);
+    [slow, wrong]
+        .map(|config| context.lowered(&config).unwrap_or_else(|f| panic!("{}", f.message)).id())
+}
+
+/// The trials of a ledger.
+fn trials(ledger: &std::path::Path) -> Vec<Trial> {
+    let rows = corpus::read(ledger).unwrap().records.into_iter();
+    rows.filter(|row| row["kind"] == "trial")
+        .map(|row| serde_json::from_value(row).unwrap())
+        .collect()
 }
 
 impl Done {
@@ -443,6 +480,14 @@ fn what_fails_the_gate_before_a_switch_never_serves() {
     assert!(done.figures.refused_now() > 0, "the fastest are wrong");
     assert!(done.served.iter().all(|(_, us)| *us >= 80.0), "{:?}", done.served);
     assert_eq!(done.state, "trials");
+    // Nor does the search go on from it: each kept trial has served.
+    assert_eq!(done.page.tune_rolled_back, done.page.tune_refused);
+    for row in &done.rows {
+        let id = row.verdict.program_id.as_deref().unwrap();
+        let served = done.served.iter().any(|(served, _)| served == id);
+        assert!(served || row.outcome != Outcome::Kept, "trial {}: {}", row.trial, row.why);
+        assert!(!served || row.outcome != Outcome::Disagreed, "trial {}: {}", row.trial, row.why);
+    }
 }
 
 #[test]
@@ -473,6 +518,61 @@ fn beside_clients_without_a_pause_the_search_has_turns() {
     }
     let (_, last) = done.answers.last().unwrap();
     assert!(last.ends_with(&done.served.last().unwrap().0[..8]), "{last}");
+}
+
+/// Beside clients without a pause a slow lever is reverted, one whose last gate fails is taken back, and the goal is reached
+/// by others: what `amk top` says, and what `amk generate` gives again.
+#[test]
+fn planted_levers_are_not_kept_and_every_answer_is_repeated() {
+    let done = served_by(1, Script::default(), &["--goal", "20%", "--tune-plant"], true);
+    let tuning = crate::top::document::tuning(&done.page).unwrap();
+    assert_eq!(
+        [&tuning["stopped"], &tuning["rolled_back"]],
+        [&json!("goal"), &json!(1)],
+        "{tuning}"
+    );
+    assert!(tuning["kept"].as_u64() >= Some(1), "{tuning}");
+    assert!(tuning["gain_ci"]["low"].as_f64() >= Some(0.2), "{tuning}");
+    let [slow, wrong] = [&done.rows[1], &done.rows[2]];
+    assert_eq!(
+        (slow.outcome, wrong.outcome),
+        (Outcome::Reverted, Outcome::Disagreed),
+        "{}",
+        wrong.why
+    );
+    assert!(
+        slow.gain.unwrap().high < -0.4 && wrong.gain.is_none(),
+        "{:?} {:?}",
+        slow.gain,
+        wrong.gain
+    );
+    assert!(wrong.why.starts_with("before it was to lead: device disagrees"), "{}", wrong.why);
+    let mut again = BTreeMap::new();
+    for (number, (tokens, kernel)) in done.answers.iter().enumerate() {
+        let repeated =
+            again.entry((number % 7, kernel)).or_insert_with(|| done.repeated(number, kernel));
+        assert_eq!(repeated, tokens, "request {number} by {kernel}");
+    }
+    assert!(again.keys().any(|(_, kernel)| **kernel != done.answers[0].1), "a switch");
+}
+
+impl Done {
+    /// What `amk generate` gives to a request with the schedule of a kernel.
+    fn repeated(&self, number: usize, kernel: &str) -> Vec<u32> {
+        let id = kernel.strip_prefix("b1-").unwrap();
+        let of = |row: &&Trial| {
+            row.verdict.program_id.as_ref().is_some_and(|program| program.starts_with(id))
+        };
+        let row = self.rows.iter().find(of).unwrap_or_else(|| panic!("{kernel} has no trial"));
+        let place =
+            PlaceArgs { device: DeviceChoice::Cpu, kv_capacity: Some(160), ..PlaceArgs::default() };
+        let mut engine = crate::Engine::of(&ModelArgs { model: "toy".to_owned(), place })
+            .unwrap_or_else(|f| panic!("{}", f.message));
+        engine.config.config = Some(serde_json::from_value(json!(row.config)).unwrap());
+        let prompt = crate::Prompt::Tokens(vec![5 + number as u32 % 7, 6, 7]);
+        let request = crate::Request { max_new_tokens: 6, ..crate::Request::new(prompt) };
+        engine.generate(&request).unwrap_or_else(|f| panic!("{}", f.message)).tokens
+    }
 }
 
 /// The page has a state for each end of a search.

@@ -27,16 +27,48 @@ pub(crate) fn assign(
     let bytes = vec![0; workers as usize];
     let mut dealer = Dealer { policy, device, cursor: 0, bytes, late: vec![] };
     let mut all: Vec<Shares> = Vec::with_capacity(flow.phases.len());
-    for phase in &flow.phases {
+    let attending = match policy {
+        SmAssignment::AroundAttention => attending(flow, workers, device),
+        _ => vec![0; flow.phases.len()],
+    };
+    for (phase, attending) in flow.phases.iter().zip(attending) {
         let attends = |&w: &usize| matches!(flow.phases[w].op, Op::Attention(_) | Op::Merge(_));
         let attended = flow.writer(phase.input).filter(attends).map(|writer| &all[writer]);
         dealer.late = match attended {
             Some(shares) => shares.iter().map(|share| !share.is_empty()).collect(),
             None => vec![false; workers as usize],
         };
-        all.push(dealer.deal(phase));
+        all.push(dealer.deal(phase, attending));
     }
     all
+}
+
+/// For each phase, the number of workers that run the attention which it is, feeds or follows: 0 if there is none, or if
+/// all workers run it.
+fn attending(flow: &Flow, workers: u32, device: Device) -> Vec<u32> {
+    let mut attending = vec![0; flow.phases.len()];
+    for (index, phase) in flow.phases.iter().enumerate() {
+        let tasks = blocks(phase, device);
+        if !matches!(phase.op, Op::Attention(_)) || tasks >= workers {
+            continue;
+        }
+        attending[index] = tasks;
+        if let Some(before) = flow.writer(phase.input) {
+            attending[before] = tasks;
+        }
+        for (after, reader) in flow.phases.iter().enumerate().skip(index + 1) {
+            if flow.writer(reader.input) == Some(index) {
+                attending[after] = tasks;
+            }
+        }
+    }
+    attending
+}
+
+/// Blocks of a phase on a device.
+fn blocks(phase: &Phase, device: Device) -> u32 {
+    let runs = phase.split.runs(phase.items, device);
+    runs.iter().map(|run| run.end - run.start).sum::<u32>().div_ceil(phase.block)
 }
 
 struct Dealer {
@@ -51,12 +83,16 @@ struct Dealer {
 }
 
 impl Dealer {
-    fn deal(&mut self, phase: &Phase) -> Shares {
+    fn deal(&mut self, phase: &Phase, attending: u32) -> Shares {
         let workers = self.bytes.len();
         let runs = phase.split.runs(phase.items, self.device);
         let items: u32 = runs.iter().map(|run| run.end - run.start).sum();
-        let blocks = items.div_ceil(phase.block) as usize;
-        let counts = self.counts(blocks, u64::from(phase.block) * phase.item_bytes);
+        let blocks = items.div_ceil(phase.block);
+        let counts = if attending > 0 {
+            around(blocks, attending, workers as u32, matches!(phase.op, Op::Attention(_)))
+        } else {
+            self.counts(blocks as usize, u64::from(phase.block) * phase.item_bytes)
+        };
         let mut next = 0_u32;
         let mut shares = Vec::with_capacity(workers);
         for (worker, count) in counts.into_iter().enumerate() {
@@ -99,7 +135,7 @@ impl Dealer {
                 self.cursor = (first + remainder) % workers;
                 (first..first + remainder).map(|worker| worker % workers).collect()
             }
-            SmAssignment::ByteBalance => {
+            SmAssignment::ByteBalance | SmAssignment::AroundAttention => {
                 let mut order: Vec<usize> = (0..workers).collect();
                 order.sort_by_key(|&worker| (self.late[worker], self.bytes[worker], worker));
                 order.truncate(remainder);
@@ -107,6 +143,19 @@ impl Dealer {
             }
         }
     }
+}
+
+/// Blocks of each worker of an attention, which the last `attending` workers run, and of a phase before or after it. Who
+/// attends waits for the phase before, and is late for the one after: of these it gets what all others cannot take
+/// without a larger share than the largest must be.
+fn around(blocks: u32, attending: u32, workers: u32, attends: bool) -> Vec<u32> {
+    let others = workers - attending;
+    let most = blocks.div_ceil(workers);
+    let left = if attends { blocks } else { blocks.saturating_sub(most * others) };
+    let even = |blocks: u32, among: u32| {
+        (0..among).map(move |worker| blocks / among + u32::from(worker < blocks % among))
+    };
+    even(blocks - left, others).chain(even(left, attending)).collect()
 }
 
 #[cfg(test)]
@@ -184,6 +233,23 @@ mod tests {
         let carry =
             on_one(&chain(&phases), SmAssignment::Carry, 4).iter().map(lens).collect::<Vec<_>>();
         assert_eq!(carry[1], [1, 1, 2, 2], "carry goes on where attention stopped");
+    }
+
+    #[test]
+    fn who_attends_gets_of_the_phases_around_it_what_others_cannot_take() {
+        let params = abi::AttentionParams::default();
+        let attention =
+            |tasks| Phase { op: Op::Attention(params), item_bytes: 0, ..phase(tasks, 1) };
+        let deal = |tasks: u32, before: u32, after: u32| {
+            let phases = [phase(before, 1), attention(tasks), phase(after, 1), phase(6, 1)];
+            let shares = on_one(&chain(&phases), SmAssignment::AroundAttention, 4);
+            shares.iter().map(lens).collect::<Vec<_>>()
+        };
+        let one = deal(1, 10, 9);
+        assert_eq!(one[..3], [vec![3, 3, 3, 1], vec![0, 0, 0, 1], vec![3, 3, 3, 0]]);
+        assert_eq!(one[3], [2, 1, 1, 2], "whoever has the fewest bytes gets more");
+        assert_eq!(deal(2, 5, 12)[..3], [vec![2, 2, 1, 0], vec![0, 0, 1, 1], vec![3, 3, 3, 3]]);
+        assert_eq!(deal(4, 6, 6)[0], [2, 2, 1, 1], "all attend");
     }
 
     #[test]

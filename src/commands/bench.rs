@@ -294,7 +294,7 @@ impl<'a> Row<'a> {
             }
         };
         let mut rows = vec![
-            ("model", format!("{} {} on {}", graph.name, graph.dtype.name(), verdict.device)),
+            ("model", format!("{} {} on {}", graph.name, floats(graph), verdict.device)),
             ("context", timed),
         ];
         if let Some(reason) = &verdict.rejected_reason {
@@ -466,6 +466,15 @@ pub(super) fn rounds<E>(
     }
     samples.clocks.all.extend(clocks());
     Ok(samples)
+}
+
+/// The type that a model is multiplied in, and of floats that are stored in another, that.
+fn floats(graph: &ir::Graph) -> String {
+    let (stored, multiplied) = (graph.tensor(graph.embed).dtype, graph.dtype);
+    if graph.codes().is_some() || stored == multiplied {
+        return multiplied.name().to_owned();
+    }
+    format!("{} as {}", stored.name(), multiplied.name())
 }
 
 fn accuracy_line(accuracy: &Accuracy) -> String {

@@ -46,7 +46,7 @@ const MODELS: [&str; 18] = [
 const SCHEDULES: [&str; 4] = [
     "{}",
     r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}}}"#,
-    r#"{"sync": {"qkv": "counter"}, "sm_assignment": "byte_balance"}"#,
+    r#"{"sync": {"qkv": "counter"}, "sm_assignment": "around_attention"}"#,
     r#"{"fusion_grouping": {"embed": "qkv", "merge": "o_proj"}, "tiling": {"attention": {"kv_split": 4, "kv_block": 32}}}"#,
 ];
 

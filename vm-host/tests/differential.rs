@@ -90,7 +90,7 @@ const SCHEDULES: [(&str, &str); 10] = [
     (
         "two splits",
         r#"{"tiling": {"attention": {"kv_split": 2, "kv_block": 32}, "qkv": {"rows": 8}},
-            "sm_assignment": "byte_balance"}"#,
+            "sm_assignment": "around_attention"}"#,
     ),
     // Only the flag-in-data input orders the plain residual for a worker without a task in the phase between.
     (

@@ -183,6 +183,9 @@ choice! {
         /// The remainder goes to the workers with the fewest bytes so far; workers that ran attention get one block
         /// less of the next phase.
         ByteBalance = "byte_balance",
+        /// The same; but the last workers attend, and of the phases before and after they get what the others cannot take
+        /// without a larger share.
+        AroundAttention = "around_attention",
     }
 }
 

@@ -117,6 +117,25 @@ fn every_option() {
     }
 }
 
+/// Its long vectors are multiplied in f16, and its folder says what is stored.
+#[test]
+fn a_model_with_long_vectors() {
+    let shape = Shape { ffn: 16_400, hidden: 64, layers: 1, vocab: 64, ..Shape::default() };
+    let shape = Shape { heads: 1, kv_heads: 1, head_dim: 64, ..shape };
+    let model = Model::random(shape, 1);
+    assert_eq!(model.graph.dtype, DType::F16);
+    round_trip(&model);
+    let parent = tempfile::tempdir().expect("a folder");
+    let dir = parent.path().join("model");
+    export(&model, &dir).expect("an export");
+    let back = import(&dir).expect("an import");
+    assert_eq!(
+        (back.shape.dtype, back.graph.tensor(back.graph.lm_head).dtype),
+        (DType::Bf16, DType::Bf16)
+    );
+    export(&back, &parent.path().join("again")).expect("an export of what was imported");
+}
+
 #[test]
 fn the_tokenizer_goes_along() {
     let parent = tempfile::tempdir().expect("a folder");

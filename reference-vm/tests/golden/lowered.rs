@@ -79,7 +79,7 @@ fn check_schedules(name: &str, golden: &Golden, most: f64) {
         check(split, &small, Order::Reverse);
     }
     // A worker's rows end within an expert's, and those of two slots are in one task.
-    for assignment in [SmAssignment::RoundRobin, SmAssignment::ByteBalance] {
+    for &assignment in SmAssignment::ALL {
         split.sm_assignment = assignment;
         split.tiling.gate_up.rows = 8;
         split.tiling.down.rows = 8;

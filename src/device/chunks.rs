@@ -28,7 +28,8 @@ pub(crate) enum Chunked {
 impl Gpu<'_> {
     /// Sets how later prompts are run. The default is token by token.
     pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
-        let refused = vm_host::prefill_refused(self.context.graph(), self.context.target.devices);
+        let devices = self.context.target.devices;
+        let refused = vm_host::prefill_refused(self.context.graph(), devices);
         self.chunks_from = match (choice, refused) {
             (PrefillChoice::Chunks, Some(why)) => {
                 return Err(Failure::usage(format!("--prefill chunks: {why}")));
@@ -38,7 +39,7 @@ impl Gpu<'_> {
             (PrefillChoice::Chunks, None) => Some(1),
         };
         if self.chunks_from.is_some() {
-            let compile = vm_host::compile_prompts(self.context.graph(), &self.info);
+            let compile = vm_host::compile_prompts(self.context.graph(), devices, &self.info);
             self.compiling_prompts = Some(std::thread::spawn(compile));
         }
         Ok(())

@@ -139,7 +139,7 @@ fn prompt() -> Value {
         "batch": 1, "prompt": 64, "us": 2048.0, "us_per_token": 32.0, "ci_us": [2048.0, 2048.0],
         "samples_us": [[0.0, 2048.0, 2048.0, 0.0]],
         "config": bundle.config, "conditions": bundle.conditions,
-        "kernel_id": vm_host::prefill_kernel_id(&graph, &arch),
+        "kernel_id": vm_host::prefill_kernel_id(&graph, 1, &arch),
     })
 }
 

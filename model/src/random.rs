@@ -39,19 +39,19 @@ impl Random {
 impl Weights for Random {
     fn bytes(&self, tensor: TensorId) -> &[u8] {
         let i = tensor.index();
-        self.made[i].get_or_init(|| self.recipes[i].make(self.seed, &parallel::threads))
+        self.made[i].get_or_init(|| self.recipes[i].drawn(self.seed))
     }
 
     fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
         let i = tensor.index();
-        let make = || Cow::Owned(self.recipes[i].make(self.seed, &parallel::threads));
+        let make = || Cow::Owned(self.recipes[i].drawn(self.seed));
         self.made[i].get().map_or_else(make, |made| Cow::Borrowed(&made[..]))
     }
 }
 
 /// One tensor of the preset `graph` with this seed; it is not kept.
 pub(crate) fn tensor(graph: &Graph, id: TensorId, seed: u64) -> Vec<u8> {
-    Recipe::of(graph, id).make(seed, &parallel::threads)
+    Recipe::of(graph, id).drawn(seed)
 }
 
 /// The distribution of a tensor's values.
@@ -86,6 +86,10 @@ impl Recipe {
             _ => Law::Norm,
         };
         Self { tensor, law }
+    }
+
+    fn drawn(&self, seed: u64) -> Vec<u8> {
+        self.make(seed, &|| parallel::threads_to_draw(self.tensor.bytes(), &parallel::threads))
     }
 
     fn make(&self, seed: u64, threads: &dyn Fn() -> usize) -> Vec<u8> {

@@ -242,7 +242,10 @@ fn stale(evidence: &Evidence) -> Result<Option<String>, Refusal> {
     for build in &evidence.builds {
         let kernel = match &build.program {
             Some((config, _)) => context.kernel_id_of(&config.kernel, build.sequences),
-            None => vm_host::prefill_kernel_id(context.graph(), &context.target.arch),
+            None => {
+                let ir::Target { devices, arch, .. } = &context.target;
+                vm_host::prefill_kernel_id(context.graph(), *devices, arch)
+            }
         };
         let program = build.program.as_ref().filter(|_| evidence.bundle.is_none());
         if let Some((config, id)) = program {

@@ -28,17 +28,21 @@ pub(crate) enum Chunked {
 impl Gpu<'_> {
     /// Sets how later prompts are run. The default is token by token.
     pub(crate) fn set_prefill(&mut self, choice: PrefillChoice) -> Result<(), Failure> {
-        let refused = vm_host::prefill_refused(self.context.graph(), self.context.target.devices);
+        let devices = self.context.target.devices;
+        let refused = vm_host::prefill_refused(self.context.graph(), devices);
+        // Those of mixtures on several GPUs were never compared on cards: only who asks for them has them.
+        let unproven = devices > 1 && self.context.graph().has_experts();
         self.chunks_from = match (choice, refused) {
             (PrefillChoice::Chunks, Some(why)) => {
                 return Err(Failure::usage(format!("--prefill chunks: {why}")));
             }
             (PrefillChoice::Steps, _) | (PrefillChoice::Auto, Some(_)) => None,
+            (PrefillChoice::Auto, None) if unproven => None,
             (PrefillChoice::Auto, None) => Some(CHUNKS_FROM),
             (PrefillChoice::Chunks, None) => Some(1),
         };
         if self.chunks_from.is_some() {
-            let compile = vm_host::compile_prompts(self.context.graph(), &self.info);
+            let compile = vm_host::compile_prompts(self.context.graph(), devices, &self.info);
             self.compiling_prompts = Some(std::thread::spawn(compile));
         }
         Ok(())

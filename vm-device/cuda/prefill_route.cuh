@@ -132,11 +132,18 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_gather
 }
 
 // Adds the products of a token's experts to its row of the residual stream, times their weights and in the order of the slots; then those of the
-// shared expert, if there are any. One block per token.
+// shared expert, if there are any. One block per token. Of several GPUs each adds to its `columns` only, where all pointers begin.
+#ifdef AMK_PARTS
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_combine(float* residual, float const* products, float const* shared, uint32_t const* places,
+                                                                                float const* weights, uint32_t slots, uint32_t stride, uint32_t columns) {
+  uint32_t const token = blockIdx.x, all = slots + (shared != nullptr ? 1 : 0);
+  for (uint32_t e = threadIdx.x * 4; e < columns; e += PREFILL_THREADS * 4) {
+#else
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS) amk_prefill_combine(float* residual, float const* products, float const* shared, uint32_t const* places,
                                                                                 float const* weights, uint32_t slots, uint32_t stride) {
   uint32_t const token = blockIdx.x, all = slots + (shared != nullptr ? 1 : 0);
   for (uint32_t e = threadIdx.x * 4; e < stride; e += PREFILL_THREADS * 4) {
+#endif
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     for (uint32_t slot = 0; slot < all; ++slot) {
       float const* const from = slot < slots ? products + (uint64_t)places[(uint64_t)token * slots + slot] * stride : shared + (uint64_t)token * stride;

@@ -182,21 +182,26 @@ pub struct PrefillVariant {
     pub qk_norm: bool,
     /// Bit n: the model needs the `Feature` of number n; of those that these kernels have.
     pub features: u32,
+    /// Whether each of several GPUs has rows of every expert.
+    pub parts: bool,
 }
 
 impl PrefillVariant {
     /// The macro definitions, as compiler options.
     #[must_use]
     pub fn defines(&self) -> Vec<String> {
-        let Self { dtype, unpack, head_dim, group, qk_norm, features } = *self;
-        vec![
+        let Self { dtype, unpack, head_dim, group, qk_norm, features, parts } = *self;
+        let mut defines = vec![
             format!("-DAMK_DTYPE={}", dtype as u32),
             format!("-DAMK_UNPACK={unpack}"),
             format!("-DAMK_HEAD_DIM={head_dim}"),
             format!("-DAMK_GROUP={group}"),
             format!("-DAMK_QK_NORM={}", u32::from(qk_norm)),
             format!("-DAMK_FEATURES={features}"),
-        ]
+        ];
+        // Without it the options, and so the kernels' id, are those of before there were parts.
+        defines.extend(parts.then(|| "-DAMK_PARTS=1".to_owned()));
+        defines
     }
 }
 

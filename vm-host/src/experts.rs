@@ -36,6 +36,18 @@ pub(crate) fn of_all(matrix: &Matrix, own: Range<u32>) -> impl Iterator<Item = R
     (0..matrix.experts).map(move |expert| expert * each + own.start..expert * each + own.end)
 }
 
+/// The tiles of each expert that a device has, if these are all of its tiles; `None` if it has not the same of each.
+pub(crate) fn own_tiles(matrix: &Matrix, runs: &[Range<u32>]) -> Option<Range<u32>> {
+    match runs {
+        [] => Some(0..0),
+        [all] if *all == (0..matrix.tiles()) => Some(0..tiles_each(matrix)),
+        [first, ..] if of_all(matrix, first.clone()).eq(runs.iter().cloned()) => {
+            Some(first.clone())
+        }
+        _ => None,
+    }
+}
+
 /// Where the choice of experts puts a load's units, counted among those that a device has, without the logits' address;
 /// `None` if it has not the same of each expert.
 pub(crate) fn record(
@@ -67,11 +79,7 @@ struct Place {
 impl Place {
     /// The place of experts whose tiles on a device are these; `None` if it has not the same of each.
     fn new(matrix: &Matrix, runs: &[Range<u32>]) -> Option<Self> {
-        let own = match runs {
-            [all] if *all == (0..matrix.tiles()) => 0..tiles_each(matrix),
-            [first, ..] if of_all(matrix, first.clone()).eq(runs.iter().cloned()) => first.clone(),
-            _ => return None,
-        };
+        let own = own_tiles(matrix, runs).filter(|own| !own.is_empty())?;
         let tile = matrix.units_per_tile();
         Some(Self { before: own.start * tile, units: (own.end - own.start) * tile })
     }

@@ -162,24 +162,26 @@ pub fn prefill_refused(graph: &Graph, devices: u32) -> Option<String> {
     }
     let head = graph.group() * graph.head_dim;
     let tile = abi::UNIT_ROWS; // a tile of gate rows and one of up rows
+    let mut widths = graph.layers.iter().flat_map(|layer| experts::widths(graph, layer));
     let whole = whole_blocks(graph.kv_heads, head, devices)
-        && whole_blocks(graph.ffn.div_ceil(tile), tile, devices);
+        && widths.all(|width| whole_blocks(width.div_ceil(tile), tile, devices));
     (!whole).then(|| {
         format!(
-            "heads or hidden layer of {} do not divide into blocks of {X_COLS} columns for {devices} GPUs: its prompts run token by token",
+            "heads or hidden layers of {} do not divide into blocks of {X_COLS} columns for {devices} GPUs: its prompts run token by token",
             graph.name
         )
     })
 }
 
-/// Compiles the kernels that run this model's prompts in chunks into the cache, if it has such and there is a cache. It uses
+/// Compiles the kernels that run this model's prompts in chunks on as many devices into the cache, if it has such and there is a cache. It uses
 /// no GPU, so a thread of its own may do it while weights are loaded.
 pub fn compile_prompts(
     graph: &Graph,
+    devices: u32,
     info: &DeviceInfo,
 ) -> impl FnOnce() -> Result<(), HostError> + Send + 'static {
-    let needed = prefill_refused(graph, 1).is_none();
-    let (variant, arch) = (variant(graph), arch(info).map(|arch| arch.name));
+    let needed = prefill_refused(graph, devices).is_none();
+    let (variant, arch) = (variant(graph, devices), arch(info).map(|arch| arch.name));
     move || match default_cache() {
         Some(cache) if needed => compile_prefill(&variant, arch?, Some(&cache)).map(|_| ()),
         _ => Ok(()),
@@ -209,7 +211,7 @@ impl Prefill {
         if let Some(why) = prefill_refused(graph, cards.devices()) {
             return Err(HostError::Request(why));
         }
-        let variant = variant(graph);
+        let variant = variant(graph, cards.devices());
         let cubin = compile_prefill(&variant, arch(info)?.name, default_cache().as_deref())?;
         let chunk = chunk_tokens(options.chunk, residents.kv_capacity);
         let kernels = (&variant, &cubin.image[..]);
@@ -219,7 +221,7 @@ impl Prefill {
 
     /// Whether it was built with these options.
     pub(crate) fn serves(&self, graph: &Graph, options: &PrefillOptions) -> bool {
-        self.variant == variant(graph)
+        self.variant == variant(graph, self.parts.len() as u32)
             && self.chunk == chunk_tokens(options.chunk, self.parts[0].plan.capacity)
     }
 
@@ -310,20 +312,22 @@ impl Prefill {
     }
 }
 
-/// The id of the kernels that run a prompt of a model on an architecture such as `sm_90a`.
+/// The id of the kernels that run a prompt of a model on as many devices of an architecture such as `sm_90a`.
 #[must_use]
-pub fn prefill_kernel_id(graph: &Graph, arch: &str) -> String {
-    compile::prefill_kernel_id(&variant(graph), arch)
+pub fn prefill_kernel_id(graph: &Graph, devices: u32, arch: &str) -> String {
+    compile::prefill_kernel_id(&variant(graph, devices), arch)
 }
 
-fn variant(graph: &Graph) -> PrefillVariant {
+fn variant(graph: &Graph, devices: u32) -> PrefillVariant {
+    let features = compile::features(graph);
     PrefillVariant {
         dtype: graph.dtype,
         unpack: compile::unpack_mask(&PackedModel::new(graph)),
         head_dim: graph.head_dim,
         group: graph.group(),
         qk_norm: graph.layers.iter().any(|layer| graph.norms_each_head(layer)),
-        features: compile::features(graph),
+        features,
+        parts: devices > 1 && features >> Feature::Route as u32 & 1 != 0,
     }
 }
 
@@ -393,7 +397,7 @@ mod tests {
         let two = |name: &str| {
             prefill_refused(&model::preset(name).expect("a preset").graph, 2).is_none()
         };
-        let presets = ["qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-4b"];
-        assert_eq!(presets.map(two), [true, false, false], "on two GPUs");
+        let presets = ["qwen3-0.6b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "gemma-3-4b"];
+        assert_eq!(presets.map(two), [true, true, true, false, false], "on two GPUs");
     }
 }

@@ -445,7 +445,7 @@ fn chunks_of_heads_of_multiples_of_16_are_as_good_as_steps() {
     let variants = models.iter().map(|(_, model)| vm_host::variant(&kernel, &model.graph));
     compile(&variants.collect::<Vec<_>>());
     models.par_iter().for_each(|(_, model)| {
-        let _ = vm_host::compile_prompts(&model.graph, &info)();
+        let _ = vm_host::compile_prompts(&model.graph, 1, &info)();
     });
     for (head_dim, model) in models {
         let refused = vm_host::prefill_refused(&model.graph, 1);

@@ -355,7 +355,7 @@ fn kernels_of_experts_compile_and_nothing_spills() {
 }
 
 /// The kernels for prompt chunks: heads of no power of two, normalised wide ones, those of llama-3.2-1b, those of all codes, those of gemma-3-1b with
-/// what other dense families have, and those of mixtures (qwen3-30b-a3b, gpt-oss-20b).
+/// what other dense families have, and those of mixtures (qwen3-30b-a3b, gpt-oss-20b; qwen3-30b-a3b-fp8-block on several GPUs).
 #[test]
 fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
     if !nvrtc() {
@@ -368,6 +368,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         group,
         qk_norm,
         features: 0,
+        parts: false,
     };
     let coded_cache = 1 << Feature::KvE4m3 as u32;
     let features = |all: &[Feature]| all.iter().fold(0, |mask, &f| mask | 1 << f as u32);
@@ -393,6 +394,7 @@ fn kernels_for_prompt_chunks_compile_and_nothing_spills() {
         PrefillVariant { features: dense, ..of(DType::Bf16, 256, 4, true) },
         PrefillVariant {
             features: routes,
+            parts: true,
             unpack: codes(&[Unpack::E4m3G64]),
             ..of(DType::F16, 128, 8, true)
         },

@@ -35,7 +35,8 @@ pub(super) fn measure(row: &Row<'_>, tokens: u32) -> Result<Measured, Failure> {
     let info = DeviceInfo { other_processes: others, ..device.describe() };
     let mut verdict = Verdict::new(&context.graph().name, &context.target.name, &info.name);
     verdict.schedule_id = Some(config.id());
-    verdict.kernel_id = Some(vm_host::prefill_kernel_id(context.graph(), &context.target.arch));
+    let Target { devices, arch, .. } = &context.target;
+    verdict.kernel_id = Some(vm_host::prefill_kernel_id(context.graph(), *devices, arch));
     (verdict.valid, verdict.correct) = (true, true);
     let mut measured = Measured::new(verdict, config, Some(info.clone()));
 

@@ -1,14 +1,16 @@
 //! Experts in a chunk (prefill_route.cuh): tokens choose, and each chosen expert is multiplied by its tokens. The host knows how many choices there
 //! are, not of which experts, so all launches and all memory are for any choice.
 
+use std::ops::Range;
+
 use abi::{PREFILL_THREADS, UNIT_ROWS};
 use ir::program::PackedModel;
-use ir::{Experts, FeedForward, Graph};
+use ir::{Experts, FeedForward, Gated, Graph};
 
 use super::kernels::{Finish, choose_of_experts, gemm_block};
 use super::part::{Part, Products, Run, vector_bytes};
-use super::plan::{Packed, RouterPlan, unpacked_bytes};
-use super::share::{Rows, rows_of_layer};
+use super::plan::{LayerPlan, Packed, RouterPlan, unpacked_bytes};
+use super::share::{Piece, Rows, columns_before, rows_of, rows_of_layer, vectors_of};
 use super::{CHUNK_TOKENS, GemmShape, HIDDEN_SCALE, SHAPES, X_COLS, chunk_tokens};
 use crate::error::HostError;
 use crate::memory::{Copier, DeviceBuffer};
@@ -22,10 +24,14 @@ const EXPERTS_MAX: u32 = 1024;
 
 /// Why experts or sinks are not run in chunks, if they are not.
 pub(super) fn refused(graph: &Graph, devices: u32) -> Option<&'static str> {
-    let mut all = graph.layers.iter().filter_map(experts_of).peekable();
+    let mut all = graph.layers.iter().filter_map(experts_of);
     let sinks = graph.layers.iter().any(|layer| layer.attention.body.sinks.is_some());
-    if devices > 1 && (sinks || all.peek().is_some()) {
-        return Some("experts and sinks run in chunks on one GPU only so far");
+    // A device finds its rows' biases by its own number of rows of an expert, and all have those of all.
+    let biased =
+        |expert: &Gated| [expert.gate, expert.up, expert.down].map(|m| m.bias) != [None; 3];
+    let biases = all.clone().any(|experts| experts.experts.iter().any(biased));
+    if devices > 1 && (sinks || biases) {
+        return Some("sinks and biases of experts run in chunks on one GPU only so far");
     }
     let normed = |layer: &ir::Layer| experts_of(layer).is_some() && layer.mlp.post_norm.is_some();
     if graph.layers.iter().any(normed) {
@@ -42,6 +48,15 @@ fn experts_of(layer: &ir::Layer) -> Option<&Experts> {
         FeedForward::Experts(experts) => Some(experts),
         FeedForward::Gated(_) => None,
     }
+}
+
+/// Widths of a layer's hidden layers.
+pub(super) fn widths(graph: &Graph, layer: &ir::Layer) -> impl Iterator<Item = u32> {
+    let (width, shared) = match experts_of(layer) {
+        Some(experts) => (graph.expert_width(experts), experts.shared.map(|shared| shared.ffn)),
+        None => (graph.ffn, None),
+    };
+    std::iter::once(width).chain(shared)
 }
 
 /// Width of the hidden layers that every token has.
@@ -87,10 +102,15 @@ impl Sizes {
         self.chunk * self.slots
     }
 
-    /// Places of all choices, whichever they are: behind the choices of each expert there may be some without a choice.
+    /// Places of all choices, whichever they are.
     fn places(&self) -> u32 {
-        let chosen = self.experts.min(self.choices());
-        (self.choices() + chosen * (PLACES - 1)).next_multiple_of(PLACES)
+        self.places_of(self.choices())
+    }
+
+    /// Places of so many choices: behind those of each expert there may be some without a choice.
+    fn places_of(&self, choices: u32) -> u32 {
+        let chosen = self.experts.min(choices);
+        (choices + chosen * (PLACES - 1)).next_multiple_of(PLACES)
     }
 
     /// Bytes of the buffers, in their order.
@@ -201,6 +221,19 @@ impl ExpertBuffers {
         [self.count_of(words), self.count_of(2 * words)]
     }
 
+    /// The columns that a device has computed of the logits, of some tokens.
+    pub(super) fn shared_logits(&self, router: &RouterPlan, rows: Rows) -> (u64, Piece) {
+        let logits = &router.logits;
+        let columns = logits.row()..logits.row() + logits.tiles * UNIT_ROWS;
+        (self.logits.address, rows_of(columns, router.stride(), rows))
+    }
+
+    /// The columns that a device has computed of the hidden layers, of all places that so many tokens may have.
+    pub(super) fn shared_hidden(&self, columns: Range<u32>, choices: u32) -> (u64, Piece) {
+        let places = Rows { first: 0, count: self.sizes.places_of(choices) };
+        (self.hidden.address, vectors_of(columns, self.sizes.places(), places))
+    }
+
     /// Address of the experts that the tokens of a layer chose.
     fn chosen_in(&self, layer: u32) -> u64 {
         self.chosen.address + u64::from(layer) * u64::from(self.sizes.choices()) * 4
@@ -253,46 +286,70 @@ struct OfExperts {
 }
 
 impl Run<'_> {
-    /// The residual stream after a layer's experts.
-    pub(super) fn experts(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+    /// The logits that a layer's experts are chosen by.
+    pub(super) fn expert_logits(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
         let Part { plan, buffers, .. } = self.part;
         let layer = &plan.layers[index];
         let (Some(router), Some(own)) = (&layer.router, &buffers.experts) else { return Ok(()) };
         self.norm(layer.mlp_norm, rows)?;
+        let to = own.logits.address + u64::from(router.logits.row()) * 4;
+        let (x, out) = (buffers.normed.address, (to, router.stride()));
+        self.gemm("router", Finish::Store, &router.logits, x, out, rows)
+    }
+
+    /// The hidden layers of the experts that tokens choose, and of the shared one.
+    pub(super) fn experts_up(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let Part { plan, buffers, chunk, .. } = self.part;
+        let layer = &plan.layers[index];
+        let (Some(router), Some(own)) = (&layer.router, &buffers.experts) else { return Ok(()) };
         self.route(router, own, rows)?;
-        let choices = rows.count * router.slots;
-        let of = (choices, router.experts);
-        let shape = choose_of_experts(self.shape, of, layer.gate_up.expert_tiles(), self.part.sms);
+        let (shape, pitch) = (self.shape_of_experts(layer, router, rows), own.sizes.places());
         self.group(router, own, (rows, gemm_block(shape).tokens))?;
         let up = OfExperts {
             finish: Finish::SiluMul,
             shape,
             x: own.gathered.address,
-            out: own.hidden.address,
-            stride: own.sizes.places(),
+            out: own.hidden.address + columns_before(layer.gate_up.row() / 2, pitch),
+            stride: pitch,
             scale: HIDDEN_SCALE,
             limit: router.limit,
-            choices,
+            choices: rows.count * router.slots,
         };
         self.of_experts("experts_up", &layer.gate_up, own, &up)?;
+        let Some([up, _]) = &router.shared else { return Ok(()) };
+        let to = buffers.hidden.address + columns_before(up.row() / 2, *chunk);
+        self.gemm("shared_up", Finish::SiluMul, up, buffers.normed.address, (to, *chunk), rows)
+    }
+
+    /// The residual stream after a layer's experts.
+    pub(super) fn experts_down(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
+        let Part { plan, buffers, .. } = self.part;
+        let layer = &plan.layers[index];
+        let (Some(router), Some(own)) = (&layer.router, &buffers.experts) else { return Ok(()) };
+        let stride = self.part.stride();
         let down = OfExperts {
             finish: Finish::Store,
+            shape: self.shape_of_experts(layer, router, rows),
             x: own.hidden.address,
-            out: own.products.address,
-            stride: self.part.stride(),
+            out: own.products.address + u64::from(layer.down.row()) * 4,
+            stride,
             scale: 1.0 / HIDDEN_SCALE,
             limit: 0.0,
-            ..up
+            choices: rows.count * router.slots,
         };
         self.of_experts("experts_down", &layer.down, own, &down)?;
-        if let Some([up, down]) = &router.shared {
-            let (x, hidden) = (buffers.normed.address, buffers.hidden.address);
-            let out = (hidden, self.part.chunk);
-            self.gemm("shared_up", Finish::SiluMul, up, x, out, rows)?;
-            let out = (own.shared.address, self.part.stride());
-            self.gemm("shared_down", Finish::Store, down, hidden, out, rows)?;
+        if let Some([_, down]) = &router.shared {
+            let to = own.shared.address + u64::from(down.row()) * 4;
+            let x = buffers.hidden.address;
+            self.gemm("shared_down", Finish::Store, down, x, (to, stride), rows)?;
         }
-        self.combine(router, own, rows)
+        self.combine(router, own, &layer.down, rows)
+    }
+
+    /// Of both products: their blocks of tokens are the same.
+    fn shape_of_experts(&self, layer: &LayerPlan, router: &RouterPlan, rows: Rows) -> GemmShape {
+        let of = (rows.count * router.slots, router.experts);
+        choose_of_experts(self.shape, of, layer.gate_up.expert_tiles(), self.part.sms)
     }
 
     /// The experts and weights of each token.
@@ -302,12 +359,8 @@ impl Run<'_> {
         own: &ExpertBuffers,
         rows: Rows,
     ) -> Result<(), HostError> {
-        let Part { kernels, buffers, .. } = self.part;
-        let Some(kernels) = &kernels.experts else { return Ok(()) };
-        let stride = router.logits.tiles * UNIT_ROWS;
-        let out = (own.logits.address, stride);
-        let x = buffers.normed.address;
-        self.gemm("router", Finish::Store, &router.logits, x, out, rows)?;
+        let Some(kernels) = &self.part.kernels.experts else { return Ok(()) };
+        let stride = router.stride();
         let mut values = [
             own.chosen_in(router.number),
             own.weights.address,
@@ -376,6 +429,9 @@ impl Run<'_> {
         of: &OfExperts,
     ) -> Result<(), HostError> {
         let (all, each) = (matrix.experts, matrix.expert_tiles());
+        if each == 0 {
+            return Ok(()); // other devices have all rows
+        }
         let bytes = u64::from(each) * matrix.tile_bytes();
         let at_once = match matrix.codes {
             Some(_) => (self.part.buffers.unpacked.bytes / bytes).min(self.experts.into()),
@@ -409,27 +465,29 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Adds the products of each token's experts to its residual stream.
+    /// Adds the products of each token's experts to its residual stream, where the device has computed them.
     fn combine(
         &mut self,
         router: &RouterPlan,
         own: &ExpertBuffers,
+        down: &Packed,
         rows: Rows,
     ) -> Result<(), HostError> {
-        let Part { kernels, buffers, .. } = self.part;
+        let Part { kernels, buffers, variant, .. } = self.part;
         let Some(kernels) = &kernels.experts else { return Ok(()) };
-        let stride = self.part.stride();
-        let before = u64::from(rows.first) * u64::from(stride) * 4;
-        let shared = router.shared.as_ref().map_or(0, |_| own.shared.address + before);
+        let (stride, column) = (self.part.stride(), u64::from(down.row()) * 4);
+        let before = u64::from(rows.first) * u64::from(stride) * 4 + column;
         let mut values = [
             buffers.residual.address + before,
-            own.products.address,
-            shared,
+            own.products.address + column,
+            router.shared.as_ref().map_or(0, |_| own.shared.address + before),
             own.places.address,
             own.weights.address,
             router.slots.into(),
             stride.into(),
+            u64::from(down.expert_tiles() * UNIT_ROWS), // a parameter of the kernels for parts only
         ];
+        debug_assert!(variant.parts || down.expert_tiles() * UNIT_ROWS == stride, "all columns");
         let place = (rows.count, PREFILL_THREADS, 0);
         self.launch("combine", 0.0, &kernels.combine, place, &mut values)
     }

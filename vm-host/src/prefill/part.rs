@@ -33,7 +33,7 @@ pub(super) struct Buffers {
 
 /// Kernels and memory of a device, and its rows and heads.
 pub(super) struct Part {
-    variant: PrefillVariant,
+    pub(super) variant: PrefillVariant,
     pub(super) chunk: u32,
     pub(super) plan: Plan,
     pub(super) kernels: Kernels,
@@ -162,9 +162,11 @@ impl Part {
     pub(super) fn shared(&self, what: Shared, index: usize, rows: Rows) -> (u64, Piece) {
         let (layer, buffers) = (&self.plan.layers[index], &self.buffers);
         let added = |matrix: &Packed| {
-            let columns = matrix.row()..matrix.row() + matrix.tiles * abi::UNIT_ROWS;
+            let columns = matrix.row()..matrix.row() + matrix.expert_tiles() * abi::UNIT_ROWS;
             (buffers.residual.address, rows_of(columns, self.stride(), rows))
         };
+        let experts = layer.router.as_ref().zip(buffers.experts.as_ref());
+        let nothing = (0, Piece::default()); // a layer without experts has none to share
         match what {
             Shared::Attended => {
                 let end = self.first_column + self.heads * self.variant.head_dim;
@@ -172,10 +174,16 @@ impl Part {
                 (buffers.attended.address, piece)
             }
             Shared::Hidden => {
-                let first = layer.gate_up.row() / 2;
-                let end = first + layer.gate_up.tiles * abi::UNIT_ROWS / 2;
-                (buffers.hidden.address, vectors_of(first..end, self.chunk, rows))
+                let shared = layer.router.as_ref().and_then(|router| router.shared.as_ref());
+                let columns = shared.map_or(&layer.gate_up, |[up, _]| up).hidden_columns();
+                (buffers.hidden.address, vectors_of(columns, self.chunk, rows))
             }
+            Shared::ExpertLogits => {
+                experts.map_or(nothing, |(router, own)| own.shared_logits(router, rows))
+            }
+            Shared::Experts => experts.map_or(nothing, |(router, own)| {
+                own.shared_hidden(layer.gate_up.hidden_columns(), rows.count * router.slots)
+            }),
             Shared::Output => added(&layer.o),
             Shared::Down => added(&layer.down),
         }
@@ -374,6 +382,9 @@ impl Run<'_> {
         (out, stride): (u64, u32),
         rows: Rows,
     ) -> Result<(), HostError> {
+        if matrix.tiles == 0 {
+            return Ok(()); // other devices have all rows
+        }
         let weights = self.unpack(matrix, 0, matrix.tiles, matrix.factors() == 0)?;
         let Part { buffers, chunk, sms, .. } = self.part;
         let shape = choose(self.shape, rows.count, matrix.tiles, *sms);

@@ -8,6 +8,7 @@ use ir::program::{Matrix, PackedLayer, PackedMatrix, PackedModel, PackedRouter, 
 use ir::{FeedForward, Graph, TensorId};
 
 use crate::error::HostError;
+use crate::experts::own_tiles;
 use crate::load::{DeviceResidents, Residents, constant_key};
 
 /// The codes of a matrix on the device.
@@ -22,10 +23,10 @@ pub(super) struct Codes {
     pub(super) unit_bytes: u32,
 }
 
-/// Neighbouring tiles of a matrix on the device: all of them, if there is one device.
+/// Neighbouring tiles of a matrix on the device, of experts the same of each: all of them, if there is one device.
 #[derive(Clone, Copy)]
 pub(super) struct Packed {
-    /// The number of the first one in the matrix.
+    /// The number of the first one in the matrix, or in each expert.
     pub(super) first: u32,
     /// Zero if it is of codes.
     pub(super) address: u64,
@@ -138,24 +139,43 @@ impl Lookup<'_> {
         tiles.into_iter().map(|run| self.run(packed, run)).collect()
     }
 
-    /// The only run of such a matrix.
+    /// The rows of such a matrix that the device has: neighbours, or of experts those of each. None, if others have all.
     fn matrix(&self, packed: &PackedMatrix) -> Result<Packed, HostError> {
-        match self.runs(packed)?[..] {
-            [run] => Ok(run),
+        let matrix = &self.residents.matrix_table[packed.id.index()];
+        let placed = &self.here().matrices[packed.id.index()];
+        match &placed.tiles[..] {
+            runs if matrix.experts > 1 => {
+                let own = own_tiles(matrix, runs);
+                self.rows(packed, own.ok_or_else(|| self.missing("equal rows of all experts"))?, 0)
+            }
+            [] => self.rows(packed, 0..0, 0),
+            [run] => self.run(packed, run.clone()),
             _ => Err(self.missing("rows of a matrix in one piece")),
         }
     }
 
     fn run(&self, packed: &PackedMatrix, tiles: Range<u32>) -> Result<Packed, HostError> {
-        let matrix = &self.residents.matrix_table[packed.id.index()];
-        let (first, count) = (tiles.start, tiles.end - tiles.start);
         let placed = &self.here().matrices[packed.id.index()];
-        let before = placed.before(first, count).ok_or_else(|| self.missing("such rows"))?;
+        let before = placed.before(tiles.start, tiles.end - tiles.start);
+        self.rows(packed, tiles, before.ok_or_else(|| self.missing("such rows"))?)
+    }
+
+    /// These tiles of each expert, or of a matrix without experts, behind others on the device.
+    fn rows(
+        &self,
+        packed: &PackedMatrix,
+        tiles: Range<u32>,
+        before: u64,
+    ) -> Result<Packed, HostError> {
+        let matrix = &self.residents.matrix_table[packed.id.index()];
+        let (first, count) = (tiles.start, (tiles.end - tiles.start) * matrix.experts);
+        let placed = &self.here().matrices[packed.id.index()];
         let address = placed.address + before * matrix.tile_bytes() as u64;
         let constants = packed.constants.as_ref().map_or(Ok(0), |map| self.constant(map))?;
         // The constants of all rows are on each device.
         let skipped = u64::from(first * UNIT_ROWS) * 4;
-        let rows = (tiles.end * UNIT_ROWS).min(matrix.rows()) - first * UNIT_ROWS;
+        let each = matrix.expert_rows();
+        let rows = ((tiles.end * UNIT_ROWS).min(each) - first * UNIT_ROWS) * matrix.experts;
         let codes = matrix.format.is_scaled().then(|| Codes {
             address,
             factors: constants + skipped,
@@ -164,7 +184,6 @@ impl Lookup<'_> {
             unit_bytes: matrix.format.unit_bytes(),
         });
         // The biases lie behind the factors, which all experts share.
-        let each = matrix.expert_rows();
         let biased = packed.constants.as_ref().is_some_and(|map| map.rows() > each);
         let bias = match codes {
             Some(_) if !biased => 0,
@@ -268,6 +287,13 @@ impl Plan {
     }
 }
 
+impl RouterPlan {
+    /// Words of a token's row of logits: those of the experts and, behind them, of the shared one.
+    pub(super) fn stride(&self) -> u32 {
+        (self.experts + u32::from(self.shared.is_some())).next_multiple_of(UNIT_ROWS)
+    }
+}
+
 impl Packed {
     /// The factors of its rows' products: of codes whose groups have no scales, which are exact without one.
     pub(super) fn factors(&self) -> u64 {
@@ -278,6 +304,12 @@ impl Packed {
     /// Row of the matrix that its first row is.
     pub(super) fn row(&self) -> u32 {
         self.first * UNIT_ROWS
+    }
+
+    /// Columns of the hidden layer that the rows of gate and up, whose tiles alternate, are products of.
+    pub(super) fn hidden_columns(&self) -> Range<u32> {
+        let first = self.row() / 2;
+        first..first + self.expert_tiles() * UNIT_ROWS / 2
     }
 
     /// Tiles of each expert.
@@ -407,6 +439,64 @@ mod tests {
                 assert_eq!(heads, graph.kv_heads, "{name} on {devices}");
             }
         }
+    }
+
+    /// Each device has the same rows of all experts, and adds to the columns of the residual stream that it adds the attention's products to.
+    #[test]
+    fn devices_have_neighbouring_rows_of_every_expert() {
+        let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/../corpus");
+        let folder = |name| model::import(format!("{corpus}/{name}").as_ref()).expect("a folder");
+        let models = [
+            model::preset("qwen3-30b-a3b").expect("a preset"),
+            folder("families/mixtral-bf16"),
+            folder("families/qwen2-moe-bf16"),
+            folder("quantised/fp8-block-qwen3-moe"),
+        ];
+        let mut whole = 0;
+        for (graph, devices) in models.iter().flat_map(|m| [1, 2, 4].map(|n| (&m.graph, n))) {
+            let residents = residents(graph, devices);
+            let plan = |device| Lookup { graph, residents: &residents, device }.plan();
+            let plans: Vec<Plan> = (0..devices).map(|n| plan(n).expect("a plan")).collect();
+            let in_chunks = crate::prefill::prefill_refused(graph, devices).is_none();
+            whole += u32::from(in_chunks && devices > 1);
+            for index in 0..graph.layers.len() {
+                let mut next = [0; 4]; // row of the router, of gate and up and of down, column of the hidden layer
+                for plan in &plans {
+                    let layer = &plan.layers[index];
+                    let router = layer.router.as_ref().expect("a router");
+                    let hidden = layer.gate_up.hidden_columns();
+                    assert!(!in_chunks || hidden.start % 64 == 0, "{} on {devices}", graph.name);
+                    assert!(router.logits.tiles == 0 || router.logits.row() == next[0]);
+                    let first = [layer.gate_up.row(), layer.down.row(), hidden.start];
+                    assert_eq!(first, next[1..], "{} on {devices}", graph.name);
+                    let columns = |matrix: &Packed| (matrix.first, matrix.expert_tiles());
+                    assert_eq!(columns(&layer.down), columns(&layer.o), "{}", graph.name);
+                    if let Some([_, down]) = &router.shared {
+                        assert_eq!(columns(down), columns(&layer.o), "{}", graph.name);
+                    }
+                    for matrix in [&layer.gate_up, &layer.down] {
+                        let at = matrix.codes.map_or(matrix.address, |codes| codes.address);
+                        assert_eq!(at % (1 << 40), 0, "it begins its device's part");
+                        // Constants of all rows are at 2^20 (see `residents`).
+                        let factors = matrix.codes.map(|codes| codes.factors);
+                        let own = (1 << 20) + u64::from(matrix.row()) * 4;
+                        assert!(factors.is_none_or(|at| at == own), "{}", graph.name);
+                    }
+                    let rows = |matrix: &Packed| matrix.expert_tiles() * UNIT_ROWS;
+                    assert_eq!(layer.gate_up.rows, rows(&layer.gate_up) * router.experts);
+                    next[0] += rows(&router.logits);
+                    next[1] += rows(&layer.gate_up);
+                    next[2] += rows(&layer.down);
+                    next[3] = hidden.end;
+                }
+                let router = plans[0].layers[index].router.as_ref().expect("a router");
+                let widths = crate::prefill::experts::widths(graph, &graph.layers[index]);
+                let width = widths.take(1).sum::<u32>();
+                assert_eq!(next[0], router.stride(), "{} on {devices}", graph.name);
+                assert_eq!(next[1..], [2 * width, graph.hidden, width], "{}", graph.name);
+            }
+        }
+        assert_eq!(whole, 3, "qwen3-30b-a3b on two and four, the FP8 folder on two");
     }
 
     /// Biases of experts lie behind the factors of one of them, and the experts' rows one after the other.

@@ -32,14 +32,18 @@ pub(super) enum Shared {
     Attended,
     /// The residual stream with them.
     Output,
-    /// The hidden layer.
+    /// The logits that experts are chosen by.
+    ExpertLogits,
+    /// The hidden layers of experts.
+    Experts,
+    /// The hidden layer that every token has.
     Hidden,
     /// The residual stream with it.
     Down,
 }
 
 /// Bytes of a buffer: so many rows, `pitch` apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) offset: u64,
     pub(crate) pitch: u64,
@@ -162,15 +166,28 @@ impl<'a> Runs<'a> {
         if last { self.each(|run| run.logits(rows)) } else { Ok(()) }
     }
 
-    /// The residual stream after a layer's MLP or experts. These are all on one device, so far.
+    /// The residual stream after a layer's MLP or experts.
     fn mlp(&mut self, index: usize, rows: Rows) -> Result<(), HostError> {
-        let of = |run: &Run<'_>| run.part.plan.layers[index].router.is_some();
-        if self.runs.first().is_some_and(of) {
-            return self.each(|run| run.experts(index, rows));
+        let router = |run: &Run<'a>| run.part.plan.layers[index].router.as_ref();
+        if let Some(router) = self.runs.first().and_then(router) {
+            return self.experts(index, rows, router.shared.is_some());
         }
         self.each(|run| run.gate_up(index, rows))?;
         self.share(Shared::Hidden, index, rows)?;
         self.each(|run| run.down(index, rows))?;
+        self.share(Shared::Down, index, rows)
+    }
+
+    /// The same of experts. All devices have all logits, so they choose the same experts and give choices the same places.
+    fn experts(&mut self, index: usize, rows: Rows, shared: bool) -> Result<(), HostError> {
+        self.each(|run| run.expert_logits(index, rows))?;
+        self.share(Shared::ExpertLogits, index, rows)?;
+        self.each(|run| run.experts_up(index, rows))?;
+        if shared {
+            self.share(Shared::Hidden, index, rows)?;
+        }
+        self.share(Shared::Experts, index, rows)?;
+        self.each(|run| run.experts_down(index, rows))?;
         self.share(Shared::Down, index, rows)
     }
 

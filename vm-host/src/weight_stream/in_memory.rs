@@ -3,7 +3,7 @@
 //! host's memory.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use ir::{TensorId, Weights};
@@ -63,14 +63,15 @@ pub(crate) fn land<T: Target>(
     Ok(LoadReport { bytes, packed_bytes, seconds, source: "memory".into(), fallback: None })
 }
 
-/// Reads the tensors of these pieces that are not held yet, after those of no piece were let go.
+/// Reads the tensors of these pieces that are not held yet, several at once, after those of no piece were let go.
 fn hold<'a>(pieces: &[Piece], weights: &'a dyn Weights, held: &mut Held<'a>) {
     let needed =
         |id: TensorId| pieces.iter().flat_map(|piece| &piece.reads).any(|read| read.tensor == id);
     held.retain(|&id, _| needed(id));
-    for read in pieces.iter().flat_map(|piece| &piece.reads) {
-        held.entry(read.tensor).or_insert_with(|| weights.read(read.tensor));
-    }
+    let reads = pieces.iter().flat_map(|piece| &piece.reads);
+    let missing: BTreeSet<TensorId> =
+        reads.map(|read| read.tensor).filter(|id| !held.contains_key(id)).collect();
+    held.par_extend(missing.into_par_iter().map(|id| (id, weights.read(id))));
 }
 
 /// Packs a piece with several threads: there are fewer pieces than processors.

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Condvar;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use ir::program::{Matrix, Program, RowMap, Verified};
@@ -61,6 +62,49 @@ fn weights_that_are_made_are_made_once_and_not_kept_by_a_loader() {
     for (matrix, there) in plan.matrices.iter().zip(&memory.matrices) {
         assert!(*there == packed_by_definition(matrix, &*model.weights), "{}", matrix.name);
     }
+}
+
+/// Drawing an expert's matrix keeps one core busy, so the tensors of a round are read side by side. Dealt to two devices, each is still read once.
+#[test]
+fn tensors_of_an_experts_round_are_read_at_once() {
+    /// Reads that wait for one beside them.
+    struct Beside<'a>(&'a Model, Mutex<[usize; 3]>, Condvar);
+    impl Weights for Beside<'_> {
+        fn bytes(&self, tensor: TensorId) -> &[u8] {
+            unreachable!("{tensor} would stay in memory")
+        }
+        fn read(&self, tensor: TensorId) -> Cow<'_, [u8]> {
+            let mut counts = self.1.lock().expect("no panic");
+            counts[0] += 1;
+            counts[1] += 1;
+            counts[2] = counts[2].max(counts[1]);
+            self.2.notify_all();
+            let limit = Duration::from_secs(5);
+            let alone = |counts: &mut [usize; 3]| counts[2] < 2;
+            counts = self.2.wait_timeout_while(counts, limit, alone).expect("no panic").0;
+            counts[1] -= 1;
+            self.0.weights.read(tensor)
+        }
+    }
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/families/mixtral-bf16");
+    let model = model::import(&dir).expect("a golden model");
+    let matrices: Vec<_> = matrices(&model).into_iter().filter(|m| m.experts > 1).collect();
+    let part = |first: bool| {
+        let half = |matrix: &Matrix| {
+            let each = matrix.tiles() / matrix.experts;
+            let own = if first { 0..each / 2 } else { each / 2..each };
+            crate::experts::of_all(matrix, own).collect()
+        };
+        matrices.iter().map(half).collect::<Tiles>()
+    };
+    let plan = Plan::new(&matrices, &[part(true), part(false)]).expect("a plan");
+    let weights = Beside(&model, Mutex::default(), Condvar::new());
+    let mut memory = Memory::new(&plan);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("a pool");
+    pool.install(|| in_memory::land(&plan, &weights, &mut memory)).expect("it lands");
+    let parts = matrices.iter().flat_map(|matrix| &matrix.map.parts);
+    let tensors = parts.filter(|(tensor, _)| tensor.is_some()).count();
+    assert_eq!(*weights.1.lock().expect("no panic"), [tensors, 0, 2]);
 }
 
 #[test]

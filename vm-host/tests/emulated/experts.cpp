@@ -1,6 +1,6 @@
 // Experts of a prompt's chunk (prefill_route.cuh, prefill_gemm.cuh) as host C++, against the definition in f64: routes, groups, products of every
 // expert over its tokens, sums. The input file has the shape of the products' blocks and whether the activation is clamped. Prints the greatest
-// error, or what is wrong. Compiled by vm-host/src/prefill/expert_tests.rs.
+// error, or what is wrong. With AMK_PARTS the rows of every expert are dealt to two devices, one after the other in the same memory. Compiled by vm-host/src/prefill/expert_tests.rs.
 #define WORKERS 2 // of 8 warps, which are a block here
 #include "simt.hpp"
 #include "tensor.hpp"
@@ -64,27 +64,39 @@ inline void stage_copy_at(uint32_t to, uint64_t from, uint32_t bytes, uint32_t, 
 
 #include "device.hpp"
 
-constexpr uint32_t TOKENS = 150, EXPERTS = 6, SLOTS = 2, HIDDEN = 96, WIDTH = 64, STRIDE = 8, CHUNK = 152;
+constexpr uint32_t TOKENS = 150, EXPERTS = 6, SLOTS = 2, HIDDEN = 96, STRIDE = 8, CHUNK = 152;
+// Where devices' rows of an expert begin, and the last ones end: hidden layers are dealt in blocks of 64.
+#ifdef AMK_PARTS
+constexpr uint32_t PARTS = 2, WIDTH = 128, UP_AT[] = {0, 128, 256}, DOWN_AT[] = {0, 40, 96};
+#define AMK_COLUMNS , DOWN_AT[part + 1] - DOWN_AT[part]
+#else
+constexpr uint32_t PARTS = 1, WIDTH = 64, UP_AT[] = {0, 128}, DOWN_AT[] = {0, 96};
+#define AMK_COLUMNS
+#endif
 constexpr uint32_t CHOICES = TOKENS * SLOTS, ROOM = (CHOICES + EXPERTS * 7 + 7) / 8 * 8, NOBODYS = 3;
 constexpr uint32_t UP_ROWS = 2 * WIDTH, UP_UNITS = HIDDEN / 32, DOWN_UNITS = WIDTH / 32;
-static float logits[TOKENS * STRIDE], weights[TOKENS * (SLOTS + 1)], products[ROOM * HIDDEN], shared[TOKENS * HIDDEN], residual[TOKENS * HIDDEN], before[TOKENS * HIDDEN];
+static float logits[TOKENS * STRIDE], weights[TOKENS * (SLOTS + 1)], products[(ROOM + 1) * HIDDEN], shared[(TOKENS + 1) * HIDDEN], residual[(TOKENS + 1) * HIDDEN], before[TOKENS * HIDDEN];
 static float up_bias[EXPERTS * UP_ROWS], down_bias[EXPERTS * HIDDEN], down_factors[HIDDEN];
 static uint32_t chosen[CHOICES], ranks[CHOICES], places[CHOICES], counts[EXPERTS], first_place[EXPERTS], first_block[EXPERTS + 1], clamped_flag;
 alignas(16) static uint4 blocks[CHOICES / 64 + EXPERTS + 1];
 constexpr uint32_t vectors(uint32_t columns, uint32_t pitch) { return ((columns + 63) / 64 * pitch + 256) * X_ROW_BYTES; }
 alignas(1024) static char x[vectors(HIDDEN, CHUNK)], gathered[vectors(HIDDEN, ROOM)], hidden[vectors(WIDTH, ROOM)];
 alignas(16) static char up[EXPERTS * UP_ROWS / 8 * UP_UNITS * 512], down[EXPERTS * HIDDEN / 8 * DOWN_UNITS * 512];
-static uint32_t shape, pass; // of a pass: its first expert
+static uint32_t shape, pass, part; // of a pass: its first expert
 static float limit;
 
 static float up_weight(uint32_t e, uint32_t row, uint32_t column) { return half_value(half_bits(noise(e * UP_ROWS + row, column) / 6)); }
 static float down_weight(uint32_t e, uint32_t row, uint32_t column) { return half_value(half_bits(noise(7777 + e * HIDDEN + row, column) / 4)); }
 static float vector(uint32_t token, uint32_t column) { return half_value(half_bits(noise(99 + token, column) * 1.5f)); }
-static void pack(char* to, uint32_t units, uint32_t rows, float (*weight)(uint32_t, uint32_t, uint32_t)) {
-  for (uint32_t at = 0; at < EXPERTS * rows * units * 32; ++at) {
-    uint32_t const row = at / (units * 32), column = at % (units * 32);
-    char* const place = to + (row / 8 * units + column / 32) * 512 + row % 8 * 64 + column % 32 * 2;
-    *(uint16_t*)place = half_bits(weight(row / rows, row % rows, column));
+static void pack(char* to, uint32_t units, uint32_t const* ends, float (*weight)(uint32_t, uint32_t, uint32_t)) {
+  for (uint32_t p = 0; p < PARTS; ++p) {
+    uint32_t const rows = ends[p + 1] - ends[p];
+    for (uint32_t at = 0; at < EXPERTS * rows * units * 32; ++at) {
+      uint32_t const row = at / (units * 32), column = at % (units * 32);
+      char* const place = to + (row / 8 * units + column / 32) * 512 + row % 8 * 64 + column % 32 * 2;
+      *(uint16_t*)place = half_bits(weight(row / rows, ends[p] + row % rows, column));
+    }
+    to += EXPERTS * rows / 8 * units * 512;
   }
 }
 
@@ -104,24 +116,32 @@ static void route() { amk_prefill_route(chosen, weights, logits, TOKENS, STRIDE,
 static void rank() { amk_prefill_rank(ranks, counts, chosen, CHOICES); }
 static void group() { amk_prefill_blocks(first_place, first_block, blocks, counts, EXPERTS, shape == 0 ? 64 : 128); }
 static void gather() { amk_prefill_gather(gathered, places, x, chosen, ranks, first_place, SLOTS, 2, CHUNK, ROOM); }
-static void combine() { amk_prefill_combine(residual, products, shared, places, weights, SLOTS, HIDDEN); }
+static void combine() {
+  uint32_t const at = DOWN_AT[part];
+  amk_prefill_combine(residual + at, products + at, shared + at, places, weights, SLOTS, HIDDEN AMK_COLUMNS);
+}
 // Experts in two passes, as codes that do not fit at once: the weights begin with the first of a pass.
 static void gate_up() {
-  char const* const from = up + pass * UP_ROWS / 8 * UP_UNITS * 512;
+  uint32_t const at = UP_AT[part], rows = UP_AT[part + 1] - at;
+  char const* const from = up + (EXPERTS * at + pass * rows) / 8 * UP_UNITS * 512;
+  char* const to = hidden + at / 2 / 64 * ROOM * X_ROW_BYTES;
+  float const* const bias = PARTS == 1 ? up_bias : nullptr;
   auto const kernel = shape == 0 ? amk_prefill_silu_small : amk_prefill_silu_middle;
   uint32_t const experts = pass == 0 ? 2 : EXPERTS - 2;
-  kernel(hidden, gathered, from, up_bias, &clamped_flag, UP_UNITS, UP_ROWS / 8, CHOICES, ROOM, ROOM, 1.f / 64, nullptr, first_block, blocks, pass, experts, limit);
+  kernel(to, gathered, from, bias, &clamped_flag, UP_UNITS, rows / 8, CHOICES, ROOM, ROOM, 1.f / 64, nullptr, first_block, blocks, pass, experts, limit);
 }
 static void product() {
-  char const* const from = down + pass * HIDDEN / 8 * DOWN_UNITS * 512;
+  uint32_t const at = DOWN_AT[part], rows = DOWN_AT[part + 1] - at;
+  char const* const from = down + (EXPERTS * at + pass * rows) / 8 * DOWN_UNITS * 512;
+  float const *const bias = PARTS == 1 ? down_bias : nullptr, *const factors = down_factors + at;
   auto const kernel = shape == 0 ? amk_prefill_store_small : amk_prefill_store_middle;
   uint32_t const experts = pass == 0 ? 2 : EXPERTS - 2;
-  kernel((char*)products, hidden, from, down_bias, &clamped_flag, DOWN_UNITS, HIDDEN / 8, CHOICES, HIDDEN, ROOM, 64.f, down_factors, first_block, blocks, pass, experts, 0);
+  kernel((char*)(products + at), hidden, from, bias, &clamped_flag, DOWN_UNITS, rows / 8, CHOICES, HIDDEN, ROOM, 64.f, factors, first_block, blocks, pass, experts, 0);
 }
 
 static void fill() {
-  pack(up, UP_UNITS, UP_ROWS, up_weight);
-  pack(down, DOWN_UNITS, HIDDEN, down_weight);
+  pack(up, UP_UNITS, UP_AT, up_weight);
+  pack(down, DOWN_UNITS, DOWN_AT, down_weight);
   for (uint32_t i = 0; i < TOKENS * STRIDE; ++i) {
     uint32_t const token = i / STRIDE, e = i % STRIDE;
     float const even = std::round(noise(token, 500 + e) * 4) / 4; // of few values, so that some are equal
@@ -132,10 +152,10 @@ static void fill() {
     x_write2(x, CHUNK, i / HIDDEN, i % HIDDEN / 2 * 2, vector(i / HIDDEN, i % HIDDEN / 2 * 2), vector(i / HIDDEN, i % HIDDEN / 2 * 2 + 1));
   }
   for (uint32_t i = 0; i < EXPERTS * UP_ROWS; ++i) {
-    up_bias[i] = noise(i, 3) / 2;
+    up_bias[i] = PARTS == 1 ? noise(i, 3) / 2 : 0;
   }
   for (uint32_t i = 0; i < EXPERTS * HIDDEN; ++i) {
-    down_bias[i] = noise(i, 4);
+    down_bias[i] = PARTS == 1 ? noise(i, 4) : 0;
   }
   for (uint32_t i = 0; i < HIDDEN; ++i) {
     down_factors[i] = 1 + i % 3;
@@ -227,13 +247,18 @@ int main(int, char** names) {
   launch<group>(1, PREFILL_THREADS);
   launch<gather>(TOKENS, PREFILL_THREADS);
   uint32_t const threads = shape == 0 ? SmallShape::THREADS : MiddleShape::THREADS;
-  for (pass = 0; pass < EXPERTS; pass += pass == 0 ? 2 : EXPERTS) {
-    launch<gate_up>(3, threads);
+  auto const passes = [&](auto run) {
+    for (part = 0; part < PARTS; ++part) {
+      for (pass = 0; pass < EXPERTS; pass += pass == 0 ? 2 : EXPERTS) {
+        run();
+      }
+    }
+  };
+  passes([&] { launch<gate_up>(3, threads); });
+  passes([&] { launch<product>(3, threads); });
+  for (part = 0; part < PARTS; ++part) {
+    launch<combine>(TOKENS, PREFILL_THREADS);
   }
-  for (pass = 0; pass < EXPERTS; pass += pass == 0 ? 2 : EXPERTS) {
-    launch<product>(3, threads);
-  }
-  launch<combine>(TOKENS, PREFILL_THREADS);
   double worst = grouped() && clamped_flag == 0 ? 0 : INFINITY;
   for (uint32_t token = 0; token < TOKENS; ++token) {
     double const error = check(token);

@@ -88,7 +88,7 @@ limits! {
     HELPER_WARPS: u32 = 4;
     /// Bytes of a worker's shared memory for reductions, barriers and task records, whatever the program.
     FIXED_BYTES: u32 = 11 * 1024;
-    /// Elements of the longest vector up to which it is staged in two 16-bit halves beside codes: 64 KB.
+    /// Elements of the longest vector of a dense model up to which it is staged in two 16-bit halves: 64 KB.
     TWO_HALVES_MAX: u32 = 16384;
     /// Query heads of an attention task, at most: columns of its operand.
     ATTENTION_GROUP: u32 = 4;

@@ -27,9 +27,10 @@ pub(crate) fn assign(
     let bytes = vec![0; workers as usize];
     let mut dealer = Dealer { policy, device, cursor: 0, bytes, late: vec![] };
     let mut all: Vec<Shares> = Vec::with_capacity(flow.phases.len());
-    let attending = match policy {
-        SmAssignment::AroundAttention => attending(flow, workers, device),
-        _ => vec![0; flow.phases.len()],
+    let attending = if policy == SmAssignment::AroundAttention {
+        attending(flow, workers, device)
+    } else {
+        vec![0; flow.phases.len()]
     };
     for (phase, attending) in flow.phases.iter().zip(attending) {
         let attends = |&w: &usize| matches!(flow.phases[w].op, Op::Attention(_) | Op::Merge(_));

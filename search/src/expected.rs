@@ -624,8 +624,8 @@ mod tests {
         assert_eq!(graph.step_macs(), 69_501_714_432);
     }
 
-    /// A kernel of one sequence multiplies one half of long vectors beside codes, that of several both halves: so a batch
-    /// is allowed less.
+    /// A kernel of one sequence multiplies one half of long vectors, that of several both halves: so a batch is allowed
+    /// less.
     #[test]
     fn a_batch_is_held_to_vectors_of_both_halves() {
         let coded = model::CODED.iter().find(|(name, _)| *name == "fp8").map(|(_, coded)| *coded);

@@ -61,10 +61,10 @@ template <uint32_t N> struct Number {
 // Whether some matrix is unpacked, and whether some matrix has units with scales behind them (unpack.cuh).
 constexpr bool MIXED = AMK_UNPACK != 1u << AMK_UNPACK_NONE, SCALED_UNITS = AMK_UNPACK >> AMK_UNPACK_E4M3_G64 != 0;
 
-// Whether vectors are staged as the high 16-bit half of each element, without the low one: beside codes, which are coarser than f16, where two
-// halves of the longest vector would leave a short ring. A mixture's route would be another too often. Same as ir::Graph::one_half.
+// Whether vectors are staged as the high 16-bit half of each element, without the low one: as f16, where two halves of the longest vector would
+// leave a short ring. A mixture's route would be another too often. Same as ir::program::Dims::one_half, which makes long vectors of bf16 f16.
 constexpr uint32_t LONGEST_VECTOR = AMK_FFN > AMK_HIDDEN ? (AMK_FFN > AMK_Q_WIDTH ? AMK_FFN : AMK_Q_WIDTH) : (AMK_HIDDEN > AMK_Q_WIDTH ? AMK_HIDDEN : AMK_Q_WIDTH);
-#if AMK_DTYPE == AMK_DTYPE_F16 && AMK_UNPACK == 1 // floats alone, as f16
+#if AMK_DTYPE == AMK_DTYPE_F16 && AMK_UNPACK == 1 // floats alone; the other form is theirs too, and stays so that measured kernels keep their text
 constexpr bool ONE_HALF = (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) == 0 && LONGEST_VECTOR > AMK_TWO_HALVES_MAX;
 #else
 constexpr bool ONE_HALF = MIXED && (AMK_FEATURES >> AMK_FEATURE_ROUTE & 1) == 0 && LONGEST_VECTOR > AMK_TWO_HALVES_MAX;

@@ -14,8 +14,8 @@ pub(super) enum Rounding {
     None,
     /// The words of hand-offs.
     Handoffs,
-    /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. Beside
-    /// codes a vector may have one half of each element only, or be integers with `digits`.
+    /// Hand-offs, the vectors that the device multiplies with operands of this type, and stored keys and values. A vector
+    /// may have one half of each element only, or be integers with `digits`.
     Device { operand: DType, one_half: bool, digits: bool, shifts: bool },
     /// The vectors that a prompt's chunk multiplies, and stored keys and values: one f16 each. Hand-offs are moved by as much, for what is not
     /// simulated; each draw moves them differently.

@@ -158,9 +158,11 @@ pub(crate) fn pack<'a>(
         });
         matrix.format.pack(&rows, out);
         if matrix.format == Format::Bf16AsF16 && has_infinities(out) {
-            let message = "has an element beyond 65504, the largest f16, in which bf16 is multiplied beside codes or vectors of more than \
-                           16384 elements: store its tensors as float32"
-                .to_owned();
+            let message = format!(
+                "has an element beyond 65504, the largest f16, in which bf16 is multiplied beside codes and in models with vectors of more than \
+                 {} elements: store its tensors as float32",
+                abi::TWO_HALVES_MAX
+            );
             return Err(HostError::Weights { path: matrix.name.clone(), message });
         }
     }

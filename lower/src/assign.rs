@@ -146,17 +146,18 @@ impl Dealer {
     }
 }
 
-/// Blocks of each worker of an attention, which the last `attending` workers run, and of a phase before or after it. Who
-/// attends waits for the phase before, and is late for the one after: of these it gets what all others cannot take
-/// without a larger share than the largest must be.
-fn around(blocks: u32, attending: u32, workers: u32, attends: bool) -> Vec<u32> {
+/// Blocks of each worker, in an attention or in the phase before or after it. The last `attending` workers run the
+/// attention. They wait for the phase before it and start the one after it later than the others do, so of these two
+/// phases the other workers take as many blocks as they can, up to the largest share that some worker must have
+/// anyway; the last workers share the rest.
+fn around(blocks: u32, attending: u32, workers: u32, is_attention: bool) -> Vec<u32> {
     let others = workers - attending;
-    let most = blocks.div_ceil(workers);
-    let left = if attends { blocks } else { blocks.saturating_sub(most * others) };
+    let largest_share = blocks.div_ceil(workers);
+    let rest = if is_attention { blocks } else { blocks.saturating_sub(largest_share * others) };
     let even = |blocks: u32, among: u32| {
         (0..among).map(move |worker| blocks / among + u32::from(worker < blocks % among))
     };
-    even(blocks - left, others).chain(even(left, attending)).collect()
+    even(blocks - rest, others).chain(even(rest, attending)).collect()
 }
 
 #[cfg(test)]
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn who_attends_gets_of_the_phases_around_it_what_others_cannot_take() {
+    fn workers_of_an_attention_have_small_shares_of_the_phases_around_it() {
         let params = abi::AttentionParams::default();
         let attention =
             |tasks| Phase { op: Op::Attention(params), item_bytes: 0, ..phase(tasks, 1) };
@@ -248,7 +249,7 @@ mod tests {
         };
         let one = deal(1, 10, 9);
         assert_eq!(one[..3], [vec![3, 3, 3, 1], vec![0, 0, 0, 1], vec![3, 3, 3, 0]]);
-        assert_eq!(one[3], [2, 1, 1, 2], "whoever has the fewest bytes gets more");
+        assert_eq!(one[3], [2, 1, 1, 2], "the workers with the fewest bytes so far have two");
         assert_eq!(deal(2, 5, 12)[..3], [vec![2, 2, 1, 0], vec![0, 0, 1, 1], vec![3, 3, 3, 3]]);
         assert_eq!(deal(4, 6, 6)[0], [2, 2, 1, 1], "all attend");
     }

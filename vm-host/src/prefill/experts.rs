@@ -107,7 +107,7 @@ impl Sizes {
         self.places_of(self.choices())
     }
 
-    /// Places of so many choices: behind those of each expert there may be some without a choice.
+    /// Places that `choices` choices take at most: each expert's places are a multiple of `PLACES`, so some stay empty.
     fn places_of(&self, choices: u32) -> u32 {
         let chosen = self.experts.min(choices);
         (choices + chosen * (PLACES - 1)).next_multiple_of(PLACES)

@@ -1,13 +1,10 @@
-// matvec: rows of a streamed matrix times a vector, with the norm or the attention merge before and the residual, activation or
-// argmax after. Same stages as reference-vm/src/ops/matvec.rs.
-//
+// matvec: rows of a streamed matrix times a vector, with the norm or the attention merge before and the residual, activation or argmax after. Same
+// stages as reference-vm/src/ops/matvec.rs.
 // A stage of the ring holds up to eight whole tiles, or a part (chunk) of a tile that is longer than a stage; the last chunk may be shorter.
-// Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs only units w, w + 8, ... of the
-// vector: it waits for them, stages them and starts, and the warps first meet when all sums of the task are done.
-//
-// A warp fragment (Share) is what a warp loads from the ring into registers at once: up to UNITS units of a chunk, of one tile or of several. The
-// fragment sizes are compiled in (AMK_SHARES has bit n for fragments of n UNITS, and bit 0 if chunks have any length); tiles of any other
-// length are multiplied without fragments.
+// Warp w multiplies units w, w + 8, ... of every chunk, and chunks begin at multiples of 8, so it needs only units w, w + 8, ... of the vector: it
+// waits for them, stages them and starts, and the warps first meet when all sums of the task are done. A warp fragment (Share) is what a warp loads
+// into registers at once: up to UNITS units of a chunk, of one tile or of several. Their sizes are compiled in (AMK_SHARES has bit n for fragments of
+// n UNITS, and bit 0 if chunks have any length); tiles of any other length are multiplied without fragments.
 #pragma once
 
 // A running best: greater value wins, then the smaller row.
@@ -48,8 +45,7 @@ __device__ __forceinline__ Addends addends(Worker const& w, StagedTask const& st
   return a;
 }
 
-// The residual of a row, after the task's barrier. A flag-in-data word (`flagged`) that was read too early is waited for; that takes a reader
-// that did not need the whole vector.
+// The residual of a row, after the task's barrier. A flag-in-data word (`flagged`) that was read too early is waited for, if it was not needed before.
 __device__ __forceinline__ float residual_value(Worker const& w, StagedTask const& st, uint32_t row, uint32_t word, bool flagged) {
   if (!flagged) {
     return buffer_read(w, st.buffer[3], row);
@@ -57,7 +53,6 @@ __device__ __forceinline__ float residual_value(Worker const& w, StagedTask cons
   Words const words = buffer_words(w, st.buffer[3]);
   return word_here(words, word) ? word_value(words, word) : word_wait(w, words, row);
 }
-
 // The factor of a row's products: that of the vector, and in a kernel that unpacks weights the row's own.
 __device__ __forceinline__ float scale_of(float vector, float row) { return MIXED ? vector * row : vector; }
 
@@ -167,13 +162,10 @@ __device__ __forceinline__ Tiles task_tiles(StagedTask const& st, amk_matvec_par
   uint32_t const chunk = task.warp_units > SHARE / 2 ? task.stage_units : SPARE_REGISTERS && plan.shares == 0 ? 0 : p.units;
   return Tiles{p.units, task.stage_units, task.stage_tiles, p.tiles, task.warp_units, chunk, p.units - (plan.chunks - 1) * chunk, plan.chunks, stage_fragments(task), plan.shares, plan.held};
 }
-
 // Announces that the task's last stages are close, so that the loader keeps little in flight when the next hand-off comes.
 __device__ __forceinline__ void note_near(Worker const& w, uint32_t left, uint32_t enough) { store_if(w.thread == 0 && left <= enough, &w.shared->near, 1); }
-
 // Units of chunk `chunk` of a tile.
 __device__ __forceinline__ uint32_t chunk_units(Tiles const& k, uint32_t chunk) { return RAGGED && chunk + 1 == k.chunks ? k.last : k.chunk; }
-
 // Returns whether unit j of this warp's is in a chunk of `units` units. Without ragged chunks all but the last always are.
 template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const& w, uint32_t units, uint32_t j) {
   return (!RAGGED && (UNITS == SHARE || j + 1 < UNITS)) || j * AMK_WARPS + w.thread / 32 < units;
@@ -185,6 +177,9 @@ template <uint32_t UNITS> __device__ __forceinline__ bool share_has(Worker const
 // is multiplied for nothing. If it is not `wanted`, all lanes load the same words, since that sets the registers at the least cost.
 template <uint32_t UNPACK, uint32_t UNITS, uint32_t PART>
 __device__ __forceinline__ uint32_t share_load(Worker const& w, Cursor& c, Tiles const& k, uint32_t chunk, bool last, Share& v, bool wanted = true) {
+#ifdef AMK_FORMAT_SHARES
+  if constexpr (!is_taken(UNPACK, UNITS)) { return 0; }
+#endif
   using F = Fragment<UNPACK, UNITS>;
   constexpr uint32_t FIRST = F::HALVES ? PART * F::EACH : 0, EACH = F::HALVES && PART != 0 ? UNITS - F::EACH : F::EACH;
   uint32_t const units = chunk_units(k, chunk);
@@ -364,8 +359,7 @@ template <uint32_t UNPACK, uint32_t TILES, uint32_t CHAINS> __device__ __forcein
     }
   }
 }
-// Multiplies tiles `tile0`.. of a task that is taken in fragments, which are stages: this warp's products of each. `v` holds the next two fragments,
-// also on return if the task has that many left.
+// This warp's products of tiles `tile0`.. of a task whose fragments are stages. `v` holds the next two fragments, also on return if the task has them.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part) {
   using F = Fragment<UNPACK, UNITS>;
@@ -410,6 +404,9 @@ __device__ __forceinline__ void multiply_shares(Worker const& w, Cursor& c, Tile
 // loads, products and exchanges of both overlap. With the first tiles it also sums `square` over the lanes.
 template <uint32_t UNPACK, uint32_t UNITS>
 __device__ __forceinline__ void multiply_pairs(Worker const& w, Cursor& c, Tiles const& k, uint32_t tile0, uint32_t tiles, Share (&v)[TAKE], float* part, float& square) {
+#ifdef AMK_FORMAT_SHARES
+  if constexpr (!is_taken(UNPACK, UNITS)) { return; }
+#endif
   using F = Fragment<UNPACK, UNITS>;
   static_assert(TILES_BUF % (2 * F::TILES) == 0, "a fragment that is missing at the end has a place for its sums");
   constexpr uint32_t SETS = F::HALVES ? 1 : 2; // of sums: halves of a chunk have the same
@@ -510,6 +507,9 @@ template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_
 }
 // The same of units with scales, whose fragments are whole tiles that wait in registers, all of them.
 template <uint32_t UNPACK, uint32_t UNITS> __device__ __forceinline__ void held_at_once(Worker const& w, Tiles const& k, Share const (&v)[TAKE], float* part, float& square) {
+#ifdef AMK_FORMAT_SHARES
+  if constexpr (!is_taken(UNPACK, UNITS)) { return; }
+#endif
   using F = Fragment<UNPACK, UNITS>;
   VectorPart<UNPACK, UNITS> x;
   x.template load<0>(w, k, 0);

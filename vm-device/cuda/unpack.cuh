@@ -6,6 +6,10 @@
 #pragma once
 
 __device__ constexpr bool has_unpack(uint32_t unpack) { return (AMK_UNPACK >> unpack & 1) != 0; }
+#ifdef AMK_FORMAT_SHARES // AMK_SHARES of each format, by its AMK_UNPACK: loops for what no matrix of a format is taken in are left out
+constexpr uint32_t FORMAT_SHARES[] = {AMK_FORMAT_SHARES};
+__device__ constexpr bool is_taken(uint32_t unpack, uint32_t warp_units) { return (FORMAT_SHARES[unpack] >> warp_units & 1) != 0; }
+#endif
 __device__ constexpr bool has_scales(uint32_t unpack) { return unpack >= AMK_UNPACK_E4M3_G64; }
 __device__ constexpr bool is_half(uint32_t unpack) { return unpack >= AMK_UNPACK_INT4_G128 && unpack != AMK_UNPACK_INT8_K && (!has_unpack(AMK_UNPACK_E4M3_G64_ROW) || unpack != AMK_UNPACK_E4M3_G64_ROW); }
 // Whether scale and offset of a unit's rows have factors for each group.

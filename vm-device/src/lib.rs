@@ -3,7 +3,7 @@
 //! **Promises.** No CUDA dependency, and no logic beyond the list of files, their order, and the spelling of a variant's macros. The
 //! files of a unit, concatenated, are self-contained: NVRTC needs no header search path.
 
-use abi::DType;
+use abi::{DType, Unpack};
 
 /// A source file of the device.
 #[derive(Clone, Copy, Debug)]
@@ -95,6 +95,9 @@ pub struct Variant {
     pub widths: [u32; 3],
     /// Bit n: some matrix of the model is taken in warp fragments of n units. Bit 0: some fragment is shorter for some warps.
     pub shares: u32,
+    /// The same of the matrices of each `Unpack`, by its number: what none of them is taken in is left out. Given where units have scales,
+    /// whose loops are long; else all formats have all.
+    pub format_shares: Option<[u32; Unpack::ALL.len()]>,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
     /// Weights are loaded with the L2 policy evict-first.
@@ -135,6 +138,7 @@ impl Variant {
             features,
             widths,
             shares,
+            format_shares,
             poll_sleep_ns,
             evict_first,
             seqs,
@@ -162,6 +166,10 @@ impl Variant {
             format!("-DAMK_FIRST_TASK={first_task}u"),
         ];
         // Without them the options, and so the kernel's id, are what they were before there were any.
+        defines.extend(format_shares.map(|shares| {
+            let shares: Vec<String> = shares.iter().map(u32::to_string).collect();
+            format!("-DAMK_FORMAT_SHARES={}", shares.join(","))
+        }));
         defines.extend(masks.then(|| "-DAMK_MASKS=1".to_owned()));
         defines
     }

@@ -19,6 +19,7 @@ pub(crate) const PROBE_VARIANT: Variant = Variant {
     features: 0,
     widths: [64; 3],
     shares: 0,
+    format_shares: None,
     poll_sleep_ns: 20,
     evict_first: true,
     seqs: 1,

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Instant;
 
-use abi::Feature;
+use abi::{Feature, Unpack};
 use cudarc::nvrtc::result::{self, NvrtcError};
 use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
-use ir::program::{Buffer, BufferSource, Matrix, PackedModel, Program};
+use ir::program::{Buffer, BufferSource, PackedModel, Program};
 use ir::schedule::Evict;
 use ir::{Activation, Format, Graph, KernelConfig, KvDtype};
 use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
@@ -54,7 +54,11 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         qk_norm: graph.layers.iter().any(|layer| graph.norms_each_head(layer)),
         features: features(graph),
         widths: [graph.hidden, graph.heads * graph.head_dim, graph.ffn_width()],
-        shares: share_mask(graph, &packed),
+        shares: share_mask(graph, &packed, |_| true),
+        format_shares: has_scales(&packed).then(|| {
+            let of = |number| share_mask(graph, &packed, |unpack| unpack as usize == number);
+            std::array::from_fn(of)
+        }),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
         seqs: 1,
@@ -142,16 +146,28 @@ fn experts_of(layer: &ir::Layer) -> Option<&ir::Experts> {
     }
 }
 
-/// Units of a tile of each product. One over several experts' columns has those of all of them.
-fn product_tiles<'p>(graph: &'p Graph, packed: &'p PackedModel) -> impl Iterator<Item = u32> + 'p {
+/// What is done to the weights of each product, and units of a tile. A product over several experts' columns has those of all.
+fn product_tiles<'p>(
+    graph: &'p Graph,
+    packed: &'p PackedModel,
+) -> impl Iterator<Item = (Unpack, u32)> + 'p {
     let plain = packed.matrices.iter();
     let plain = plain.filter(|matrix| matrix.experts == 1 && !matrix.format.is_rows());
     let of_experts = graph.layers.iter().zip(&packed.layers).filter_map(|(layer, matrices)| {
         let experts = experts_of(layer)?;
-        let tile = |id: ir::MatrixId| packed.matrices[id.index()].units_per_tile();
-        Some([tile(matrices.mlp.gate_up.id), experts.top_k * tile(matrices.mlp.down.id)])
+        let product = |id: ir::MatrixId, slots: u32| {
+            let matrix = &packed.matrices[id.index()];
+            (matrix.format.unpack(), slots * matrix.units_per_tile())
+        };
+        Some([product(matrices.mlp.gate_up.id, 1), product(matrices.mlp.down.id, experts.top_k)])
     });
-    plain.map(Matrix::units_per_tile).chain(of_experts.flatten())
+    let plain = plain.map(|matrix| (matrix.format.unpack(), matrix.units_per_tile()));
+    plain.chain(of_experts.flatten())
+}
+
+/// Whether units of some matrix have scales behind them.
+fn has_scales(packed: &PackedModel) -> bool {
+    packed.matrices.iter().any(|matrix| matrix.format.unit_bytes() > abi::UNIT_BYTES)
 }
 
 /// What the kernel does to the elements of the model's matrices. Bit n: the `Unpack` of number n.
@@ -160,13 +176,14 @@ pub(crate) fn unpack_mask(packed: &PackedModel) -> u32 {
     multiplied.fold(0, |mask, matrix| mask | 1 << matrix.format.unpack() as u32)
 }
 
-/// Warp fragments to compile. Bit n: tiles of some matrix of the model are taken in fragments of n units per warp. Bit 0: some warp has a
-/// shorter fragment than the loop for its size assumes elsewhere. Loops for other sizes are not compiled; the widths of the model's vectors
+/// Warp fragments to compile for products of these kinds. Bit n: tiles of some matrix are taken in fragments of n units per warp. Bit 0: some
+/// warp has a shorter fragment than the loop for its size assumes elsewhere. Loops for other sizes are not compiled; the widths of the model's vectors
 /// are those of its matrices.
-fn share_mask(graph: &Graph, packed: &PackedModel) -> u32 {
-    let scaled = packed.matrices.iter().any(|matrix| matrix.format.unit_bytes() > abi::UNIT_BYTES);
+fn share_mask(graph: &Graph, packed: &PackedModel, of: impl Fn(Unpack) -> bool) -> u32 {
+    let scaled = has_scales(packed);
     product_tiles(graph, packed)
-        .map(|tile| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX, scaled)))
+        .filter(|(unpack, _)| of(*unpack))
+        .map(|(_, tile)| (tile, Staging::new(tile, abi::STAGE_UNITS_MAX, scaled)))
         .filter(|(_, staging)| staging.warp_units > 0)
         .fold(0, |mask, (tile, staging)| mask | share_bits(tile, &staging))
 }
@@ -536,6 +553,32 @@ mod tests {
         let program = folder.path().join("bin/amk");
         assert_eq!(lib_beside(&program), Some(folder.path().join("lib")));
         assert_eq!(lib_beside(Path::new("/repository/target/debug/amk")), None);
+    }
+
+    /// Numbers of the fragments in a mask.
+    fn fragments(mask: u32) -> Vec<u32> {
+        (1..32).filter(|units| mask >> units & 1 != 0).collect()
+    }
+
+    #[test]
+    fn loops_are_compiled_for_what_matrices_of_a_format_are_taken_in() {
+        let shares = |name: &str| {
+            let graph = model::preset(name).unwrap_or_else(|| panic!("no {name}")).graph;
+            let variant = variant(&KernelConfig::default(), &graph);
+            let all = fragments(variant.shares);
+            let of = move |shares: [u32; Unpack::ALL.len()]| {
+                let formats = Unpack::ALL.iter().zip(shares).filter(|(_, mask)| *mask != 0);
+                formats.map(|(unpack, mask)| (*unpack, fragments(mask))).collect::<Vec<_>>()
+            };
+            (all, variant.format_shares.map(of))
+        };
+        assert_eq!(shares("llama-3.2-1b"), (vec![8], None));
+        assert_eq!(shares("llama-3.1-8b-fp8"), (vec![7, 8], None), "no scales behind units");
+        let int4 = vec![(Unpack::None, vec![8]), (Unpack::Int4G128, vec![4, 7])];
+        assert_eq!(shares("llama-3.1-8b-int4-g128"), (vec![4, 7, 8], Some(int4)));
+        // Attention and the output matrix in 16 bits; `gate_up`, and `down` over four experts' columns.
+        let experts = vec![(Unpack::None, vec![6, 8]), (Unpack::Mxfp4, vec![3, 6])];
+        assert_eq!(shares("gpt-oss-20b"), (vec![3, 6, 8], Some(experts)));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use abi::Unpack;
 use half::f16;
 use ir::program::staging::Staging;
 use ir::{DType, Format, TILE_ROWS};
@@ -78,9 +79,13 @@ impl Kernel<'_> {
         let mut asked = format!("{} ", tasks.len());
         tasks.iter().for_each(|(.., (text, _))| asked += text);
         let mask = self.formats.iter().fold(1, |mask, format| mask | 1 << format.unpack() as u32);
+        let of_formats: Vec<String> = (0..Unpack::ALL.len())
+            .map(|number| if mask >> number & 1 != 0 { shares } else { 0 }.to_string())
+            .collect();
         let defines = [
             format!("-DHOST_SPARE={}", u32::from(mask == 1)),
             format!("-DAMK_SHARES={shares}"),
+            format!("-DAMK_FORMAT_SHARES={}", of_formats.join(",")),
             format!("-DAMK_UNPACK={mask}"),
             format!("-DAMK_DTYPE={}", DType::F16 as u32),
             "-DAMK_SEQS=1".to_owned(),
@@ -132,6 +137,7 @@ fn mutations_of_fragments_are_noticed() {
         // What some warps read in the place of units that they have not.
         (&short, "#if AMK_SHARES & 3", "#if 0"),
         (&short, "left > TAKE + (one ? 1 : 0)", "left > TAKE"),
+        (&full, "FORMAT_SHARES[unpack] >> warp_units", "FORMAT_SHARES[unpack + 1] >> warp_units"),
         (&full, "unit += F::TILES * k.chunk * unit_bytes(UNPACK)", "unit += 0"),
         (&full, "x.template load<1>(w, k, chunk)", "x.template load<0>(w, k, chunk)"),
         (&full, "part += SETS * F::TILES * TILE_PARTS", "part += F::TILES * TILE_PARTS"),

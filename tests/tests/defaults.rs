@@ -68,5 +68,5 @@ fn a_similar_shape_is_predicted_no_worse_than_the_rule() {
         assert!(similar <= 1.001 * rule, "{}: {similar} us, the rule {rule}", preset.name);
         taken += 1;
     }
-    assert_eq!(taken, 5, "dense shapes with a neighbour");
+    assert_eq!(taken, 6, "shapes with a neighbour");
 }

@@ -97,7 +97,7 @@ pub struct Variant {
     pub shares: u32,
     /// The same of the matrices of each `Unpack`, by its number: what none of them is taken in is left out. Given where units have scales,
     /// whose loops are long; else all formats have all.
-    pub format_shares: Option<[u32; Unpack::ALL.len()]>,
+    pub format_shares: Option<FormatShares>,
     /// Pause between two polls.
     pub poll_sleep_ns: u32,
     /// Weights are loaded with the L2 policy evict-first.
@@ -113,6 +113,10 @@ pub struct Variant {
     /// Number of a program's first task: 0, except in the test of the wrap at 2^32.
     pub first_task: u32,
 }
+
+/// [`Variant::shares`] of each `Unpack`, by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FormatShares(pub [u32; Unpack::ALL.len()]);
 
 /// What the tasks of a kernel record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -167,7 +171,7 @@ impl Variant {
         ];
         // Without them the options, and so the kernel's id, are what they were before there were any.
         defines.extend(format_shares.map(|shares| {
-            let shares: Vec<String> = shares.iter().map(u32::to_string).collect();
+            let shares: Vec<String> = shares.0.iter().map(u32::to_string).collect();
             format!("-DAMK_FORMAT_SHARES={}", shares.join(","))
         }));
         defines.extend(masks.then(|| "-DAMK_MASKS=1".to_owned()));

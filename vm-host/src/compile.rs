@@ -12,7 +12,7 @@ use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::program::{Buffer, BufferSource, PackedModel, Program};
 use ir::schedule::Evict;
 use ir::{Activation, Format, Graph, KernelConfig, KvDtype};
-use vm_device::{ARCHITECTURES, Architecture, PrefillVariant, Source, Variant};
+use vm_device::{ARCHITECTURES, Architecture, FormatShares, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
 
@@ -57,7 +57,7 @@ pub fn variant(kernel: &KernelConfig, graph: &Graph) -> Variant {
         shares: share_mask(graph, &packed, |_| true),
         format_shares: has_scales(&packed).then(|| {
             let of = |number| share_mask(graph, &packed, |unpack| unpack as usize == number);
-            std::array::from_fn(of)
+            FormatShares(std::array::from_fn(of))
         }),
         poll_sleep_ns: kernel.poll_sleep_ns,
         evict_first: kernel.evict == Evict::First,
@@ -566,8 +566,8 @@ mod tests {
             let graph = model::preset(name).unwrap_or_else(|| panic!("no {name}")).graph;
             let variant = variant(&KernelConfig::default(), &graph);
             let all = fragments(variant.shares);
-            let of = move |shares: [u32; Unpack::ALL.len()]| {
-                let formats = Unpack::ALL.iter().zip(shares).filter(|(_, mask)| *mask != 0);
+            let of = |shares: FormatShares| {
+                let formats = Unpack::ALL.iter().zip(shares.0).filter(|(_, mask)| *mask != 0);
                 formats.map(|(unpack, mask)| (*unpack, fragments(mask))).collect::<Vec<_>>()
             };
             (all, variant.format_shares.map(of))

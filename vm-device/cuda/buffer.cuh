@@ -80,6 +80,32 @@ __device__ __forceinline__ bool vec4_here(Words const& s, uint4 const& v) {
   return (((v.x ^ s.tag) | (v.y ^ s.tag) | (v.z ^ s.tag) | (v.w ^ s.tag)) & s.mask) == 0;
 }
 
+#if AMK_UNPACK == 1 && AMK_FFN > 10240 // floats of long vectors; the other text is that of all measured kernels
+#define LOOKS_AT_ONE 1
+// One look at the groups that are missing; returns whether some still are. A worker's look at all of a long vector reads 28 KB, which compete with the
+// weights in the L2 cache. So while more than 4 are missing the next looks are at the first of them `alone`, until it has come.
+template <uint32_t N> __device__ __forceinline__ bool vec4s_look(Words const& s, uint32_t const (&at)[N], bool (&missing)[N], uint4 (&out)[N], bool& alone) {
+  bool asked = false, came = false;
+  uint32_t left = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < N; ++i) {
+    if (missing[i] && !(N > 4 && alone && asked)) {
+      out[i] = load_u32x4(s.at + at[i]);
+      asked = true;
+    }
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < N; ++i) {
+    bool const was = missing[i];
+    missing[i] = was && !vec4_here(s, out[i]);
+    came |= was && !missing[i];
+    left += missing[i];
+  }
+  alone = N > 4 && left > 4 && !(alone && came);
+  return left != 0;
+}
+#endif
+
 // Waits for groups of 4 words of a buffer: loads all together, and again until all have arrived. `at[i]` is the first word of group i; groups
 // that are not `wanted` are zero.
 template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w, Words const& s, uint32_t const (&at)[N], bool const (&wanted)[N], uint4 (&out)[N]) {
@@ -89,8 +115,14 @@ template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w
     missing[i] = wanted[i];
     out[i] = make_uint4(0, 0, 0, 0);
   }
+#ifdef LOOKS_AT_ONE
+  bool alone = false;
+#endif
 #pragma unroll 1
   for (uint32_t spin = 1;; ++spin) {
+#ifdef LOOKS_AT_ONE
+    bool const any = vec4s_look(s, at, missing, out, alone);
+#else
     bool any = false;
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
@@ -103,6 +135,7 @@ template <uint32_t N> __device__ __forceinline__ void vec4s_wait(Worker const& w
       missing[i] = missing[i] && !vec4_here(s, out[i]);
       any |= missing[i];
     }
+#endif
     if (!any) {
       return;
     }

@@ -67,6 +67,10 @@ __device__ __forceinline__ void stage_merged(Worker const& w, Words const& words
   for (uint32_t first = 0; first < end; first += TURN_COLS) { // all lanes take every turn
     uint32_t const e = first + u.first;
     float4 const x = merge_wait(w, words, p.k_len / AMK_HEAD_DIM, active, e < p.k_len ? e : AMK_NONE);
+#if AMK_UNPACK & 3312 // INTEGERS
+    static_assert(INTEGERS == 3312, "the formats whose vectors are staged as digits");
+    __syncwarp(); // lanes leave a wait one by one, and would stage digits one by one, which takes long
+#endif
     stage_units(w, u, e, x);
   }
 }
@@ -114,6 +118,9 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
       n[i] = NORM && (norm != nullptr || (SPARE_REGISTERS && WIDTH != 0)) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
+#if AMK_UNPACK & 3312 || (AMK_UNPACK == 1 && AMK_FFN > 10240) // INTEGERS, as above; LOOKS_AT_ONE
+    __syncwarp();
+#endif
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
       uint32_t const e = first + i * TURN_COLS + u.first;

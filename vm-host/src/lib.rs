@@ -32,6 +32,8 @@ mod fragments_tests;
 mod kernel_id;
 mod links;
 mod load;
+#[cfg(test)]
+mod looks_tests;
 mod machine;
 mod masks;
 mod memory;

@@ -118,7 +118,7 @@ __device__ __forceinline__ float stage_vector(Worker const& w, Words const& word
       n[i] = NORM && (norm != nullptr || (SPARE_REGISTERS && WIDTH != 0)) && wanted[i] ? __ldg((float4 const*)(norm + e)) : make_float4(1.f, 1.f, 1.f, 1.f);
     }
     vec4s_wait(w, words, at, wanted, v);
-#if AMK_UNPACK & 3312 || (AMK_UNPACK == 1 && AMK_FFN > 10240) // INTEGERS, as above; LOOKS_AT_ONE
+#if AMK_UNPACK & 3312 || defined(LOOKS_AT_ONE) // INTEGERS, as above; long vectors of floats
     __syncwarp();
 #endif
 #pragma unroll

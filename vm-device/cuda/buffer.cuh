@@ -80,10 +80,10 @@ __device__ __forceinline__ bool vec4_here(Words const& s, uint4 const& v) {
   return (((v.x ^ s.tag) | (v.y ^ s.tag) | (v.z ^ s.tag) | (v.w ^ s.tag)) & s.mask) == 0;
 }
 
-#if AMK_UNPACK == 1 && AMK_FFN > 10240 // floats of long vectors; the other text is that of all measured kernels
+#if AMK_UNPACK == 1 && AMK_FFN > 10240 // floats of long vectors: short ones and codes gain nothing by it
 #define LOOKS_AT_ONE 1
-// One look at the groups that are missing; returns whether some still are. A worker's look at all of a long vector reads 28 KB, which compete with the
-// weights in the L2 cache. So while more than 4 are missing the next looks are at the first of them `alone`, until it has come.
+// One look at the groups that are missing; returns whether some still are. A worker's look at the half of a long vector that it waits for reads 28 KB,
+// which compete with the weights in the L2 cache. So while more than 4 are missing the next looks are at the first of them `alone`, until it has come.
 template <uint32_t N> __device__ __forceinline__ bool vec4s_look(Words const& s, uint32_t const (&at)[N], bool (&missing)[N], uint4 (&out)[N], bool& alone) {
   bool asked = false, came = false;
   uint32_t left = 0;

@@ -476,6 +476,23 @@ fn long_vectors_have_one_half() {
     }
 }
 
+#[test]
+fn wide_dense_models_spare_who_attends() {
+    let assignment = |name: &str, devices: u32| {
+        let graph = model::preset(name).unwrap_or_else(|| panic!("no {name}")).graph;
+        default_config(&graph, &Target { devices, ..target("h200") }).sm_assignment
+    };
+    for name in ["llama-3.1-8b", "llama-3.1-8b-q4-k-m", "qwen3-32b-int4-g128"] {
+        assert_eq!(assignment(name, 1), SmAssignment::AroundAttention, "{name}");
+    }
+    assert_eq!(assignment("llama-3.1-8b", 2), SmAssignment::Carry, "two devices have less each");
+    for name in
+        ["llama-3.2-1b", "qwen3-4b", "smollm2-135m", "qwen3-30b-a3b-fp8-block", "gpt-oss-20b"]
+    {
+        assert_eq!(assignment(name, 1), SmAssignment::Carry, "{name}");
+    }
+}
+
 /// Measured in a skeleton of the kernel: 7, 9, 11 and 13 stages took 748, 739, 728 and 720 us. The rates are those of the kernel.
 #[test]
 fn deeper_rings_are_predicted_a_little_faster() {

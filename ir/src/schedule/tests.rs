@@ -262,7 +262,8 @@ fn the_default_is_the_deepest_ring_of_32_kb_stages_with_every_hand_off_in_the_da
             assert_eq!(config.get(*knob), Value::Name("flag_in_data"), "{knob}");
         }
         assert_eq!(config.fusion_grouping.merge, MergeGrouping::OProj);
-        assert_eq!((config.sm_assignment, config.kernel.poll_sleep_ns), (SmAssignment::Carry, 0));
+        assert_eq!(config.sm_assignment, SmAssignment::AroundAttention, "4096 rows of o_proj");
+        assert_eq!(config.kernel.poll_sleep_ns, 0);
     }
     // 99 KB less 67 KB: two stages of 16 KB, and one of them before a wait.
     let small = default_config(&graph, &Target::by_name("l40s").expect("in the table"));

@@ -477,7 +477,7 @@ fn long_vectors_have_one_half() {
 }
 
 #[test]
-fn wide_dense_models_spare_who_attends() {
+fn workers_that_run_attention_get_fewer_tiles_in_wide_dense_models() {
     let assignment = |name: &str, devices: u32| {
         let graph = model::preset(name).unwrap_or_else(|| panic!("no {name}")).graph;
         default_config(&graph, &Target { devices, ..target("h200") }).sm_assignment

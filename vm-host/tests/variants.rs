@@ -103,7 +103,7 @@ fn target() -> Target {
     Target::by_name("h200").expect("a known target")
 }
 
-/// As few configs as have each value of each kernel knob: a knob's value is a constant of the kernel, which no other's changes.
+/// Each value of each kernel knob in as few configs as possible: the knobs are constants of the kernel that do not depend on each other.
 fn configs(graph: &Graph, target: &Target) -> Vec<ScheduleConfig> {
     let legal = KNOBS.map(|knob| (knob, legal_values(knob, graph, target)));
     let most = legal.iter().map(|(_, values)| values.len()).max().unwrap_or(0);

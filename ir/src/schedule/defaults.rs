@@ -3,7 +3,6 @@
 use super::validate::{check, largest_stages, remote_handoffs};
 use super::value::{EmbedGrouping, Evict, Handoff, KnobType as _, MergeGrouping, SmAssignment};
 use super::{Knob, ScheduleConfig};
-use crate::block::FeedForward;
 use crate::graph::Graph;
 use crate::phase::PhaseClass;
 use crate::program::{PackedModel, group_parts};
@@ -43,10 +42,10 @@ pub fn default_config(graph: &Graph, target: &Target) -> ScheduleConfig {
 }
 
 /// The rule-based default for this many tokens of context: flag-in-data hand-offs everywhere, embedding and merge
-/// fused, the deepest ring of 32 KB stages that fits, one stage in flight before a wait, no sleep between polls, who
-/// attends spared before and after in wide dense models, else the remainder of each phase carried on, smaller blocks of a
-/// product where its largest share gets smaller by that, and one split of the keys per [`KEYS_PER_SPLIT`] as far as there
-/// are workers.
+/// fused, the deepest ring of 32 KB stages that fits, one stage in flight before a wait, no sleep between polls, less of
+/// `qkv` and `o_proj` for the workers that run attention where a model is wide and dense, else the remainder of each phase
+/// carried on, smaller blocks of a product where its largest share gets smaller by that, and one split of the keys per
+/// [`KEYS_PER_SPLIT`] as far as there are workers.
 ///
 /// Where four 32 KB stages do not fit, stages get smaller. If nothing fits, `validate` refuses the result.
 #[must_use]
@@ -115,13 +114,13 @@ fn deal_tiles(config: &mut ScheduleConfig, graph: &Graph, target: &Target) {
     }
 }
 
-/// Whether who attends is spared before and after: where each worker has three tiles of `o_proj` and more, others can have
-/// them. On an H200 qwen3-32b in int4 is 3.6% faster so, llama-3.1-8b in int4 1.9, in 16 bits 0.2; narrower models and
-/// mixtures lose up to 5% (docs/lab/2026-11-29-passes-of-five-units.md).
-fn spares_who_attends(graph: &Graph, target: &Target) -> bool {
+/// Whether workers that run attention get fewer tiles of the products before and after it: where `o_proj` has at least
+/// three tiles per worker, so that the other workers can take some. On an H200 a step of qwen3-32b in int4 is 3.6%
+/// shorter, of llama-3.1-8b 1.9% in int4 and 0.2% in 16 bits; narrower models and mixtures lose up to 5%
+/// (docs/lab/2026-11-29-passes-of-five-units.md).
+fn deals_around_attention(graph: &Graph, target: &Target) -> bool {
     let tiles = graph.hidden.div_ceil(TILE_ROWS);
-    let dense = graph.layers.iter().all(|layer| matches!(layer.mlp.body, FeedForward::Gated(_)));
-    dense && tiles >= 3 * target.sms * target.devices
+    !graph.has_experts() && tiles >= 3 * target.sms * target.devices
 }
 
 /// The default's choices without the ring.
@@ -140,7 +139,7 @@ fn ruled(graph: &Graph, target: &Target) -> ScheduleConfig {
     deal_tiles(&mut config, graph, target);
     config.kernel.poll_sleep_ns = 0;
     config.kernel.evict = Evict::First;
-    config.sm_assignment = match spares_who_attends(graph, target) {
+    config.sm_assignment = match deals_around_attention(graph, target) {
         true => SmAssignment::AroundAttention,
         false => SmAssignment::Carry,
     };

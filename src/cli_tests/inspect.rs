@@ -1,6 +1,7 @@
 //! `amk inspect kernel`: the compiled kernel on a machine without a GPU, with and without nvdisasm.
 
 use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
@@ -14,7 +15,7 @@ const NVDISASM: &str = r#"#!/bin/sh
 printf '.text.amk_megakernel:\n\t//## File "/x/cuda/worker.cuh", line 3\n        /*0000*/   STL [R1], R2 ;\n'
 "#;
 
-fn inspect(path: &std::path::Path, more: &[&str]) -> (i32, Value) {
+fn inspect(path: &Path, more: &[&str]) -> (i32, Value) {
     let place = ["inspect", "kernel", "--model", "toy", "--device", "cpu", "--json"];
     let ran = Command::new(env!("CARGO_BIN_EXE_amk"))
         .args(place)
@@ -26,12 +27,43 @@ fn inspect(path: &std::path::Path, more: &[&str]) -> (i32, Value) {
     (ran.status.code().unwrap(), serde_json::from_slice(&ran.stdout).unwrap())
 }
 
+/// The folder of NVRTC that the environment names, or nothing where none is needed.
+fn nvrtc() -> Option<PathBuf> {
+    let required = std::env::var_os("AMK_REQUIRE_NVRTC").is_some_and(|v| v == "1");
+    let named = std::env::var_os("AMK_NVRTC").map(PathBuf::from);
+    assert!(named.is_some() || !required, "AMK_NVRTC names no NVRTC");
+    if named.is_none() {
+        println!("skipped: AMK_NVRTC names no NVRTC");
+    }
+    named
+}
+
+#[test]
+fn the_nvrtc_that_is_named_is_the_one_that_compiles() {
+    let Some(named) = nvrtc() else { return };
+    let other = folder();
+    // A library of that name in the loader's path, as a CUDA toolkit has it. This one has none of the calls.
+    let mut entries = std::fs::read_dir(&named).unwrap().map(|entry| entry.unwrap().path());
+    let builtins = entries.find(|path| path.to_string_lossy().contains("libnvrtc-builtins.so."));
+    std::os::unix::fs::symlink(builtins.unwrap(), other.path().join("libnvrtc.so")).unwrap();
+    let inspect = |nvrtc: &Path| {
+        let place = ["inspect", "kernel", "--model", "toy", "--device", "cpu", "--json"];
+        let mut amk = Command::new(env!("CARGO_BIN_EXE_amk"));
+        amk.args(place).env("LD_LIBRARY_PATH", other.path()).env("AMK_NVRTC", nvrtc);
+        amk.env("AMK_CACHE", other.path()).output().unwrap()
+    };
+    let ran = inspect(&named);
+    assert!(ran.status.success(), "{ran:?}");
+    let ran = inspect(other.path());
+    let looked = format!("looked in {})", other.path().display());
+    let said = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.code() == Some(3) && said.contains(&looked), "no other folder: {ran:?}");
+}
+
 #[test]
 fn a_kernel_is_inspected_without_a_gpu() {
     let folder = folder();
-    let required = std::env::var_os("AMK_REQUIRE_NVRTC").is_some_and(|v| v == "1");
-    if std::env::var_os("AMK_NVRTC").is_none() && !required {
-        println!("skipped: AMK_NVRTC names no NVRTC");
+    if nvrtc().is_none() {
         return;
     }
     let (code, without) = inspect(folder.path(), &["--sass", "k.sass"]);

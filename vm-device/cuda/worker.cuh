@@ -29,7 +29,7 @@ constexpr uint32_t ASIDE_PIECE = 1, ASIDE_LANE = 8; // 16 bytes of the task, and
 static_assert(AMK_OFFSETOF(amk_task, reads) <= 16 && AMK_OFFSETOF(amk_task, tile_parts) >= 32, "only indices of buffers");
 __device__ __forceinline__ ResolvedBuffer const& aside(StagedTask const& st) { return ((ResolvedBuffer const*)&st.task)[ASIDE_PIECE]; }
 
-// What the task prefetcher works out about a matvec (op_matvec.cuh). In the place of the numbers of two other buffers.
+// What the task prefetcher works out about a matvec (fragments.cuh). In the place of the numbers of two other buffers.
 struct MatvecPlan {
   uint32_t shares, chunks; // see Tiles
   bool held;               // see Tiles

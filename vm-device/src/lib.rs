@@ -47,6 +47,8 @@ pub const SOURCES: &[Source] = sources![
     "cuda/unit_products.cuh",
     "cuda/route.cuh",
     "cuda/matvec_input.cuh",
+    "cuda/epilogue.cuh",
+    "cuda/fragments.cuh",
     "cuda/op_matvec.cuh",
     "cuda/batch_products.cuh",
     "cuda/matvec_batch.cuh",

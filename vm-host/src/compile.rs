@@ -1,13 +1,9 @@
-//! NVRTC: compiles the device source to a cubin, cached by everything that it depends on.
+//! Compiles the device source to a cubin, cached by everything that it depends on.
 
-use std::ffi::{CStr, CString};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::time::Instant;
 
 use abi::{Feature, Unpack};
-use cudarc::nvrtc::result::{self, NvrtcError};
-use cudarc::nvrtc::sys;
 use ir::program::staging::{Staging, WARP_UNITS_MAX};
 use ir::program::{Buffer, BufferSource, PackedModel, Program};
 use ir::schedule::Evict;
@@ -15,6 +11,7 @@ use ir::{Activation, Format, Graph, KernelConfig, KvDtype};
 use vm_device::{ARCHITECTURES, Architecture, FormatShares, PrefillVariant, Source, Variant};
 
 use crate::error::HostError;
+use crate::nvrtc::{self, Nvrtc, Output};
 
 /// A compiled kernel.
 #[derive(Clone, Debug)]
@@ -281,7 +278,8 @@ fn compile_unit(
     options: &[String],
     cache: Option<&Path>,
 ) -> Result<Cubin, HostError> {
-    let (major, minor) = nvrtc_version()?;
+    let nvrtc = Nvrtc::get()?;
+    let (major, minor) = nvrtc.version();
     let id = crate::kernel_id::kernel_id(source, options);
     // Line numbers and comments are part of what a profiler shows, so the cache goes by the whole text.
     let exact = crate::kernel_id::digest(source, options);
@@ -291,7 +289,7 @@ fn compile_unit(
         return Ok(cubin);
     }
     let began = Instant::now();
-    let (image, log) = run_nvrtc(source, options)?;
+    let (image, log) = nvrtc.compile(source, options, Output::Cubin)?;
     tracing::info!(kernel = id, seconds = began.elapsed().as_secs_f32(), "kernel compiled");
     if let Some(file) = &file {
         write_cached(file, &image, &log);
@@ -344,164 +342,23 @@ fn write_cached(file: &Path, image: &[u8], log: &str) {
     }
 }
 
-/// Folders that may hold NVRTC, most explicit first.
-fn nvrtc_folders() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> =
-        std::env::var_os("AMK_NVRTC").map(PathBuf::from).into_iter().collect();
-    let program = std::env::current_exe().ok();
-    folders
-        .extend(program.as_deref().and_then(lib_beside).iter().flat_map(|lib| python_folders(lib)));
-    folders.push("/usr/local/cuda/lib64".into());
-    let lib = std::env::var_os("VIRTUAL_ENV").map(|venv| Path::new(&venv).join("lib"));
-    folders.extend(lib.iter().flat_map(|lib| python_folders(lib)));
-    folders
-}
-
-/// The `lib` of the environment that a program is installed in, as `PREFIX/bin/amk`: pip installs what the program needs
-/// there too.
-fn lib_beside(program: &Path) -> Option<PathBuf> {
-    let bin = program.parent().filter(|folder| folder.ends_with("bin"))?;
-    Some(bin.parent()?.join("lib"))
-}
-
-/// Where `pip install nvidia-cuda-nvrtc` puts NVRTC below the `lib` of a virtual environment, whose folder has the
-/// version of Python in its name.
-fn python_folders(lib: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(lib).into_iter().flatten().flatten();
-    let pythons =
-        entries.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"python"));
-    // Debian's Python installs outside of an environment into `dist-packages`.
-    let packages = ["site-packages", "dist-packages"];
-    let folders = pythons.flat_map(|entry| {
-        packages.map(|packages| entry.path().join(packages).join("nvidia/cu13/lib"))
-    });
-    let mut found: Vec<PathBuf> = folders.filter(|folder| folder.is_dir()).collect();
-    found.sort();
-    found
-}
-
-/// Loads NVRTC once, by absolute path if one of the folders has it: its soname then satisfies cudarc's search.
-fn load_nvrtc() -> Result<(), HostError> {
-    static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
-    let loaded = LOADED.get_or_init(|| {
-        for folder in nvrtc_folders() {
-            preload(&folder);
-        }
-        // SAFETY: only checks with the dynamic loader whether the library can be opened.
-        if unsafe { sys::is_culib_present() } {
-            return Ok(());
-        }
-        let searched: Vec<String> =
-            nvrtc_folders().iter().map(|f| f.display().to_string()).collect();
-        Err(format!("{}, the dynamic loader's path", searched.join(", ")))
-    });
-    loaded.clone().map_err(HostError::NoNvrtc)
-}
-
-/// Opens `libnvrtc-builtins` and `libnvrtc` of a folder for the life of the process, if they are there.
-fn preload(folder: &Path) {
-    let Ok(entries) = std::fs::read_dir(folder) else { return };
-    let mut names: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
-    names.retain(|path| {
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        !name.contains(".alt.")
-            && (name.starts_with("libnvrtc-builtins.so.") || name.starts_with("libnvrtc.so."))
-    });
-    // The builtins first: libnvrtc has no run path to find them by.
-    names.sort_by_key(|path| !path.to_string_lossy().contains("builtins"));
-    for path in names {
-        // SAFETY: NVRTC's initialisers have no preconditions; the handle is leaked, so no symbol outlives its library.
-        if let Ok(library) = unsafe { libloading::Library::new(&path) } {
-            std::mem::forget(library);
-        }
-    }
-}
-
-/// NVRTC's version.
-///
-/// # Errors
-/// If NVRTC is missing.
-pub fn nvrtc_version() -> Result<(i32, i32), HostError> {
-    load_nvrtc()?;
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: both out pointers are valid for the call.
-    let found = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }.result();
-    found.map_err(refused("nvrtcVersion"))?;
-    Ok((major, minor))
-}
-
-fn refused(call: &'static str) -> impl Fn(NvrtcError) -> HostError {
-    move |error| HostError::Driver { call, message: format!("{:?}", error.0) }
-}
-
 /// The PTX of a variant, which is compiled for it: the cache has none.
 ///
 /// # Errors
 /// If NVRTC is missing or refuses the source.
 pub fn ptx(variant: &Variant, arch: &str) -> Result<String, HostError> {
     let source = unit(row(arch).sources.iter())?;
-    let (text, _) = nvrtc(&source, &options(variant, arch), program_ptx)?;
-    Ok(text)
+    let (text, _) = Nvrtc::get()?.compile(&source, &options(variant, arch), Output::Ptx)?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// A program of the CUDA toolkit: in `PATH`, or where NVRTC is looked for.
 #[must_use]
 pub fn cuda_tool(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let beside = nvrtc_folders().into_iter().filter_map(|lib| Some(lib.parent()?.join("bin")));
+    let beside = nvrtc::folders().into_iter().filter_map(|lib| Some(lib.parent()?.join("bin")));
     let mut folders = std::env::split_paths(&path).chain(beside).map(|folder| folder.join(name));
     folders.find(|file| file.is_file())
-}
-
-fn run_nvrtc(source: &str, options: &[String]) -> Result<(Vec<u8>, String), HostError> {
-    nvrtc(source, options, program_image)
-}
-
-/// Compiles, and returns what `emit` reads of the program, and the log.
-fn nvrtc<T>(
-    source: &str,
-    options: &[String],
-    emit: fn(sys::nvrtcProgram) -> Result<T, NvrtcError>,
-) -> Result<(T, String), HostError> {
-    load_nvrtc()?;
-    let no_nul = |_| HostError::Compile("the source or an option holds a NUL byte".into());
-    let source = CString::new(source).map_err(no_nul)?;
-    let options = options.iter().map(|option| CString::new(option.as_str()));
-    let options: Vec<CString> = options.collect::<Result<_, _>>().map_err(no_nul)?;
-    let program = result::create_program(&source, Some(c"megakernel.cu"))
-        .map_err(refused("nvrtcCreateProgram"))?;
-    // SAFETY: `program` is live.
-    let compiled = unsafe { result::compile_program(program, &options) };
-    // SAFETY: `program` is live.
-    let log: Vec<u8> = unsafe { result::get_program_log(program) }
-        .map(|log| log.into_iter().map(i8::cast_unsigned).collect())
-        .unwrap_or_default();
-    let log = CStr::from_bytes_until_nul(&log).unwrap_or_default().to_string_lossy().into_owned();
-    let image = match compiled {
-        Ok(()) => emit(program).map_err(refused("nvrtcGetCUBIN, nvrtcGetPTX")),
-        Err(_) => Err(HostError::Compile(log.clone())),
-    };
-    // SAFETY: `program` is live and not used after. Failing to free it is not failing to compile.
-    let _ = unsafe { result::destroy_program(program) };
-    Ok((image?, log))
-}
-
-fn program_ptx(program: sys::nvrtcProgram) -> Result<String, NvrtcError> {
-    // SAFETY: `program` is live and compiled.
-    let text = unsafe { result::get_ptx(program) }?;
-    let bytes: Vec<u8> = text.into_iter().map(i8::cast_unsigned).collect();
-    let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
-    Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
-}
-
-fn program_image(program: sys::nvrtcProgram) -> Result<Vec<u8>, NvrtcError> {
-    let mut size = 0;
-    // SAFETY: `program` is live and compiled.
-    unsafe { sys::nvrtcGetCUBINSize(program, &raw mut size) }.result()?;
-    let mut image = vec![0_u8; size];
-    // SAFETY: the buffer has the size that NVRTC asked for.
-    unsafe { sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()) }.result()?;
-    Ok(image)
 }
 
 /// Reads registers, stack and spills of each kernel, with those of the functions that it calls, from the assembler's lines in `log`.
@@ -538,22 +395,6 @@ pub fn resources(log: &str) -> Vec<Resources> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn nvrtc_is_found_in_a_virtual_environment_of_any_python() {
-        let folder = tempfile::tempdir().unwrap();
-        let has = |name: &str| folder.path().join(name).join("site-packages/nvidia/cu13/lib");
-        for name in ["python3.11", "python3.13", "pkgconfig"] {
-            std::fs::create_dir_all(has(name)).unwrap();
-        }
-        std::fs::create_dir_all(folder.path().join("python3.9")).unwrap();
-        assert_eq!(python_folders(folder.path()), [has("python3.11"), has("python3.13")]);
-        assert_eq!(python_folders(&folder.path().join("none")), Vec::<PathBuf>::new());
-        // A wheel's program: what pip installed beside it is found without any variable.
-        let program = folder.path().join("bin/amk");
-        assert_eq!(lib_beside(&program), Some(folder.path().join("lib")));
-        assert_eq!(lib_beside(Path::new("/repository/target/debug/amk")), None);
-    }
 
     /// Numbers of the fragments in a mask.
     fn fragments(mask: u32) -> Vec<u32> {

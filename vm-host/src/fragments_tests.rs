@@ -1,4 +1,4 @@
-//! The loops that multiply a task's fragments (op_matvec.cuh), compiled as host C++: rows of tasks of many shapes, in stages as the host lays them
+//! The loops that multiply a task's fragments (fragments.cuh), compiled as host C++: rows of tasks of many shapes, in stages as the host lays them
 //! out, against the decoder of stored rows; and that every warp gives back every stage, once.
 
 use std::fmt::Write as _;
@@ -92,10 +92,7 @@ impl Kernel<'_> {
             "-DAMK_HEAD_DIM=64".to_owned(),
         ];
         let sources = ["amk_abi.h", "prelude.cuh", "unpack.cuh", "digits.cuh", "unit_products.cuh"];
-        let all = source_text(&["op_matvec.cuh"]);
-        let from = all.find("// Layout of a task's tiles in the ring.").expect("a part");
-        let to = all.find("// The same for tiles of any length, without").expect("its end");
-        let text = source_text(&sources) + "\nSTAGED_TASK\n" + &all[from..to];
+        let text = source_text(&sources) + "\nSTAGED_TASK\n" + &source_text(&["fragments.cuh"]);
         let said = run_text(compiler, "fragments", (&text, &defines), spoil, &asked);
         let mut lines = said.lines();
         for (format, units, tiles, (_, expected)) in &tasks {
@@ -140,6 +137,8 @@ fn mutations_of_fragments_are_noticed() {
         (&full, "FORMAT_SHARES[unpack] >> warp_units", "FORMAT_SHARES[unpack + 1] >> warp_units"),
         (&full, "unit += F::TILES * k.chunk * unit_bytes(UNPACK)", "unit += 0"),
         (&full, "x.template load<1>(w, k, chunk)", "x.template load<0>(w, k, chunk)"),
+        (&full, "x[BOTH ? PART * F::EACH : 0]", "x[0]"),
+        (&short, "::BOTH || k.chunks > 1", "::BOTH"),
         (&full, "part += SETS * F::TILES * TILE_PARTS", "part += F::TILES * TILE_PARTS"),
     ] {
         let wrong = kernel.wrong(&compiler, Some((from, to)));

@@ -15,7 +15,7 @@ pub(crate) fn kernel_id(source: &str, options: &[String]) -> String {
     let bare = without_comments(source);
     // Code that is not understood is kept whole: then every edit counts.
     let reached = reached(&bare, options).map(|text| named(&text));
-    digest(&reached.unwrap_or(bare), options)
+    digest(&joined(&reached.unwrap_or(bare)), options)
 }
 
 pub(crate) fn digest(source: &str, options: &[String]) -> String {
@@ -48,6 +48,12 @@ fn without_comments(source: &str) -> String {
     }
     code += rest;
     code.lines().map(str::trim).filter(|line| !line.is_empty()).flat_map(|l| [l, "\n"]).collect()
+}
+
+/// The text of all files as one: in which of them a line stands is no part of the machine code.
+fn joined(text: &str) -> String {
+    let of_files = |line: &&str| !line.starts_with("#line ") && *line != "#pragma once";
+    text.lines().filter(of_files).flat_map(|line| [line, "\n"]).collect()
 }
 
 /// Length of the string literal that `text` begins with.

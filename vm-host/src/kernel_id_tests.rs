@@ -29,6 +29,13 @@ fn a_comment_is_no_code() {
 }
 
 #[test]
+fn in_which_file_a_line_stands_is_no_code() {
+    let split = "int a = 1;\n#line 1 \"other.cuh\"\n#pragma once\nint b = a;\n";
+    assert_eq!(id("int a = 1;\nint b = a;\n"), id(split));
+    assert_ne!(id("int a = 1;\n#pragma unroll\nint b = a;\n"), id(split));
+}
+
+#[test]
 fn only_the_branch_that_is_compiled_counts() {
     let body = "#if SEQS > 1\nbatch();\n#else\nalone();\n#endif\n";
     assert_eq!(id(body), id(&body.replace("batch", "other")));

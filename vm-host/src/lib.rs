@@ -39,6 +39,7 @@ mod masks;
 mod memory;
 mod monitor;
 mod nvml;
+mod nvrtc;
 mod pages;
 mod prefill;
 #[cfg(test)]
@@ -54,8 +55,8 @@ mod weight_stream;
 pub use boot::{BootOptions, deadline};
 pub use card::Card;
 pub use compile::{
-    Cubin, Resources, compile, compile_prefill, cuda_tool, default_cache, kernel_id, nvrtc_version,
-    options, ptx, resources, variant,
+    Cubin, Resources, compile, compile_prefill, cuda_tool, default_cache, kernel_id, options, ptx,
+    resources, variant,
 };
 pub use driver::DeviceInfo;
 pub use error::{HostError, describe};
@@ -70,6 +71,7 @@ pub use monitor::Monitor;
 pub use nvml::{
     compute_processes, driver_version, gpu_state, max_clocks, process_memory, visible_name,
 };
+pub use nvrtc::nvrtc_version;
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{
     ChunkRoutes, GemmShape, KernelTime, LayersRan, PrefillOptions, Prefilled, compile_prompts,

@@ -86,7 +86,7 @@ impl Staging {
         let part = part_units(tile_units);
         let warp_units = part.div_ceil(CONSUMER_WARPS);
         let most = (WARP_UNITS_MAX / warp_units).max(1);
-        // What a warp loads at once (`share_tiles` in op_matvec.cuh): a whole stage, of two tiles at most; or, in a kernel
+        // What a warp loads at once (`share_tiles` in fragments.cuh): a whole stage, of two tiles at most; or, in a kernel
         // of units with scales, up to four units. There a stage has as many tiles as the warps can hold, or half of them
         // where it is that short.
         let tiles = match scaled {

@@ -1,4 +1,4 @@
-// The loops that multiply a task's fragments (op_matvec.cuh) as host C++: the threads of a worker are fibers, and the ring is as long as the task, so
+// The loops that multiply a task's fragments (fragments.cuh) as host C++: the threads of a worker are fibers, and the ring is as long as the task, so
 // that every stage is read where it lies. What no unit of the matrix fills is no number. Prints the rows of each task, or what was read or given
 // back wrongly. Compiled by vm-host/src/fragments_tests.rs.
 #define WORKERS 1

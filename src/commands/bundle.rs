@@ -176,8 +176,12 @@ fn say(bundle: &Bundle, checked: &[String], build: &str) {
         (
             "on",
             format!(
-                "{}, driver {}, CUDA {}, amk {}",
-                conditions.card, conditions.driver, conditions.cuda, conditions.amk
+                "{}, driver {}, CUDA {}, NVRTC {}, amk {}",
+                conditions.card,
+                conditions.driver,
+                conditions.cuda,
+                conditions.nvrtc,
+                conditions.amk
             ),
         ),
     ];

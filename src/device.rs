@@ -683,8 +683,9 @@ pub(crate) fn checks() -> Vec<Check> {
         Err(HostError::NoDriver) => "none (libcuda.so.1)".to_owned(),
         Err(error) => error.to_string(),
     };
+    let file = || vm_host::nvrtc_file().map(|file| file.display().to_string()).unwrap_or_default();
     let compiler = match &nvrtc {
-        Ok((major, minor)) => format!("{major}.{minor}"),
+        Ok((major, minor)) => format!("{major}.{minor} ({})", file()),
         Err(HostError::NoNvrtc(places)) => format!("none (libnvrtc.so.13 in {places})"),
         Err(error) => error.to_string(),
     };

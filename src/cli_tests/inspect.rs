@@ -46,15 +46,18 @@ fn the_nvrtc_that_is_named_is_the_one_that_compiles() {
     let mut entries = std::fs::read_dir(&named).unwrap().map(|entry| entry.unwrap().path());
     let builtins = entries.find(|path| path.to_string_lossy().contains("libnvrtc-builtins.so."));
     std::os::unix::fs::symlink(builtins.unwrap(), other.path().join("libnvrtc.so")).unwrap();
-    let inspect = |nvrtc: &Path| {
-        let place = ["inspect", "kernel", "--model", "toy", "--device", "cpu", "--json"];
+    let run = |arguments: &str, nvrtc: &Path| {
         let mut amk = Command::new(env!("CARGO_BIN_EXE_amk"));
-        amk.args(place).env("LD_LIBRARY_PATH", other.path()).env("AMK_NVRTC", nvrtc);
-        amk.env("AMK_CACHE", other.path()).output().unwrap()
+        amk.args(arguments.split(' ')).env("LD_LIBRARY_PATH", other.path());
+        amk.env("AMK_NVRTC", nvrtc).env("AMK_CACHE", other.path()).output().unwrap()
     };
-    let ran = inspect(&named);
+    let inspect = "inspect kernel --model toy --device cpu --json";
+    let ran = run(inspect, &named);
     assert!(ran.status.success(), "{ran:?}");
-    let ran = inspect(other.path());
+    let doctor = run("doctor --json", &named);
+    let file = named.join("libnvrtc.so.13").display().to_string();
+    assert!(String::from_utf8_lossy(&doctor.stdout).contains(&file), "{doctor:?}");
+    let ran = run(inspect, other.path());
     let looked = format!("looked in {})", other.path().display());
     let said = String::from_utf8_lossy(&ran.stdout);
     assert!(ran.status.code() == Some(3) && said.contains(&looked), "no other folder: {ran:?}");

@@ -71,7 +71,7 @@ pub use monitor::Monitor;
 pub use nvml::{
     compute_processes, driver_version, gpu_state, max_clocks, process_memory, visible_name,
 };
-pub use nvrtc::nvrtc_version;
+pub use nvrtc::{nvrtc_file, nvrtc_version};
 pub use pages::{KvPool, NoPages, Occupancy, PagePool, pages_of};
 pub use prefill::{
     ChunkRoutes, GemmShape, KernelTime, LayersRan, PrefillOptions, Prefilled, compile_prompts,

@@ -13,7 +13,7 @@ use crate::error::HostError;
 const LIBRARY: &str = "libnvrtc.so.13";
 
 type Handle = *mut c_void;
-type Sized = unsafe extern "C" fn(Handle, *mut usize) -> c_int;
+type Size = unsafe extern "C" fn(Handle, *mut usize) -> c_int;
 type Read = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
 type Create = unsafe extern "C" fn(
     *mut Handle,
@@ -33,14 +33,15 @@ pub(crate) enum Output {
 
 /// The calls of one library, which stays loaded for the life of the process.
 pub(crate) struct Nvrtc {
+    file: PathBuf,
     version: (i32, i32),
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     create: Create,
     compile: unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> c_int,
     destroy: unsafe extern "C" fn(*mut Handle) -> c_int,
-    log: (Sized, Read),
-    cubin: (Sized, Read),
-    ptx: (Sized, Read),
+    log: (Size, Read),
+    cubin: (Size, Read),
+    ptx: (Size, Read),
 }
 
 impl Nvrtc {
@@ -63,13 +64,13 @@ impl Nvrtc {
                 continue;
             }
             open_builtins(folder);
-            match open(&file).and_then(Self::bind) {
+            match Self::open(&file) {
                 Ok(nvrtc) => return Ok(nvrtc),
                 Err(error) => tried.push(format!("{}: {error}", file.display())),
             }
         }
         if std::env::var_os("AMK_NVRTC").is_none() {
-            if let Ok(nvrtc) = open(Path::new(LIBRARY)).and_then(Self::bind) {
+            if let Ok(nvrtc) = Self::open(Path::new(LIBRARY)) {
                 return Ok(nvrtc);
             }
             tried.push("the dynamic loader's path".to_owned());
@@ -77,9 +78,9 @@ impl Nvrtc {
         Err(tried.join(", "))
     }
 
-    fn bind(library: Library) -> Result<Self, libloading::Error> {
+    fn open(file: &Path) -> Result<Self, libloading::Error> {
         // Leaked, so that no function below outlives it.
-        let library: &'static Library = Box::leak(Box::new(library));
+        let library: &'static Library = Box::leak(Box::new(open(file)?));
         // SAFETY: the types are those of nvrtc.h of CUDA 13, whose library this is by its name.
         unsafe {
             let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int =
@@ -87,6 +88,7 @@ impl Nvrtc {
             let (mut major, mut minor) = (0, 0);
             version(&raw mut major, &raw mut minor);
             Ok(Self {
+                file: file.to_owned(),
                 version: (major, minor),
                 error_string: *library.get(b"nvrtcGetErrorString")?,
                 create: *library.get(b"nvrtcCreateProgram")?,
@@ -178,10 +180,14 @@ impl<'n> Program<'n> {
         self.nvrtc.called("nvrtcCompileProgram", code)
     }
 
-    fn read(&self, call: &'static str, (sized, read): (Sized, Read)) -> Result<Vec<u8>, HostError> {
+    fn read(
+        &self,
+        call: &'static str,
+        (size_of, read): (Size, Read),
+    ) -> Result<Vec<u8>, HostError> {
         let mut size = 0;
         // SAFETY: the program is live.
-        self.nvrtc.called(call, unsafe { sized(self.handle, &raw mut size) })?;
+        self.nvrtc.called(call, unsafe { size_of(self.handle, &raw mut size) })?;
         let mut bytes = vec![0_u8; size];
         // SAFETY: the program is live, and the buffer has the size that the library asked for.
         self.nvrtc.called(call, unsafe { read(self.handle, bytes.as_mut_ptr().cast()) })?;
@@ -225,6 +231,14 @@ fn open_builtins(folder: &Path) {
 /// If NVRTC is missing.
 pub fn nvrtc_version() -> Result<(i32, i32), HostError> {
     Nvrtc::get().map(Nvrtc::version)
+}
+
+/// The library that compiles; its name alone, if the dynamic loader found it.
+///
+/// # Errors
+/// If NVRTC is missing.
+pub fn nvrtc_file() -> Result<&'static Path, HostError> {
+    Nvrtc::get().map(|nvrtc| nvrtc.file.as_path())
 }
 
 /// Folders that may hold NVRTC, most explicit first.

@@ -1,7 +1,7 @@
 //! `amk inspect kernel`: the compiled kernel on a machine without a GPU, with and without nvdisasm.
 
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
@@ -27,15 +27,15 @@ fn inspect(path: &Path, more: &[&str]) -> (i32, Value) {
     (ran.status.code().unwrap(), serde_json::from_slice(&ran.stdout).unwrap())
 }
 
-/// The folder of NVRTC that the environment names, or nothing where none is needed.
-fn nvrtc() -> Option<PathBuf> {
+/// The folder of this machine's NVRTC, or nothing where it has none and needs none.
+fn nvrtc() -> Option<&'static Path> {
+    let folder = vm_host::nvrtc_file().ok().and_then(Path::parent).filter(|path| path.is_dir());
     let required = std::env::var_os("AMK_REQUIRE_NVRTC").is_some_and(|v| v == "1");
-    let named = std::env::var_os("AMK_NVRTC").map(PathBuf::from);
-    assert!(named.is_some() || !required, "AMK_NVRTC names no NVRTC");
-    if named.is_none() {
-        println!("skipped: AMK_NVRTC names no NVRTC");
+    assert!(folder.is_some() || !required, "no folder of NVRTC: set AMK_NVRTC");
+    if folder.is_none() {
+        println!("skipped: no folder of NVRTC");
     }
-    named
+    folder
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn the_nvrtc_that_is_named_is_the_one_that_compiles() {
     let Some(named) = nvrtc() else { return };
     let other = folder();
     // A library of that name in the loader's path, as a CUDA toolkit has it. This one has none of the calls.
-    let mut entries = std::fs::read_dir(&named).unwrap().map(|entry| entry.unwrap().path());
+    let mut entries = std::fs::read_dir(named).unwrap().map(|entry| entry.unwrap().path());
     let builtins = entries.find(|path| path.to_string_lossy().contains("libnvrtc-builtins.so."));
     std::os::unix::fs::symlink(builtins.unwrap(), other.path().join("libnvrtc.so")).unwrap();
     let run = |arguments: &str, nvrtc: &Path| {
@@ -52,9 +52,9 @@ fn the_nvrtc_that_is_named_is_the_one_that_compiles() {
         amk.env("AMK_NVRTC", nvrtc).env("AMK_CACHE", other.path()).output().unwrap()
     };
     let inspect = "inspect kernel --model toy --device cpu --json";
-    let ran = run(inspect, &named);
+    let ran = run(inspect, named);
     assert!(ran.status.success(), "{ran:?}");
-    let doctor = run("doctor --json", &named);
+    let doctor = run("doctor --json", named);
     let file = named.join("libnvrtc.so.13").display().to_string();
     assert!(String::from_utf8_lossy(&doctor.stdout).contains(&file), "{doctor:?}");
     let ran = run(inspect, other.path());

@@ -116,8 +116,8 @@ fn deal_tiles(config: &mut ScheduleConfig, graph: &Graph, target: &Target) {
 
 /// Whether workers that run attention get fewer tiles of the products before and after it: where `o_proj` has at least two
 /// tiles per worker, so that the other workers can take some. On an H200 a step of qwen3-32b in int4 is 3.6% shorter, of
-/// llama-3.1-8b 1.9% in int4 and 0.2% in 16 bits, of qwen3-4b and gemma-3-4b 0.7%; narrower models and mixtures lose up to
-/// 5% (docs/lab/2026-11-29-passes-of-five-units.md, 2026-11-29-a-newer-compiler.md).
+/// llama-3.1-8b 1.9% in int4 and 0.2% in 16 bits, of qwen3-4b and gemma-3-4b 0.7%; narrower models lose up to 5%, mixtures
+/// were not timed with it (docs/lab/2026-11-29-passes-of-five-units.md, 2026-11-29-a-newer-compiler.md).
 fn deals_around_attention(graph: &Graph, target: &Target) -> bool {
     let tiles = graph.hidden.div_ceil(TILE_ROWS);
     !graph.has_experts() && tiles >= 2 * target.sms * target.devices
